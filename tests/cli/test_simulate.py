@@ -85,6 +85,36 @@ def test_another_load_is_compared_with_itself(ledger: Path) -> None:
     assert "takes no change" in checked.stderr
 
 
+def test_a_ledger_with_drafts_is_checked_and_simulated(tmp_path: Path) -> None:
+    recorded = record_run(CONFIG, seed=9, count=80, have_deadlines=False, stops=0.0, guess_ns=3)
+    recorded.facts.settings["speculative_config"] = '{"method": "suffix"}'
+    path, out = tmp_path / "run.sqlite", tmp_path / "out.sqlite"
+    write(recorded, path)
+    checked = invoke(path, "--check")
+    assert (checked.exit_code, checked.stdout) == (
+        0,
+        f"All {len(recorded.steps):,} steps are decided as they were recorded.\n",
+    )
+    shown = invoke(path, "--max-num-seqs", 2, "--draws", 1, "--out", out)
+    assert shown.exit_code == 0, shown.stderr
+    assert "guesses" not in shown.stderr
+    simulated = read_ledger(out)
+    assert any(step.verified for step in simulated.steps)
+    again = invoke(out, "--draws", 1)
+    assert again.exit_code == 0, again.stderr
+    load = ("--rate", 2_000, "--duration", "20ms", "--input-tokens", 24, "--output-tokens", 4)
+    assert "Nobody knows what it would guess of these requests" in invoke(path, *load, "--draws", 1).stderr
+    early = msgspec.structs.replace(
+        recorded, steps=[msgspec.structs.replace(step, drafts=msgspec.UNSET) for step in recorded.steps]
+    )
+    write(early, tmp_path / "early.sqlite")
+    for flags in (("--check",), ("--draws", 1)):
+        refused = invoke(tmp_path / "early.sqlite", *flags)
+        assert refused.exit_code == 2
+        assert "does not say what was told of them" in " ".join(refused.stderr.split())
+        assert "an early version wrote it" in " ".join(refused.stderr.split())
+
+
 def test_json_has_every_figure_and_the_model(ledger: Path) -> None:
     told = json.loads(invoke(ledger, "--speed", 2, "--draws", 2, "--json").stdout)
     assert told["change"] == {"settings": {}, "speed": 2.0}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from guessing import Guesser
 
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
@@ -12,10 +13,12 @@ from splittime.core.step import StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.engine.recorder import ThreadTime
-from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.ledger.steps import StepRecord, Told, verify_steps
+from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
+from splittime.scheduler.state import RequestState
+from splittime.simulate.fake import FakeRunner, expected_tokens
 
 CONFIG = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=40, block_size=4, num_blocks=10)
 STEP_NS = 1000
@@ -227,3 +230,31 @@ def test_a_step_is_charged_with_what_was_given_since_the_one_before() -> None:
         record = stepped(crank)
         told.append((record.cpu_wait_ns, record.off_cpu_ns))
     assert told == [(10, 890), (0, 900), (500, 400)]
+
+
+@pytest.mark.parametrize(("chance", "told"), [(1 / 3, [333, 111, 37, 12, 4, 1, 0, 0]), (1.0, [1000] * 8), (None, None)])
+def test_what_is_told_of_drafts_is_what_the_scheduler_goes_by(chance: float | None, told: list[int] | None) -> None:
+    """The chances are whole thousandths before the scheduler sees them, so the record is exact."""
+    clock = VirtualClock()
+    config = msgspec.structs.replace(CONFIG, max_num_batched_tokens=16)
+    guesser = Guesser(lambda name, tokens, count: expected_tokens(tokens, count), 1000, chance)
+    drafting = DraftingRunner(FakeRunner(4, step_ns=STEP_NS, clock=clock), guesser, now_ns=clock.now_ns)
+    crank = Crank(EngineParts(Engine(Scheduler(config)), drafting), clock)
+    ask(crank, clock, "a", max_tokens=30)
+    ask(crank, clock, "b", max_tokens=30)
+    num_told = 0
+    while crank.has_work:
+        output = crank.turn()
+        seen = {state.request_id: _told_to(state) for state in crank.engine.scheduler.running if state.draft_token_ids}
+        recorded = {name: one for name, one in output.record.told_drafts if name in seen}
+        assert recorded == seen
+        for one in seen.values():
+            assert one == (tuple(told[: len(one)]) if told else one)
+        num_told += len(seen)
+        verify_steps([output.record])
+    assert num_told > 10
+
+
+def _told_to(state: RequestState) -> Told:
+    """What the scheduler goes by, as a record has it."""
+    return tuple(chance * 1000 for chance in state.draft_survival) or len(state.draft_token_ids)

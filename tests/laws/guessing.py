@@ -47,11 +47,13 @@ class Guesser:
                 continue
             self._tokens[request_id] += row.token_ids
             guessed = tuple(self._guess(request_id, self._tokens[request_id]))
-            survival = (
-                () if self._chance is None else tuple(self._chance**place for place in range(1, len(guessed) + 1))
-            )
+            chance = self._chance_of(request_id)
+            survival = () if chance is None else tuple(chance**place for place in range(1, len(guessed) + 1))
             drafts[request_id] = Draft(guessed, survival)
         return {request_id: draft for request_id, draft in drafts.items() if draft.token_ids}
+
+    def _chance_of(self, request_id: str) -> float | None:
+        return self._chance
 
     def _guess(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
         mixed = crc32(array("I", token_ids).tobytes())

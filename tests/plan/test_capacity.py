@@ -195,6 +195,15 @@ def test_nothing_is_told_of_a_cache_that_nobody_sees(found: Capacity) -> None:
     assert not any("KV" in each.name for each in worksheet("a", outside, found, PlanTerms()).lines)
 
 
+def test_a_server_that_guesses_ahead_is_planned_without(found: Capacity) -> None:
+    def notes(settings: dict[str, str]) -> tuple[str, ...]:
+        return worksheet("a", msgspec.structs.replace(ONE_AT_A_TIME, settings=settings), found, PlanTerms()).notes
+
+    words = "nobody knows what it would guess of these requests"
+    assert any(words in note for note in notes({"speculative_config": '{"method": "ngram"}'}))
+    assert not any(words in note for note in notes({}))
+
+
 def test_costs_that_cannot_be_separated_are_named(found: Capacity) -> None:
     costs = msgspec.structs.replace(ONE_AT_A_TIME.costs, unsure=("prompt token", "decode row"))
     sheet = worksheet("a", msgspec.structs.replace(ONE_AT_A_TIME, costs=costs), found, PlanTerms())

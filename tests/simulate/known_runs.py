@@ -1,11 +1,13 @@
 """Ledgers of runs under a virtual clock, whose truth is known: requests in bursts that end in every way there is."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
 import msgspec
 from fake_sleeper import FakeSleeper
+from guessing import Guesser
 
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
@@ -18,6 +20,7 @@ from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
 from splittime.ledger.stages import Stage
+from splittime.runner.drafting import Draft, DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
@@ -25,6 +28,7 @@ from splittime.simulate.recorded import Recorded
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 STEP_NS, TOKEN_NS, MOVE_NS = 900, 31, 50
+CHANCES = (None, 0.02, 0.2, 0.5, 0.77, 0.97)
 TELL_NS = 400
 TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
 
@@ -61,6 +65,23 @@ class AskedBefore:
         return self._rng.choice((1, 2, 8, 9)) if self._rng.random() < self._stops else 0
 
 
+class Guessing(Guesser):
+    """Tells other chances of each request's drafts in each step, and of some none. guess_ns: what it takes, for each
+    request that it knows."""
+
+    def __init__(self, eos_every: int, clock: VirtualClock, guess_ns: int) -> None:
+        super().__init__(lambda name, tokens, count: expected_tokens(tokens, count, eos_every=eos_every), 1000)
+        self._clock, self._guess_ns = clock, guess_ns
+
+    def draft(self, *args: Any) -> Mapping[str, Draft]:
+        drafts = super().draft(*args)
+        self._clock.advance(self._guess_ns * len(self._tokens))
+        return drafts
+
+    def _chance_of(self, request_id: str) -> float | None:
+        return CHANCES[crc32(f"{request_id} {len(self._tokens[request_id])}".encode()) % len(CHANCES)]
+
+
 class StoppingRun(TimedRun):
     """A server finds stop strings, and tells the engine a little later."""
 
@@ -71,10 +92,8 @@ class StoppingRun(TimedRun):
     def _take(self, message: FromEngine) -> None:
         super()._take(message)
         for output in message.outputs if isinstance(message, StepOutput) else ():
-            if (
-                output.token_ids
-                and len(self.outcomes[output.request_id].token_ids) == self.stops_after[output.request_id]
-            ):
+            after, now = self.stops_after[output.request_id], len(self.outcomes[output.request_id].token_ids)
+            if now - len(output.token_ids) < after <= now:
                 self.at(message.ready_ns + TELL_NS, Abort(output.request_id))
 
 
@@ -135,15 +154,18 @@ def record_run(
     stops: float = 0.15,
     sleeps_at_ns: int | None = None,
     plans_ahead: bool = False,
+    guess_ns: int | None = None,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
-    admission stands before it."""
+    admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed."""
     rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
-    engine = Engine(Scheduler(config), plans_ahead)
-    run = StoppingRun(Crank(EngineParts(engine, runner, sleeper=sleeper), clock), clock, costs)
+    engine, computes = Engine(Scheduler(config), plans_ahead), runner
+    if guess_ns is not None:
+        computes = DraftingRunner(runner, Guessing(eos_every, clock, guess_ns), runner, clock.now_ns)
+    run = StoppingRun(Crank(EngineParts(engine, computes, sleeper=sleeper), clock), clock, costs)
     if sleeps_at_ns is not None:
         run.at(sleeps_at_ns, Sleep(1, SleepAsk(1, "abort")))
         run.at(sleeps_at_ns + 20_000, Wake(2))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from known_runs import TIGHT, record_run
+from msgspec import UNSET
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.steps import verify_steps
+from splittime.ledger.steps import Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
@@ -48,6 +49,67 @@ def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, s
     recorded = record_run(config, seed, plans_ahead=True)
     verify_steps(recorded.steps)
     assert replay(recorded) is None
+
+
+@given(CONFIGS, st.integers(0, 10_000), st.booleans())
+def test_a_replay_tells_the_drafts_of_the_recorded_run(config: SchedulerConfig, seed: int, plans_ahead: bool) -> None:
+    """What is accepted behind a stop string is in no account: it must not be found in the cache, or come too late."""
+    stops = 0.0 if plans_ahead or config.enable_prefix_caching else 0.5
+    recorded = record_run(config, seed, stops=stops, plans_ahead=plans_ahead, guess_ns=3)
+    verify_steps(recorded.steps)
+    assert replay(recorded) is None
+
+
+def test_what_happens_to_drafts_happens_in_these_runs() -> None:
+    """All, some and none of a row's are right; of those that are told all, some and none are verified."""
+    config = msgspec.structs.replace(TIGHT, enable_prefix_caching=False)
+    runs = [record_run(config, seed, count=60, stops=0.5, guess_ns=3) for seed in range(4, 8)]
+    steps = [step for run in runs for step in run.steps]
+    verified = [(drafts, right) for step in steps for _, drafts, right in step.verified]
+    assert {right == drafts for drafts, right in verified} == {min(right, 1) for _, right in verified} == {0, 1}
+    told = [told for step in steps for _, told in step.told_drafts]
+    assert {type(one) for one in told} == {int, tuple}
+    num_told = sum(one if isinstance(one, int) else len(one) for one in told)
+    assert len(verified) < len(told)
+    assert sum(drafts for drafts, _ in verified) < num_told
+    assert any(step.victims for step in steps)
+    ends = [account.finish_reason for run in runs for account in run.accounts]
+    assert set(ends) == {"abort", "deadline", "length", "stop"}
+    assert [replay(run) for run in runs] == [None] * len(runs)
+
+
+def test_other_chances_are_found_out() -> None:
+    recorded = record_run(TIGHT, seed=4, count=60, stops=0.0, guess_ns=3)
+    likely = [
+        msgspec.structs.replace(step, drafts=tuple((name, _sure(told)) for name, told in step.told_drafts) or UNSET)
+        for step in recorded.steps
+    ]
+    divergence = replay(msgspec.structs.replace(recorded, steps=likely))
+    assert divergence is not None
+    assert divergence.what == "rows"
+
+
+def _sure(told: Told) -> Told:
+    return told if isinstance(told, int) else (1000,) * len(told)
+
+
+def test_a_ledger_of_before_drafts_were_told_is_refused_by_name() -> None:
+    recorded = record_run(TIGHT, seed=4, guess_ns=3)
+    steps = [msgspec.structs.replace(step, drafts=UNSET) for step in recorded.steps]
+    first = next(step.step_id for step in steps if step.verified)
+    with pytest.raises(ConfigError, match=f"step {first} verified drafts, and the ledger does not say") as caught:
+        replay(msgspec.structs.replace(recorded, steps=steps))
+    assert "Record another" in caught.value.info.hint
+
+
+@pytest.mark.parametrize("told", [0, -1, 257, (), (1001,), (500, -1), (500,) * 257])
+def test_drafts_that_cannot_have_been_are_refused(told: Told) -> None:
+    recorded = record_run(TIGHT, seed=4, guess_ns=3)
+    first = next(step for step in recorded.steps if step.drafts)
+    spoilt = msgspec.structs.replace(first, drafts=((first.rows[0][0], told),))
+    steps = [spoilt if step is first else step for step in recorded.steps]
+    with pytest.raises(ConfigError, match=f"step {first.step_id}: .*that cannot be"):
+        replay(msgspec.structs.replace(recorded, steps=steps))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -92,7 +154,7 @@ def test_what_happened_is_in_these_runs() -> None:
     assert {account.finish_reason for account in accounts} == {"abort", "deadline", "length", "stop"}
     assert any(account.freed_ns is None for account in accounts), "stop strings"
     assert any(account.cached_tokens for account in accounts)
-    assert [replay(run) for run in runs] == [None] * 3
+    assert [replay(run) for run in runs] == [None] * len(runs)
 
 
 @pytest.mark.parametrize("seed", range(12))

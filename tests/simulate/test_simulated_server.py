@@ -20,10 +20,11 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.door import Door
 from splittime.simulate.host_parts import host_parts, is_queued
+from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
-from splittime.simulate.run import OF_THE_REQUEST, Delivery, simulate
+from splittime.simulate.run import OF_THE_REQUEST, Delivery, SimulatedBooks, simulate
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
-from splittime.simulate.trace import TracedRequest, at_speed, traced_requests
+from splittime.simulate.trace import TracedRequest, at_speed, traced_requests, with_drafts
 from splittime.simulate.virtual import HostCosts
 
 COSTS = HostCosts(to_wake_ns=11)
@@ -49,6 +50,22 @@ def test_with_the_true_times_it_writes_the_recorded_ledger(
     )
     requests, delivery = traced_requests(recorded.accounts, 256), Delivery(to_wake_ns=COSTS.to_wake_ns)
     books = simulate(requests, config, TrueCosts(), UNBOUNDED, delivery, plans_ahead=plans_ahead)
+    _require_same(books, recorded)
+
+
+@given(st.sampled_from(CONFIGS), st.sampled_from((0, 40)), st.integers(0, 10_000))
+def test_with_the_true_times_it_tells_and_verifies_the_recorded_drafts(
+    config: SchedulerConfig, eos_every: int, seed: int
+) -> None:
+    recorded = record_run(config, seed, eos_every=eos_every, costs=COSTS, have_deadlines=False, stops=0.0, guess_ns=0)
+    requests = with_drafts(traced_requests(recorded.accounts, 256), recorded.steps)
+    delivery = Delivery(to_wake_ns=COSTS.to_wake_ns)
+    books = simulate(requests, config, TrueCosts(), UNBOUNDED, delivery, drafts_seed=0)
+    assert any(step.verified for step in books.steps)
+    _require_same(books, recorded)
+
+
+def _require_same(books: SimulatedBooks, recorded: Recorded) -> None:
     verify_steps(books.steps)
     assert books.steps == list(recorded.steps)
     made = {account.request_id: account for account in books.accounts}

@@ -15,15 +15,17 @@ from splittime.simulate.change import Change, changed
 from splittime.simulate.draws import OTHER_HOUR, hours
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
-from splittime.simulate.replica import replica_of
+from splittime.simulate.replica import AnyReplica, replica_of
+from splittime.simulate.trace import TracedRequest
 from splittime.simulate.what_if import Prediction, predict, predict_of, recorded_load, requests_of
 
 LIMITS = QueueLimits(256, 10**6)
 
 
-def run(max_num_seqs: int = 4, plans_ahead: bool = False) -> Recorded:
+def run(max_num_seqs: int = 4, plans_ahead: bool = False, guess_ns: int | None = None) -> Recorded:
     config = msgspec.structs.replace(TIGHT, max_num_seqs=max_num_seqs, num_blocks=60)
-    return record_run(config, seed=9, count=150, have_deadlines=False, plans_ahead=plans_ahead)
+    how = {"have_deadlines": False, "plans_ahead": plans_ahead, "guess_ns": guess_ns}
+    return record_run(config, seed=9, count=150, **how)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,34 @@ def test_an_engine_that_plans_ahead_is_simulated_ahead() -> None:
         assert prediction.figure(name).after == pytest.approx(true[name], rel=0.25)
     simulated = replica_of(recorded).run(requests_of(recorded, 256), Change(), seed=0)
     assert all(step.ahead_ns is not None for step in simulated.steps)
+
+
+def test_what_a_change_does_to_a_server_that_guesses_ahead() -> None:
+    recorded, truth = run(guess_ns=5), run(max_num_seqs=8, guess_ns=5)
+    seen, true = (figures(list(each.accounts), list(each.steps)) for each in (recorded, truth))
+    prediction = predict(recorded, Change({"max_num_seqs": 8}), draws=6)
+    for name in ("itl_ms_p90", "e2e_ms_p50", "output_tokens_per_s", "steps"):
+        assert prediction.figure(name).before == pytest.approx(seen[name], rel=0.15)
+    for name in ("queue_ms_p90", "ttft_ms_p90", "mean_running", "steps"):
+        assert prediction.figure(name).after == pytest.approx(true[name], rel=0.25)
+    simulated = replica_of(recorded).run(requests_of(recorded, 256), Change(), seed=0)
+    verified = [
+        sum(drafts for step in steps for _, drafts, _ in step.verified) for steps in (recorded.steps, simulated.steps)
+    ]
+    assert verified[1] == pytest.approx(verified[0], rel=0.1)
+
+
+def test_requests_that_the_server_never_had_are_told_no_drafts() -> None:
+    recorded = run(guess_ns=5)
+    recorded.facts.settings["speculative_config"] = '{"method": "suffix"}'
+    requests = requests_of(recorded, 256)
+
+    def drawn(replica: AnyReplica) -> list[TracedRequest]:
+        return [traced._replace(drafts=None) for traced in requests]
+
+    assert predict_of(recorded_load(recorded, drawn), Change(), draws=2).leaves_out_drafts
+    assert not predict(recorded, Change(), draws=2).leaves_out_drafts
+    assert not predict_of(recorded_load(run(), drawn), Change(), draws=2).leaves_out_drafts
 
 
 def test_hours_are_spread_evenly() -> None:
@@ -124,8 +154,13 @@ def test_an_engine_that_cannot_be_simulated_is_refused(recorded: Recorded) -> No
     facts = msgspec.structs.replace(recorded.facts, settings=recorded.facts.settings | {"async_scheduling": True})
     with pytest.raises(ConfigError, match="plans ahead"):
         predict(msgspec.structs.replace(recorded, facts=facts), Change())
-    drafting = msgspec.structs.replace(recorded.steps[5], verified=(("r0", 1, 1),))
-    with pytest.raises(ConfigError, match="speculates"):
+    row = recorded.steps[5].rows[0]
+    drafting = msgspec.structs.replace(
+        recorded.steps[5],
+        rows=((row[0], row[1], row[2] + 1), *recorded.steps[5].rows[1:]),
+        verified=((row[0], 1, 1),),
+    )
+    with pytest.raises(ConfigError, match="does not say what was told"):
         predict(msgspec.structs.replace(recorded, steps=[*recorded.steps[:5], drafting, *recorded.steps[6:]]), Change())
 
 

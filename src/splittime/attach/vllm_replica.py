@@ -21,7 +21,7 @@ from splittime.simulate.costed import Answers
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replica import UNBOUNDED, AnyReplica, ModelCosts, measured
 from splittime.simulate.run import OnAccount, OnStep, SimulatedServer
-from splittime.simulate.trace import TracedRequest, as_seen_ahead, at_speed
+from splittime.simulate.trace import TracedRequest, at_speed, unforeseen
 
 
 class VllmReplica(AnyReplica, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class VllmReplica(AnyReplica, frozen=True, kw_only=True):
         costs = ModelCosts(self.costs, self.pace, seed, change.speed)
         requests = at_speed(requests, change.speed)
         if settings.async_scheduling:
-            requests = list(map(as_seen_ahead, requests))
+            requests = list(map(unforeseen, requests))
         clock, answers = VirtualClock(), Answers()
         engine = VllmEngine(settings, clock, by_plan(costs), answers, requests)
         limits = QueueLimits(UNBOUNDED, UNBOUNDED)

@@ -252,6 +252,10 @@ def _about(prediction: "Prediction") -> str:
     else:
         come = " are drawn; they come when they are meant to come"
     lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
+    if prediction.leaves_out_drafts:
+        lines.append(
+            "The server guesses tokens ahead. Nobody knows what it would guess of these requests: nothing here."
+        )
     error = prediction.model.errors.median_relative
     lines.append(
         f"step times: a model of {prediction.num_steps:,} steps; the median error of held-out ones is {error:.1%}"

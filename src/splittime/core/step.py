@@ -14,6 +14,7 @@ import msgspec
 
 from splittime.core.sampling import SamplingParams
 
+THOUSAND = 1000  # chances are whole thousandths
 PENDING = -1
 """In the place of a row's one token: the token that this request samples in the step before, which is still running."""
 
@@ -104,7 +105,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         After a preemption the same entries may come again.
     draft_token_ids: guesses of what follows `token_ids`, for the request's next row to verify. The scheduler passes on
         as many as pay, and as there are tokens and blocks to spare for.
-    draft_survival: of each of these the chance that it and all before it are right; () if nobody knows.
+    draft_survival: of each of these the chance that it and all before it are right, in whole thousandths: what a
+        ledger keeps is what the scheduler went by. () if nobody knows.
     error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
     """
 

@@ -8,8 +8,10 @@ to its length exactly.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from splittime.core.step import StepPlan, StepResult
-from splittime.ledger.steps import StepRecord, gap_room_ns
+from msgspec import UNSET, UnsetType
+
+from splittime.core.step import THOUSAND, RowResult, StepPlan, StepResult
+from splittime.ledger.steps import StepRecord, Told, gap_room_ns
 from splittime.scheduler.scheduler import Scheduler
 
 
@@ -157,6 +159,7 @@ class Recorder:
             num_waiting=scheduler.num_waiting,
             victims=step.victims,
             verified=_verified(plan, result) if work.draft_tokens else (),
+            drafts=UNSET if scheduler.speculation.costs is None else _told_drafts(result),
             hidden_ns=span.hidden_ns,
             ahead_ns=None if step.looked_ns is None else step.looked_ns - span.begin_ns,
             execution=result.execution,
@@ -228,6 +231,18 @@ def _verified(plan: StepPlan, result: StepResult) -> tuple[tuple[str, int, int],
         for row, one in zip(plan.rows, result.rows, strict=True)
         if row.draft_token_ids
     )
+
+
+def _told_drafts(result: StepResult) -> tuple[tuple[str, Told], ...] | UnsetType:
+    """The rows whose results brought drafts, with what is told of them."""
+    told = [(row.request_id, _chances(row)) for row in result.rows if row.draft_token_ids]
+    return tuple(told) if told else UNSET
+
+
+def _chances(row: RowResult) -> Told:
+    if not row.draft_survival:
+        return len(row.draft_token_ids)
+    return tuple([round(THOUSAND * chance) for chance in row.draft_survival])
 
 
 def _parts(span: Span, result: StepResult) -> Parts:

@@ -29,8 +29,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from splittime.core.step import THOUSAND
 
 EXECUTIONS = ("host", "eager", "captured")
+Told = int | tuple[int, ...]  # of drafts: how many, or their chances in thousandths
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -38,15 +42,18 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     attention read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token,
     drafts among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts,
     as (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed.
-    `draft_ns`: of `launch_ns`, what guessing drafts for the next step took. `victims` are the requests preempted
-    while planning it. `hidden_ns`: what the host did for other steps while this one ran; part of no sum.
-    `ahead_ns`: how long after its begin the engine planned what comes behind it, or found nothing to plan; None
-    where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`, `enqueue_ns` and `collective_ns`
-    are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device may work then. `offload_ns`,
-    `restore_ns`: copies of so many blocks of KV cache to host memory, and back. `num_refused`: requests that the
-    server had refused for want of room since its start when it took this record in; accounts are kept of the latest
-    of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its
-    processors since the machine began, as of then or up to a second before; None where the system does not tell."""
+    `drafts`: the rows whose results brought drafts for the request's next row, as (request_id, chances): of each draft
+    the chance, in thousandths, that it and all before it are right, or how many drafts there were, where nobody knew.
+    Not written where there are none (`told_drafts`). `draft_ns`: of `launch_ns`, what guessing drafts for the next
+    step took. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did for other steps
+    while this one ran; part of no sum. `ahead_ns`: how long after its begin the engine planned what comes behind it, or
+    found nothing to plan; None where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`,
+    `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device
+    may work then. `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back.
+    `num_refused`: requests that the server had refused for want of room since its start when it took this record in;
+    accounts are kept of the latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes,
+    and all others, had run on its processors since the machine began, as of then or up to a second before; None where
+    the system does not tell."""
 
     step_id: int
     begin_ns: int
@@ -85,6 +92,12 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     others_ran_ns: int | None = None
     verified: tuple[tuple[str, int, int], ...] = ()
     draft_ns: int = 0
+    drafts: tuple[tuple[str, Told], ...] | UnsetType = UNSET
+
+    @property
+    def told_drafts(self) -> tuple[tuple[str, Told], ...]:
+        """`drafts`, also where there are none."""
+        return () if self.drafts is UNSET else self.drafts
 
     @property
     def parts_ns(self) -> int:
@@ -113,7 +126,7 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
             raise ValueError(f"step {record.step_id}: what comes behind it was planned {words}")
         _verify_execution(record)
         _verify_processor(record)
-        _verify_drafts(record)
+        verify_drafts(record)
         for moved_ns, blocks in (
             (record.offload_ns, record.offloaded_blocks),
             (record.restore_ns, record.restored_blocks),
@@ -129,15 +142,22 @@ def verify_steps(records: Sequence[StepRecord]) -> None:
             raise ValueError(f"step {after.step_id}: the device waited {after.gap_ns} ns, the host only {room_ns} ns")
 
 
-def _verify_drafts(record: StepRecord) -> None:
+def verify_drafts(record: StepRecord) -> None:
+    """Raises ValueError for drafts that cannot have been."""
     if not 0 <= record.draft_ns <= record.launch_ns:
         raise ValueError(
             f"step {record.step_id}: {record.draft_ns} ns of guessing in a launch of {record.launch_ns} ns"
         )
-    num_tokens = {request_id: count for request_id, _, count in record.rows} if record.verified else {}
+    if not record.verified and not record.drafts:
+        return
+    num_tokens = {request_id: count for request_id, _, count in record.rows}
     for request_id, drafts, accepted in record.verified:
         if not 0 <= accepted <= drafts < num_tokens.get(request_id, 0):
             raise ValueError(f"step {record.step_id}: {accepted} of {drafts} drafts accepted for {request_id}")
+    for request_id, told in record.told_drafts:
+        is_told = told > 0 if isinstance(told, int) else told and min(told) >= 0 and max(told) <= THOUSAND
+        if not is_told or request_id not in num_tokens:
+            raise ValueError(f"step {record.step_id}: drafts of chances {told} told for {request_id}")
 
 
 def gap_room_ns(before: StepRecord, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:

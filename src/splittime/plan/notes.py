@@ -21,6 +21,8 @@ def notes_of(replica: AnyReplica, found: Capacity, has_peak: bool) -> Iterator[s
         f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
         f"max_model_len {config.max_model_len:,}"
     )
+    if replica.guesses_ahead:
+        yield "the server guesses tokens ahead; nobody knows what it would guess of these requests, so here it does not"
     if is_from_outside(replica):
         yield from _notes_from_outside(replica.costs.about)
     others = f"{found.draws} others" if found.draws > 1 else "another"

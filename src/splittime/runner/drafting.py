@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.step import Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
+from splittime.core.step import THOUSAND, Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
 
 FREE_SHARE = 0.006  # of the model's time
 EARNED_SHARE = 0.25  # of the time that right drafts saved
@@ -151,4 +151,5 @@ class DraftingRunner:
 def _with_draft(row: RowResult, draft: Draft | None) -> RowResult:
     if draft is None:
         return row
-    return msgspec.structs.replace(row, draft_token_ids=draft.token_ids, draft_survival=draft.survival)
+    survival = tuple([round(THOUSAND * chance) / THOUSAND for chance in draft.survival])
+    return msgspec.structs.replace(row, draft_token_ids=draft.token_ids, draft_survival=survival)

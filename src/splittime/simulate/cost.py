@@ -9,6 +9,9 @@ coefficient is negative. A step whose rows all decode may take another way (a ca
 so these have a constant of their own. What is not linear (tiles of rows, caches) is in a factor for each bucket of
 tokens, drawn towards 1 where a bucket has few steps.
 
+Drafts count as tokens of a prompt: more tokens of a row, computed in the same step. The time of guessing is in
+`launch_ns`.
+
 A model that was not measured (`simulate.data_sheet`) has a second line, `compute`, of the same features: the time that
 the arithmetic takes, where the first is what the memory takes. A step takes the larger of the two (Williams, Waterman
 and Patterson's roofline, 2009). A fitted model has none: what was measured has both in it.

@@ -10,9 +10,10 @@ them where a real one does; what lies between two steps is its driver's to wait 
 
 A request samples what `Answers` says of it, and else one and the same token in each step, which follows from its id:
 two runs of the same requests make the same tokens, whatever else differs, and what one run has in its prefix cache is
-worth as much as what the other has.
+worth as much as what the other has. Where drafts were recorded, they are told again (`simulate.drafts`).
 """
 
+import random
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
@@ -21,11 +22,14 @@ from zlib import crc32
 import numpy as np
 
 from splittime.core.clock import VirtualClock
-from splittime.core.step import Row, RowResult, StepPlan, StepResult
+from splittime.core.step import THOUSAND, Row, RowResult, StepPlan, StepResult
 from splittime.engine.engine import Engine
+from splittime.ledger.steps import Told
 from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.drafts import RequestDrafts
 from splittime.simulate.shape import StepShape, StepTime, shape_of_plan
 
+GUESSED = 0  # in the place of a guessed token: how many are right is known without
 SPREAD, GOLDEN, SHIFT = 0x2545F4914F6CDD1D, np.uint64(0x9E3779B97F4A7C15), np.uint64(34)
 
 
@@ -44,17 +48,23 @@ def by_shape(costs: StepCosts, execution: str = "host") -> PlanTime:
 
 
 class Answers:
-    """The tokens that simulated requests sample, by their place behind the prompt's beginning."""
+    """The tokens that simulated requests sample, by their place behind the prompt's beginning, and the drafts that are
+    told there. seed: of how many drafts are right, where nobody knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self._known: dict[str, tuple[int, tuple[int, ...]]] = {}  # where the answer begins, and its first tokens
+        self._drafts: dict[str, RequestDrafts] = {}
+        self._seed = seed
 
-    def learn(self, request_id: str, begin: int, tokens: tuple[int, ...]) -> None:
+    def learn(self, request_id: str, begin: int, tokens: tuple[int, ...], drafts: RequestDrafts | None = None) -> None:
         if tokens:
             self._known[request_id] = begin, tokens
+        if drafts is not None:
+            self._drafts[request_id] = drafts
 
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)
+        self._drafts.pop(request_id, None)
 
     def tokens(self, request_id: str, begin: int, count: int) -> list[int]:
         """Returns those from this place on."""
@@ -68,9 +78,28 @@ class Answers:
         request_id = row.request_id
         if not row.num_samples:
             return RowResult(request_id)
+        drafts = self._drafts.get(request_id)
+        if drafts is not None:
+            return self._guessed(row, drafts)
         if request_id not in self._known:
             return _sampled(request_id)
         return RowResult(request_id, tuple(self.tokens(request_id, row.start + row.num_tokens, 1)))
+
+    def _guessed(self, row: Row, drafts: RequestDrafts) -> RowResult:
+        """Returns the result of a row that samples, with the drafts that are told behind it."""
+        place, num_right = row.start + len(row.token_ids), 0
+        if row.draft_token_ids:
+            rng = random.Random(f"{self._seed} {place} {row.request_id}")
+            num_right = drafts.at(place).right_of(len(row.draft_token_ids), drafts.usual, rng)
+        return self.accepted(row, num_right, drafts.at(place + 1 + num_right).told)
+
+    def accepted(self, row: Row, num_right: int, told: Told) -> RowResult:
+        """Returns the result of a row so many of whose drafts are right. told: of drafts for the next row."""
+        tokens = tuple(self.tokens(row.request_id, row.start + len(row.token_ids), 1 + num_right))
+        if isinstance(told, int):
+            return RowResult(row.request_id, tokens, draft_token_ids=(GUESSED,) * told)
+        chances = tuple([chance / THOUSAND for chance in told])
+        return RowResult(row.request_id, tokens, draft_token_ids=(GUESSED,) * len(told), draft_survival=chances)
 
 
 class CurrentStep:
@@ -103,7 +132,7 @@ class CostedEngine(Engine):
 class CostedRunner:
     """A `Runner` that lets the step's time pass."""
 
-    verifies_drafts = False
+    verifies_drafts = True
 
     def __init__(self, step: CurrentStep, clock: VirtualClock, execution: str = "host") -> None:
         self.answers = Answers()

@@ -6,6 +6,7 @@ token, or is ended by the server, may have a row in the air, whose result is dro
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +15,7 @@ from splittime.core.request import FinishReason
 from splittime.drive.messages import Abort, Submit, ToEngine
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.host_parts import is_queued
-from splittime.simulate.trace import TracedRequest, as_seen_ahead, ended_by_token
+from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
 
 
 class Course:
@@ -22,6 +23,7 @@ class Course:
 
     def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
         self.is_ahead = records[0].ahead_ns is not None
+        self._foresees_ends = not self.is_ahead and not any(record.drafts for record in records)
         self._records = records
         self._last_step = {row[0]: record for record in records for row in record.rows}
         self._ended_in: dict[str, StepRecord] = {}  # by the engine, as far as accounts do not say so
@@ -60,23 +62,25 @@ class Course:
         received_ns = sorted(traced.received_ns for traced in requests)
         ended_ns = sorted(map(self._ended_ns, requests))
         num_missing: dict[int, int] = {}
+        whole = [self._last_step[traced.request.request_id] for traced in requests if self._is_whole(traced)]
+        num_whole = Counter(last.step_id for last in whole if not self._is_queued(last))
         same = []
         for traced in requests:
             last, account = self._last_step.get(traced.request.request_id), traced.account
             if traced.stops_after is None:
-                traced = as_seen_ahead(traced) if self.is_ahead else traced
+                traced = traced if self._foresees_ends else unforeseen(traced)
             elif last is None:
                 pass
             elif account.freed_ns is not None:
                 step = self._step_that_freed(account.freed_ns, last)
                 traced = traced if step is None else self._ended(traced, step)
-            elif self.is_ahead and self._is_whole(traced, last):
+            elif self._is_whole(traced):
                 traced = self._ended(traced, last)
             else:
                 seen = self._seen_in(last)
                 present = seen.num_running + seen.num_waiting + bisect_right(ended_ns, seen.end_ns)
                 came = bisect_right(received_ns, self._planned_ns(seen))
-                missing = num_missing.setdefault(seen.step_id, came - present)
+                missing = num_missing.setdefault(seen.step_id, came - present - num_whole[seen.step_id])
                 if missing > 0 and _end_of_row(traced, seen) is not None:
                     num_missing[seen.step_id] -= 1
                     traced = self._ended(traced, seen)
@@ -97,14 +101,18 @@ class Course:
         self._ended_in[traced.request.request_id] = step
         request = traced.request
         count = max(1, end + 1 - len(request.prompt_token_ids))
-        if self.is_ahead:
+        if not self._foresees_ends:
             return ended_by_token(traced, count)._replace(stops_after=None)
         sampling = msgspec.structs.replace(request.sampling, max_tokens=count)
         return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), stops_after=None)
 
-    def _is_whole(self, traced: TracedRequest, last: StepRecord) -> bool:
-        """Whether it had all tokens that it may have after its last step."""
-        end, request = _end_of_row(traced, last), traced.request
+    def _is_whole(self, traced: TracedRequest) -> bool:
+        """Whether the server stopped it, and its account closed before the engine said anything, and it had all tokens
+        that it may have after its last step."""
+        last, request = self._last_step.get(traced.request.request_id), traced.request
+        if traced.stops_after is None or traced.account.freed_ns is not None or last is None:
+            return False
+        end = _end_of_row(traced, last)
         return end is not None and end + 1 - len(request.prompt_token_ids) >= (request.sampling.max_tokens or end)
 
     def _seen_in(self, last: StepRecord) -> StepRecord:
@@ -144,6 +152,7 @@ class Course:
 
 
 def _end_of_row(traced: TracedRequest, step: StepRecord) -> int | None:
-    """Returns the place behind its row in this step; None if it has none."""
+    """Returns the place behind what is right of its row in this step; None if it has none."""
     name = traced.request.request_id
-    return next((start + count for request_id, start, count in step.rows if request_id == name), None)
+    wrong = next((drafts - right for request_id, drafts, right in step.verified if request_id == name), 0)
+    return next((start + count - wrong for request_id, start, count in step.rows if request_id == name), None)

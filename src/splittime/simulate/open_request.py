@@ -1,13 +1,12 @@
 """What has become of a request of a simulated server, while it is open."""
 
-import sys
-
 from splittime.ledger.account import Account
 from splittime.simulate.trace import TracedRequest
 
 
 class OpenRequest:
-    """What has become of a request so far. ready_ns, steps: of its tokens, each of which comes in a step of its own."""
+    """What has become of a request so far. ready_ns, steps: of each of its tokens. stops_after: as `TracedRequest` has
+    it, until it has so many."""
 
     __slots__ = (
         *(
@@ -34,7 +33,7 @@ class OpenRequest:
     def steps_before_stop(self) -> int:
         """How many steps will not end it by its stop string."""
         assert self.stops_after is not None
-        return self.stops_after - len(self.steps) - 1 if len(self.steps) < self.stops_after else sys.maxsize
+        return self.stops_after - len(self.steps) - 1
 
 
 def _begun(traced: TracedRequest) -> Account:

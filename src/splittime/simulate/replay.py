@@ -27,15 +27,22 @@ from splittime.ledger.prompt_parts import PREFIX_TOKENS
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.costed import Answers
 from splittime.simulate.course import Course
+from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.recorded import Recorded, plans_ahead
-from splittime.simulate.retaken import RecordedArrivals, RecordedSteps, Rows, UnknownStep, engine_again
+from splittime.simulate.retaken import (
+    RecordedAnswers,
+    RecordedArrivals,
+    RecordedSteps,
+    Rows,
+    UnknownStep,
+    engine_again,
+)
 from splittime.simulate.trace import traced_requests
 
 DECISIONS = (
     *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),
-    *("num_running", "num_waiting", "offloaded_blocks", "restored_blocks", "begin_ns", "end_ns"),
+    *("num_running", "num_waiting", "offloaded_blocks", "restored_blocks", "begin_ns", "end_ns", "verified"),
 )
 
 
@@ -54,7 +61,8 @@ def replay(recorded: Recorded) -> Divergence | None:
     config, records = scheduler_config(recorded.facts), recorded.steps
     course = Course(traced_requests(recorded.accounts, config.max_model_len), records)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in course.requests)))
-    steps, answers = RecordedSteps(records), Answers()
+    steps = RecordedSteps(records)
+    answers = RecordedAnswers(steps)
     for traced in course.requests:
         answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
     parts = engine_again(Scheduler(config), steps, clock, answers, course.is_ahead)
@@ -87,6 +95,7 @@ def require_whole(recorded: Recorded) -> None:
     if not records:
         raise ConfigError("the ledger has no steps to replay", param="ledger")
     plans_ahead(recorded)
+    require_known_drafts(records, facts.max_model_len)
     block_size = facts.settings.get("block_size", PREFIX_TOKENS)
     if block_size % PREFIX_TOKENS and facts.settings.get("enable_prefix_caching", True):
         words = f"the engine shares blocks of {block_size} tokens; a ledger tells prompts apart by {PREFIX_TOKENS}"

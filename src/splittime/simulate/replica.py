@@ -28,6 +28,7 @@ from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
+from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.figures import Figures, RunningFigures
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replay import scheduler_config
@@ -103,6 +104,11 @@ class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     start_up_ns: int | None = None
     source: str
 
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the server guessed tokens ahead. Of requests that it never had, nobody knows what it would guess."""
+        return bool(self.settings.get("speculative_config"))
+
     def with_settings(self, settings: dict[str, Any]) -> Self:
         """Returns the same server with other settings. Raises ConfigError for some that cannot be."""
         raise NotImplementedError
@@ -173,7 +179,8 @@ class Replica(AnyReplica, frozen=True, kw_only=True):
     ) -> None:
         config, limits = changed(self.config, self.limits, change)
         costs, requests = ModelCosts(self.costs, self.pace, seed, change.speed), at_speed(requests, change.speed)
-        how = self.delivery, self.execution, True, self.plans_ahead
+        drafts_seed = seed if any(traced.drafts for traced in requests) else None
+        how = self.delivery, self.execution, True, self.plans_ahead, drafts_seed
         simulate_each(requests, config, costs, limits, on_account, on_step, *how)
 
 
@@ -198,8 +205,7 @@ def measured(recorded: Recorded) -> dict[str, Any]:
     """Returns what a ledger says of a server's times, by fields of `AnyReplica`. Raises as `replica_of` does."""
     from splittime.simulate.fit import fit  # scipy: half a second
 
-    if any(step.verified for step in recorded.steps):
-        raise ConfigError("an engine that speculates cannot be simulated", param="ledger")
+    require_known_drafts(recorded.steps, recorded.facts.max_model_len)
     served = [account for account in recorded.accounts if not account.is_refused]
     if len(served) < MIN_REQUESTS:
         hint = "Record more: splittime serve --ledger-file FILE."

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from splittime.core.clock import VirtualClock
-from splittime.core.step import StepPlan, StepResult
+from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.drive.crank import EngineParts
 from splittime.drive.messages import Submit, ToEngine
 from splittime.engine.engine import Engine
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import StepRecord, Told
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import Answers, costed_engine
 from splittime.simulate.shape import StepTime
@@ -39,6 +39,11 @@ class RecordedSteps:
     def next(self) -> StepRecord | None:
         """The record of the next step to end."""
         return self.records[self.num_ended] if self.num_ended < len(self.records) else None
+
+    @property
+    def latest(self) -> StepRecord:
+        """The record of the step that was taken last."""
+        return self.records[self.num_ended - 1]
 
     @property
     def looked_ns(self) -> int:
@@ -118,6 +123,26 @@ class RecordedArrivals:
         if record.asleep_ns:
             self._forget()
         self._clock.advance_to(record.begin_ns)
+
+
+class RecordedAnswers(Answers):
+    """The answers of a replay: as many drafts are right as the step's record says, and it tells the next ones."""
+
+    def __init__(self, steps: RecordedSteps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._record: StepRecord | None = None
+        self._num_right: dict[str, int] = {}
+        self._told: dict[str, Told] = {}
+
+    def result(self, row: Row) -> RowResult:
+        record = self._steps.latest
+        if not row.num_samples or not (record.verified or record.drafts):
+            return super().result(row)
+        if record is not self._record:
+            self._record, self._told = record, dict(record.told_drafts)
+            self._num_right = {request_id: num_right for request_id, _, num_right in record.verified}
+        return self.accepted(row, self._num_right.get(row.request_id, 0), self._told.get(row.request_id, 0))
 
 
 class EngineAhead(Engine):

@@ -31,7 +31,7 @@ from splittime.simulate.door import Door
 from splittime.simulate.follow import Followers
 from splittime.simulate.open_request import OpenRequest
 from splittime.simulate.skip import SkipAhead
-from splittime.simulate.trace import TracedRequest, as_seen_ahead
+from splittime.simulate.trace import TracedRequest, unforeseen
 
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]
@@ -71,15 +71,18 @@ def simulate(
     execution: str = "host",
     skips_ahead: bool = True,
     plans_ahead: bool = False,
+    drafts_seed: int | None = None,
 ) -> SimulatedBooks:
     """Returns the ledger of a server with these settings that is asked these requests. Raises what `costs` raises.
 
     skips_ahead: takes the steps in which nothing is decided without a plan for each; the ledger is the same.
     plans_ahead: it plans the next step while one runs (and skips none).
+    drafts_seed: it is told the requests' drafts (and skips no step); of how many are right, where nobody knows. None:
+        it is told none.
     """
     books = SimulatedBooks([], [])
-    sinks = books.accounts.append, books.steps.append
-    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, skips_ahead, plans_ahead)
+    sinks, how = (books.accounts.append, books.steps.append), (skips_ahead, plans_ahead)
+    simulate_each(requests, config, costs, limits, *sinks, delivery, execution, *how, drafts_seed)
     return books
 
 
@@ -94,26 +97,30 @@ def simulate_each(
     execution: str = "host",
     skips_ahead: bool = True,
     plans_ahead: bool = False,
+    drafts_seed: int | None = None,
 ) -> None:
     """Hands over each account and each step as it is closed, and keeps none: memory is that of the open requests.
     requests: asked for when it is time for each of them, unless they are a list, in which some may wait for answers.
-    Raises ValueError if they do not come in the order of their arrivals, and what `costs` raises."""
+    The rest is as of `simulate`. Raises ValueError if they do not come in the order of their arrivals, and what `costs`
+    raises."""
     clock = VirtualClock()
     make = costed_engine_ahead if plans_ahead else costed_engine
     engine, runner, after_step_ns = make(Scheduler(config), by_shape(costs, execution), clock, execution)
-    skip = None
-    if plans_ahead:
-        requests = list(map(as_seen_ahead, requests)) if isinstance(requests, list) else map(as_seen_ahead, requests)
+    skip, is_drafted = None, drafts_seed is not None
+    runner.answers = Answers(drafts_seed or 0)
+    if plans_ahead or is_drafted:
+        requests = list(map(unforeseen, requests)) if isinstance(requests, list) else map(unforeseen, requests)
     elif skips_ahead:
         skip = SkipAhead(engine, costs, clock, execution, runner.answers, on_step)
     crank = Crank(EngineParts(engine, runner), clock)
     around = limits, delivery, after_step_ns, runner.answers, on_account, on_step
-    SimulatedServer(clock, *around, skip).run(partial(run_loop, crank), requests)
+    SimulatedServer(clock, *around, skip, is_drafted).run(partial(run_loop, crank), requests)
 
 
 class SimulatedServer:
     """A server around the loop of any engine. after_step_ns: how long after a step the next may begin. answers: learn
-    what each request samples. on_account, on_step: called with each as it is closed; nothing closed is kept."""
+    what each request samples. on_account, on_step: called with each as it is closed; nothing closed is kept.
+    is_drafted: the answers learn the requests' drafts too."""
 
     def __init__(
         self,
@@ -125,12 +132,13 @@ class SimulatedServer:
         on_account: OnAccount,
         on_step: OnStep,
         skip: SkipAhead | None = None,
+        is_drafted: bool = False,
     ) -> None:
         self._clock, self._delivery, self._after_step_ns = clock, delivery, after_step_ns
         self._on_account, self._on_step, self._skip = on_account, on_step, skip
         self._door = Door(clock, Admission(limits), delivery.to_wake_ns, self._refuse)
         self._open: dict[str, OpenRequest] = {}
-        self._followers, self._answers = Followers(()), answers
+        self._followers, self._answers, self._is_drafted = Followers(()), answers, is_drafted
 
     def run(self, loop: EngineLoop, requests: Iterable[TracedRequest]) -> None:
         """Until the last request has ended. Of a list some requests may wait for answers."""
@@ -144,7 +152,8 @@ class SimulatedServer:
         for traced in requests:
             request = traced.request
             self._open[request.request_id] = OpenRequest(traced)
-            self._answers.learn(request.request_id, len(request.prompt_token_ids), traced.answer)
+            drafts = traced.drafts if self._is_drafted else None
+            self._answers.learn(request.request_id, len(request.prompt_token_ids), traced.answer, drafts)
             yield traced
 
     def _take(self, message: FromEngine) -> None:
@@ -152,7 +161,7 @@ class SimulatedServer:
         open_requests, step_id, ready_ns = self._open, message.step_id, message.ready_ns
         for output in message.outputs:
             request = open_requests[output.request_id]
-            if output.token_ids:
+            for _ in output.token_ids:
                 request.ready_ns.append(ready_ns)
                 request.steps.append(step_id)
             if output.marks:  # a request that goes on decoding has nothing but its token to tell
@@ -200,7 +209,8 @@ class SimulatedServer:
 
     def _stop(self, request: OpenRequest, ready_ns: int) -> None:
         """End it if the server has found its stop string."""
-        if len(request.steps) == request.stops_after:
+        if request.stops_after is not None and len(request.steps) >= request.stops_after:
+            request.stops_after = None
             self._door.abort(request.traced.request.request_id, ready_ns + self._delivery.send_lag_ns)
 
     def _refuse(self, traced: TracedRequest, refused: Refused, at_ns: int) -> None:

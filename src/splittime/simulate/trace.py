@@ -25,7 +25,9 @@ from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
+from splittime.ledger.steps import StepRecord
 from splittime.simulate.costed import mixed_tokens, output_token
+from splittime.simulate.drafts import RequestDrafts, drafts_of
 from splittime.simulate.sound_ledger import require_sound_accounts
 
 END_TOKEN = 2**30  # no other token is so large
@@ -48,7 +50,7 @@ class TracedRequest(NamedTuple):
     marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server
     ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise. answer: the first tokens
     that it samples, as far as anything is known of them. follows: what it waits for; its instants are then those of
-    the earliest time at which it may come.
+    the earliest time at which it may come. drafts: what was guessed of its answer, if anything was.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class TracedRequest(NamedTuple):
     leaves_ns: int | None = None
     answer: tuple[int, ...] = ()
     follows: Follows | None = None
+    drafts: RequestDrafts | None = None
 
     @property
     def arrived_ns(self) -> int:
@@ -100,9 +103,15 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     ]
 
 
+def with_drafts(requests: Sequence[TracedRequest], steps: Iterable[StepRecord]) -> list[TracedRequest]:
+    """Returns the requests with the drafts that these steps told of them."""
+    found = drafts_of([traced.account for traced in requests], steps)
+    return [traced._replace(drafts=drafts) for traced, drafts in zip(requests, found, strict=True)]
+
+
 def ended_by_token(traced: TracedRequest, count: int) -> TracedRequest:
-    """Returns the request as one that a token ends, the last of so many: nobody knows of it beforehand, and an engine
-    that plans ahead computes a row behind it."""
+    """Returns the request as one that a token ends, the last of so many: nobody knows of it beforehand. An engine that
+    plans ahead computes a row behind it, and one that verifies drafts has some behind it."""
     request, own = traced.request, output_token(traced.request.request_id)
     answer = traced.answer[: count - 1]
     answer += (own,) * (count - 1 - len(answer)) + (END_TOKEN,)
@@ -111,8 +120,9 @@ def ended_by_token(traced: TracedRequest, count: int) -> TracedRequest:
     return traced._replace(request=msgspec.structs.replace(request, sampling=sampling), answer=answer)
 
 
-def as_seen_ahead(traced: TracedRequest) -> TracedRequest:
-    """Returns the request as an engine that plans ahead knows it: an end by a token it does not foresee."""
+def unforeseen(traced: TracedRequest) -> TracedRequest:
+    """Returns the request as an engine knows it that plans ahead or verifies drafts: an end by a token it does not
+    foresee."""
     if traced.stops_after is None and traced.account.finish_reason == FinishReason.STOP:
         return ended_by_token(traced, max(1, traced.account.output_tokens))
     return traced

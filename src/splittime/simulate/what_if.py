@@ -12,7 +12,8 @@ interval is where one more draw would lie nine times of ten, or less often after
 How well the simulator does is shown beside it: the recorded run, and its simulation with the settings that it had.
 
 What is assumed: requests come when they came, whatever the answers before (an open loop); prompts and answers keep
-their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not.
+their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not;
+drafts are told where they were, and what is not known of them is drawn (`simulate.drafts`).
 """
 
 import math
@@ -31,7 +32,7 @@ from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interv
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
 from splittime.simulate.replica import AnyReplica, replica_of
-from splittime.simulate.trace import TracedRequest, refused_requests, traced_requests, with_own_ids
+from splittime.simulate.trace import TracedRequest, refused_requests, traced_requests, with_drafts, with_own_ids
 
 OtherRequests = Callable[[AnyReplica], Sequence[TracedRequest]]
 ReplicaOf = Callable[[Recorded], AnyReplica]
@@ -54,14 +55,16 @@ class Miss(msgspec.Struct, frozen=True):
 
 class Prediction(msgspec.Struct, frozen=True):
     """num_requests: of recorded or drawn ones; of those that wait for an answer (`waits`) not all come if a run has an
-    end. share: the probability with which one more draw lies within an interval. miss: by how much the simulation of
-    the settings as they were misses the recorded run."""
+    end. leaves_out_drafts: the server guesses tokens ahead, and nobody knows what it would guess of these requests.
+    share: the probability with which one more draw lies within an interval. miss: by how much the simulation of the
+    settings as they were misses the recorded run."""
 
     change: Change
     figures: tuple[PredictedFigure, ...]
     num_requests: int
     num_refused: int
     waits: bool
+    leaves_out_drafts: bool
     num_steps: int
     draws: int
     share: float
@@ -135,6 +138,7 @@ def predict_of(
         num_requests=sum(not traced.account.is_turned_away for traced in load.requests),
         num_refused=sum(traced.account.is_turned_away for traced in load.requests),
         waits=any(traced.follows is not None for traced in load.requests),
+        leaves_out_drafts=load.replica.guesses_ahead and not any(traced.drafts for traced in load.requests),
         num_steps=costs.num_steps,
         draws=draws,
         share=share_within(draws),
@@ -165,7 +169,7 @@ def write_simulated(load: ServedLoad, change: Change, path: Path) -> None:
 
 def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
     """Returns the recorded requests, those that were refused among them, in the order in which they came."""
-    traced = traced_requests(recorded.accounts, max_model_len)
+    traced = with_drafts(traced_requests(recorded.accounts, max_model_len), recorded.steps)
     return with_own_ids([*traced, *refused_requests(recorded.accounts, traced)])
 
 
