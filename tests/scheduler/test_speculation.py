@@ -39,7 +39,7 @@ def drafts_given(chances: Sequence[Sequence[float]], costs: RowCosts | None, **c
         RowResult(row.request_id, (7,), draft_token_ids=(8,) * len(some), draft_survival=tuple(some))
         for row, some in zip(plan.rows, chances, strict=True)
     ]
-    scheduler.speculation.learn = lambda now_ns, draft_ns: None  # type: ignore[method-assign]
+    scheduler.speculation.learn = lambda now_ns: None  # type: ignore[method-assign]
     committed(scheduler, plan, 20, *rows)
     return [len(row.draft_token_ids) for row in planned(scheduler, 30).rows]
 

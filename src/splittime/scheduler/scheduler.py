@@ -145,7 +145,7 @@ class Scheduler:
         if self.speculation.costs is not None:
             self.speculation.count(states, plan.rows, result.rows)
             if not self._requests.has_step_in_flight:
-                self.speculation.learn(now_ns, result.draft_ns)
+                self.speculation.learn(now_ns)
         for state, row, row_result in zip(states, plan.rows, result.rows, strict=True):
             if state is None:
                 continue

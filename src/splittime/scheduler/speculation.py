@@ -5,9 +5,8 @@ The scheduler guesses nothing and asks nobody to. Three rules make drafts harmle
 
 * They pay: a step with drafts is expected to give more tokens for its time than one without, by `MARGIN` at least. The
   chance that a draft and all before it are right comes with it; what one more decode row costs is learnt from the steps
-  (`core.row_costs`), less the time in which drafts were made: that is spent when drafts are chosen. Of all drafts of
-  all rows the likeliest come first, so a row that is rarely right gets none where the batch is large. Where none pays,
-  the step is the plain one.
+  (`core.row_costs`). Of all drafts of all rows the likeliest come first, so a row that is rarely right gets none where
+  the batch is large. Where none pays, the step is the plain one.
 * They come last: a row is widened with tokens of the budget and with blocks that no row, prompt or admission of the
   step had use for, while a block stays free for each running request. Nobody is preempted or kept waiting for one.
 * Who has drafts is not planned ahead: where its next row begins hangs on what is accepted. It waits for the result and
@@ -55,11 +54,10 @@ class Speculation:
         self._num_planned_drafted = self._num_drafted - num_before
         return self._least_survival(num_rows)
 
-    def learn(self, now_ns: int, draft_ns: int) -> None:
-        """The step planned last ran alone and was committed now. draft_ns: what guessing for the next one took."""
+    def learn(self, now_ns: int) -> None:
+        """The step planned last ran alone and was committed now."""
         if self.costs is not None and self._num_planned:
-            took_ns = max(0, now_ns - self._planned_ns - draft_ns)
-            self.costs.learn(self._num_planned, took_ns, self._num_planned_drafted)
+            self.costs.learn(self._num_planned, now_ns - self._planned_ns, self._num_planned_drafted)
 
     def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:
