@@ -188,6 +188,7 @@ def test_a_vllm_guesses_from_the_request_alone():
     asked = msgspec.json.decode(typed.strip("'"))
     assert (flag, asked["method"]) == ("--speculative-config", "ngram")
     assert 1 <= asked["num_speculative_tokens"] <= 4
+    assert "at the first of them: try it on a server beside" in finding.cost
     assert "past answers" not in finding.cure.sentence + finding.cost
     assert is_silent(in_vllm(books_of(again()), num_speculative_tokens=3))
     assert is_silent(in_vllm(books_of(again()))), "nobody knows"

@@ -123,7 +123,8 @@ def _cannot_tell(least: LeastGain, guesser: Guesser) -> Abstention:
     return Abstention(
         why=f"cannot tell: books keep no texts, and by their hashes of {PREFIX_TOKENS} tokens "
         f"{percent(least.num_right, least.num_tokens)} of the answers' tokens at the least could have been guessed, "
-        f"which alone would not surely pay. Only a trial tells: the same load with {FLAG} {typed(guesser.config)}"
+        f"which alone would not surely pay. Only a trial tells: the same load, on a server with "
+        f"{FLAG} {typed(guesser.config)}"
     )
 
 
@@ -161,7 +162,8 @@ def _cure(guesser: Guesser, most: int) -> Cure:
         sentence="Guess tokens ahead from each request's text, and verify several in a step.",
         flags=(FLAG, typed({**OF_VLLM.config, "num_speculative_tokens": most})),
         cost="A wrong guess takes its place in a step, however full that is. Drawn tokens (temperature above 0) are "
-        "guessed right less often than these hashes show.",
+        "guessed right less often than these hashes show, and vLLM 0.31 on a CPU ended with an error at the first of "
+        "them: try it on a server beside.",
     )
     return Cure(
         sentence="Guess tokens ahead, from each request's text and past answers, and verify several in a step.",
