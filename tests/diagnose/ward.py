@@ -11,7 +11,7 @@ or waits for a processor (`Hindered`); and guesses of what follows (`Guessing`),
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from splittime.core.clock import VirtualClock
 from splittime.core.facts import Machine, TokenCost
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
+from splittime.core.step import Admitted, StepPlan, StepResult
 from splittime.diagnose.books import Books, make_books
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Configure
@@ -32,7 +32,7 @@ from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
-from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
@@ -116,11 +116,11 @@ class GuessingDrafter:
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
         pass  # it stays as it is
 
-    def draft(self, results: Sequence[RowResult], least_survival: float, is_cheap: bool) -> Mapping[str, Draft]:
+    def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft]:
         self._clock.advance(int(self._how.take_ms * MS))
-        for row in results:
+        for row in result.rows:
             self._known[row.request_id].extend(row.token_ids)
-        asked = [row.request_id for row in results if row.token_ids and self._rng.random() < self._how.asked]
+        asked = [row.request_id for row in result.rows if row.token_ids and self._rng.random() < self._how.asked]
         return {name: Draft(self._guesses(name), ()) for name in asked}
 
     def _guesses(self, request_id: str) -> tuple[int, ...]:

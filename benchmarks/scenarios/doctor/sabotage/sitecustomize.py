@@ -50,10 +50,10 @@ def _spoil_heap(crank_class: type) -> None:
 
 
 def _spoil_guesses(drafter_class: type) -> None:
-    def draft(drafter: Any, results: Any, least_survival: float, is_cheap: bool) -> Any:
+    def draft(drafter: Any, plan: Any, result: Any, look: Any) -> Any:
         from splittime.runner.drafting import Draft  # by now the runner has loaded it
 
-        asked = [row.request_id for row in results if row.token_ids and random.random() < GUESSING_SHARE]
+        asked = [row.request_id for row in result.rows if row.token_ids and random.random() < GUESSING_SHARE]
         return {name: Draft(tuple(random.randrange(200, 1000) for _ in range(NUM_GUESSES)), ()) for name in asked}
 
     drafter_class.draft = draft  # type: ignore[attr-defined]
