@@ -56,7 +56,7 @@ class DraftsAt(NamedTuple):
         return num_drafts
 
     def _chance(self, place: int, usual: float) -> float:
-        """That a draft is right, where those before it are."""
+        """Returns how likely a draft is right, where those before it are."""
         if isinstance(self.told, int):
             return usual
         return self.told[place] / max(1, self.told[place - 1] if place else THOUSAND)
