@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from guessing import Guesser
+from msgspec import UNSET
 
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
@@ -251,6 +252,7 @@ def test_what_is_told_of_drafts_is_what_the_scheduler_goes_by(chance: float | No
         for one in seen.values():
             assert one == (tuple(told[: len(one)]) if told else one)
         num_told += len(seen)
+        assert output.record.drafts is UNSET or output.record.drafts, "nothing is written of none"
         verify_steps([output.record])
     assert num_told > 10
 

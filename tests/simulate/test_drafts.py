@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from known_runs import TIGHT, record_run
 from msgspec import UNSET
 
+from splittime.core.step import Row
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import QueueLimits
+from splittime.simulate.costed import Answers
 from splittime.simulate.drafts import DraftsAt, RequestDrafts, drafts_of
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.run import SimulatedBooks, simulate
@@ -110,6 +112,7 @@ def test_behind_a_place_is_what_was_left_there() -> None:
     assert told.behind(2) == DraftsAt((500, 0), 1, 0)
     assert DraftsAt(4, 3, 3).behind(3) == DraftsAt(1, 0, 0)
     assert DraftsAt((0, 0), 1, 1).behind(1) == DraftsAt((0,), 0, 0)
+    assert DraftsAt((500, 600), 1, 1).behind(1) == DraftsAt((1000,), 0, 0)
 
 
 def test_the_latest_place_before_counts_as_far_as_it_was_right() -> None:
@@ -152,6 +155,17 @@ def test_beyond_these_each_is_right_by_its_chance(drafts: DraftsAt, chances: tup
         )
 
 
+def test_each_place_has_its_own_luck_and_what_has_ended_is_forgotten() -> None:
+    answers, places = Answers(seed=3), range(100, 140)
+    answers.learn("a", 0, (), RequestDrafts(tuple(places), (DraftsAt((500,)),) * len(places), 0.5))
+    rows = [Row("a", place - 1, (7,), (), 2, (0,)) for place in places]
+    results = [answers.result(row) for row in rows]
+    assert 10 < sum(len(result.token_ids) - 1 for result in results) < 30
+    assert all(result.draft_survival == (0.5,) for result in results[:-2])
+    answers.forget("a")
+    assert not any(answers.result(row).draft_token_ids for row in rows)
+
+
 def step(step_id: int, rows: dict[str, tuple[int, int]], verified: dict, told: dict) -> StepRecord:
     (recorded,) = record_run(TIGHT, 3, count=4).steps[:1]
     return msgspec.structs.replace(
@@ -171,16 +185,23 @@ def account(name: str, start_ns: int) -> ClosedAccount:
 
 def test_drafts_lie_where_the_tokens_of_their_step_end() -> None:
     steps = [
-        step(1, {"a": (0, 5), "b": (0, 3)}, {}, {"a": (900, 800)}),  # a knows 6 tokens, b 4
-        step(2, {"a": (5, 3), "b": (3, 1)}, {"a": (2, 1)}, {"a": 3, "b": 1}),  # a knows 8, of which one was drafted
+        step(1, {"a": (0, 5), "b": (0, 3)}, {}, {"a": (900, 800, 700)}),  # a knows 6 tokens, b 4
+        step(2, {"a": (5, 4), "b": (3, 1)}, {"a": (3, 1)}, {"a": 3, "b": 1}),  # a knows 8, of which one was drafted
         step(3, {"a": (7, 4), "b": (4, 1)}, {"a": (3, 3)}, {}),  # b's draft was not verified
     ]
     (a,), (b,), (c,) = (drafts_of([account(name, 0)], steps) for name in "abc")
     assert a.places == (6, 8)
-    assert a.drafts == (DraftsAt((900, 800), 2, 1), DraftsAt(3, 3, 3))
+    assert a.drafts == (DraftsAt((900, 800, 700), 3, 1), DraftsAt(3, 3, 3))
     assert (b.places, b.drafts) == ((5,), (DraftsAt(1),))
     assert c is None
-    assert a.usual == b.usual == 4 / 5
+    assert a.usual == b.usual == 4 / 5  # nobody knows of a's third whether it would have been right behind a right one
+
+
+def test_what_was_verified_elsewhere_says_nothing_here() -> None:
+    """As in a ledger whose middle is missing."""
+    steps = [step(1, {"a": (0, 5)}, {}, {"a": 2}), step(7, {"a": (8, 3)}, {"a": (2, 2)}, {})]
+    (found,) = drafts_of([account("a", 0)], steps)
+    assert found == RequestDrafts((6,), (DraftsAt(2),), 0.0)
 
 
 def test_an_id_that_is_used_again_has_other_drafts() -> None:

@@ -122,6 +122,20 @@ def test_stop_strings_are_found_while_rows_are_in_the_air(seed: int) -> None:
     assert replay(recorded) is None
 
 
+def test_who_was_in_the_air_when_it_had_all_its_tokens_was_not_missed_before() -> None:
+    config = SchedulerConfig(
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        num_blocks=60,
+        batching="static",
+        starvation_bound_ms=0.01,
+        enable_prefix_caching=False,
+    )
+    recorded = record_run(config, seed=1243, stops=0.5, plans_ahead=True)
+    assert replay(recorded) is None
+
+
 def test_what_slept_and_planned_ahead_has_forgotten_its_cache() -> None:
     config = msgspec.structs.replace(TIGHT, num_blocks=200)
     recorded = record_run(config, 3, count=60, sleeps_at_ns=300_000, plans_ahead=True)

@@ -19,6 +19,7 @@ from splittime.ledger.steps import verify_steps
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.door import Door
+from splittime.simulate.drafts import DraftsAt, RequestDrafts
 from splittime.simulate.host_parts import host_parts, is_queued
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
@@ -145,6 +146,19 @@ def test_a_stop_string_ends_its_request_a_little_late() -> None:
     (account,) = books.accounts
     assert (account.finish_reason, account.output_tokens, account.freed_ns) == ("stop", 7, None)
     assert len([step for step in books.steps if step.decode_tokens]) == 7  # the first is the prompt's; one too many
+
+
+def test_a_stop_string_among_accepted_drafts_ends_its_request_too() -> None:
+    recorded = record_run(TIGHT, seed=4, eos_every=0)
+    long = max(recorded.accounts, key=lambda account: account.output_tokens)
+    stopped = msgspec.structs.replace(long, finish_reason="stop", freed_ns=None, output_tokens=4, max_tokens=60)
+    (request,) = traced_requests([stopped], 256)
+    drafts = RequestDrafts((long.prompt_tokens + 1,), (DraftsAt(5, 5, 5),), 0.0)
+    books = simulate([request._replace(drafts=drafts)], TIGHT, TrueCosts(), UNBOUNDED, drafts_seed=0)
+    (account,) = books.accounts
+    assert (account.finish_reason, account.output_tokens) == ("stop", 4)
+    second = books.steps[-1].step_id
+    assert account.token_steps == (second - 1, second, second, second)
 
 
 def test_an_answer_ends_when_its_last_token_is_written() -> None:

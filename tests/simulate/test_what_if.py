@@ -81,6 +81,18 @@ def test_what_a_change_does_to_a_server_that_guesses_ahead() -> None:
     assert verified[1] == pytest.approx(verified[0], rel=0.1)
 
 
+def test_each_draw_has_its_own_luck_with_drafts() -> None:
+    recorded = run(guess_ns=5)
+    replica, requests = replica_of(recorded), requests_of(recorded, 256)
+    luck = []
+    for seed in (0, 1):
+        steps = replica.run(requests, Change({"max_num_batched_tokens": 128}), seed).steps
+        starts = [{name: start for name, start, _ in step.rows} for step in steps]
+        rows = zip(steps, starts, strict=True)
+        luck.append({(name, start[name], n): right for step, start in rows for name, n, right in step.verified})
+    assert any(luck[0][row] != luck[1][row] for row in luck[0].keys() & luck[1].keys())
+
+
 def test_requests_that_the_server_never_had_are_told_no_drafts() -> None:
     recorded = run(guess_ns=5)
     recorded.facts.settings["speculative_config"] = '{"method": "suffix"}'

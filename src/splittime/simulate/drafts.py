@@ -48,7 +48,7 @@ class DraftsAt(NamedTuple):
 
     def right_of(self, num_drafts: int, usual: float, rng: random.Random) -> int:
         """Returns how many of the first `num_drafts` are right. usual: the chance of one of which none was told."""
-        if num_drafts <= self.num_verified or self.num_right < self.num_verified:
+        if self.num_right < self.num_verified:
             return min(num_drafts, self.num_right)
         for place in range(self.num_verified, num_drafts):
             if rng.random() >= self._chance(place, usual):

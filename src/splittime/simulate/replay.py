@@ -42,7 +42,7 @@ from splittime.simulate.trace import traced_requests
 
 DECISIONS = (
     *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),
-    *("num_running", "num_waiting", "offloaded_blocks", "restored_blocks", "begin_ns", "end_ns", "verified"),
+    *("num_running", "num_waiting", "offloaded_blocks", "restored_blocks", "begin_ns", "end_ns"),
 )
 
 
