@@ -193,9 +193,9 @@ async def take_turn(entry: ServerEntry, asked: list[list[int]], size: int, token
 
 
 async def counted(session: aiohttp.ClientSession, entry: ServerEntry) -> list[float]:
-    """Returns the server's `COUNTERS`, 0 each where it has none."""
+    """Returns the server's `COUNTERS`, 0 each where it has no metrics."""
     async with session.get(f"{entry.url}/metrics") as response:
-        samples = parse(await response.text(), COUNTERS) if response.status == 200 else {}
+        samples = parse(await response.text(), COUNTERS)
     return [sum(values(samples, name)) for name in COUNTERS]
 
 

@@ -354,10 +354,12 @@ def test_drafts_are_compared_with_the_same_engine_in_the_same_round():
             OURS: {1: turn(10.0, "a", "b"), 2: turn(20.0, "c", "d")},
             f"{OURS} + ngram": {1: turn(30.0, "a", "b", drafts=8, right=6), 2: turn(20.0, "c", "d", drafts=2)},
             "x": {1: turn(1.0, "a", "z"), 2: turn(1.0, "y", "z")},
-            "x + ngram": {2: turn(3.0, "y", "other", drafts=1, right=1)},
+            "x + ngram": {2: turn(3.0, "y", "other", drafts=1, right=1), 3: turn(9.0, "k", "l")},
+            "x + failed": {},
         }
     )
     assert "as_ours" not in found[OURS]
+    assert "x + failed" not in found
     assert found["x"]["as_ours"] == {"answers": 4, "count": 1}
     ours, other = found[f"{OURS} + ngram"], found["x + ngram"]
     assert (ours["over_without"]["samples"], ours["drafts"], ours["right"]) == ([3.0, 1.0], 10, 6)
@@ -372,7 +374,7 @@ def test_a_turn_leaves_out_what_comes_before_the_first_token_and_what_was_verifi
 
     async def complete(request: web.Request) -> web.Response:
         tokens = (await request.json())["max_tokens"]
-        await asyncio.sleep(0.2 + 0.1 * (tokens - 1))
+        await asyncio.sleep(0.4 + 0.1 * (tokens - 1))
         told = {"timings": {"draft_n": 5, "draft_n_accepted": 3}} if in_answers and tokens > 1 else {}
         if not in_answers and tokens > 1:
             counters[0], counters[1] = counters[0] + 5, counters[1] + 3
@@ -380,7 +382,7 @@ def test_a_turn_leaves_out_what_comes_before_the_first_token_and_what_was_verifi
 
     async def metrics(_: web.Request) -> web.Response:
         lines = [f'{name}{{engine="0"}} {count}' for name, count in zip(speculation.COUNTERS, counters, strict=True)]
-        return web.Response(status=501 if in_answers else 200, text="\n".join(lines))
+        return web.json_response({"error": {}}, status=501) if in_answers else web.Response(text="\n".join(lines))
 
     async def taken() -> speculation.Turn:
         made, server = web.Application(), servers.ServerEntry("a", [], [])
