@@ -96,6 +96,7 @@ bench-peers: setup
 	for model in llama-1b qwen3-0.6b; do $(BIN)/python -m benchmarks.peers.convert $(PEERS) --model $$model; done
 	for precision in bf16 int8 int4; do $(BIN)/python -m benchmarks.peers.run --folder $(PEERS) --precision $$precision; done
 	for precision in bf16 int8; do $(BIN)/python -m benchmarks.peers.http_load --folder $(PEERS) --precision $$precision --clients 16 32; done
+	$(BIN)/python -m benchmarks.peers.speculation --folder $(PEERS)
 	$(BIN)/python -m benchmarks.micro.long_context --model $(PEERS)/models/llama-1b --quantization int8
 	$(BIN)/python -m benchmarks.micro.host_overhead --model $(PEERS)/models/qwen3-0.6b --quantization int8
 	$(BIN)/python -m benchmarks.peers.show --model llama-1b

@@ -21,11 +21,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from rich.console import Console
@@ -36,12 +36,15 @@ from benchmarks.peers.run import bars, locked, setting, spread
 from benchmarks.peers.servers import ServerEntry, server_entries, serving
 from benchmarks.peers.show import COMPARED, http_table, notes, wide
 from benchmarks.report import conditions, file_result, processor
+from benchmarks.server_process import free_port
 
 PROMPT = {"mu": 7.01, "sigma": 1.62, "max": 8141, "scale": 32}
 OUTPUT = {"mu": 5.76, "sigma": 0.99, "max": 1024, "scale": 16}
 MIN_TOKENS = 4
+USAGE = {"stream_options": {"include_usage": True}}
 TROUBLE = (RuntimeError, OSError, aiohttp.ClientError, TimeoutError)
 BEST: tuple[Callable[..., str], ...] = (max, min, min)  # of COMPARED
+Result = TypeVar("Result")
 Runs = dict[str, dict[int, dict[str, float]]]  # figures by server and repeat
 RUN_S = 900.0  # a run that takes longer has failed: its server hangs
 
@@ -86,7 +89,7 @@ def _length(rng: random.Random, fit: dict[str, float]) -> int:
 
 
 async def ask(session: aiohttp.ClientSession, entry: ServerEntry, one: Ask) -> Seen:
-    body = {"prompt": one.prompt, "max_tokens": one.new_tokens, "stream": True, **entry.body}
+    body = {"prompt": one.prompt, "max_tokens": one.new_tokens, "stream": True, **USAGE, **entry.body}
     seen = Seen(one.new_tokens, time.monotonic(), [])
     async with session.post(f"{entry.url}/v1/completions", json=body) as response:
         if response.status != 200:
@@ -104,15 +107,19 @@ async def ask(session: aiohttp.ClientSession, entry: ServerEntry, one: Ask) -> S
     return seen
 
 
+def new_session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=RUN_S)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle connection as we write
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20)
+
+
 async def load(entry: ServerEntry, clients: list[list[Ask]]) -> tuple[float, list[Seen]]:
     """Seconds in all, and every answer."""
 
     async def client(asks: list[Ask]) -> list[Seen]:
         return [await ask(session, entry, one) for one in asks]
 
-    timeout = aiohttp.ClientTimeout(total=RUN_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close an idle connection as we write
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as session:
+    async with new_session() as session:
         begin = time.monotonic()
         answers = await asyncio.gather(*(client(asks) for asks in clients))
         return time.monotonic() - begin, [seen for one in answers for seen in one]
@@ -142,9 +149,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     about: dict[str, Any] = {}
     runs: dict[str, Runs] = {str(count): {} for count in arguments.clients}
     with scratch() as logs, ExitStack() as stack:
-        up = [entry for entry in found if _brought_up(entry, arguments.threads, Path(logs), stack, about)]
-        if not up:
-            raise SystemExit(f"no server came up: {about}")
+        up = brought_up(found, arguments.threads, Path(logs), stack, about)
         prober = stack.enter_context(Prober(arguments.threads, Path(logs)))
         limits = [prober.probe()]
         progress = stack.enter_context(bars(console))
@@ -156,7 +161,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 for entry in up[number % len(up) :] + up[: number % len(up)]:
                     progress.update(bar, description=f"{count} clients, {entry.name}")
                     with locked(arguments.lock):
-                        run = _run(entry, clients, about)
+                        run = attempted(_run(entry, clients), about[entry.name])
                     if run is not None:
                         runs[str(count)].setdefault(entry.name, {})[number] = run
                     progress.advance(bar)
@@ -182,12 +187,16 @@ def ours_over_best(runs: Runs) -> dict[str, Any]:
     return found
 
 
-def _run(entry: ServerEntry, clients: list[list[Ask]], about: dict[str, Any]) -> dict[str, float] | None:
-    """The figures of one run; None if a request failed, which goes into `about`."""
+async def _run(entry: ServerEntry, clients: list[list[Ask]]) -> dict[str, float]:
+    return figures_of(*await load(entry, clients))
+
+
+def attempted(work: Coroutine[Any, Any, Result], about: dict[str, Any]) -> Result | None:
+    """Returns what the work returns; None if it failed, which goes into what is told about its server."""
     try:
-        return figures_of(*asyncio.run(load(entry, clients)))
+        return asyncio.run(work)
     except TROUBLE as error:
-        about[entry.name].setdefault("failed_runs", []).append(without_folders(_words(error))[:300])
+        about.setdefault("failed_runs", []).append(without_folders(_words(error))[:300])
         return None
 
 
@@ -195,27 +204,42 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _brought_up(entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]) -> bool:
-    """Start the server and warm it by a request, if need be the other way. What came of it goes into `about`."""
+def brought_up(
+    found: list[ServerEntry], threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]
+) -> list[ServerEntry]:
+    """Returns the servers that came up, as they run; they end with the stack. What came of each goes into `about`.
+    Raises SystemExit if none did."""
+    tried = [_brought_up(entry, threads, logs, stack, about) for entry in found]
+    up = [entry for entry in tried if entry is not None]
+    if not up:
+        raise SystemExit(f"no server came up: {about}")
+    return up
+
+
+def _brought_up(
+    entry: ServerEntry, threads: int, logs: Path, stack: ExitStack, about: dict[str, Any]
+) -> ServerEntry | None:
+    """Starts the server and warms it by a request, if need be the other way. Its port is chosen only now: one that was
+    free a minute ago may be another's, as servers that start slowly go before."""
     if entry.absent is not None:
         about[entry.name] = {"absent": entry.absent}
-        return False
+        return None
     troubles: dict[str, str] = {}
     for words, command in entry.ways:
-        trial = ExitStack()
+        started, trial = replace(entry, command=command, port=free_port()), ExitStack()
         try:
             log = logs / f"{entry.name.replace(' ', '-')}.log"
-            ready_s = trial.enter_context(serving(replace(entry, command=command), threads, log))
-            asyncio.run(load(entry, [[Ask(list(range(5, 37)), 8)]] * 2))
+            ready_s = trial.enter_context(serving(started, threads, log))
+            asyncio.run(load(started, [[Ask(list(range(5, 37)), 8)]] * 2))
         except TROUBLE as error:
             trial.close()
             troubles[words] = without_folders(_words(error))
             continue
         stack.push(trial)
         about[entry.name] = {"ready_s": ready_s} | ({"runs": words, "because": troubles} if troubles else {})
-        return True
+        return started
     about[entry.name] = {"absent": "; ".join(f"{way}: {why}" for way, why in troubles.items())}
-    return False
+    return None
 
 
 def _summary(runs: dict[int, dict[str, float]]) -> dict[str, Any]:

@@ -21,11 +21,13 @@ MAX_STREAMS = 64
 
 @dataclass
 class ServerEntry(Entry):
-    """body: what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields."""
+    """body: what a request needs beyond prompt, max_tokens and stream; each server refuses the others' fields. The
+    server's port is the last word of what is started, behind `port_flags`."""
 
     body: dict[str, Any] = field(default_factory=dict)
     ready_path: str = "/health"
     environment: dict[str, str] = field(default_factory=dict)
+    port_flags: tuple[str, ...] = ("--port",)
     port: int = field(default_factory=free_port)
 
     @property
@@ -33,7 +35,7 @@ class ServerEntry(Entry):
         return f"http://127.0.0.1:{self.port}"
 
 
-GREEDY = {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def server_entries(
@@ -63,9 +65,7 @@ def _ours(checkpoint: Path, settings: dict[str, Any]) -> ServerEntry:
         "--no-enable-prefix-caching",
         *flags,
     ]
-    entry = ServerEntry(OURS, command, [checkpoint / "config.json"], body=GREEDY, ready_path="/ready")
-    entry.command += ["--port", str(entry.port)]
-    return entry
+    return ServerEntry(OURS, command, [checkpoint / "config.json"], body=GREEDY, ready_path="/ready")
 
 
 def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
@@ -73,17 +73,14 @@ def _llama(folder: Path, file: Path, kind: str, threads: int) -> ServerEntry:
     slots = ["-np", "32", "-c", str(32 * CONTEXT_TOKENS), "--cache-ram", "0"]
     command = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), *slots, "--host", "127.0.0.1"]
     entry = ServerEntry(f"llama.cpp {kind}", command, [program, file], body={**GREEDY, "cache_prompt": False})
-    entry.command += ["--port", str(entry.port)]
-    entry.otherwise = ("without repacked weights", [*entry.command, "--no-repack"])
+    entry.otherwise = ("without repacked weights", [*command, "--no-repack"])
     return entry
 
 
 def _openvino(folder: Path, model: Path, kind: str, threads: int) -> ServerEntry:
     python = folder / "venv" / "ov" / "bin" / "python"
     command = [str(python), "-m", "benchmarks.peers.openvino_server", str(model), str(threads)]
-    entry = ServerEntry(f"openvino {kind}", command, [python, model / "config.json"])
-    entry.command.append(str(entry.port))
-    return entry
+    return ServerEntry(f"openvino {kind}", command, [python, model / "config.json"], port_flags=())
 
 
 def _vllm(folder: Path, model: str, kind: str) -> ServerEntry:
@@ -94,7 +91,6 @@ def _vllm(folder: Path, model: str, kind: str) -> ServerEntry:
     module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(found.checkpoint)]
     needs = [python, found.checkpoint / "config.json"]
     entry = ServerEntry(f"vllm {kind}", [*module, *limits, *options], needs, body=body, environment=found.environment)
-    entry.command += ["--port", str(entry.port)]
     entry.why_not = found.why_not
     return entry
 
@@ -112,8 +108,9 @@ def serving(entry: ServerEntry, threads: int, log: Path, timeout_s: float = 300)
         "HF_HUB_OFFLINE": "1",
         **entry.environment,
     }
+    command = [*entry.command, *entry.port_flags, str(entry.port)]
     with log.open("w") as output:
-        process = subprocess.Popen(entry.command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         yield _until_ready(entry, process, log, timeout_s)
     finally:

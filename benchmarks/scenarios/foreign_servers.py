@@ -57,9 +57,7 @@ def entry_of(case: Case, folder: Path) -> ServerEntry:
     python, model = folder / "venv" / "vllm" / "bin" / "python", folder / "models" / "small"
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
     command += ["--served-model-name", "small"]
-    entry = ServerEntry(case.name, [*command, "--host", "127.0.0.1", *case.flags], [python, model / "config.json"])
-    entry.command += ["--port", str(entry.port)]
-    return entry
+    return ServerEntry(case.name, [*command, "--host", "127.0.0.1", *case.flags], [python, model / "config.json"])
 
 
 async def measure(case: Case, url: str) -> tuple[Run, Observation, Observation]:

@@ -55,6 +55,7 @@ ALONE = {
     "scenarios.both_books": ["--requests", "30"],
     "scenarios.kv_use": ["--trace", "TRACE", "--seconds", "2"],
     "scenarios.overload": ["--seconds", "1", "--tokens", "8", "--no-file"],
+    "peers.speculation": ["--folder", "PEERS", "--small"],  # of an empty folder, so ours alone
 }
 MOST_S = 300  # of one benchmark
 ENDS_WITH = {"gpu.goals": 3}  # as it must, where no card has run the rest
@@ -119,10 +120,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run(folder: Path, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    results = str(folder / "results")
+    results, places = str(folder / "results"), {"TRACE": f"{folder}/trace.csv.gz", "PEERS": f"{folder}/peers"}
     settings = {"BENCHMARK_RESULTS": results, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     return subprocess.run(
-        [sys.executable, *(part.replace("TRACE", f"{folder}/trace.csv.gz") for part in command)],
+        [sys.executable, *(places.get(part, part) for part in command)],
         cwd=ROOT,
         env={**os.environ, **settings},
         input=stdin.replace('"RESULTS"', json.dumps(results)),

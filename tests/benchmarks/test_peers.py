@@ -4,6 +4,7 @@ The contenders here are small programs that obey `benchmarks/peers/protocol.py`,
 """
 
 import argparse
+import asyncio
 import json
 import shutil
 import sys
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from rich.console import Console
 from safetensors.torch import save_file
 
 from benchmarks import report
-from benchmarks.peers import ceilings, compressed, contenders, http_load, run, servers, show
+from benchmarks.peers import ceilings, compressed, contenders, http_load, run, servers, show, speculation
 from benchmarks.peers.ceilings import ARITHMETIC, Prober, Shape, bounds
 from benchmarks.peers.contenders import OURS, Contender, Ended, Entry, brought_up, started
 
@@ -313,3 +315,86 @@ def test_a_server_that_does_not_come_up_is_left_out_with_its_last_words(tmp_path
         http_load.compare(asked, Console(stderr=True, quiet=True))
     for words in ("no memory", "none either", "no x", "no tiles"):
         assert words in str(told.value)
+
+
+# ---- speculation
+
+
+def test_each_engine_is_tried_with_each_of_its_methods(tmp_path):
+    found = {entry.name: entry for entry in speculation.entries(tmp_path, 2, 3)}
+    of_vllm = ["vllm bfloat16", "vllm bfloat16 + ngram", "vllm bfloat16 + suffix", "vllm bfloat16 + draft_model"]
+    assert [name for name in found if name.startswith("vllm")] == of_vllm
+    assert {speculation.without_drafts(name) for name in found} == {OURS, "llama.cpp bf16", "vllm bfloat16"}
+    plain, drafting = found["llama.cpp bf16"], found["llama.cpp bf16 + draft-simple"]
+    assert "-md" not in plain.command + plain.otherwise[1]
+    assert drafting.command[-1] == drafting.otherwise[1][-1] == str(tmp_path / "gguf" / "code-draft-bf16.gguf")
+    assert "arctic-inference" in found["vllm bfloat16 + suffix"].absent
+    (tmp_path / "venv/vllm/lib/python3/site-packages/arctic_inference").mkdir(parents=True)
+    assert {entry.name: entry.why_not for entry in speculation.entries(tmp_path, 2, 3)}[
+        "vllm bfloat16 + suffix"
+    ] is None
+
+
+def test_prompts_are_so_long_and_none_comes_twice():
+    cells = [speculation.Cell(kind, size) for kind in ("code", "extraction") for size in (1, 6)]
+    asked = speculation.drawn(cells, 2, 64)
+    assert [[len(prompts) for prompts in asked[cell]] for cell in cells] == [[4, 4], [6, 6]] * 2
+    every = [tuple(prompt) for rounds in asked.values() for prompts in rounds for prompt in prompts]
+    assert {len(prompt) for prompt in every} == {64}
+    assert len(set(every)) == len(every)
+
+
+def turn(rate: float, *texts: str, drafts: float = 0.0, right: float = 0.0) -> speculation.Turn:
+    return speculation.Turn(rate, list(texts), drafts, right)
+
+
+def test_drafts_are_compared_with_the_same_engine_in_the_same_round():
+    found = speculation.summary(
+        {
+            OURS: {1: turn(10.0, "a", "b"), 2: turn(20.0, "c", "d")},
+            f"{OURS} + ngram": {1: turn(30.0, "a", "b", drafts=8, right=6), 2: turn(20.0, "c", "d", drafts=2)},
+            "x": {1: turn(1.0, "a", "z"), 2: turn(1.0, "y", "z")},
+            "x + ngram": {2: turn(3.0, "y", "other", drafts=1, right=1), 3: turn(9.0, "k", "l")},
+            "x + failed": {},
+        }
+    )
+    assert "as_ours" not in found[OURS]
+    assert "x + failed" not in found
+    assert found["x"]["as_ours"] == {"answers": 4, "count": 1}
+    ours, other = found[f"{OURS} + ngram"], found["x + ngram"]
+    assert (ours["over_without"]["samples"], ours["drafts"], ours["right"]) == ([3.0, 1.0], 10, 6)
+    assert ours["other_text"] == {"answers": 4, "count": 0}
+    assert (other["over_without"]["samples"], other["other_text"]) == ([3.0], {"answers": 2, "count": 1})
+
+
+@pytest.mark.parametrize("in_answers", [True, False])
+def test_a_turn_leaves_out_what_comes_before_the_first_token_and_what_was_verified_before(in_answers):
+    """As llama.cpp says it, in its answers, and as we and vLLM do, in metrics."""
+    counters = [100.0, 50.0]
+
+    async def complete(request: web.Request) -> web.Response:
+        tokens = (await request.json())["max_tokens"]
+        await asyncio.sleep(0.4 + 0.1 * (tokens - 1))
+        told = {"timings": {"draft_n": 5, "draft_n_accepted": 3}} if in_answers and tokens > 1 else {}
+        if not in_answers and tokens > 1:
+            counters[0], counters[1] = counters[0] + 5, counters[1] + 3
+        return web.json_response({"choices": [{"text": "t"}], "usage": {"completion_tokens": tokens}, **told})
+
+    async def metrics(_: web.Request) -> web.Response:
+        lines = [f'{name}{{engine="0"}} {count}' for name, count in zip(speculation.COUNTERS, counters, strict=True)]
+        return web.json_response({"error": {}}, status=501) if in_answers else web.Response(text="\n".join(lines))
+
+    async def taken() -> speculation.Turn:
+        made, server = web.Application(), servers.ServerEntry("a", [], [])
+        made.add_routes([web.post("/v1/completions", complete), web.get("/metrics", metrics)])
+        runner = web.AppRunner(made)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", server.port).start()
+        try:
+            return await speculation.take_turn(server, [[1, 2]] * 4, 2, 5)
+        finally:
+            await runner.cleanup()
+
+    found = asyncio.run(taken())
+    assert (found.drafts, found.right, found.texts) == (20, 12, ["t"] * 4)
+    assert 12 < found.tokens_per_s < 23  # two at once, 100 ms a token
