@@ -54,7 +54,7 @@ from benchmarks.peers.run import SETTLE_S, bars, locked, spread
 from benchmarks.peers.servers import CONTEXT_TOKENS, ServerEntry, server_entries
 from benchmarks.peers.show import notes, wide
 from benchmarks.report import conditions, file_result, processor
-from benchmarks.scenarios.speculation import KINDS, Lengths
+from benchmarks.scenarios.speculation_texts import KINDS, Lengths
 from splittime.assemble import model_source
 from splittime.text.tokenizer import Tokenizer
 from splittime.wire.scrape import parse, values
