@@ -19,7 +19,8 @@ from splittime.core.errors import ConfigError
 from splittime.core.step import StepPlan, StepResult
 from splittime.runner.compose import drafting_of, load_torch_runner, model_drafter
 from splittime.runner.config import RunnerConfig
-from splittime.runner.draft_model import ModelDrafter, num_spare_blocks
+from splittime.runner.draft_blocks import num_spare_blocks
+from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.speculative import speculative_config
 from splittime.runner.torch_runner import TorchRunner

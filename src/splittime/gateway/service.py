@@ -96,7 +96,7 @@ class GatewayService:
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
         mine = (visit for visit in self.visits if tenant.sees in (None, visit.tenant.name))
-        return any(visit.request_id == request_id for visit in mine)
+        return any(visit.account.request_id == request_id for visit in mine)
 
     # ---- what it knows of itself
 

@@ -1,11 +1,10 @@
-"""One request through the gateway, from its first byte to its last: the order of things, and the account.
+"""One request through the gateway, from its first byte to its last: the order of things.
 
     receive -> admit -> route -> upstream -> network -> deliver
 
 `admit` is the wait for a place (its cause says so), `route` the decision and the pauses between attempts. `upstream`
-begins when the request is sent. When the end of the answer has been read, and the upstream told its own account, the
-time since then is divided by lengths, not by instants of two clocks: first the account's length, then what the client
-did not take (`client_wait`, as far as there is a difference), and the rest is `network` (ADR 23).
+begins when the request is sent; what of the time until the answer's end has been read is `network`,
+`request_account` says.
 """
 
 import asyncio
@@ -22,30 +21,24 @@ from splittime.core.errors import (
     Overloaded,
     Refused,
     SplittimeError,
-    UpstreamError,
     error_from_info,
 )
 from splittime.core.request import FinishReason
-from splittime.gateway.answer_events import NestedAccount
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure
+from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed, Upstream
-from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
-from splittime.ledger.attempts import Attempt
-from splittime.ledger.export import server_timing
+from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 from splittime.web.tenants import Quota, tenant_of
-from splittime.wire.sse import AnswerReader
 
 now_ns = time.monotonic_ns
-UNKNOWN = "unknown"  # finish reason of an answer that told none
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 MAX_PAUSE_S = 2.0
-MAX_MODEL_CHARS = 256
 
 
 class GatewayVisit:
@@ -60,32 +53,23 @@ class GatewayVisit:
         send: http.Send = http.send_nothing,
     ) -> None:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
-        self.start_ns: int = scope.get(http.START_NS) or now_ns()
-        self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self.tenant = tenant_of(scope)
-        self.account = Account("", self.start_ns, Stage.RECEIVE)
-        self.request_id = ""
-        self._request: ForwardedRequest | None = None
-        self._client_deadline_ns: int | None = None
+        self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger)
         self._first_token_by_ns: int | None = None
-        self._attempts: list[Attempt] = []
         self._relay: Relay | None = None  # the latest
         self._work: asyncio.Task[None] | None = None
         self._quota: Quota | None = None  # that of its tenant, once it has let the request in
         self._was_granted = False
         self._ending: ErrorInfo | None = None  # why it is ended from outside
-        self._cancelled_ns: int | None = None
         self._upstream_name = ""
-        self._nested = NestedAccount()
-        self._attempt_id = ""  # by which the latest upstream knows it: no client can take another's
 
     async def serve(self) -> None:
         self.gateway.enter(self)
         try:
             await self._watched(await self._come_in())
         except http.Disconnected:
-            self._cancelled_ns = self._cancelled_ns or now_ns()
-            self._close(FinishReason.ABORT, None)
+            self.account.cancelled_ns = self.account.cancelled_ns or now_ns()
+            self.account.close(FinishReason.ABORT, None)
         except SplittimeError as error:
             await self._refuse(error)
         finally:
@@ -95,36 +79,36 @@ class GatewayVisit:
 
     def refuse_at_once(self) -> http.AtOnce | None:
         """The refusal, if the head alone decides that there is no room now; else None, and nothing is taken."""
-        self.request_id = http.new_request_id()
+        self.account.request_id = http.new_request_id()
         try:
-            self.request_id = http.request_id(self._scope)
+            self.account.request_id = http.request_id(self._scope)
             self._read_head()
         except Overloaded as error:
             self.account.enter(Stage.DELIVER, now_ns())
             self.gateway.metrics.count_refusal(error.info.code)
-            return http.error_at_once(error, self._headers(), partial(self._close, REFUSED, error.info))
+            return http.error_at_once(error, self._headers(), partial(self.account.close, REFUSED, error.info))
         except SplittimeError:  # a fault of its own, answered when its body has been read
             return None
         return None
 
     def _read_head(self) -> None:
         """Raises `Refused` if there is no room for this tenant."""
-        self._client_deadline_ns = http.deadline_ns(self._scope, self.start_ns)
-        self._first_token_by_ns = http.first_token_by_ns(self._scope, self.start_ns)
+        self.account.deadline_ns = http.deadline_ns(self._scope, self.account.start_ns)
+        self._first_token_by_ns = http.first_token_by_ns(self._scope, self.account.start_ns)
         self.gateway.require_serving()
         self.gateway.quota(self.tenant).check(now_ns())
         self.gateway.queue.require_room(self.tenant.name)
 
     async def _come_in(self) -> ForwardedRequest:
         """Raises what the client must be told, or `Disconnected`."""
-        self.request_id = http.new_request_id()
-        self.request_id = http.request_id(self._scope)
+        self.account.request_id = http.new_request_id()
+        self.account.request_id = http.request_id(self._scope)
         self._read_head()
         self._quota = self.gateway.quota(self.tenant)
         self._quota.enter(now_ns())
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        request = self._request = forwarded(self._path, body, config.queue.assumed_max_tokens)
+        request = self.account.request = forwarded(self._path, body, config.queue.assumed_max_tokens)
         if not self.gateway.router.of_model(request.model):
             hint = "GET /v1/models lists the models"
             raise NotFound(
@@ -143,7 +127,7 @@ class GatewayVisit:
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not (self._relay is not None and self._relay.is_answered):
-                self._cancelled_ns = now_ns()
+                self.account.cancelled_ns = now_ns()
                 work.cancel()
             await asyncio.wait({work})
         finally:
@@ -196,7 +180,7 @@ class GatewayVisit:
 
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
         """Returns the upstream that has a place for it."""
-        at_ns, client_ns = now_ns(), self._client_deadline_ns
+        at_ns, client_ns = now_ns(), self.account.deadline_ns
         until_ns = at_ns + int(self.gateway.config.queue.max_wait_s * 1e9)
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self.account.enter(Stage.ADMIT, at_ns)
@@ -221,7 +205,7 @@ class GatewayVisit:
         gateway, at_ns = self.gateway, now_ns()
         if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.model, at_ns):
             return False
-        if self._client_deadline_ns is not None and at_ns >= self._client_deadline_ns:
+        if self.account.deadline_ns is not None and at_ns >= self.account.deadline_ns:
             return False
         return gateway.retry_budget.take(at_ns)
 
@@ -236,7 +220,7 @@ class GatewayVisit:
         gateway, upstream = self.gateway, routed.upstream
         self._upstream_name = upstream.name
         deadline = self._deadline(upstream.config.total_s)
-        self._nested, self._attempt_id = NestedAccount(), http.new_request_id()
+        self.account.begin_attempt()
         headers = self._forwarded_headers(upstream, deadline)
         begin_ns = now_ns()
         relay = self._relay = Relay(
@@ -248,7 +232,7 @@ class GatewayVisit:
             max_answer_bytes=gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=partial(self._note_read, upstream, begin_ns),
+            on_read=lambda: self.account.note_read(upstream, relay, begin_ns),
         )
         self.account.enter(Stage.UPSTREAM, begin_ns)
         error: SplittimeError | None = None
@@ -265,12 +249,13 @@ class GatewayVisit:
         finally:
             if ending == "cancelled":
                 upstream.breaker.note_nothing()
-            self._keep(routed, relay, begin_ns, ending)
+            self.account.keep_attempt(routed, relay, begin_ns, ending)
+            gateway.metrics.count_attempt(upstream.name, ending or "answered")
             gateway.queue.leave(routed, self.tenant.name, request.tokens)
-        self._close_answered(relay, error)
+        self.account.close_answered(relay, error)
 
     def _deadline(self, total_s: float) -> Deadline:
-        config_ns, client_ns = self.start_ns + int(total_s * 1e9), self._client_deadline_ns
+        config_ns, client_ns = self.account.start_ns + int(total_s * 1e9), self.account.deadline_ns
         if client_ns is not None and client_ns <= config_ns:
             return Deadline(client_ns, is_clients=True)
         return Deadline(config_ns, is_clients=False)
@@ -281,7 +266,7 @@ class GatewayVisit:
             "content-type": "application/json",
             "accept-encoding": "identity",
             "user-agent": f"splittime-gateway/{__version__}",
-            "x-request-id": self._attempt_id,
+            "x-request-id": self.account.attempt_id,
             "x-request-deadline-ms": _left_ms(deadline.at_ns),
         }
         if upstream.key is not None:
@@ -296,36 +281,14 @@ class GatewayVisit:
                 headers[name.decode()] = value
         return headers
 
-    def _note_read(self, upstream: Upstream, begin_ns: int) -> None:
-        """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
-        at_ns, relay = now_ns(), self._relay
-        assert relay is not None
-        if upstream.keeps_accounts and relay.events.is_done:
-            nested = relay.events.nested()
-            if nested.duration_ns > at_ns - begin_ns:
-                longer_ms = (nested.duration_ns - (at_ns - begin_ns)) / 1e6
-                nested = NestedAccount(fault=f"the upstream's account is {longer_ms:.3f} ms longer than the gateway's")
-            if not nested.fault:
-                self._divide(begin_ns + nested.duration_ns, at_ns, relay.blocked_ns)
-            self._nested = nested
-        self.account.enter(Stage.DELIVER, at_ns)
-
-    def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
-        """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
-        blocked_ns = min(blocked_ns, at_ns - upstream_ns)
-        if blocked_ns:
-            self.account.enter(Stage.CLIENT_WAIT, upstream_ns)
-        self.account.enter(Stage.NETWORK, upstream_ns + blocked_ns)
-
     # ---- out
 
     def _headers(self) -> http.Headers:
         """Returns the headers that every answer has."""
-        headers = [(b"x-request-id", self.request_id.encode("latin-1"))]
+        headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
         if self._upstream_name:
             headers.append((b"x-splittime-upstream", self._upstream_name.encode()))
-        timing = server_timing.header(self.account.intervals(now_ns()), self.start_ns)
-        return [*headers, (b"server-timing", timing.encode("latin-1"))]
+        return [*headers, (b"server-timing", self.account.timing())]
 
     async def _tell_failure(self, failure: UpstreamFailure) -> None:
         """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
@@ -333,7 +296,7 @@ class GatewayVisit:
         if failure.answer is None or self._relay is None:
             raise failure.error
         await self._relay.give_answer(failure.answer)
-        self._close(_reason_of(failure.error), failure.error.info)
+        self.account.close(reason_of(failure.error), failure.error.info)
 
     async def _refuse(self, error: SplittimeError) -> None:
         self.account.enter(Stage.DELIVER, now_ns())
@@ -345,93 +308,25 @@ class GatewayVisit:
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
             await http.respond_error(self._send, error, self._headers())
-        self._close(_reason_of(error), error.info)
-
-    def _keep(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
-        """Write down an attempt that is over."""
-        usage, nested = relay.events.read(), self._nested
-        self._attempts.append(
-            Attempt(
-                upstream=routed.upstream.name,
-                request_id=self._attempt_id,
-                considered=routed.considered,
-                begin_ns=begin_ns,
-                end_ns=now_ns(),
-                status=relay.status,
-                first_byte_ns=relay.first_byte_ns,
-                error=error,
-                num_events=relay.events.num_events,
-                knows_tokens=usage.output_tokens is not None,
-                nested=nested.stages,
-                nested_fault=nested.fault,
-            )
-        )
-        self.gateway.metrics.count_attempt(routed.upstream.name, error or "answered")
-
-    def _close_answered(self, relay: Relay, error: SplittimeError | None) -> None:
-        """The client has an answer: close the account at the instant at which it had the end."""
-        usage, events, status = relay.events.read(), relay.events, relay.status or 0
-        at_ns = relay.ended_ns or now_ns()
-        if error is not None:
-            self._close(_reason_of(error), error.info, at_ns, usage)
-        elif events.error is not None:
-            told = UpstreamError(f"an error inside the stream: {events.error}", code="upstream_error_event")
-            self._close(FinishReason.ERROR, told.info, at_ns, usage)
-        elif status >= 400:
-            refused = UpstreamError(f"the upstream answered {status}", code=f"upstream_{status}", status=status)
-            self._close(REFUSED, refused.info, at_ns, usage)
-        else:
-            self._close(usage.finish_reason or UNKNOWN, None, at_ns, usage)
-
-    def _close(
-        self, finish_reason: str, error: ErrorInfo | None, at_ns: int | None = None, usage: AnswerReader | None = None
-    ) -> None:
-        """Close the account and hand it to the ledger."""
-        at_ns = now_ns() if at_ns is None else at_ns
-        self.account.close(at_ns)
-        usage, request = usage or AnswerReader(), self._request
-        prefix = "chatcmpl" if self._path.endswith("chat/completions") else "cmpl"
-        self.gateway.ledger.add_account(
-            ClosedAccount(
-                request_id=self.request_id,
-                group_id=f"{prefix}-{self._attempt_id or self.request_id}",
-                model="" if request is None else request.model[:MAX_MODEL_CHARS],
-                endpoint="chat" if prefix == "chatcmpl" else "completions",
-                started_at_unix_ns=self.started_at_unix_ns,
-                start_ns=self.start_ns,
-                end_ns=at_ns,
-                intervals=tuple(self.account.intervals()),
-                finish_reason=finish_reason,
-                error=error,
-                prompt_tokens=usage.prompt_tokens or 0,
-                cached_tokens=usage.cached_tokens or 0,
-                output_tokens=usage.output_tokens or 0,
-                cancelled_ns=self._cancelled_ns,
-                unseen_ns=self._scope.get(http.UNSEEN_NS, 0),
-                tenant=self.tenant.name,
-                max_tokens=0 if request is None else request.output_tokens,
-                deadline_ns=self._client_deadline_ns,
-                attempts=tuple(self._attempts),
-            )
-        )
+        self.account.close(reason_of(error), error.info)
 
     def _used_tokens(self) -> int:
         """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event."""
-        if self._request is None or self._relay is None or self._relay.first_byte_ns is None:
+        if self.account.request is None or self._relay is None or self._relay.first_byte_ns is None:
             return 0
         usage = self._relay.events.read()
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
             return usage.prompt_tokens + usage.output_tokens
-        most = self._request.output_tokens
-        return self._request.prompt_tokens + (min(self._relay.events.num_events, most) if most else 0)
+        most = self.account.request.output_tokens
+        return self.account.request.prompt_tokens + (min(self._relay.events.num_events, most) if most else 0)
 
     def _leave(self) -> None:
         """Give back what it holds, and correct what its tenant was charged."""
-        if self.account.end_ns is None:  # something unforeseen was raised; the edge has answered 500
-            self._close(FinishReason.ERROR, EngineError("the gateway failed").info)
+        if not self.account.is_closed:  # something unforeseen was raised; the edge has answered 500
+            self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
         used = self._used_tokens()
-        if self._was_granted and self._request is not None:
-            self.gateway.queue.settle(self.tenant.name, self._request.tokens, used)
+        if self._was_granted and self.account.request is not None:
+            self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
         if self._quota is not None:
             self._quota.leave(used, now_ns())
         self.gateway.leave(self)
@@ -452,14 +347,6 @@ def _retry_after_s(headers: http.Headers) -> float | None:
     """Returns `Retry-After` in seconds; None for a date, or if there is none."""
     value = dict(headers).get(b"retry-after", b"")
     return float(value) if value.isdigit() else None
-
-
-def _reason_of(error: SplittimeError) -> str:
-    """Returns the finish reason of a request that ended with this error."""
-    if isinstance(error, DeadlineExceeded) or error.info.code == "upstream_total_timeout":
-        return FinishReason.DEADLINE
-    is_ours = isinstance(error, UpstreamError | EngineError) and error.info.status != TRY_AGAIN
-    return FinishReason.ERROR if is_ours else REFUSED
 
 
 def _left_ms(until_ns: int) -> str:

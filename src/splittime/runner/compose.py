@@ -31,7 +31,8 @@ from splittime.runner import machine, start_memory
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
-from splittime.runner.draft_model import ModelDrafter, num_spare_blocks
+from splittime.runner.draft_blocks import num_spare_blocks
+from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
 from splittime.runner.load import OnPhase, draft_bytes_per_block, load

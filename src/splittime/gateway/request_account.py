@@ -1,0 +1,156 @@
+"""The account of one request through the gateway: its stages, its attempts, and what is handed to the ledger.
+
+When the end of an answer has been read and the upstream told its own account, the time since the request was sent is
+divided by lengths, not by instants of two clocks: first the account's length, then what the client did not take
+(`client_wait`, as far as there is a difference), and the rest is `network` (ADR 23).
+"""
+
+import time
+
+from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
+from splittime.core.request import FinishReason
+from splittime.gateway.answer_events import NestedAccount
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.relay import Relay
+from splittime.gateway.upstreams import Routed, Upstream
+from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
+from splittime.ledger.attempts import Attempt
+from splittime.ledger.export import server_timing
+from splittime.ledger.stages import Cause, Stage
+from splittime.ledger.store import Ledger
+from splittime.web import http
+from splittime.wire.sse import AnswerReader
+
+now_ns = time.monotonic_ns
+UNKNOWN = "unknown"  # finish reason of an answer that told none
+MAX_MODEL_CHARS = 256
+
+
+class RequestAccount:
+    """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
+    when its client went away. deadline_ns: the client's own."""
+
+    def __init__(self, path: str, scope: http.Scope, tenant: str, ledger: Ledger) -> None:
+        self._path, self._scope, self._tenant, self._ledger = path, scope, tenant, ledger
+        self.start_ns: int = scope.get(http.START_NS) or now_ns()
+        self._started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
+        self._account = Account("", self.start_ns, Stage.RECEIVE)
+        self._attempts: list[Attempt] = []
+        self._nested = NestedAccount()
+        self.request_id = self.attempt_id = ""
+        self.request: ForwardedRequest | None = None
+        self.cancelled_ns: int | None = None
+        self.deadline_ns: int | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._account.end_ns is not None
+
+    def enter(self, stage: Stage, at_ns: int, cause: Cause | None = None) -> None:
+        self._account.enter(stage, at_ns, cause)
+
+    def timing(self) -> bytes:
+        """Returns the stages so far, as a Server-Timing header."""
+        return server_timing.header(self._account.intervals(now_ns()), self.start_ns).encode("latin-1")
+
+    # ---- attempts
+
+    def begin_attempt(self) -> None:
+        self._nested, self.attempt_id = NestedAccount(), http.new_request_id()
+
+    def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
+        """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
+        at_ns = now_ns()
+        if upstream.keeps_accounts and relay.events.is_done:
+            nested = relay.events.nested()
+            if nested.duration_ns > at_ns - begin_ns:
+                longer_ms = (nested.duration_ns - (at_ns - begin_ns)) / 1e6
+                nested = NestedAccount(fault=f"the upstream's account is {longer_ms:.3f} ms longer than the gateway's")
+            if not nested.fault:
+                self._divide(begin_ns + nested.duration_ns, at_ns, relay.blocked_ns)
+            self._nested = nested
+        self._account.enter(Stage.DELIVER, at_ns)
+
+    def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
+        """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
+        blocked_ns = min(blocked_ns, at_ns - upstream_ns)
+        if blocked_ns:
+            self._account.enter(Stage.CLIENT_WAIT, upstream_ns)
+        self._account.enter(Stage.NETWORK, upstream_ns + blocked_ns)
+
+    def keep_attempt(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
+        """Write down an attempt that is over."""
+        usage, nested = relay.events.read(), self._nested
+        self._attempts.append(
+            Attempt(
+                upstream=routed.upstream.name,
+                request_id=self.attempt_id,
+                considered=routed.considered,
+                begin_ns=begin_ns,
+                end_ns=now_ns(),
+                status=relay.status,
+                first_byte_ns=relay.first_byte_ns,
+                error=error,
+                num_events=relay.events.num_events,
+                knows_tokens=usage.output_tokens is not None,
+                nested=nested.stages,
+                nested_fault=nested.fault,
+            )
+        )
+
+    # ---- the end
+
+    def close_answered(self, relay: Relay, error: SplittimeError | None) -> None:
+        """The client has an answer: close the account at the instant at which it had the end."""
+        usage, events, status = relay.events.read(), relay.events, relay.status or 0
+        at_ns = relay.ended_ns or now_ns()
+        if error is not None:
+            self.close(reason_of(error), error.info, at_ns, usage)
+        elif events.error is not None:
+            told = UpstreamError(f"an error inside the stream: {events.error}", code="upstream_error_event")
+            self.close(FinishReason.ERROR, told.info, at_ns, usage)
+        elif status >= 400:
+            refused = UpstreamError(f"the upstream answered {status}", code=f"upstream_{status}", status=status)
+            self.close(REFUSED, refused.info, at_ns, usage)
+        else:
+            self.close(usage.finish_reason or UNKNOWN, None, at_ns, usage)
+
+    def close(
+        self, finish_reason: str, error: ErrorInfo | None, at_ns: int | None = None, usage: AnswerReader | None = None
+    ) -> None:
+        """Close the account and hand it to the ledger."""
+        at_ns = now_ns() if at_ns is None else at_ns
+        self._account.close(at_ns)
+        usage, request = usage or AnswerReader(), self.request
+        prefix = "chatcmpl" if self._path.endswith("chat/completions") else "cmpl"
+        self._ledger.add_account(
+            ClosedAccount(
+                request_id=self.request_id,
+                group_id=f"{prefix}-{self.attempt_id or self.request_id}",
+                model="" if request is None else request.model[:MAX_MODEL_CHARS],
+                endpoint="chat" if prefix == "chatcmpl" else "completions",
+                started_at_unix_ns=self._started_at_unix_ns,
+                start_ns=self.start_ns,
+                end_ns=at_ns,
+                intervals=tuple(self._account.intervals()),
+                finish_reason=finish_reason,
+                error=error,
+                prompt_tokens=usage.prompt_tokens or 0,
+                cached_tokens=usage.cached_tokens or 0,
+                output_tokens=usage.output_tokens or 0,
+                cancelled_ns=self.cancelled_ns,
+                unseen_ns=self._scope.get(http.UNSEEN_NS, 0),
+                tenant=self._tenant,
+                max_tokens=0 if request is None else request.output_tokens,
+                deadline_ns=self.deadline_ns,
+                attempts=tuple(self._attempts),
+            )
+        )
+
+
+def reason_of(error: SplittimeError) -> str:
+    """Returns the finish reason of a request that ended with this error."""
+    if isinstance(error, DeadlineExceeded) or error.info.code == "upstream_total_timeout":
+        return FinishReason.DEADLINE
+    is_ours = isinstance(error, UpstreamError | EngineError) and error.info.status != TRY_AGAIN
+    return FinishReason.ERROR if is_ours else REFUSED
