@@ -36,7 +36,7 @@ def test_what_was_never_right_is_tried_again() -> None:
     for _ in range(300):
         confidence.learn(0.9, False)
     assert confidence.mean < 0.1
-    for _ in range(20_000):
+    for _ in range(1200):
         confidence.fade()
     assert confidence.mean > 0.6
 

@@ -42,7 +42,9 @@ from splittime.runner.parked import Emptied
 from splittime.runner.torch_runner import TorchRunner
 from splittime.runner.warm_up import Probe
 
-FORGIVE_STEPS = 16
+FORGIVE_STEPS = 16  # without a draft
+LONGEST_PAUSE = 8  # steps in which it is not asked whether drafts are worth it, while they are not
+READING_MARGIN = 2.0  # so many times what a text costs must its drafts be expected to save: few were verified yet
 MEASURED_STEPS = 8
 FIRST_OUTPUTS = 2  # tokens that an answer has before it is drafted
 
@@ -112,7 +114,8 @@ class ModelDrafter:
         spare = range(num_blocks, runner.store.num_blocks)
         self._blocks = DraftBlocks(num_blocks, spare, self._block_size)
         self._confidence, self.costs = Confidence(), DraftCosts()
-        self._verified, self._num_steps = 1.0, 0  # the share of drafts that the scheduler has verified
+        self._verified = 1.0  # the share of drafts that was verified
+        self._num_idle = self._next_try = 0  # steps without drafts, and after how many of them some are tried again
         self._answers: dict[str, DraftedAnswer] = {}
 
     # ---- what happens to requests
@@ -165,21 +168,24 @@ class ModelDrafter:
                 self._take_in(answer, row, one)
                 if one.error is None and self._may_draft(answer, one.token_ids):
                     asking.append(answer)
-        if asking and self.costs.model.is_known:
-            self._make_drafts(asking)
+        if asking and self.costs.model.is_known and self._num_idle >= self._next_try:
+            self._next_try = 0 if self._make_drafts(asking) else self._num_idle + self._pause()
         drafts = {one.request_id: Draft(tuple(one.drafts), tuple(one.survival)) for one in asking if one.drafts}
-        self._num_steps += 1
-        if not drafts:
+        self._num_idle = 0 if drafts else self._num_idle + 1
+        if self._num_idle and self._num_idle % FORGIVE_STEPS == 0:
             self._forgive(asking)
         return drafts
+
+    def _pause(self) -> int:
+        """Returns after how many steps it is asked again; answers that are ready still are so then."""
+        return min(self._num_idle + 1, LONGEST_PAUSE, self._most)
 
     def _forgive(self, asking: Sequence[DraftedAnswer]) -> None:
         """Forgets a little of what speaks against drafts, so that they are tried again, seldom."""
         self._confidence.fade()
         self._verified += (1 - FADES) * (1 - self._verified)
-        if self._num_steps % FORGIVE_STEPS == 0:
-            for answer in asking:
-                answer.trust.recover()
+        for answer in asking:
+            answer.trust.recover()
 
     def _take_in(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
         """What a row of the model brings: its blocks, its tokens, and what became of the drafts."""
@@ -223,12 +229,13 @@ class ModelDrafter:
         self.runner.slots[answer.request_id].rewind(answer.drafted_at + num_right)
         answer.num_computed, answer.drafts, answer.survival, answer.probabilities = end, [], [], []
 
-    def _make_drafts(self, asking: Sequence[DraftedAnswer]) -> None:
-        """Puts drafts into the answers, one more of each in a step of the draft model, while they are worth it."""
+    def _make_drafts(self, asking: Sequence[DraftedAnswer]) -> bool:
+        """Puts drafts into the answers, one more of each in a step of the draft model, while they are worth it. Returns
+        whether the draft model computed anything."""
         worth, chance = StepWorth(self.costs, len(asking)), self._verified * self._confidence.mean
         if not worth.gains(chance * len(asking), len(asking), MARGIN):  # not even if all were ready
-            return
-        going, expected = self._ready(asking, chance), 0.0
+            return False
+        (going, has_read), expected = self._ready(asking, chance), 0.0
         for number in range(self._most):
             expected = sum((one.survival[-1] if number else one.trust.factor) for one in going) * chance
             if not going or not worth.gains(expected, len(going), 0.0 if number else MARGIN):
@@ -237,10 +244,11 @@ class ModelDrafter:
             going = [one for one in going if len(one.drafts) == number + 1]
             worth.add(sum(one.survival[-1] for one in going), len(going))
             going = [one for one in going if one.may_go_on]
+        return has_read or any(one.drafts for one in asking)
 
-    def _ready(self, asking: Sequence[DraftedAnswer], chance: float) -> list[DraftedAnswer]:
-        """Returns those who lack no more than drafts leave behind, and computes texts of the others, if that is worth
-        it. chance: that a draft is verified and right."""
+    def _ready(self, asking: Sequence[DraftedAnswer], chance: float) -> tuple[list[DraftedAnswer], bool]:
+        """Returns those who lack no more than drafts leave behind, and whether texts of others were computed, as far as
+        that is worth it. chance: that a draft is verified and right."""
         ready: list[DraftedAnswer] = []
         behind: list[DraftedAnswer] = []
         for answer in asking:
@@ -249,14 +257,15 @@ class ModelDrafter:
             (ready if answer.num_behind <= self._most + 1 else behind).append(answer)
         if behind:
             saved_ns = self.costs.saved_ns(len(asking), chance, self._most)
-            self._read([one for one in behind if self._is_worth_reading(one, saved_ns)], len(asking))
-        return ready
+            behind = [one for one in behind if self._is_worth_reading(one, saved_ns)]
+            self._read(behind, len(asking))
+        return ready, bool(behind)
 
     def _is_worth_reading(self, answer: DraftedAnswer, saved_ns: float) -> bool:
         """Whether drafts of what is left of an answer are worth it to compute the text before them. saved_ns: of a
         token."""
         left = self.costs.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
-        return left * saved_ns * answer.trust.factor > answer.num_behind * self.costs.text_ns
+        return left * saved_ns * answer.trust.factor > READING_MARGIN * answer.num_behind * self.costs.text_ns
 
     def _read(self, behind: Sequence[DraftedAnswer], num_rows: int) -> None:
         """Computes texts, for about as long as the model's step takes."""
