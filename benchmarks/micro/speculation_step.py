@@ -23,6 +23,7 @@ from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Runner
 from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.host_time import freeze_heap
 from splittime.engine.engine import Engine
 from splittime.runner import compose
 from splittime.runner.config import RunnerConfig
@@ -130,6 +131,7 @@ def main() -> None:
     lengths = {"max_num_seqs": max(arguments.batches), "max_model_len": PROMPT_TOKENS + length}
     runner = compose.load_torch_runner(RunnerConfig(**config, **lengths))
     runner.warm_up()
+    freeze_heap()  # as a server does
     replaying = Replaying(runner.execution, {})
     runner.execution = replaying  # type: ignore[assignment]
     tokenizer, rows = Tokenizer.load(model_source.locate(None)), []

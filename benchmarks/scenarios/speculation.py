@@ -34,6 +34,7 @@ from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.host_time import freeze_heap
 from splittime.engine.engine import Engine
 from splittime.runner import compose
 from splittime.runner.config import RunnerConfig
@@ -196,6 +197,7 @@ def main() -> None:
     }
     runner = compose.load_torch_runner(RunnerConfig(**settings))
     runner.warm_up()
+    freeze_heap()  # as a server does
     tokenizer, bench = Tokenizer.load(model_source.locate(None)), Bench(runner, lengths, arguments.right)
     rows = []
     for kind in arguments.kinds:
