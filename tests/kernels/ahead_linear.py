@@ -56,6 +56,8 @@ W8A8, DENSE = WeightScheme("int8", rounds_activations=True), WeightScheme("bfloa
 CASES = {
     "int4 1": lambda: product(1, INT4),
     "int4 f16 1": lambda: product(1, INT4, F16),
+    "int4 64": lambda: product(64, INT4),
+    "int4 256": lambda: product(256, INT4),
     "int4 2048": lambda: product(2048, INT4),
     "int8 1": lambda: product(1, INT8),
     "int8 f16 1": lambda: product(1, INT8, F16),
@@ -81,7 +83,6 @@ MORE = {
     "experts fp8 64": lambda: mixture(64, FP8),
     "experts int8 64": lambda: mixture(64, INT8),
     "int4 f32 1": lambda: product(1, INT4, F32),
-    "int4 64": lambda: product(64, INT4),
     "int4 f32 2048": lambda: product(2048, INT4, F32),
     "int4 32 minima 1": lambda: product(1, WeightScheme("int4", 32, has_minima=True)),
     "int4 32 2048": lambda: product(2048, WeightScheme("int4", 32)),

@@ -44,8 +44,8 @@ def test_every_kernel_fits(compiled):
 def test_products_use_the_matrix_instructions_of_a_warp_group(compiled):
     """And read weights by asynchronous copies of 16 bytes, ahead of their use."""
     for name in (
-        "int4 1",
-        "int4 2048",
+        "int4 64",
+        "int4 256",
         "int8 1",
         "w8a8 2048",
         "fp8 1",
@@ -59,6 +59,17 @@ def test_products_use_the_matrix_instructions_of_a_warp_group(compiled):
             if kernel["kernel"] in ("multiply", "products"):
                 assert kernel["wgmma.mma_async"], (name, kernel)
                 assert kernel["cp.async.cg"], (name, kernel)
+
+
+def test_few_tokens_in_four_bits_are_two_warps_work(compiled):
+    """Which is half a warp group: they have the matrix instruction of a warp, and were faster so on a card."""
+    (kernel,) = [one for one in compiled["int4 1"] if one["kernel"] == "multiply"]
+    assert kernel["mma.sync"]
+    assert kernel["cp.async.cg"]
+
+
+def test_many_tokens_in_four_bits_have_no_kernel_of_ours_but_the_widening(compiled):
+    assert [one["kernel"] for one in compiled["int4 2048"]] == ["widen"]
 
 
 def run_ptx(asm: str, **registers: int) -> dict[str, int]:

@@ -147,6 +147,26 @@ def test_both_rounded(scheme, shape, dtype):
     assert within(y, true + bias.double() + residual.double().cpu(), sizes, dtype, columns, extra)
 
 
+@by_scheme
+def test_a_widened_weight_is_what_it_stands_for(scheme):
+    packed = pack(rows_of(scheme, 70, 328), scheme, dtype=torch.float16)
+    if packed.group % kernels.SLAB_COLUMNS:
+        assert not kernels.is_better_wide(10**6, packed, torch.float16)
+        return
+    assert torch.equal(kernels.widened(packed, torch.float32), linear.unpacked(packed))
+    assert torch.equal(kernels.widened(packed, torch.float16), linear.unpacked(packed).half())
+
+
+def test_many_tokens_are_multiplied_by_a_widened_weight():
+    scheme, many = WeightScheme("int4", 64), tiles.WIDE_TOKENS + 1
+    packed = pack(rows_of(scheme, 40, 192), scheme, inputs(1, 40, 2)[0], dtype=torch.float16)
+    x, residual = on_device(inputs(many, 192), torch.float16), on_device(inputs(many, 40, 3), torch.float16)
+    check(x, packed, linear.unpacked(packed).double().cpu(), bias=packed.bias, extra=2.0**-11)
+    wide = residual.addmm(x, kernels.widened(packed, torch.float16).T).add_(packed.bias)
+    assert torch.equal(linear.linear(x, packed, residual), wide)
+    assert not kernels.is_better_wide(tiles.WIDE_TOKENS, packed, torch.float16)
+
+
 def test_rounded_weights_are_those_of_the_rules():
     weights = inputs(24, 200, 9)
     weights[3] = 0

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.reference.rounding import divided
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [T, in] -> (rounded [T, in] of int8 or float8_e4m3fn, float32 scales [T]): x ~ rounded * scale."""
-    wide, limit = x.float(), torch.tensor(LARGEST[dtype])
+    wide, limit = x.float(), torch.tensor(LARGEST[dtype], device=x.device)
     largest = wide.abs().amax(-1)
-    inverse = torch.where(largest < 1e-30, torch.zeros_like(largest), limit.to(x.device) / largest)
+    inverse = torch.where(largest < 1e-30, torch.zeros_like(largest), limit / largest)
     steps = wide * inverse.unsqueeze(-1)
     return (steps.round() if dtype == torch.int8 else steps).to(dtype), largest / limit
 
@@ -31,7 +32,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [out, in] of any float dtype -> float8_e4m3fn [out, in], float32 scales [out]."""
     wide = weight.float()
-    scales = wide.abs().amax(-1) / LARGEST[torch.float8_e4m3fn]
+    scales = divided(wide.abs().amax(-1), LARGEST[torch.float8_e4m3fn])
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     return (wide / safe.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn), scales
 

@@ -61,13 +61,19 @@ class RebuiltWeight(PackedWeight):
         return dequantize(values, self.scales[begin:end], self.scheme, zeros, minima)
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """Returns x / number, each rounded once. Told a number of the host, torch on a card multiplies by its rounded
+    reciprocal instead, and a weight would have other scales there than on a CPU."""
+    return x / torch.tensor(number, dtype=x.dtype, device=x.device)
+
+
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [out, in] of any float dtype -> int8 [out, in] (of int4: 0..15) and scales, float32 [out, groups]."""
     if scheme.has_zeros or scheme.has_minima:
         raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
     grouped = _groups(weight.float(), scheme)
     if scheme.name == "int8":
-        scales = grouped.abs().amax(-1) / 127
+        scales = divided(grouped.abs().amax(-1), 127)
         low, high, zero = -127, 127, 0
     else:
         place = grouped.abs().argmax(-1, keepdim=True)
@@ -163,7 +169,7 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     """x [.., D] -> `dtype` [.., D], float32 [..]."""
     wide = x.float()
     limit = LARGEST[dtype]
-    scales = wide.abs().amax(-1) / limit
+    scales = divided(wide.abs().amax(-1), limit)
     is_usable = (scales >= LEAST_SCALE) & scales.isfinite()
     steps = (wide / scales[..., None]).clamp(-limit, limit)
     steps = torch.where(is_usable[..., None], steps, 0.0)

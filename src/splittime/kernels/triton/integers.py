@@ -26,11 +26,12 @@ from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.layer import PackedWeight
 from splittime.kernels.rounded import INT4_ZERO
 from splittime.kernels.triton.device import dot_dtype
-from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, halves, is_fast, multiply, words_of
+from splittime.kernels.triton.integers_kernels import SLAB_COLUMNS, halves, is_fast, multiply, widen, words_of
 from splittime.kernels.triton.tiles import (
     FEW_TOKENS,
     PROCESSORS,
     SOME_TOKENS,
+    WIDE_TOKENS,
     End,
     Tiles,
     add_parts,
@@ -117,21 +118,24 @@ def unpacked(weight: IntegerWeight) -> RoundedRows:
 
 
 def choose(num_tokens: int, weight: IntegerWeight, dtype: torch.dtype) -> Tiles:
-    """Few tokens: 64 outputs are the fewest rows of a warp group's matrix instruction; where there are enough of them
-    for all processors, twice as many share what a step of the loop costs besides unpacking. More tokens: wide tiles, so
-    that unpacking is shared by more of them; at 128 x 128 three stages of int4 would be more shared memory than a
-    processor has, and with groups under 128 columns their sums more registers. float32 has no matrix instruction: its
-    tiles are small so that sums fit in registers."""
+    """Few tokens: where there are outputs enough for all processors, 128 of them share what a step of the loop costs
+    besides unpacking; else a program is 64 outputs, of int4 two warps: more, smaller programs hide more of the memory's
+    latency. More tokens: wide tiles, so that unpacking is shared by more of them. Those of int4 are what was fastest on
+    an H100 at the shapes of an 8B model (BENCHMARKS.md); int8's are not measured. float32 has no matrix instruction:
+    its tiles are small so that sums fit in registers."""
     if dtype == torch.float32:
         return Tiles(tokens=16 if num_tokens <= FEW_TOKENS else 32, outputs=32, num_warps=4, num_stages=2)
     splits = splits_for(triton.cdiv(weight.out_features, 64), weight.words.shape[-3])
     if num_tokens <= FEW_TOKENS and weight.out_features >= 128 * PROCESSORS:
         return Tiles(tokens=16, outputs=128, num_warps=4, num_stages=4)
+    is_int4 = weight.bits == 4
     if num_tokens <= FEW_TOKENS:
-        return Tiles(tokens=16, outputs=64, splits=splits, num_warps=4, num_stages=4 if weight.bits == 4 else 5)
+        warps, stages = (2, 3) if is_int4 else (4, 5)
+        return Tiles(tokens=16, outputs=64, splits=splits, num_warps=warps, num_stages=stages)
     if num_tokens <= SOME_TOKENS:
-        return Tiles(tokens=64, outputs=64, splits=splits, num_warps=4, num_stages=3)
-    return Tiles(64 if weight.group % 128 else 128, 128, num_warps=8, num_stages=2 if weight.bits == 4 else 3)
+        outputs, warps = (128, 8) if is_int4 else (64, 4)
+        return Tiles(tokens=64, outputs=outputs, splits=splits, num_warps=warps, num_stages=3)
+    return Tiles(64 if is_int4 or weight.group % 128 else 128, 128, num_warps=8, num_stages=3)
 
 
 def linear(
@@ -153,6 +157,27 @@ def linear(
     )  # fmt: skip
     if not ends:
         end(target, weight.bias, residual, y)
+    return y
+
+
+WIDENED_OUTPUTS = 64  # of a program
+
+
+def is_better_wide(num_tokens: int, weight: IntegerWeight, dtype: torch.dtype) -> bool:
+    """Whether `widened` and a product of cuBLAS take less time than `linear`: from some tokens on the matrix units
+    are the limit, and cuBLAS uses them better than a kernel that unpacks between its products."""
+    is_known = weight.group % SLAB_COLUMNS == 0 and dtype != torch.float32
+    return is_known and num_tokens > WIDE_TOKENS
+
+
+def widened(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
+    """Returns the weight as floats [out, in], each rounded once to `dtype`. Its groups are whole slabs."""
+    y = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.words.device)
+    grid = weight.words.shape[0], triton.cdiv(weight.out_features, WIDENED_OUTPUTS)
+    widen[grid](
+        weight.words, weight.scales, y, weight.in_features, weight.out_features,
+        weight.bits, weight.group, weight.has_minima, WIDENED_OUTPUTS,
+    )  # fmt: skip
     return y
 
 

@@ -171,3 +171,32 @@ def multiply(
         sums, y_ptr, bias_ptr, residual_ptr, tokens, outs, num_tokens, out_features, split,
         HAS_BIAS, HAS_RESIDUAL, SPLITS > 1,
     )  # fmt: skip
+
+
+@triton.jit
+def widen(
+    words_ptr, scales_ptr, y_ptr, in_features, out_features,
+    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMA: tl.constexpr, OUTS: tl.constexpr,
+):  # fmt: skip
+    """Stores one tile of OUTS outputs as the floats that it stands for, rounded once, into y [out, in]. A group is a
+    whole number of slabs, or all columns (0)."""
+    tile, outs = tl.program_id(0), tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    is_out, lanes = outs < out_features, tl.arange(0, SLAB)
+    places = outs.to(tl.int64)[:, None]
+    words_at = words_ptr + (tile.to(tl.int64) * out_features + places) * SLAB
+    words = tl.load(words_at + lanes, mask=is_out[:, None], other=0)
+    for slab in tl.static_range(32 // BITS):
+        first = tile * (SLAB * 32 // BITS) + slab * SLAB
+        integers = (words >> (BITS * slab)) & ((1 << BITS) - 1)
+        if GROUP == 0:
+            scales = tl.load(scales_ptr + outs, mask=is_out, other=0)
+            floats = (integers - 128).to(tl.float32) * scales[:, None]
+        else:
+            kept = tl.load(scales_ptr + (first // GROUP) * out_features + outs, mask=is_out, other=0)
+            zeros = zeros_of(kept, BITS, HAS_MINIMA, tl.float32, False)
+            floats = (integers - zeros[:, None]).to(tl.float32) * half_of(kept)[:, None]
+            if HAS_MINIMA:
+                floats -= half_of(kept >> 16)[:, None]
+        columns = first + lanes[None, :]
+        is_there = is_out[:, None] & (columns < in_features)
+        tl.store(y_ptr + places * in_features + columns, floats.to(y_ptr.dtype.element_ty), mask=is_there)

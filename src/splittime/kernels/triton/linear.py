@@ -112,6 +112,8 @@ def linear(x: Tensor, packed: PackedWeight, residual: Tensor | None = None, end:
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = None if residual is None else residual.contiguous()
     if isinstance(weight, integers.IntegerWeight):
+        if integers.is_better_wide(len(x), weight, x.dtype):
+            return _dense(x, DenseWeight(integers.widened(weight, x.dtype), weight.bias), residual)
         return integers.linear(x, weight, residual, end=end)
     return w8a8.linear(x, weight, residual, end=end)
 

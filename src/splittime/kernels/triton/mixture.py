@@ -27,7 +27,6 @@ from splittime.kernels.triton import grouped
 from splittime.kernels.triton.attention_plan import PagedPlan
 
 _GONE = tl.constexpr(-1.0)  # below every score
-_NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -51,7 +50,7 @@ def _choose(
         left = tl.where(experts == best, _GONE, left)
     if NORMALISES:
         parts = parts / tl.sum(parts, 0)
-    parts = tl.where(is_number, parts, _NAN)
+    parts = tl.where(is_number, parts, float("nan"))
     if token_blocks is not None:
         is_used = tl.load(token_blocks + token) >= 0
         picked, parts = tl.where(is_used, picked, -1), tl.where(is_used, parts, 0.0)

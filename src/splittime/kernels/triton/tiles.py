@@ -10,7 +10,7 @@ atomic additions, so a call repeated gives the same bytes.
 
 *A row and its batch.* A row's result depends on the columns' order of summing alone, which `Tiles` fixes, and other
 rows never enter it. So a row is the same to the last bit in all batches for which a weight's table gives one line
-(`few`, `some`, `many` tokens), and may differ by rounding between lines.
+(`few`, `some`, `many` tokens, and more), and may differ by rounding between lines.
 
 *Compiling.* Nothing is compiled anew for a number of tokens, only for a line of the table: one product with each number
 of tokens in `LINES` compiles all that a weight will need.
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_TOKENS, SOME_TOKENS = 16, 64
-LINES = (1, FEW_TOKENS + 1, SOME_TOKENS + 1)
+FEW_TOKENS, SOME_TOKENS, WIDE_TOKENS = 16, 64, 256
+LINES = (1, FEW_TOKENS + 1, SOME_TOKENS + 1, WIDE_TOKENS + 1)
 PROCESSORS = 132  # of an H200. A constant, so that results do not depend on which card was asked
 REDUCE_OUTPUTS = 1024
 

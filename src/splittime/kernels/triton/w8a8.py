@@ -245,6 +245,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     round_each[(num_tokens,)](
         x, values, scales, in_features, columns, x.stride(0), LARGEST[dtype], dtype == torch.int8, is_interpreted(),
         ROUND_COLUMNS, num_warps=8,
+        enable_fp_fusion=False,  # x * inverse is rounded before something is added to it, as everywhere else
     )  # fmt: skip
     return values, scales
 
