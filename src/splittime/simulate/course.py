@@ -13,7 +13,7 @@ from itertools import combinations, islice
 import msgspec
 
 from splittime.core.request import FinishReason
-from splittime.drive.messages import Abort, Submit, ToEngine
+from splittime.drive.messages import Abort, ToEngine
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.host_parts import is_queued
 from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
@@ -42,7 +42,8 @@ class Course:
         messages: list[tuple[int, int, ToEngine | None]] = []
         for traced in self.requests:
             account = traced.account
-            messages.append((traced.received_ns, len(messages), Submit(traced.request)))
+            for at_ns, message in traced.submissions():
+                messages.append((at_ns, len(messages), message))
             gone_ns = self._abort_ns(traced)
             if gone_ns is not None:
                 messages.append((gone_ns, len(messages), Abort(account.request_id)))
