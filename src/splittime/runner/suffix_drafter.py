@@ -73,9 +73,9 @@ class SuffixDrafter:
         self._requests[admitted.request_id] = DraftedText(admitted, SuffixText(self._max_model_len), corpus)
         self._next_step = 0
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, is_preempted: bool = False) -> None:
         gone = self._requests.pop(request_id, None)
-        if gone is not None and len(gone.tokens) > gone.num_prompt:
+        if gone is not None and not is_preempted and len(gone.tokens) > gone.num_prompt:
             self._keep(gone)
 
     def forget(self) -> None:
