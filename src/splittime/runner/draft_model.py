@@ -54,6 +54,7 @@ class ModelDrafter:
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.runner, self._most, self._most_tokens = runner, most, most_tokens
+        self._most_behind = most + 2  # drafts in spare blocks, the token before them, and the one behind
         self._steps = DraftSteps(runner, most, num_blocks, now_ns)
         self.costs = self._steps.costs
         self._records = ByTenant(TenantRecord)
@@ -63,7 +64,7 @@ class ModelDrafter:
     # ---- what happens to requests
 
     def admit(self, admitted: Admitted) -> None:
-        record = self._records.of(admitted.cache_salt)
+        record = self.record_of(admitted.cache_salt)
         self._answers[admitted.request_id] = DraftedAnswer(admitted, self._most_tokens, record)
         self._steps.admit(admitted)
 
@@ -74,6 +75,10 @@ class ModelDrafter:
         self._steps.release(gone)
         if gone.num_outputs and not is_preempted:
             gone.record.learn_answer(gone.num_outputs)
+
+    def record_of(self, salt: str) -> TenantRecord:
+        """Returns what a tenant's answers have taught."""
+        return self._records.of(salt)
 
     def measure(self) -> None:
         """Times the draft model's steps, before the first request."""
@@ -161,14 +166,14 @@ class ModelDrafter:
             going = [one for one in going if one.may_go_on]
 
     def _ready(self, asking: Sequence[DraftedAnswer]) -> tuple[list[DraftedAnswer], bool]:
-        """Returns those who lack no more than drafts leave behind, and whether texts of others were computed, as far as
-        that is worth it."""
+        """Returns those who lack no more than right drafts leave behind, and whether texts of others were computed, as
+        far as that is worth it."""
         ready: list[DraftedAnswer] = []
         behind: list[DraftedAnswer] = []
         for answer in asking:
-            if answer.num_behind > self._most + 1:
+            if answer.num_behind > self._most_behind:
                 self._steps.find_computed(answer)
-            (ready if answer.num_behind <= self._most + 1 else behind).append(answer)
+            (ready if answer.num_behind <= self._most_behind else behind).append(answer)
         if behind:
             behind = self._worth_reading(behind, len(asking))
             self._steps.read(behind, len(asking))
