@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json, account_json
-from splittime.ledger.lookup import ENDS, SAMPLED, Lookup, is_sampled, lookup, sampled_lookup
-from splittime.ledger.prompt_parts import MAX_TOKENS
+from splittime.ledger.lookup import ENDS, MOST_TOKENS, SAMPLED, Lookup, is_sampled, lookup, sampled_lookup
 
 
 def looked_up(prompt: list[int], answer: list[int]) -> Lookup:
@@ -61,7 +60,7 @@ def test_one_request_in_eight_is_counted_by_its_name() -> None:
     assert 0.8 * len(names) < SAMPLED * len(counted) < 1.2 * len(names)
     assert sampled_lookup(counted[0], [1, 2, 3], [1, 2, 3]) == Lookup(1, 1)
     assert sampled_lookup(counted[0], [], []) == Lookup(None, None)
-    assert sampled_lookup(counted[0], [1] * MAX_TOKENS, [1]) == Lookup(None, None)
+    assert sampled_lookup(counted[0], [1] * MOST_TOKENS, [1]) == Lookup(None, None)
     other = next(name for name in names if not is_sampled(name))
     assert sampled_lookup(other, [1, 2, 3], [1, 2, 3]) == Lookup(None, None)
 

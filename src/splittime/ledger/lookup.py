@@ -9,7 +9,7 @@ have been right; what that would gain is an estimate, and none of the ledger's.
     a b c d   x   a b c e        behind "a b" c is guessed, and right; behind "b c" d is guessed, and wrong
 
 It takes some sorting of the text's tokens once the answer has ended, so it is counted for one request in `SAMPLED`,
-chosen by its id, and of texts of `MAX_TOKENS` at most; what was not counted is None.
+chosen by its id, and of texts of `MOST_TOKENS` at most; what was not counted is None.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,8 @@ from zlib import crc32
 
 import numpy as np
 
-from splittime.ledger.prompt_parts import MAX_TOKENS
-
 SAMPLED = 8
+MOST_TOKENS = 8192  # of prompt and answer: two or three milliseconds
 ENDS = (8, 4, 2)  # tokens that must have stood before, the longest first
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -41,7 +40,7 @@ def is_sampled(request_id: str) -> bool:
 
 def sampled_lookup(request_id: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Lookup:
     """Returns what a lookup would have guessed of the answer; nothing where that is not counted."""
-    if not is_sampled(request_id) or not answer_ids or len(prompt_ids) + len(answer_ids) > MAX_TOKENS:
+    if not is_sampled(request_id) or not answer_ids or len(prompt_ids) + len(answer_ids) > MOST_TOKENS:
         return Lookup()
     return lookup(prompt_ids, answer_ids)
 
