@@ -105,6 +105,16 @@ def test_while_drafts_pay_it_is_asked_in_each_step() -> None:
     assert world.model.read == []
 
 
+def test_a_step_without_drafts_is_followed_by_a_try() -> None:
+    world = World()
+    world.admit("a")
+    assert all(world.steps(5)[1:])
+    world.price_drafts(50.0)
+    assert world.steps(1) == [0]
+    world.price_drafts(0.01)
+    assert world.steps(1)[0] > 0
+
+
 @pytest.mark.parametrize(("num_prompt", "is_read"), [(240, True), (340, False)])
 def test_a_text_is_read_if_its_drafts_repay_it_twice(num_prompt: int, is_read: bool) -> None:
     """126 tokens are expected; each takes 4.6 ms less with drafts: 584 ms. A token of the text takes 1 ms."""

@@ -9,9 +9,13 @@ from collections.abc import Callable
 import pytest
 from draft_world import World
 
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted
 from splittime.runner import by_tenant
 from splittime.runner.by_tenant import ByTenant
+from splittime.runner.draft_model import forgive
 from splittime.runner.draft_record import TenantRecord
+from splittime.runner.drafted_answer import DraftedAnswer
 
 ALWAYS: Callable[[str, int], bool] = lambda name, number: True  # noqa: E731
 NEVER: Callable[[str, int], bool] = lambda name, number: False  # noqa: E731
@@ -49,12 +53,19 @@ def test_a_tenant_s_own_answers_count() -> None:
     assert not any(wrong.steps(4))
 
 
-@pytest.mark.parametrize(("is_preempted", "is_read"), [(True, True), (False, False)])
-def test_answers_that_end_tell_how_long_answers_are_and_preemptions_do_not(is_preempted: bool, is_read: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_preempted", "num_steps", "is_read"),
+    [
+        (True, 3, True),
+        (False, 3, False),
+        (False, 0, True),  # gone before its first token
+    ],
+)
+def test_answers_that_end_tell_how_long_answers_are(is_preempted: bool, num_steps: int, is_read: bool) -> None:
     world = World(text_ms=1.0)
     for number in range(60):
         world.admit(f"a{number}")
-        world.steps(3, f"a{number}")
+        world.steps(num_steps, f"a{number}")
         world.release(f"a{number}", is_preempted)
     world.idle()
     world.model.read.clear()
@@ -74,15 +85,29 @@ def test_one_that_was_preempted_goes_on_where_it_was() -> None:
 
 
 def test_a_tenant_whose_drafts_were_wrong_is_forgiven_while_another_has_drafts() -> None:
-    world = World(3.0)
+    world = World(1.0)
     world.is_right = lambda name, number: name == "good"
     world.admit("bad", 240, salt="bad", most=4000)
     record = world.drafter.record_of("bad")
     record.verified = 0.0
     world.admit("good", salt="good", most=4000)
-    world.steps(200, "good")
+    numbers = world.steps(200, "good")
+    assert all(numbers[1:])
     assert 0.04 < record.verified < 0.08
     assert world.drafter.record_of("good").verified == pytest.approx(1.0)
+
+
+def test_forgiving_one_tenant_is_nothing_to_another() -> None:
+    sampling = SamplingParams(temperature=0.0, seed=0)
+    ours, theirs = (DraftedAnswer(Admitted("a", (1, 2), 0, sampling, ()), 100, TenantRecord()) for _ in range(2))
+    for answer in (ours, theirs):
+        answer.trust.learn(3.0, 0)
+        answer.record.verified = 0.5
+    before = theirs.trust.factor
+    forgive(ours.record, [ours, theirs])
+    assert ours.trust.factor > before
+    assert ours.record.verified > 0.5
+    assert (theirs.trust.factor, theirs.record.verified) == (before, 0.5)
 
 
 def test_the_tenants_who_asked_last_are_remembered() -> None:

@@ -112,13 +112,7 @@ class ModelDrafter:
         for record in {one.record for one in asking}:
             record.num_idle = 0 if record in served else record.num_idle + 1
             if record.num_idle and record.num_idle % FORGIVE_STEPS == 0:
-                self._forgive(record, asking)
-
-    def _forgive(self, record: TenantRecord, asking: Sequence[DraftedAnswer]) -> None:
-        record.forgive()
-        for answer in asking:
-            if answer.record is record:
-                answer.trust.recover()
+                forgive(record, asking)
 
     def _asking(self, plan: StepPlan, result: StepResult) -> list[DraftedAnswer]:
         """Takes in a step of the model. Returns the answers that may be drafted."""
@@ -189,3 +183,11 @@ class ModelDrafter:
         """saved_ns: of a token."""
         left = answer.record.num_left(answer.num_outputs, answer.most_tokens - len(answer.tokens))
         return left * saved_ns * answer.trust.factor > READING_MARGIN * answer.num_behind * self.costs.text_ns
+
+
+def forgive(record: TenantRecord, answers: Sequence[DraftedAnswer]) -> None:
+    """Forgets a little of what speaks against drafts for a tenant, and for his of these answers."""
+    record.forgive()
+    for answer in answers:
+        if answer.record is record:
+            answer.trust.recover()
