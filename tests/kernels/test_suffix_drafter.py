@@ -248,9 +248,9 @@ def test_a_rare_search_stands_for_those_that_were_left_out() -> None:
         drafter = SuffixDrafter(4, 10_000)
         admit(drafter, "a", (1, 2))
         for _ in range(4):
-            drafted(drafter, {"a": (1, 2)}, look=look)
+            drafted(drafter, {"a": (1, 2)})
             drafter.learn("a", 4, 0)
-        steps = range(1, 40 * LONGEST_PAUSE)
-        back[look] = next(step for step in steps if (drafted(drafter, {"a": (1, 2)}, 0.3, look) or {}).get("a"))
+        told = ((drafted(drafter, {"a": (1, 2)}, 0.2, look) or {}).get("a") for _ in range(60 * LONGEST_PAUSE))
+        back[look] = next(step for step, draft in enumerate(told) if draft and draft.survival)  # not to explore
     assert back[Look.EVERYWHERE] > 2 * LONGEST_PAUSE
     assert 0 <= back[Look.WHERE_DUE] - back[Look.EVERYWHERE] <= LONGEST_PAUSE
