@@ -126,6 +126,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
+    lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
+        of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
     """
 
     request_id: str
@@ -160,6 +162,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     attempts: tuple[Attempt, ...] = ()
+    lookup_guesses: int | None = None
+    lookup_right: int | None = None
 
     @property
     def is_refused(self) -> bool:
