@@ -125,6 +125,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
+    trace_id, parent_id: of the client's `traceparent`: the trace that it is of, and the span there that it lies in
+        (`ledger.hops`); empty where it sent none.
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
     """
 
@@ -160,6 +162,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     attempts: tuple[Attempt, ...] = ()
+    trace_id: str = ""
+    parent_id: str = ""
 
     @property
     def is_refused(self) -> bool:
