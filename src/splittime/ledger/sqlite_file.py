@@ -262,6 +262,11 @@ class LedgerFile:
         query = "SELECT body FROM hops WHERE trace_id = ? ORDER BY seq LIMIT ?"
         return self._records(query, (trace_id, MAX_FOUND_HOPS), _to_hop) if self._has_hops else []
 
+    def latest_hops(self, limit: int) -> list[Hop]:
+        """Returns the latest hops of all traces, oldest first."""
+        query = "SELECT body FROM hops ORDER BY seq DESC LIMIT ?"
+        return self._records(query, (limit,), _to_hop)[::-1] if self._has_hops else []
+
     def facts(self) -> ServerFacts | None:
         """The server's facts as they were last; None in a file of format 1, or of a server that never got ready."""
         if not self._has_facts:
