@@ -19,7 +19,7 @@ def explain_trace(path: CriticalPath) -> Text:
     """Returns the hops as a waterfall, and the critical path beside it; empty where no hops were posted."""
     if not path.hops:
         return Text()
-    text = Text(f"\nThe whole answer took {_ms(path.length_ns)} ms by the client's clock\n")
+    text = Text(f"The whole answer took {_ms(path.length_ns)} ms by the client's clock\n")
     text.append(f"trace {path.trace_id}\n")
     text.append(f"{'hop':<{NAME_COLUMNS}}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>9}{'on path':>11}\n", "dim")
     own_ns, stages = _by_hop(path)

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from splittime.present.plot import plot_styles
 
-BOX_WIDTH, LINE_HEIGHT, PAD, GAP_X, GAP_Y = 290, 17, 12, 90, 22
+BOX_WIDTH, LINE_HEIGHT, PAD, GAP_X, GAP_Y = 330, 17, 12, 90, 22
 MARGIN = 8
 MAX_LINE_CHARS = 44
 _STYLES = """
