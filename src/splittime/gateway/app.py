@@ -10,6 +10,7 @@ import msgspec
 from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
+from splittime.gateway import routes_hops
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.service import GatewayService
@@ -120,6 +121,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
     ("GET", "/ledger/facts", facts),
+    ("POST", "/ledger/hops", routes_hops.post_hops),
+    ("GET", "/ledger/hops/{trace_id}", routes_hops.hops),
 )
 HINTS = {
     "/v1/embeddings": "not passed on: chats and completions are",

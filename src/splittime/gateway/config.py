@@ -23,6 +23,7 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
 
     name: Annotated[Name, Doc("Its name in accounts and metrics.")]
     url: Annotated[str, Doc("Its base URL, with or without /v1. Requests can name no other.")]
+    owner: Annotated[str | None, Doc("Who answers for it: a team, an address. For `inventory`.")] = None
     models: Annotated[tuple[str, ...], Doc("The models it serves, by the names that requests use.")]
     kind: Annotated[Kind, Doc("splittime: it keeps accounts, which are nested in the gateway's.")] = "openai"
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
@@ -83,6 +84,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
+    owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

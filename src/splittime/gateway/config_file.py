@@ -49,7 +49,6 @@ NOT_BUILT = {
     "escalate": "there is no routing by difficulty; route by model name",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
-    "hops": "hops before the prompt are not joined",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",

@@ -39,6 +39,12 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
+    MetricSpec(
+        "splittime_gateway_hops_total",
+        "counter",
+        ("result",),
+        "Hops posted by clients: kept, known (posted before), forgotten (by age or bound)",
+    ),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
     MetricSpec(
@@ -87,8 +93,9 @@ class GatewayMetrics(Collector):
                 yield family
 
     def _totals(self) -> dict[str, Series]:
-        counts = self._gateway.ledger.counts()
+        counts, hops = self._gateway.ledger.counts(), self._gateway.ledger.hop_book.counts()
         return {
+            "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
             "splittime_gateway_retries_total": {(): self._gateway.retry_budget.num_taken},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},

@@ -37,6 +37,7 @@ class RequestAccount:
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._attempts: list[Attempt] = []
         self._nested = NestedAccount()
+        self._trace = http.trace_context(scope)
         self.request_id = self.attempt_id = ""
         self.request: ForwardedRequest | None = None
         self.cancelled_ns: int | None = None
@@ -144,6 +145,8 @@ class RequestAccount:
                 max_tokens=0 if request is None else request.output_tokens,
                 deadline_ns=self.deadline_ns,
                 attempts=tuple(self._attempts),
+                trace_id=self._trace.trace_id,
+                parent_id=self._trace.span_id,
             )
         )
 

@@ -60,6 +60,8 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "deadline_ns": _relative(account.deadline_ns, account.start_ns),
         "lookup_guesses": account.lookup_guesses,
         "lookup_right": account.lookup_right,
+        "trace_id": account.trace_id,
+        "parent_id": account.parent_id,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
         "derived": _derived_json(account),
     }
@@ -103,6 +105,8 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
         lookup_guesses=data.get("lookup_guesses"),
         lookup_right=data.get("lookup_right"),
+        trace_id=data.get("trace_id", ""),
+        parent_id=data.get("parent_id", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
     )
 

@@ -47,6 +47,7 @@ TENANT_PATHS = frozenset(
         "/docs",
         "/favicon.ico",
         "/is_sleeping",
+        "/ledger/hops",
         "/ledger/requests",
         "/openapi.json",
         "/tokenize",
@@ -58,7 +59,7 @@ TENANT_PATHS = frozenset(
         "/version",
     }
 )
-TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/")
+TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/", "/ledger/hops/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
