@@ -81,7 +81,7 @@ def config(echoing, *routes: str, **tables: dict) -> str:
 
 @pytest.fixture(scope="module")
 def caching(echoing, tmp_path_factory):
-    """m0: exact. m1: samples too, at once. m2: like questions. m3: like questions, each hit shadowed. m4: short-lived."""
+    """m0: exact. m1: samples too, at once. m2: like questions. m3: so too, each hit shadowed. m4: short-lived."""
     routes = (
         "shadow_share = 0.0",
         "sampled = true\npace = 0.0\nshadow_share = 0.0",

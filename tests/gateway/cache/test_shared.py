@@ -193,7 +193,7 @@ def test_what_is_too_long_to_share_ends_with_an_error(caching, held):
     leader, others = started(caching, held, 1900, 1, stream=True, halts=True, says="y" * 5000)
     held.hold.set()
     assert b"[DONE]" in answer_of(leader[1])[1]
-    answer, data = answer_of(others[0][1])
+    _, data = answer_of(others[0][1])
     assert b"shared_answer_too_long" in data
     assert b"[DONE]" not in data
     assert account(caching, others[0][0]).error.code == "shared_answer_too_long"

@@ -2,16 +2,18 @@
 
 An embedding puts "5 USD in EUR" beside "5 EUR in USD", and a sentence beside its negation. So a hit needs more than a
 cosine: the same numbers, names, units, code and quotations in the same order, the same negations, words of opposition
-and question words, and lengths within 0.8 to 1.25 of each other. `agrees` compares two `Features`.
+and question words, and lengths within 0.8 to 1.25 of each other. Words may be added or left out, but no word that
+carries something may stand for another. `agrees` compares two `Features`.
 
 The gate knows English. Of a text in which it finds too little English, or whose names no capitals show, it demands the
-same words in the same order, whatever carries nothing left out (in English) or nothing left out at all.
+same words in the same order; in English, what carries nothing is left out.
 
 Each expression here is linear in the text: no part of one can match what the part before it can.
 """
 
 import re
 import unicodedata
+from collections import Counter
 from typing import NamedTuple
 
 from splittime.gateway.cache.gate_words import LIGHT, NEGATIONS, NUMBER_WORDS, OPENERS, OPPOSITES, QUESTIONS, UNITS
@@ -31,25 +33,31 @@ _CODE_SIGN = re.compile(r"[_/\\{}\[\]<>=@#|~^*+`]|\w[.(:]\w|\(\)|[a-z][A-Z]|\w\d
 
 
 class Features(NamedTuple):
-    """What the gate reads of one text. exact: what must be the same in the same order; bags: in any order; words: as
-    strict as names make it necessary, else None."""
+    """What the gate reads of one text. exact: what must be the same in the same order; bags: in any order. names: those
+    that capitals show. words: what must be the same where `shows_no_names`."""
 
     length: int
     exact: tuple[tuple[str, ...], ...]
     bags: tuple[tuple[str, ...], ...]
-    words: tuple[str, ...] | None
+    names: tuple[str, ...]
+    words: tuple[str, ...]
+    shows_no_names: bool
 
 
 def agrees(one: Features, other: Features) -> bool:
     """Returns whether the answer to one may be given to the other, as far as words tell."""
-    if not one.length or not other.length:
+    if not one.length or not other.length or one.exact != other.exact or one.bags != other.bags:
         return False
-    ratio = one.length / other.length
-    if not MIN_LENGTH_RATIO <= ratio <= MAX_LENGTH_RATIO or one.exact != other.exact or one.bags != other.bags:
+    if not MIN_LENGTH_RATIO <= one.length / other.length <= MAX_LENGTH_RATIO:
         return False
-    if one.words is None and other.words is None:
-        return True
-    return one.words == other.words
+    if one.shows_no_names or other.shows_no_names:
+        return one.words == other.words
+    return one.names == other.names and not _is_replaced(one.words, other.words)
+
+
+def _is_replaced(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Returns whether each text has a word that the other lacks; one may only have more than the other."""
+    return bool(Counter(one) - Counter(other)) and bool(Counter(other) - Counter(one))
 
 
 def features(text: str) -> Features:
@@ -62,18 +70,12 @@ def features(text: str) -> Features:
     signs = [sign for sign in rest if sign in SIGNS]
     words = [_plain(found) for found in _WORD.findall(rest)]
     stems = [_stem(word) for word in words]
-    names = _names(rest)
-    exact = (
-        tuple(code),
-        tuple(pieces),
-        tuple(numbers),
-        tuple(signs),
-        _of(stems, NUMBER_WORDS),
-        _of(stems, UNITS),
-        names,
-    )
+    counts = (_of(stems, NUMBER_WORDS), _of(stems, UNITS))
+    exact = (tuple(code), tuple(pieces), tuple(numbers), tuple(signs), *counts)
     bags = (_bag(_negations(words, stems)), _bag(_of(stems, OPPOSITES)), _bag(_of(stems, QUESTIONS)))
-    return Features(len(text.strip()), exact, bags, _strict_words(rest, words, stems))
+    is_english = _is_english(words, stems)
+    heavy = tuple(_heavy(words, stems)) if is_english else tuple(words)
+    return Features(len(" ".join(text.split())), exact, bags, _names(rest), heavy, not (is_english and _has_case(rest)))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def _names(text: str) -> tuple[str, ...]:
         word = match[0]
         if not word[0].isupper() or word == "I" or word.startswith(("I'", "I\u2019")):
             continue
-        if not (_plain(word) in OPENERS and _begins_sentence(text, match.start())):
+        if not (_plain(word) in OPENERS | NEGATIONS and _begins_sentence(text, match.start())):
             found.append(word.lower())
     return tuple(found)
 
@@ -94,20 +96,22 @@ def _begins_sentence(text: str, start: int) -> bool:
     return before[-1] in SENTENCE_ENDS if before else start < SIGNS_BEFORE
 
 
-def _strict_words(text: str, words: list[str], stems: list[str]) -> tuple[str, ...] | None:
-    """Returns the words that must be the same because names cannot be told; None if capitals tell them."""
+def _is_english(words: list[str], stems: list[str]) -> bool:
     known = sum(1 for word, stem in zip(words, stems, strict=True) if _is_known(word, stem))
-    if (
-        not words
-        or known < ENGLISH_SHARE * len(words)
-        or not all(letter.isascii() for word in words for letter in word)
-    ):
-        return tuple(words)
+    return bool(words) and known >= ENGLISH_SHARE * len(words) and "".join(words).isascii()
+
+
+def _has_case(text: str) -> bool:
+    """Returns whether capitals show the names: the text begins with one, and is not written in them."""
     letters = [letter for letter in text if letter.isalpha()]
     capitals = sum(letter.isupper() for letter in letters)
-    if text.lstrip()[:1].isupper() and capitals < 0.5 * len(letters):
-        return None
-    return tuple(stem for word, stem in zip(words, stems, strict=True) if word not in LIGHT and stem not in LIGHT)
+    return bool(letters) and letters[0].isupper() and capitals < 0.5 * len(letters)
+
+
+def _heavy(words: list[str], stems: list[str]) -> list[str]:
+    """Returns the words that carry something, but for negations, which are counted apart."""
+    left_out = LIGHT | NEGATIONS
+    return [stem for word, stem in zip(words, stems, strict=True) if word not in left_out and stem not in left_out]
 
 
 def _is_known(word: str, stem: str) -> bool:

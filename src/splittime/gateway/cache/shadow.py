@@ -25,7 +25,8 @@ def outcome(given: str, fresh: str) -> str:
         return SAME
     one, other = features(given), features(fresh)
     is_near = float(embedded(given) @ embedded(fresh)) >= CLOSE_COSINE
-    return CLOSE if is_near and one.exact == other.exact and one.bags == other.bags else DIFFERENT
+    says_same = (one.exact, one.bags, one.names) == (other.exact, other.bags, other.names)
+    return CLOSE if is_near and says_same else DIFFERENT
 
 
 def wilson(events: int, trials: int) -> tuple[float, float]:
