@@ -217,7 +217,8 @@ def check_cache(config: GatewayConfig) -> None:
     if config.embedder is not None:
         _check_url("embedder.url", config.embedder.url)
     if config.cache.file is not None and config.cache.valkey is not None:
-        raise ConfigError("cache.file: there is cache.valkey too", param="cache.file", value=config.cache.file, hint="keep one")
+        message = "cache.file: there is cache.valkey too"
+        raise ConfigError(message, param="cache.file", value=config.cache.file, hint="keep one of them")
 
 
 def _check_names(table: str, names: Sequence[str]) -> None:
