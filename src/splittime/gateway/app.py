@@ -11,6 +11,7 @@ from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
 from splittime.gateway import routes_hops
+from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.service import GatewayService
@@ -110,6 +111,8 @@ async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", CHAT, chat),
     ("POST", COMPLETIONS, complete),
+    ("POST", cache_paths.PURGE, cache_paths.purge),
+    ("POST", cache_paths.WRONG, cache_paths.wrong),
     ("GET", "/", index),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name}", one_model),

@@ -76,6 +76,38 @@ class BreakerConfig(Strictly, frozen=True, kw_only=True):
     max_backoff_s: Annotated[float, Doc("The longest that Retry-After of a 429 is obeyed.", 0.001, 3600)] = 60.0
 
 
+class CacheConfig(Strictly, frozen=True, kw_only=True):
+    """`[cache]`: where answers are kept. Which are, `[[cache_route]]` says; without one, none."""
+
+    file: Annotated[str | None, Doc("SQLite file for answers; default: memory, until the gateway ends.")] = None
+    valkey: Annotated[str | None, Doc("redis://HOST:PORT of a Valkey or Redis that several gateways share.")] = None
+    max_bytes: Annotated[int, Doc("Answers kept, in memory or in the file; who is used least goes first.", 1)] = 2**28
+    max_answer_bytes: Annotated[int, Doc("A longer answer is not kept, nor shared.", 1, 2**26)] = 2**20
+    max_questions: Annotated[int, Doc("Questions whose vectors are held in memory.", 1, 10**6)] = 10_000
+
+
+class CacheRoute(Strictly, frozen=True, kw_only=True):
+    """`[[cache_route]]`: a model whose answers are kept, and given again to equal requests of one tenant."""
+
+    model: Annotated[str, Doc("The model, by the name that requests use.")]
+    max_age_s: Annotated[int, Doc("An older answer is not given.", 1, 10**8)] = 3600
+    sampled: Annotated[bool, Doc("Requests without temperature 0 too: one draw is given again and again.")] = False
+    pace: Annotated[float, Doc("A kept stream's gaps: 1 as they came, 0 none at all.", 0, 1)] = 1.0
+    semantic: Annotated[bool, Doc("Like questions too, by cosine and lexical gate.")] = False
+    threshold: Annotated[float, Doc("The least cosine of a like question.", 0.9, 1)] = 0.97
+    shadow_share: Annotated[float, Doc("Hits for which the model runs all the same, to compare.", 0, 1)] = 0.05
+
+
+class EmbedderConfig(Strictly, frozen=True, kw_only=True):
+    """`[embedder]`: what makes the vectors of questions. Without it, n-grams, which know wording and no meaning."""
+
+    url: Annotated[str, Doc("Base URL of a server with /v1/embeddings.")]
+    model: Annotated[str, Doc("The model that it is asked for.")]
+    key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
+    timeout_s: Annotated[float, Doc("A question without a vector in this time is a miss.", 0.001, 60)] = 0.5
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -85,6 +117,9 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     retries: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
+    cache: CacheConfig = CacheConfig()
+    cache_route: tuple[CacheRoute, ...] = ()
+    embedder: EmbedderConfig | None = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

@@ -18,6 +18,9 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import check
 from splittime.gateway.config import (
     BreakerConfig,
+    CacheConfig,
+    CacheRoute,
+    EmbedderConfig,
     GatewayConfig,
     QueueConfig,
     RetryConfig,
@@ -35,17 +38,19 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[breaker]", BreakerConfig),
+    ("[cache]", CacheConfig),
+    ("[[cache_route]]", CacheRoute),
+    ("[embedder]", EmbedderConfig),
 )
 NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
     "budget": "tenants have limits by the minute, and no budgets",
-    "cache": "answers are not cached",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
     "degradation": "no request is answered in a lesser way; it is served or refused",
-    "embeddings": "only chats and completions are passed on",
+    "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
     "escalate": "there is no routing by difficulty; route by model name",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
@@ -56,11 +61,12 @@ NOT_BUILT = {
     "root_path": "the gateway's paths begin at /",
     "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
-    "semantic_cache": "answers are not cached",
+    "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
     "shed": "a request is refused when the queue is full, and not by chance before",
     "tied": "no request is sent twice at once; [retries] tries again before the first byte",
     "tracing": "spans are not exported; the ledger has every stage",
 }
+EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
@@ -94,6 +100,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
+    check_cache(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -112,6 +119,8 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
         key = _key_of(upstream, f"upstream[{number}]", environment)
         if key is not None:
             keys[upstream.name] = key
+    if config.embedder is not None and (key := _key_of(config.embedder, "embedder", environment)) is not None:
+        keys[EMBEDDER] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
     return Secrets(keys, tuple(holders))
 
@@ -151,10 +160,11 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {"upstream": config.upstream, "tenant": config.tenant}
+    lists = {"upstream": config.upstream, "tenant": config.tenant, "cache_route": config.cache_route}
     _check_table("", config)
-    for name in ("queue", "retries", "breaker"):
-        _check_table(name, getattr(config, name))
+    for name in ("queue", "retries", "breaker", "cache", "embedder"):
+        if getattr(config, name) is not None:
+            _check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
             _check_table(f"{name}[{number}]", table)
@@ -193,6 +203,23 @@ def _check_url(param: str, url: str) -> None:
         raise ConfigError(f"{param}: {error.info.message}", param=param, value=url, hint=hint) from None
 
 
+def check_cache(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for a route of a model that nobody serves or that stands twice, or for two stores."""
+    served = {model for upstream in config.upstream for model in upstream.models}
+    for number, route in enumerate(config.cache_route):
+        param = f"cache_route[{number}].model"
+        if route.model not in served:
+            hint = f"the upstreams serve {', '.join(sorted(served))}"
+            raise ConfigError(f"{param}: no upstream serves {route.model!r}", param=param, value=route.model, hint=hint)
+        if route.model in [other.model for other in config.cache_route[:number]]:
+            raise ConfigError(f"{param}: {route.model!r} stands twice", param=param, value=route.model, hint="keep one")
+    if config.embedder is not None:
+        _check_url("embedder.url", config.embedder.url)
+    if config.cache.file is not None and config.cache.valkey is not None:
+        message = "cache.file: there is cache.valkey too"
+        raise ConfigError(message, param="cache.file", value=config.cache.file, hint="keep one of them")
+
+
 def _check_names(table: str, names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -207,7 +234,9 @@ def _join(path: str | None, name: str) -> str:
 # ---- keys
 
 
-def _key_of(table: UpstreamConfig | TenantConfig, path: str, environment: Mapping[str, str]) -> str | None:
+def _key_of(
+    table: UpstreamConfig | TenantConfig | EmbedderConfig, path: str, environment: Mapping[str, str]
+) -> str | None:
     """Returns the key that a table points at; None if it points at none."""
     if table.key_env is not None and table.key_file is not None:
         raise ConfigError(f"{path} has key_env and key_file", param=f"{path}.key_env", hint="keep one of them")

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.histogram import Histogram
@@ -52,6 +53,7 @@ GATEWAY_METRICS = (
     ),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    *CACHE_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
 _COUNTED = ("requests", "attempts", "refusals")
@@ -83,7 +85,7 @@ class GatewayMetrics(Collector):
         return text.encode() + generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        values = {**self._counts, **self._totals(), **self._gauges()}
+        values = {**self._counts, **self._totals(), **self._gauges(), **cache_series(self._gateway.cache)}
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily

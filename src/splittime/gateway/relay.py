@@ -298,6 +298,22 @@ def _failure(words: str, code: str, status: int) -> UpstreamFailure:
     return UpstreamFailure(UpstreamError(words, code=code, status=status), is_retryable=True)
 
 
+def blame(upstream: Upstream, failure: UpstreamFailure | BrokenStream) -> None:
+    """Tell the breaker what a failure says of the upstream."""
+    if failure.is_fault:
+        upstream.breaker.note_failure(now_ns())
+    elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
+        upstream.breaker.note_busy(now_ns(), _retry_after_s(failure.answer.headers))
+    else:
+        upstream.breaker.note_nothing()
+
+
+def _retry_after_s(headers: http.Headers) -> float | None:
+    """Returns `Retry-After` in seconds; None for a date, or if there is none."""
+    value = dict(headers).get(b"retry-after", b"")
+    return float(value) if value.isdigit() else None
+
+
 def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:
     found = ((name, response.headers.get(name)) for name in PASSED_ON)
     return [(name.encode(), value.encode("latin-1", "replace")) for name, value in found if value is not None]

@@ -13,7 +13,7 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import Secrets
+from splittime.gateway.config_file import EMBEDDER, Secrets
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.retry_budget import RetryBudget
@@ -23,6 +23,7 @@ from splittime.ledger.store import Ledger
 from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
 
 if TYPE_CHECKING:
+    from splittime.gateway.cache.service import ResponseCache
     from splittime.gateway.visit import GatewayVisit
 
 log = logging.getLogger("splittime.gateway")
@@ -33,6 +34,7 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
+TOLD = ("queue", "retries", "breaker", "cache", "cache_route")  # tables, among its facts
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -47,6 +49,7 @@ class GatewayService:
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.retry_budget = RetryBudget(config.retries)
+        self.cache = self._cache(config, keys.get(EMBEDDER))
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         self.started_ns = time.monotonic_ns()
@@ -55,6 +58,13 @@ class GatewayService:
         self.visits: set[GatewayVisit] = set()
         self._session: aiohttp.ClientSession | None = None
         ledger.describe_by(self.facts)
+
+    def _cache(self, config: GatewayConfig, embedder_key: str | None) -> "ResponseCache | None":
+        if not config.cache_route:
+            return None
+        from splittime.gateway.cache.service import ResponseCache  # imports numpy
+
+        return ResponseCache(config, lambda: self.session, embedder_key)
 
     async def open(self) -> None:
         """Make the connections' pool. No proxy of the environment, no cookies, no redirects: only the config says
@@ -104,7 +114,7 @@ class GatewayService:
         upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
         settings: dict[str, Any] = {
             "upstreams": upstreams,
-            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in ("queue", "retries", "breaker")},
+            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in TOLD},
         }
         process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
         return ServerFacts(
@@ -120,7 +130,9 @@ class GatewayService:
     def stats(self) -> dict[str, Any]:
         """Returns the state of the queue and of each upstream now."""
         at_ns = time.monotonic_ns()
+        cache = {} if self.cache is None else {"cache": self.cache.stats()}
         return {
+            **cache,
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
@@ -151,6 +163,8 @@ class GatewayService:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+        if self.cache is not None:
+            self.cache.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

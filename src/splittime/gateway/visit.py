@@ -24,9 +24,11 @@ from splittime.core.errors import (
     error_from_info,
 )
 from splittime.core.request import FinishReason
+from splittime.gateway.cache.giving import Giving
+from splittime.gateway.cache.turn import CacheTurn
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
-from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure
+from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure, blame
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed, Upstream
@@ -55,8 +57,9 @@ class GatewayVisit:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
         self.tenant = tenant_of(scope)
         self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger)
+        self._turn = CacheTurn(gateway.cache, scope, self.account, self.tenant.name, send, self._headers)
         self._first_token_by_ns: int | None = None
-        self._relay: Relay | None = None  # the latest
+        self._relay: Relay | Giving | None = None  # the latest
         self._work: asyncio.Task[None] | None = None
         self._quota: Quota | None = None  # that of its tenant, once it has let the request in
         self._was_granted = False
@@ -122,13 +125,13 @@ class GatewayVisit:
     async def _watched(self, request: ForwardedRequest) -> None:
         """Forward it, and cancel that at once when the client goes away."""
         loop = asyncio.get_running_loop()
-        work = self._work = loop.create_task(self._forward(request))
+        work = self._work = loop.create_task(self._answer(request))
         gone = loop.create_task(self._until_gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not (self._relay is not None and self._relay.is_answered):
                 self.account.cancelled_ns = now_ns()
-                work.cancel()
+                self._turn.goes_on(work.cancel) or work.cancel()
             await asyncio.wait({work})
         finally:
             gone.cancel()
@@ -154,6 +157,15 @@ class GatewayVisit:
         """Cut the connection, without waiting for the client to read anything."""
         if (connection := http.connection(self._scope)) is not None:
             connection.abort()
+
+    async def _answer(self, request: ForwardedRequest) -> None:
+        """From the cache, or from an upstream."""
+        given = self._relay = await self._turn.given(request)
+        self._send = self._turn.send
+        if given is None:
+            return await self._forward(request)
+        await given.run()
+        self.account.close_answered(given, None)
 
     async def _forward(self, request: ForwardedRequest) -> None:
         """Attempt after attempt, until one is answered or no other may be made."""
@@ -243,7 +255,7 @@ class GatewayVisit:
             upstream.breaker.note_success()
         except (UpstreamFailure, BrokenStream) as failure:
             error, ending = failure.error, failure.error.info.code
-            _blame(upstream, failure)
+            blame(upstream, failure)
             if isinstance(failure, UpstreamFailure):
                 raise
         finally:
@@ -288,7 +300,7 @@ class GatewayVisit:
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
         if self._upstream_name:
             headers.append((b"x-splittime-upstream", self._upstream_name.encode()))
-        return [*headers, (b"server-timing", self.account.timing())]
+        return [*headers, *self._turn.headers, (b"server-timing", self.account.timing())]
 
     async def _tell_failure(self, failure: UpstreamFailure) -> None:
         """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
@@ -310,43 +322,18 @@ class GatewayVisit:
             await http.respond_error(self._send, error, self._headers())
         self.account.close(reason_of(error), error.info)
 
-    def _used_tokens(self) -> int:
-        """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event."""
-        if self.account.request is None or self._relay is None or self._relay.first_byte_ns is None:
-            return 0
-        usage = self._relay.events.read()
-        if usage.prompt_tokens is not None and usage.output_tokens is not None:
-            return usage.prompt_tokens + usage.output_tokens
-        most = self.account.request.output_tokens
-        return self.account.request.prompt_tokens + (min(self._relay.events.num_events, most) if most else 0)
-
     def _leave(self) -> None:
         """Give back what it holds, and correct what its tenant was charged."""
         if not self.account.is_closed:  # something unforeseen was raised; the edge has answered 500
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
-        used = self._used_tokens()
+        self._turn.leave(self._relay)
+        used = self.account.used_tokens(self._relay)
         if self._was_granted and self.account.request is not None:
             self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
         if self._quota is not None:
             self._quota.leave(used, now_ns())
         self.gateway.leave(self)
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
-
-
-def _blame(upstream: Upstream, failure: UpstreamFailure | BrokenStream) -> None:
-    """Tell the breaker what a failure says of the upstream."""
-    if failure.is_fault:
-        upstream.breaker.note_failure(now_ns())
-    elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
-        upstream.breaker.note_busy(now_ns(), _retry_after_s(failure.answer.headers))
-    else:
-        upstream.breaker.note_nothing()
-
-
-def _retry_after_s(headers: http.Headers) -> float | None:
-    """Returns `Retry-After` in seconds; None for a date, or if there is none."""
-    value = dict(headers).get(b"retry-after", b"")
-    return float(value) if value.isdigit() else None
 
 
 def _left_ms(until_ns: int) -> str:

@@ -44,6 +44,8 @@ TENANT = "splittime.tenant"  # key in an ASGI scope: who asks
 TENANT_PATHS = frozenset(
     {
         "/",
+        "/cache/purge",
+        "/cache/wrong",
         "/docs",
         "/favicon.ico",
         "/is_sleeping",
