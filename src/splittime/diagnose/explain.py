@@ -108,6 +108,10 @@ def _attempts(account: ClosedAccount) -> str:
         ending = attempt.error or f"answered {attempt.status}"
         lasted = _ms(attempt.end_ns - attempt.begin_ns)
         lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
+        if attempt.resumed_by:
+            lines.append(
+                f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
+            )
         totals_ns: dict[Stage, int] = {}
         for stage in attempt.nested:
             totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns

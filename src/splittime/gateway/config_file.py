@@ -53,7 +53,6 @@ NOT_BUILT = {
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",
-    "resume": "a stream that breaks off ends with an error event",
     "root_path": "the gateway's paths begin at /",
     "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",

@@ -36,6 +36,9 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure",
     ),
     MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
+    MetricSpec(
+        "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
+    ),
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
@@ -48,7 +51,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals")
+_COUNTED = ("requests", "attempts", "refusals", "resumes")
 
 Series = dict[tuple[str, ...], float]
 
@@ -110,6 +113,8 @@ class GatewayMetrics(Collector):
         for (stage, cause), duration_ns in derive.stage_totals_ns(record).items():
             self._histograms["splittime_stage_seconds"].observe((stage, cause or ""), duration_ns)
         for attempt in record.attempts:
+            if attempt.resumed_by:
+                self._count("splittime_gateway_resumes_total", attempt.resumed_by)
             if attempt.first_byte_ns is not None:
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)

@@ -95,6 +95,8 @@ class RequestAccount:
                 knows_tokens=usage.output_tokens is not None,
                 nested=nested.stages,
                 nested_fault=nested.fault,
+                resumed_by=relay.resumed_by,
+                resumed_after=relay.resumed_after,
             )
         )
 

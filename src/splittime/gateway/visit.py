@@ -12,7 +12,6 @@ import random
 import time
 from functools import partial
 
-from splittime import __version__
 from splittime.core.errors import (
     DeadlineExceeded,
     EngineError,
@@ -24,20 +23,22 @@ from splittime.core.errors import (
     error_from_info,
 )
 from splittime.core.request import FinishReason
+from splittime.gateway.blame import blame
+from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
-from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure
+from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
-from splittime.gateway.upstreams import Routed, Upstream
+from splittime.gateway.upstreams import Routed
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 from splittime.web.tenants import Quota, tenant_of
 
 now_ns = time.monotonic_ns
-TRACE_HEADERS = (b"traceparent", b"tracestate")
-SLO_HEADER = "x-llm-d-slo-ttft-ms"
 MAX_PAUSE_S = 2.0
 
 
@@ -157,25 +158,29 @@ class GatewayVisit:
 
     async def _forward(self, request: ForwardedRequest) -> None:
         """Attempt after attempt, until one is answered or no other may be made."""
-        gateway, tried = self.gateway, list[str]()
+        gateway, tried, resumption = self.gateway, list[str](), Resumption(request)
         gateway.retry_budget.note_request(now_ns())
         failure: UpstreamFailure | None = None
         while True:
             try:
-                routed = await self._admitted(request, tried)
+                routed = await self._admitted(request, resumption.tried(gateway.router, tried))
             except Overloaded:
                 if failure is None:
                     raise
                 break
+            if not resumption.suits(routed.upstream):
+                gateway.queue.give_back(routed, self.tenant.name, request.tokens)
+                break
             try:
-                await self._attempt(request, routed)
+                await self._attempt(request, routed, resumption)
                 return
             except UpstreamFailure as latest:
                 failure = latest
             tried.append(routed.upstream.name)
-            if not (failure.is_retryable and self._may_retry(request, len(tried))):
+            if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
                 break
-            await self._pause(len(tried))
+            if not isinstance(failure, Interrupted):
+                await self._pause(len(tried))
         await self._tell_failure(failure)
 
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
@@ -201,13 +206,15 @@ class GatewayVisit:
         self.account.enter(Stage.ROUTE, now_ns())
         return routed
 
-    def _may_retry(self, request: ForwardedRequest, num_attempts: int) -> bool:
+    def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
+        """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
+        upstream that dies has done its part of the work, and all its streams break off at once."""
         gateway, at_ns = self.gateway, now_ns()
         if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.model, at_ns):
             return False
         if self.account.deadline_ns is not None and at_ns >= self.account.deadline_ns:
             return False
-        return gateway.retry_budget.take(at_ns)
+        return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
@@ -215,24 +222,25 @@ class GatewayVisit:
         self.account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
         await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
 
-    async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
+    async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
         """Returns when the client has the answer, whole or with an error event at its end."""
         gateway, upstream = self.gateway, routed.upstream
         self._upstream_name = upstream.name
         deadline = self._deadline(upstream.config.total_s)
         self.account.begin_attempt()
-        headers = self._forwarded_headers(upstream, deadline)
+        account = self.account
+        headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
         begin_ns = now_ns()
         relay = self._relay = Relay(
             gateway.session,
             upstream,
-            request,
             headers,
             deadline,
+            resumption,
             max_answer_bytes=gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self.account.note_read(upstream, relay, begin_ns),
+            on_read=lambda: account.note_read(upstream, relay, begin_ns),
         )
         self.account.enter(Stage.UPSTREAM, begin_ns)
         error: SplittimeError | None = None
@@ -243,7 +251,7 @@ class GatewayVisit:
             upstream.breaker.note_success()
         except (UpstreamFailure, BrokenStream) as failure:
             error, ending = failure.error, failure.error.info.code
-            _blame(upstream, failure)
+            blame(upstream.breaker, failure)
             if isinstance(failure, UpstreamFailure):
                 raise
         finally:
@@ -260,27 +268,6 @@ class GatewayVisit:
             return Deadline(client_ns, is_clients=True)
         return Deadline(config_ns, is_clients=False)
 
-    def _forwarded_headers(self, upstream: Upstream, deadline: Deadline) -> dict[str, str]:
-        """What the upstream is told: its own key, never the client's, and what is left of the time."""
-        headers = {
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-            "user-agent": f"splittime-gateway/{__version__}",
-            "x-request-id": self.account.attempt_id,
-            "x-request-deadline-ms": _left_ms(deadline.at_ns),
-        }
-        if upstream.key is not None:
-            headers["authorization"] = f"Bearer {upstream.key}"
-        if upstream.keeps_accounts:
-            headers["x-include-timing"] = "1"
-        if self._first_token_by_ns is not None:
-            headers[SLO_HEADER] = _left_ms(self._first_token_by_ns)
-        for name in TRACE_HEADERS:
-            value = http.header(self._scope, name)
-            if value is not None and value.isascii() and value.isprintable():  # else no header of ours
-                headers[name.decode()] = value
-        return headers
-
     # ---- out
 
     def _headers(self) -> http.Headers:
@@ -293,7 +280,7 @@ class GatewayVisit:
     async def _tell_failure(self, failure: UpstreamFailure) -> None:
         """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
         self.account.enter(Stage.DELIVER, now_ns())
-        if failure.answer is None or self._relay is None:
+        if failure.answer is None or self._relay is None or self._relay.has_begun:
             raise failure.error
         await self._relay.give_answer(failure.answer)
         self.account.close(reason_of(failure.error), failure.error.info)
@@ -318,7 +305,8 @@ class GatewayVisit:
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
             return usage.prompt_tokens + usage.output_tokens
         most = self.account.request.output_tokens
-        return self.account.request.prompt_tokens + (min(self._relay.events.num_events, most) if most else 0)
+        told = self._relay.resumed_after + self._relay.events.num_events
+        return self.account.request.prompt_tokens + (min(told, most) if most else 0)
 
     def _leave(self) -> None:
         """Give back what it holds, and correct what its tenant was charged."""
@@ -331,23 +319,3 @@ class GatewayVisit:
             self._quota.leave(used, now_ns())
         self.gateway.leave(self)
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
-
-
-def _blame(upstream: Upstream, failure: UpstreamFailure | BrokenStream) -> None:
-    """Tell the breaker what a failure says of the upstream."""
-    if failure.is_fault:
-        upstream.breaker.note_failure(now_ns())
-    elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
-        upstream.breaker.note_busy(now_ns(), _retry_after_s(failure.answer.headers))
-    else:
-        upstream.breaker.note_nothing()
-
-
-def _retry_after_s(headers: http.Headers) -> float | None:
-    """Returns `Retry-After` in seconds; None for a date, or if there is none."""
-    value = dict(headers).get(b"retry-after", b"")
-    return float(value) if value.isdigit() else None
-
-
-def _left_ms(until_ns: int) -> str:
-    return str(max(1, (until_ns - now_ns()) // 1_000_000))
