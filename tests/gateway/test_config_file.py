@@ -70,7 +70,7 @@ def test_nothing_that_is_built_is_called_not_built():
     from splittime.gateway import config
 
     kinds = (config.GatewayConfig, config.UpstreamConfig, config.TenantConfig, config.QueueConfig)
-    kinds += (config.RetryConfig, config.BreakerConfig)
+    kinds += (config.RetryConfig, config.BreakerConfig, config.DegradationConfig)
     assert not set(NOT_BUILT) & {name for kind in kinds for name in kind.__struct_fields__}
 
 

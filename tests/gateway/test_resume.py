@@ -16,6 +16,7 @@ from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
 from .test_chaos import metric, sums
+from .test_endings import assert_nothing_is_left
 from .test_relay import events
 
 OURS = "splittime-code"
@@ -27,30 +28,23 @@ ASKED = {
 
 
 class OwnServers:
-    """Two of our own servers with the packaged model, each to be killed and started again."""
+    """Our own servers with the packaged model: one for each test that kills one, and one more."""
 
-    def __init__(self) -> None:
-        self.ports = [free_port(), free_port()]
+    def __init__(self, number: int) -> None:
+        self.ports = [free_port() for _ in range(number)]
         self.processes = [self._start(port) for port in self.ports]
-        self._wait()
 
     def _start(self, port: int) -> subprocess.Popen:
         command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port", str(port)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         for port, process in zip(self.ports, self.processes, strict=True):
             wait_until_ready(f"http://127.0.0.1:{port}", process, 110)
 
     def kill(self, number: int) -> None:
         os.kill(self.processes[number].pid, signal.SIGKILL)
         self.processes[number].wait()
-
-    def revive(self) -> None:
-        for number, process in enumerate(self.processes):
-            if process.poll() is not None:
-                self.processes[number] = self._start(self.ports[number])
-        self._wait()
 
     def stop(self) -> None:
         for process in self.processes:
@@ -60,17 +54,20 @@ class OwnServers:
 
 @pytest.fixture(scope="module")
 def servers():
-    both = OwnServers()
-    yield both
-    both.stop()
+    several = OwnServers(len(ASKED) + 1)
+    try:
+        several.wait()
+        yield several
+    finally:
+        several.stop()
 
 
 @pytest.fixture
 def resuming(servers, tmp_path):
-    servers.revive()
-    text = "[retries]\nmax_attempts = 3\n[breaker]\nfailures = 100\n"
+    text = "[breaker]\nfailures = 100\n"
     for number, port in enumerate(servers.ports):
-        text += upstream(f"ours{number}", f"http://127.0.0.1:{port}", OURS, kind="splittime", resume=True)
+        if servers.processes[number].poll() is None:
+            text += upstream(f"ours{number}", f"http://127.0.0.1:{port}", OURS, kind="splittime", resume=True)
     with gateway_of(tmp_path, text) as gateway:
         yield gateway
 
@@ -96,7 +93,7 @@ def undisturbed(gateway, path: str) -> list[bytes]:
         return events(answer.read())
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", ASKED)
 def test_the_answer_is_the_undisturbed_one(resuming, servers, path):
     whole = undisturbed(resuming, path)
     with stream_of(resuming, path) as (request_id, answer):
@@ -114,7 +111,8 @@ def test_the_answer_is_the_undisturbed_one(resuming, servers, path):
     assert b'token_ids":' not in b"".join(told)  # the gateway alone asked for them
     assert [reason for chunk in chunks for one in chunk["choices"] if (reason := one["finish_reason"])] == ["length"]
     (mark,) = [chunk["resumed"] for chunk in chunks if "resumed" in chunk]
-    assert (mark["upstream"], mark["by"]) == (f"ours{1 - number}", "token_ids")
+    assert mark["upstream"] != f"ours{number}"
+    assert mark["by"] == "token_ids"
     account = account_from_json(resuming.account(request_id))
     sums(account)
     first, second = account.attempts
@@ -126,43 +124,6 @@ def test_the_answer_is_the_undisturbed_one(resuming, servers, path):
     assert resuming.get("/stats")["retries"] == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"stop": ["zzz"]}, "'stop'"),
-        ({"seed": 1, "temperature": 1.0}, "seed"),
-        ({"presence_penalty": 0.5}, "'presence_penalty'"),
-        ({"n": 2}, "several answers"),
-    ],
-)
-def test_what_would_not_be_the_same_ends_as_an_error(resuming, servers, more, why):
-    with stream_of(resuming, COMPLETIONS, **more) as (request_id, answer):
-        begun = answer.readline()
-        servers.kill(int(answer.headers["x-splittime-upstream"][-1]))
-        told = events(begun + answer.read())
-    error = json.loads(told[-1])["error"]
-    assert error["code"] == "upstream_died"
-    assert why in error["message"]
-    account = account_from_json(resuming.account(request_id))
-    sums(account)
-    assert len(account.attempts) == 1
-
-
-def test_where_nobody_can_go_on_the_stream_ends_with_an_error(resuming, servers):
-    with stream_of(resuming, COMPLETIONS) as (request_id, answer):
-        begun = b"".join(answer.readline() for _ in range(12))
-        first = int(answer.headers["x-splittime-upstream"][-1])
-        servers.kill(1 - first)
-        servers.kill(first)
-        told = events(begun + answer.read())
-    assert "error" in json.loads(told[-1])
-    assert b"[DONE]" not in told
-    account = account_from_json(resuming.account(request_id))
-    sums(account)
-    assert len(account.attempts) <= 3
-    assert account.error.code in ("upstream_unreachable", "upstream_broke_off", "upstream_died")
-
-
 # ---- other servers, by text
 
 
@@ -171,6 +132,7 @@ def foreign(hostile, tmp_path):
     text = "[breaker]\nfailures = 100\n"
     for name in ("telling", "ending"):
         text += upstream(name, hostile.url(name), "m", resume=True, **SHORT)
+        text += upstream(f"{name}-as-ours", hostile.url(name), "ours", kind="splittime", resume=True, **SHORT)
     with gateway_of(tmp_path, text) as gateway:
         yield gateway
 
@@ -181,7 +143,7 @@ def asked_until_resumed(gateway, path: str, **body):
         told = {"model": "m", "stream": True, "max_tokens": 10, "stream_options": {"include_usage": True}, **body}
         request_id = uuid.uuid4().hex
         _, headers, answer = gateway.ask("m", {"x-request-id": request_id}, path, raw=json.dumps(told).encode())
-        if headers["x-splittime-upstream"] == "telling":
+        if headers["x-splittime-upstream"].startswith("telling"):
             account = account_from_json(gateway.account(request_id))
             sums(account)
             return events(answer), account
@@ -218,3 +180,50 @@ def test_an_upstream_that_refuses_to_go_on_ends_the_stream(hostile, tmp_path):
     assert text_of([*told[:-1], b""]) == "1 2"
     assert json.loads(told[-1])["error"]["code"] == "upstream_bad_answer"
     assert [attempt.status for attempt in account.attempts] == [200, 400]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"stop": ["zzz"]}, "'stop'"),
+        ({"seed": 1, "temperature": 1.0}, "seed"),
+        ({"seed": 1, "temperature": 0}, "did not tell where it stood"),
+        ({"presence_penalty": 0.5}, "'presence_penalty'"),
+        ({"logprobs": 3}, "'logprobs'"),
+        ({"n": 2}, "several answers"),
+        ({"prompt": ["a", "b"]}, "several prompts"),
+        ({"max_tokens": None}, "no max_tokens"),
+        ({"max_tokens": 2, "presence_penalty": 0}, "did not tell where it stood"),
+        ({"something": "new"}, "'something'"),
+    ],
+)
+def test_what_would_not_be_the_same_ends_as_an_error(foreign, more, why):
+    told, account = asked_until_resumed(foreign, COMPLETIONS, **{"model": "ours", "prompt": "Count: ", **more})
+    error = json.loads(told[-1])["error"]
+    assert error["code"] == "upstream_died"
+    assert why in error["message"]
+    assert why in account.error.message
+    assert len(account.attempts) == 1
+
+
+def test_where_nobody_can_go_on_the_stream_ends_with_an_error(hostile, tmp_path):
+    """The other one that would have to is dead, and the first has a breaker that is open."""
+    text = "[breaker]\nfailures = 1\n" + upstream("telling", hostile.url("telling"), "m", resume=True)
+    with gateway_of(tmp_path, text) as gateway:
+        told, account = asked_until_resumed(gateway, COMPLETIONS, prompt="Count: ")
+    assert text_of([*told[:-1], b""]) == "1 2"
+    assert json.loads(told[-1])["error"]["code"] == "upstream_died"
+    assert [one.error for one in account.attempts] == ["upstream_died"]
+
+
+def test_one_that_may_not_go_on_is_not_asked_to(hostile, tmp_path):
+    """The second upstream does not resume, or is of another kind: the stream ends with an error."""
+    text = "[breaker]\nfailures = 1\n" + upstream("telling", hostile.url("telling"), "m", resume=True)
+    text += upstream("ending", hostile.url("ending"), "m") + upstream(
+        "fine", hostile.url("fine"), "m", kind="splittime"
+    )
+    with gateway_of(tmp_path, text) as gateway:
+        told, account = asked_until_resumed(gateway, COMPLETIONS, prompt="Count: ")
+        assert json.loads(told[-1])["error"]["code"] == "upstream_died"
+        assert len(account.attempts) == 1
+        assert_nothing_is_left(gateway)

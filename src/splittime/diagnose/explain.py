@@ -102,7 +102,7 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
 
 def _attempts(account: ClosedAccount) -> str:
     """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
-    lines = []
+    lines = [f"a lesser answer, of the stage {account.degraded} of the gateway's ladder"] if account.degraded else []
     for attempt in account.attempts:
         others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
         ending = attempt.error or f"answered {attempt.status}"

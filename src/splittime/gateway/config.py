@@ -78,6 +78,18 @@ class BreakerConfig(Strictly, frozen=True, kw_only=True):
     max_backoff_s: Annotated[float, Doc("The longest that Retry-After of a 429 is obeyed.", 0.001, 3600)] = 60.0
 
 
+class DegradationConfig(Strictly, frozen=True, kw_only=True):
+    """`[[degradation]]`: a stage of lesser answers, the lightest first; each has one of its last three keys."""
+
+    name: Annotated[Name, Doc("Its name in answers, accounts and metrics.")]
+    enter_wait_s: Annotated[float, Doc("It is entered when somebody has waited in the queue for so long.", 0.001, 3600)]
+    leave_wait_s: Annotated[float, Doc("It is left when nobody has waited for longer than this, for hold_s.", 0, 3600)]
+    hold_s: Annotated[float, Doc("How long the queue must have been calm before it is left.", 0, 3600)] = 5.0
+    max_tokens: Annotated[int | None, Doc("Answers have at most so many tokens.", 1)] = None
+    model: Annotated[str | None, Doc("Requests go to this model in place of their own.")] = None
+    answer: Annotated[str | None, Doc("This text is the answer, and no upstream is asked.")] = None
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -86,6 +98,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
+    degradation: tuple[DegradationConfig, ...] = ()
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

@@ -18,12 +18,14 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import check
 from splittime.gateway.config import (
     BreakerConfig,
+    DegradationConfig,
     GatewayConfig,
     QueueConfig,
     RetryConfig,
     TenantConfig,
     UpstreamConfig,
 )
+from splittime.gateway.degrade.check import check_ladder
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -35,6 +37,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[breaker]", BreakerConfig),
+    ("[[degradation]]", DegradationConfig),
 )
 NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
@@ -44,7 +47,6 @@ NOT_BUILT = {
     "cache": "answers are not cached",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
-    "degradation": "no request is answered in a lesser way; it is served or refused",
     "embeddings": "only chats and completions are passed on",
     "escalate": "there is no routing by difficulty; route by model name",
     "health_check": "upstreams are not probed; requests and the breaker tell",
@@ -94,6 +96,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
+    _check_names("degradation", [stage.name for stage in config.degradation])
+    check_ladder(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -151,7 +155,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {"upstream": config.upstream, "tenant": config.tenant}
+    lists = {"upstream": config.upstream, "tenant": config.tenant, "degradation": config.degradation}
     _check_table("", config)
     for name in ("queue", "retries", "breaker"):
         _check_table(name, getattr(config, name))

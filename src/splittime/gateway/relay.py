@@ -22,6 +22,7 @@ import aiohttp
 
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
 from splittime.gateway.answer_events import AnswerEvents, WholeEvents
+from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
 from splittime.gateway.resume.resumption import BREAKS, Resumption
 from splittime.gateway.upstreams import Upstream
@@ -57,6 +58,7 @@ class Relay:
     blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
     has_begun: the client has the head of an answer. is_answered: and all of it.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
+    mark: what the answer says of itself if it is a lesser one.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Relay:
         send: http.Send,
         answer_headers: Callable[[], http.Headers],
         on_read: Callable[[], None],
+        mark: MarkedAnswer,
     ) -> None:
         self._session, self._upstream, self._headers, self._resumption = session, upstream, headers, resumption
         self.resumed_by, self.resumed_after = resumption.way, resumption.num_tokens
         self._request, recorder = resumption.attempt(upstream)
-        self._editor = recorder or WholeEvents()
+        self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
         self.events = AnswerEvents()
@@ -191,7 +194,7 @@ class Relay:
 
     async def _pass_on(self, response: aiohttp.ClientResponse, piece: bytes) -> bool:
         """Give a piece of a stream to the client. Returns whether it was the last."""
-        piece = self._editor.edit(piece)
+        piece = self._mark.in_events(self._editor.edit(piece))
         self.events.feed(piece)
         if self._editor.is_too_long:
             words = f"upstream {self._upstream.name!r} sent an event without an end"
@@ -250,10 +253,12 @@ class Relay:
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""
         self.has_begun = True
-        headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(answer.body))]
+        is_plain = 200 <= answer.status < 300 and b"content-encoding" not in dict(answer.headers)
+        body = self._mark.in_body(answer.body) if is_plain else answer.body
+        headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        if answer.body:
-            await self._give(answer.body)
+        if body:
+            await self._give(body)
         await self._end()
 
     async def _read(self, response: aiohttp.ClientResponse, piece: bytes) -> bytes:

@@ -37,7 +37,7 @@ class RequestAccount:
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._attempts: list[Attempt] = []
         self._nested = NestedAccount()
-        self.request_id = self.attempt_id = ""
+        self.request_id = self.attempt_id = self.degraded = ""
         self.request: ForwardedRequest | None = None
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
@@ -146,6 +146,7 @@ class RequestAccount:
                 max_tokens=0 if request is None else request.output_tokens,
                 deadline_ns=self.deadline_ns,
                 attempts=tuple(self._attempts),
+                degraded=self.degraded,
             )
         )
 

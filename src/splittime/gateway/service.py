@@ -14,6 +14,7 @@ from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
+from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.retry_budget import RetryBudget
@@ -46,6 +47,7 @@ class GatewayService:
         keys: Mapping[str, str] = secrets.upstream_keys
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
+        self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
@@ -93,6 +95,7 @@ class GatewayService:
 
     def leave(self, visit: "GatewayVisit") -> None:
         self.visits.discard(visit)
+        self.ladder.observe(time.monotonic_ns())
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
         mine = (visit for visit in self.visits if tenant.sees in (None, visit.tenant.name))
@@ -104,7 +107,10 @@ class GatewayService:
         upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
         settings: dict[str, Any] = {
             "upstreams": upstreams,
-            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in ("queue", "retries", "breaker")},
+            **{
+                name: msgspec.to_builtins(getattr(self.config, name))
+                for name in ("queue", "retries", "breaker", "degradation")
+            },
         }
         process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
         return ServerFacts(
@@ -125,6 +131,7 @@ class GatewayService:
             "is_draining": self.is_draining,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
+            "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
         }
 

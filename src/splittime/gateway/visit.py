@@ -24,6 +24,7 @@ from splittime.core.errors import (
 )
 from splittime.core.request import FinishReason
 from splittime.gateway.blame import blame
+from splittime.gateway.degrade.lesser import Lesser, MarkedAnswer, lesser, template_answer
 from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
@@ -63,11 +64,12 @@ class GatewayVisit:
         self._was_granted = False
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._upstream_name = ""
+        self._lesser: Lesser | None = None
 
     async def serve(self) -> None:
         self.gateway.enter(self)
         try:
-            await self._watched(await self._come_in())
+            await self._watched(self._degraded(await self._come_in()))
         except http.Disconnected:
             self.account.cancelled_ns = self.account.cancelled_ns or now_ns()
             self.account.close(FinishReason.ABORT, None)
@@ -141,6 +143,16 @@ class GatewayVisit:
         else:
             raise http.Disconnected
 
+    def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
+        """Returns what the ladder's stages that are entered now make of a request."""
+        gateway, level = self.gateway, self.gateway.ladder.observe(now_ns())
+        if level:
+            stages, assumed = gateway.ladder.stages[:level], gateway.config.queue.assumed_max_tokens
+            self._lesser = lesser(request, stages, assumed)
+            self.account.request, self.account.degraded = self._lesser.request, self._lesser.stage
+            return self._lesser.request
+        return request
+
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -158,6 +170,8 @@ class GatewayVisit:
 
     async def _forward(self, request: ForwardedRequest) -> None:
         """Attempt after attempt, until one is answered or no other may be made."""
+        if self._lesser is not None and self._lesser.answer is not None:
+            return await self._answer_by_template(self._lesser)
         gateway, tried, resumption = self.gateway, list[str](), Resumption(request)
         gateway.retry_budget.note_request(now_ns())
         failure: UpstreamFailure | None = None
@@ -241,6 +255,7 @@ class GatewayVisit:
             send=self._send,
             answer_headers=self._headers,
             on_read=lambda: account.note_read(upstream, relay, begin_ns),
+            mark=MarkedAnswer(self._lesser.mark if self._lesser is not None else {}),
         )
         self.account.enter(Stage.UPSTREAM, begin_ns)
         error: SplittimeError | None = None
@@ -275,10 +290,19 @@ class GatewayVisit:
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
         if self._upstream_name:
             headers.append((b"x-splittime-upstream", self._upstream_name.encode()))
+        headers += self._lesser.headers if self._lesser is not None else []
         return [*headers, (b"server-timing", self.account.timing())]
 
-    async def _tell_failure(self, failure: UpstreamFailure) -> None:
+    async def _answer_by_template(self, told: Lesser) -> None:
+        """No upstream is asked."""
+        self.account.enter(Stage.DELIVER, now_ns())
+        kind, body = template_answer(told, self.account.request_id)
+        await http.respond(self._send, body, content_type=kind, headers=self._headers(), until_taken=True)
+        self.account.close(FinishReason.STOP, None)
+
+    async def _tell_failure(self, failure: UpstreamFailure | None) -> None:
         """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
+        assert failure is not None, "an attempt has failed"
         self.account.enter(Stage.DELIVER, now_ns())
         if failure.answer is None or self._relay is None or self._relay.has_begun:
             raise failure.error

@@ -126,6 +126,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
+    degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
     """
 
     request_id: str
@@ -160,6 +161,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     attempts: tuple[Attempt, ...] = ()
+    degraded: str = ""
 
     @property
     def is_refused(self) -> bool:

@@ -58,6 +58,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "max_tokens": account.max_tokens,
         "priority": account.priority,
         "deadline_ns": _relative(account.deadline_ns, account.start_ns),
+        "degraded": account.degraded,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
         "derived": _derived_json(account),
     }
@@ -99,6 +100,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         max_tokens=data.get("max_tokens", 0),
         priority=data.get("priority", 0),
         deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
+        degraded=data.get("degraded", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
     )
 

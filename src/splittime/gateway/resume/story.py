@@ -26,7 +26,8 @@ class StreamStory:
 
     def __init__(self, path: str, way: str, prompt: str | None, shows_ids: bool) -> None:
         self.path, self.way, self.shows_ids = path, way, shows_ids
-        self.prompt_text, self.prompt_ids = prompt, None if way == TOKEN_IDS else []
+        self.prompt_text = prompt
+        self.prompt_ids: list[int] | None = None if way == TOKEN_IDS else []
         self.token_ids: list[int] = []
         self._texts: list[str] = []
         self._num_chars = self._num_pieces = 0
