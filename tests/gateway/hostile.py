@@ -119,6 +119,9 @@ class Hostile:
 
     do_second = do_third = do_fine
 
+    async def do_pausing(self, reader, writer, body) -> bool:
+        return await self.do_fine(reader, writer, {**body, "pause_s": 0.2})
+
     async def do_held(self, reader, writer, body) -> bool:
         while not self.hold.is_set():
             await asyncio.sleep(0.005)

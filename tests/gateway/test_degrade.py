@@ -1,5 +1,6 @@
 """Lesser answers while the queue is long: when the ladder is climbed and left, and what an answer says of it."""
 
+import http.client
 import json
 import threading
 import time
@@ -17,6 +18,7 @@ from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream
 from .test_chaos import metric, sums
+from .test_endings import send
 from .test_relay import events
 
 S = 10**9
@@ -162,3 +164,59 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+# ---- a sign of life
+
+
+def begin_stream(gateway, model: str):
+    """Returns the id of a stream, and its answer, whose head may be there or not."""
+    request_id, connection = send(gateway, model, stream=True)
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return request_id, answer
+
+
+def test_a_stream_that_waits_is_told_so(hostile, tmp_path):
+    hostile.hold.clear()
+    text = "[queue]\nsign_of_life_s = 0.05\nmax_wait_s = 20.0\n"
+    text += upstream("held", hostile.url("held"), "held", "fine", max_in_flight=1)
+    text += upstream("strict", hostile.url("strict"), max_in_flight=1)
+    with gateway_of(tmp_path, text) as gateway:
+        holding = threading.Thread(target=gateway.ask, args=("held",))
+        holding.start()
+        wait_until(lambda: gateway.get("/stats")["upstreams"][0]["requests"] == 1)
+        request_id, answer = begin_stream(gateway, "fine")
+        comments = [answer.readline() for _ in range(4)]
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert [line[:9] for line in comments] == [b": queued;", b"\n", b": queued;", b"\n"]
+        hostile.hold.set()
+        holding.join()
+        told = events(answer.read())  # the held one answers no stream: an error, as the head has been told
+        assert json.loads(told[-1])["error"]["code"] == "upstream_200"
+        account = account_from_json(gateway.account(request_id))
+        sums(account)
+        assert ("admit", "upstream_slots") in [(one.stage, one.cause) for one in account.intervals]
+        status, *_ = gateway.ask("strict", stream=True)  # who need not wait is answered as ever
+        assert status == 400
+
+
+@pytest.mark.parametrize("wait_s", [0.3, 20.0])
+def test_who_has_been_told_to_wait_has_one_head_and_one_end(hostile, tmp_path, wait_s):
+    """Then its turn comes, or its time is up."""
+    text = f"[queue]\nsign_of_life_s = 0.05\nmax_wait_s = {wait_s}\n"
+    text += upstream("mixed", hostile.url("pausing"), max_in_flight=1)
+    with gateway_of(tmp_path, text) as gateway:
+        first_id, first = begin_stream(gateway, "mixed")
+        second_id, second = begin_stream(gateway, "mixed")
+        assert events(first.read())[-1] == b"[DONE]"
+        body = second.read()
+        assert b": queued;" in body
+        assert b"HTTP/1.1" not in body
+        if wait_s > 1:
+            assert events(body)[-1] == b"[DONE]"
+            assert len(events(body)) == 6
+        else:
+            assert [json.loads(one)["error"]["code"] for one in events(body)] == ["queue_timeout"]
+        for request_id in (first_id, second_id):
+            sums(account_from_json(gateway.account(request_id)))

@@ -178,7 +178,7 @@ def test_an_upstream_that_refuses_to_go_on_ends_the_stream(hostile, tmp_path):
     with gateway_of(tmp_path, text) as gateway:
         told, account = asked_until_resumed(gateway, COMPLETIONS, prompt="Count: ")
     assert text_of([*told[:-1], b""]) == "1 2"
-    assert json.loads(told[-1])["error"]["code"] == "upstream_bad_answer"
+    assert json.loads(told[-1])["error"]["code"] == "upstream_400"
     assert [attempt.status for attempt in account.attempts] == [200, 400]
 
 

@@ -57,6 +57,9 @@ class QueueConfig(Strictly, frozen=True, kw_only=True):
     max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
     max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
     max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
+    sign_of_life_s: Annotated[
+        float | None, Doc("A stream that waits is told so, so often, by a comment; its head goes first.", 0.01, 3600)
+    ] = None
     assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
 
 

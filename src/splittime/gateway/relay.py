@@ -27,6 +27,7 @@ from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, 
 from splittime.gateway.resume.resumption import BREAKS, Resumption
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
+from splittime.wire.sse import body_text
 
 now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
@@ -56,7 +57,7 @@ class Relay:
 
     on_read: called when the end of the answer has been read, and not yet given to the client.
     blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
-    has_begun: the client has the head of an answer. is_answered: and all of it.
+    has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
     mark: what the answer says of itself if it is a lesser one.
     """
@@ -74,6 +75,7 @@ class Relay:
         answer_headers: Callable[[], http.Headers],
         on_read: Callable[[], None],
         mark: MarkedAnswer,
+        has_begun: bool = False,
     ) -> None:
         self._session, self._upstream, self._headers, self._resumption = session, upstream, headers, resumption
         self.resumed_by, self.resumed_after = resumption.way, resumption.num_tokens
@@ -86,7 +88,8 @@ class Relay:
         self.first_byte_ns: int | None = None
         self.blocked_ns = 0
         self.ended_ns: int | None = None
-        self.has_begun, self.is_answered = resumption.is_continuing, False
+        self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
+        self.is_answered = False
 
     async def run(self) -> None:
         """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
@@ -179,7 +182,7 @@ class Relay:
     async def _break_off(self, broken: BrokenStream) -> None:
         """Raises what it comes to; a stream that nobody goes on with is told its end first."""
         error, code = broken.error, broken.error.info.code
-        if not self.has_begun:
+        if not self.has_given:
             is_retryable = code in BREAKS
             raise UpstreamFailure(error, is_retryable=is_retryable, is_fault=broken.is_fault) from broken
         if self._resumption.may_go_on(code):
@@ -210,6 +213,7 @@ class Relay:
         return self.events.is_done
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:
+        self.has_given = True
         if not self.has_begun:
             self.has_begun = True
             headers = [*_passed_on(response), *self._answer_headers(), (b"cache-control", b"no-store")]
@@ -242,8 +246,8 @@ class Relay:
         answer = PassedAnswer(response.status, _passed_on(response), body)
         failure = self._judged(answer)
         if failure is None and self.has_begun:
-            words = f"upstream {self._upstream.name!r} answered {answer.status} where it was to go on with a stream"
-            failure = UpstreamFailure(UpstreamError(words, code="upstream_bad_answer"), is_fault=False)
+            words = f"upstream {self._upstream.name!r} answered {answer.status} and no stream: {body_text(answer.body)}"
+            failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
         self.events.take_whole(body)

@@ -33,6 +33,7 @@ from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
+from splittime.gateway.sign_of_life import SignOfLife
 from splittime.gateway.upstreams import Routed
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Cause, Stage
@@ -65,6 +66,7 @@ class GatewayVisit:
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._upstream_name = ""
         self._lesser: Lesser | None = None
+        self._sign = SignOfLife(send, self._headers, None)
 
     async def serve(self) -> None:
         self.gateway.enter(self)
@@ -170,6 +172,8 @@ class GatewayVisit:
 
     async def _forward(self, request: ForwardedRequest) -> None:
         """Attempt after attempt, until one is answered or no other may be made."""
+        if request.is_stream:
+            self._sign = SignOfLife(self._send, self._headers, self.gateway.config.queue.sign_of_life_s)
         if self._lesser is not None and self._lesser.answer is not None:
             return await self._answer_by_template(self._lesser)
         gateway, tried, resumption = self.gateway, list[str](), Resumption(request)
@@ -204,7 +208,7 @@ class GatewayVisit:
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self.account.enter(Stage.ADMIT, at_ns)
         try:
-            routed = await self.gateway.queue.enter(
+            entering = self.gateway.queue.enter(
                 self.tenant.name,
                 request.model,
                 request.tokens,
@@ -212,6 +216,7 @@ class GatewayVisit:
                 tried=tried,
                 on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
+            routed = await self._sign.during(entering, until_ns)
         except Refused as refused:
             if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
                 raise DeadlineExceeded.before("an upstream had room for it") from None
@@ -256,6 +261,7 @@ class GatewayVisit:
             answer_headers=self._headers,
             on_read=lambda: account.note_read(upstream, relay, begin_ns),
             mark=MarkedAnswer(self._lesser.mark if self._lesser is not None else {}),
+            has_begun=self._sign.has_begun,
         )
         self.account.enter(Stage.UPSTREAM, begin_ns)
         error: SplittimeError | None = None
@@ -311,10 +317,9 @@ class GatewayVisit:
 
     async def _refuse(self, error: SplittimeError) -> None:
         self.account.enter(Stage.DELIVER, now_ns())
-        relay = self._relay
         if isinstance(error, Overloaded):
             self.gateway.metrics.count_refusal(error.info.code)
-        if relay is not None and relay.has_begun:
+        if self._sign.has_begun or (self._relay is not None and self._relay.has_begun):
             last = http.error_event(error.info)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
