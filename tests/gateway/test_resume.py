@@ -127,13 +127,13 @@ def test_the_answer_is_the_undisturbed_one(resuming, servers, path):
 # ---- other servers, by text
 
 
-@pytest.fixture
-def foreign(hostile, tmp_path):
+@pytest.fixture(scope="module")
+def foreign(hostile, tmp_path_factory):
     text = "[breaker]\nfailures = 100\n"
     for name in ("telling", "ending"):
         text += upstream(name, hostile.url(name), "m", resume=True, **SHORT)
         text += upstream(f"{name}-as-ours", hostile.url(name), "ours", kind="splittime", resume=True, **SHORT)
-    with gateway_of(tmp_path, text) as gateway:
+    with gateway_of(tmp_path_factory.mktemp("foreign"), text) as gateway:
         yield gateway
 
 
