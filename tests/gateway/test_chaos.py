@@ -82,6 +82,9 @@ async def one_of_the_storm(session, url: str, draw: random.Random) -> tuple[str,
                 told = await answer.read()
     except TimeoutError:
         return request_id, "left"
+    except aiohttp.ClientOSError:  # refused by its head (413), while the body was still being written
+        assert "filling" in body
+        return request_id, "refused"
     if answer.content_type != "text/event-stream":
         return request_id, "whole" if json.loads(told) else "nothing"
     ends = [data for data in events(told) if data == b"[DONE]" or b'"error"' in data]

@@ -78,7 +78,7 @@ class Relay:
         has_begun: bool = False,
     ) -> None:
         self._session, self._upstream, self._headers, self._resumption = session, upstream, headers, resumption
-        self.resumed_by, self.resumed_after = resumption.way, resumption.num_tokens
+        self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
         self._request, recorder = resumption.attempt(upstream)
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes

@@ -14,7 +14,7 @@ from splittime.gateway.resume.request import (
     way_of,
     why_not,
 )
-from splittime.gateway.resume.story import Recorder, Splicer, StreamStory, mark_of, prompt_of
+from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, mark_of, prompt_of
 from splittime.gateway.upstreams import Router, Upstream
 
 BREAKS = ("upstream_died", "upstream_stalled")
@@ -30,7 +30,7 @@ class Resumption:
         self.reason = ""
         self.is_continuing = False  # the client has a beginning, and the next attempt goes on with it
 
-    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, Recorder | None]:
+    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, StreamRecorder | None]:
         """Returns what this upstream is asked, and who reads its chunks (None: nobody; it is not continued)."""
         story, request = self.story, self._request
         if self.is_continuing and story is not None:
@@ -46,7 +46,7 @@ class Resumption:
         shows_ids = bool(self._body.get("return_token_ids"))
         self.story = StreamStory(request.path, way, self._body.get("prompt") if way == TEXT else None, shows_ids)
         asked = telling(request, self._body) if way == TOKEN_IDS else request
-        return asked, Recorder(self.story)
+        return asked, StreamRecorder(self.story)
 
     def may_go_on(self, code: str) -> bool:
         """Whether a stream that broke off for this reason may go on elsewhere; `reason` says why not."""
@@ -76,10 +76,10 @@ class Resumption:
         return [*dict.fromkeys((*tried, *unfit))]
 
     @property
-    def way(self) -> str:
+    def resumed_by(self) -> str:
         """By what the latest attempt goes on: "" for one that begins."""
         return self.story.way if self.is_continuing and self.story is not None else ""
 
     @property
-    def num_tokens(self) -> int:
+    def resumed_after(self) -> int:
         return self.story.num_tokens if self.is_continuing and self.story is not None else 0

@@ -68,7 +68,7 @@ class StreamStory:
             self.is_lost = self.is_lost or self._num_chars > MAX_CHARS
 
 
-class Recorder:
+class StreamRecorder:
     """Reads the chunks of the first upstream; gives what the client is to have, whole events only."""
 
     def __init__(self, story: StreamStory) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         return chunk
 
 
-class Splicer(Recorder):
+class Splicer(StreamRecorder):
     """Reads the chunks of another upstream, which goes on after `before` tokens. mark: what the first of them says."""
 
     def __init__(self, story: StreamStory, mark: Fields) -> None:
