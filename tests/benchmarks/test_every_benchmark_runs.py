@@ -44,6 +44,7 @@ ALONE = {
     "house": ["--walk"],
     "gateway.overhead": ["--small"],
     "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
+    "gateway.failover": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],

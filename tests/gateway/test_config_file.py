@@ -77,6 +77,7 @@ def test_nothing_that_is_built_is_called_not_built():
 
     kinds = (config.GatewayConfig, config.UpstreamConfig, config.TenantConfig, config.QueueConfig)
     kinds += (config.RetryConfig, config.BreakerConfig, config.CacheConfig, config.CacheRoute, config.EmbedderConfig)
+    kinds += (config.DegradationConfig,)
     assert not set(NOT_BUILT) & {name for kind in kinds for name in kind.__struct_fields__}
 
 

@@ -104,12 +104,16 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
 
 def _attempts(account: ClosedAccount) -> str:
     """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
-    lines = []
+    lines = [f"a lesser answer, of the stage {account.degraded} of the gateway's ladder"] if account.degraded else []
     for attempt in account.attempts:
         others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
         ending = attempt.error or f"answered {attempt.status}"
         lasted = _ms(attempt.end_ns - attempt.begin_ns)
         lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
+        if attempt.resumed_by:
+            lines.append(
+                f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
+            )
         totals_ns: dict[Stage, int] = {}
         for stage in attempt.nested:
             totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns

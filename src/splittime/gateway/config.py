@@ -29,6 +29,9 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    resume: Annotated[
+        bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")
+    ] = False
     connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
     first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
     between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0
@@ -55,6 +58,9 @@ class QueueConfig(Strictly, frozen=True, kw_only=True):
     max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
     max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
     max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
+    sign_of_life_s: Annotated[
+        float | None, Doc("A stream that waits is told so, so often, by a comment; its head goes first.", 0.01, 3600)
+    ] = None
     assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
 
 
@@ -108,6 +114,18 @@ class EmbedderConfig(Strictly, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Doc("A question without a vector in this time is a miss.", 0.001, 60)] = 0.5
 
 
+class DegradationConfig(Strictly, frozen=True, kw_only=True):
+    """`[[degradation]]`: a stage of lesser answers, the lightest first; each has one of its last three keys."""
+
+    name: Annotated[Name, Doc("Its name in answers, accounts and metrics.")]
+    enter_wait_s: Annotated[float, Doc("It is entered when somebody has waited in the queue for so long.", 0.001, 3600)]
+    leave_wait_s: Annotated[float, Doc("It is left when nobody has waited for longer than this, for hold_s.", 0, 3600)]
+    hold_s: Annotated[float, Doc("How long the queue must have been calm before it is left.", 0, 3600)] = 5.0
+    max_tokens: Annotated[int | None, Doc("Answers have at most so many tokens.", 1)] = None
+    model: Annotated[str | None, Doc("Requests go to this model in place of their own.")] = None
+    answer: Annotated[str | None, Doc("This text is the answer, and no upstream is asked.")] = None
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -120,6 +138,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     cache_route: tuple[CacheRoute, ...] = ()
     embedder: EmbedderConfig | None = None
+    degradation: tuple[DegradationConfig, ...] = ()
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

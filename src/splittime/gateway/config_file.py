@@ -20,6 +20,7 @@ from splittime.gateway.config import (
     BreakerConfig,
     CacheConfig,
     CacheRoute,
+    DegradationConfig,
     EmbedderConfig,
     GatewayConfig,
     QueueConfig,
@@ -27,6 +28,7 @@ from splittime.gateway.config import (
     TenantConfig,
     UpstreamConfig,
 )
+from splittime.gateway.degrade.check import check_ladder
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -41,6 +43,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[cache]", CacheConfig),
     ("[[cache_route]]", CacheRoute),
     ("[embedder]", EmbedderConfig),
+    ("[[degradation]]", DegradationConfig),
 )
 NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
@@ -49,7 +52,6 @@ NOT_BUILT = {
     "budget": "tenants have limits by the minute, and no budgets",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
-    "degradation": "no request is answered in a lesser way; it is served or refused",
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
     "escalate": "there is no routing by difficulty; route by model name",
     "health_check": "upstreams are not probed; requests and the breaker tell",
@@ -57,7 +59,6 @@ NOT_BUILT = {
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",
-    "resume": "a stream that breaks off ends with an error event",
     "root_path": "the gateway's paths begin at /",
     "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
@@ -101,6 +102,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
     check_cache(config)
+    _check_names("degradation", [stage.name for stage in config.degradation])
+    check_ladder(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -160,7 +163,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {"upstream": config.upstream, "tenant": config.tenant, "cache_route": config.cache_route}
+    lists = {name: getattr(config, name) for name in ("upstream", "tenant", "cache_route", "degradation")}
     _check_table("", config)
     for name in ("queue", "retries", "breaker", "cache", "embedder"):
         if getattr(config, name) is not None:

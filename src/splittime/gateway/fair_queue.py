@@ -29,11 +29,11 @@ QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 class QueuedRequest:
     """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
 
-    __slots__ = ("granted", "is_retry", "model", "tenant", "tokens", "tried")
+    __slots__ = ("granted", "is_retry", "model", "since_ns", "tenant", "tokens", "tried")
 
     def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
         self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
-        self.is_retry = bool(tried)
+        self.is_retry, self.since_ns = bool(tried), now_ns()
         self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
 
 
@@ -112,6 +112,11 @@ class FairQueue:
         self._share(tenant).in_flight -= 1
         self.dispatch()
 
+    def give_back(self, routed: Routed, tenant: str, tokens: int) -> None:
+        """A request that was granted a place does not use it."""
+        routed.upstream.breaker.note_nothing()
+        self.leave(routed, tenant, tokens)
+
     def settle(self, tenant: str, charged: int, used: int) -> None:
         """A request that had a place is over: of the tokens that it was charged, so many were used."""
         share = self._share(tenant)
@@ -122,6 +127,12 @@ class FairQueue:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
         if self._is_full(1) and not self._router.has_room and self._most_over(tenant, 1) is None:
             raise self._queue_full()
+
+    def longest_wait_ns(self, at_ns: int) -> int:
+        """Returns how long whoever has waited longest has waited; 0 if nobody waits."""
+        lines = (line for share in self._shares.values() for line in share.by_model.values())
+        since = min((min(line[0].since_ns, line[-1].since_ns) for line in lines), default=at_ns)
+        return at_ns - since
 
     def dispatch(self) -> None:
         """Give free places to whoever is next, until nobody who waits can have one."""

@@ -3,6 +3,7 @@
 Histograms of stages go by the server's name for them: a request has one account, whoever keeps it.
 """
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure",
     ),
     MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
+    MetricSpec("splittime_gateway_degraded_total", "counter", ("stage",), "Requests that a stage has changed"),
+    MetricSpec(
+        "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
+    ),
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
@@ -51,12 +56,13 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
     ),
+    MetricSpec("splittime_gateway_degradation_level", "gauge", (), "Stages of [[degradation]] that are entered"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
     *CACHE_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals")
+_COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded")
 
 Series = dict[tuple[str, ...], float]
 
@@ -109,6 +115,7 @@ class GatewayMetrics(Collector):
             "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
+            "splittime_gateway_degradation_level": {(): self._gateway.ladder.observe(time.monotonic_ns())},
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }
@@ -119,9 +126,13 @@ class GatewayMetrics(Collector):
         for (stage, cause), duration_ns in derive.stage_totals_ns(record).items():
             self._histograms["splittime_stage_seconds"].observe((stage, cause or ""), duration_ns)
         for attempt in record.attempts:
+            if attempt.resumed_by:
+                self._count("splittime_gateway_resumes_total", attempt.resumed_by)
             if attempt.first_byte_ns is not None:
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
+        if record.degraded:
+            self._count("splittime_gateway_degraded_total", record.degraded)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
     def _count(self, name: str, *labels: str) -> None:

@@ -42,7 +42,7 @@ class RequestAccount:
         self._attempts: list[Attempt] = []
         self._nested = NestedAccount()
         self._trace = http.trace_context(scope)
-        self.request_id = self.attempt_id = ""
+        self.request_id = self.attempt_id = self.degraded = ""
         self.request: ForwardedRequest | None = None
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
@@ -91,7 +91,8 @@ class RequestAccount:
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
             return usage.prompt_tokens + usage.output_tokens
         most = self.request.output_tokens
-        return self.request.prompt_tokens + (min(relay.events.num_events, most) if most else 0)
+        told = relay.events.num_events + (relay.resumed_after if isinstance(relay, Relay) else 0)
+        return self.request.prompt_tokens + (min(told, most) if most else 0)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
         """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
@@ -117,6 +118,8 @@ class RequestAccount:
                 knows_tokens=usage.output_tokens is not None,
                 nested=nested.stages,
                 nested_fault=nested.fault,
+                resumed_by=relay.resumed_by,
+                resumed_after=relay.resumed_after,
             )
         )
 
@@ -169,6 +172,7 @@ class RequestAccount:
                 attempts=tuple(self._attempts),
                 trace_id=self._trace.trace_id,
                 parent_id=self._trace.span_id,
+                degraded=self.degraded,
             )
         )
 

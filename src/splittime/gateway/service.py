@@ -14,6 +14,7 @@ from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, Secrets
+from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.retry_budget import RetryBudget
@@ -34,7 +35,7 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
-TOLD = ("queue", "retries", "breaker", "cache", "cache_route")  # tables, among its facts
+TOLD = ("queue", "retries", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -48,6 +49,7 @@ class GatewayService:
         keys: Mapping[str, str] = secrets.upstream_keys
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
+        self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.metrics = GatewayMetrics(self)
@@ -103,6 +105,7 @@ class GatewayService:
 
     def leave(self, visit: "GatewayVisit") -> None:
         self.visits.discard(visit)
+        self.ladder.observe(time.monotonic_ns())
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
         mine = (visit for visit in self.visits if tenant.sees in (None, visit.tenant.name))
@@ -137,6 +140,7 @@ class GatewayService:
             "is_draining": self.is_draining,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
+            "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
         }
 

@@ -12,7 +12,6 @@ import random
 import time
 from functools import partial
 
-from splittime import __version__
 from splittime.core.errors import (
     DeadlineExceeded,
     EngineError,
@@ -24,22 +23,26 @@ from splittime.core.errors import (
     error_from_info,
 )
 from splittime.core.request import FinishReason
+from splittime.gateway.blame import blame
 from splittime.gateway.cache.giving import Giving
 from splittime.gateway.cache.turn import CacheTurn
+from splittime.gateway.degrade.lesser import Lesser, MarkedAnswer, lesser, template_answer
+from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
-from splittime.gateway.relay import BrokenStream, Deadline, Relay, UpstreamFailure, blame
+from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
-from splittime.gateway.upstreams import Routed, Upstream
+from splittime.gateway.sign_of_life import SignOfLife
+from splittime.gateway.upstreams import Routed
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 from splittime.web.tenants import Quota, tenant_of
 
 now_ns = time.monotonic_ns
-TRACE_HEADERS = (b"traceparent", b"tracestate")
-SLO_HEADER = "x-llm-d-slo-ttft-ms"
 MAX_PAUSE_S = 2.0
 
 
@@ -65,11 +68,13 @@ class GatewayVisit:
         self._was_granted = False
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._upstream_name = ""
+        self._lesser: Lesser | None = None
+        self._sign = SignOfLife(send, self._headers, None)
 
     async def serve(self) -> None:
         self.gateway.enter(self)
         try:
-            await self._watched(await self._come_in())
+            await self._watched(self._degraded(await self._come_in()))
         except http.Disconnected:
             self.account.cancelled_ns = self.account.cancelled_ns or now_ns()
             self.account.close(FinishReason.ABORT, None)
@@ -143,6 +148,16 @@ class GatewayVisit:
         else:
             raise http.Disconnected
 
+    def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
+        """Returns what the ladder's stages that are entered now make of a request."""
+        gateway, level = self.gateway, self.gateway.ladder.observe(now_ns())
+        if level:
+            stages, assumed = gateway.ladder.stages[:level], gateway.config.queue.assumed_max_tokens
+            self._lesser = lesser(request, stages, assumed)
+            self.account.request, self.account.degraded = self._lesser.request, self._lesser.stage
+            return self._lesser.request
+        return request
+
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -159,35 +174,44 @@ class GatewayVisit:
             connection.abort()
 
     async def _answer(self, request: ForwardedRequest) -> None:
-        """From the cache, or from an upstream."""
-        given = self._relay = await self._turn.given(request)
-        self._send = self._turn.send
-        if given is None:
-            return await self._forward(request)
-        await given.run()
-        self.account.close_answered(given, None)
+        """By a template, from the cache, or from an upstream. A lesser answer is not kept, nor given from what is."""
+        if self._lesser is not None and self._lesser.answer is not None:
+            return await self._answer_by_template(self._lesser)
+        if self._lesser is None:
+            given = self._relay = await self._turn.given(request)
+            self._send = self._turn.send
+            if given is not None:
+                await given.run()
+                return self.account.close_answered(given, None)
+        if request.is_stream and not self._turn.leads:  # whose comments would be given to others
+            self._sign = SignOfLife(self._send, self._headers, self.gateway.config.queue.sign_of_life_s)
+        await self._forward(request)
 
     async def _forward(self, request: ForwardedRequest) -> None:
         """Attempt after attempt, until one is answered or no other may be made."""
-        gateway, tried = self.gateway, list[str]()
+        gateway, tried, resumption = self.gateway, list[str](), Resumption(request)
         gateway.retry_budget.note_request(now_ns())
         failure: UpstreamFailure | None = None
         while True:
             try:
-                routed = await self._admitted(request, tried)
+                routed = await self._admitted(request, resumption.tried(gateway.router, tried))
             except Overloaded:
                 if failure is None:
                     raise
                 break
+            if not resumption.suits(routed.upstream):
+                gateway.queue.give_back(routed, self.tenant.name, request.tokens)
+                break
             try:
-                await self._attempt(request, routed)
+                await self._attempt(request, routed, resumption)
                 return
             except UpstreamFailure as latest:
                 failure = latest
             tried.append(routed.upstream.name)
-            if not (failure.is_retryable and self._may_retry(request, len(tried))):
+            if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
                 break
-            await self._pause(len(tried))
+            if not isinstance(failure, Interrupted):
+                await self._pause(len(tried))
         await self._tell_failure(failure)
 
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
@@ -197,7 +221,7 @@ class GatewayVisit:
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self.account.enter(Stage.ADMIT, at_ns)
         try:
-            routed = await self.gateway.queue.enter(
+            entering = self.gateway.queue.enter(
                 self.tenant.name,
                 request.model,
                 request.tokens,
@@ -205,6 +229,7 @@ class GatewayVisit:
                 tried=tried,
                 on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
+            routed = await self._sign.during(entering, until_ns)
         except Refused as refused:
             if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
                 raise DeadlineExceeded.before("an upstream had room for it") from None
@@ -213,13 +238,15 @@ class GatewayVisit:
         self.account.enter(Stage.ROUTE, now_ns())
         return routed
 
-    def _may_retry(self, request: ForwardedRequest, num_attempts: int) -> bool:
+    def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
+        """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
+        upstream that dies has done its part of the work, and all its streams break off at once."""
         gateway, at_ns = self.gateway, now_ns()
         if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.model, at_ns):
             return False
         if self.account.deadline_ns is not None and at_ns >= self.account.deadline_ns:
             return False
-        return gateway.retry_budget.take(at_ns)
+        return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
@@ -227,24 +254,27 @@ class GatewayVisit:
         self.account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
         await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
 
-    async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
+    async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
         """Returns when the client has the answer, whole or with an error event at its end."""
         gateway, upstream = self.gateway, routed.upstream
         self._upstream_name = upstream.name
         deadline = self._deadline(upstream.config.total_s)
         self.account.begin_attempt()
-        headers = self._forwarded_headers(upstream, deadline)
+        account = self.account
+        headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
         begin_ns = now_ns()
         relay = self._relay = Relay(
             gateway.session,
             upstream,
-            request,
             headers,
             deadline,
+            resumption,
             max_answer_bytes=gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self.account.note_read(upstream, relay, begin_ns),
+            on_read=lambda: account.note_read(upstream, relay, begin_ns),
+            mark=MarkedAnswer(self._lesser.mark if self._lesser is not None else {}),
+            has_begun=self._sign.has_begun,
         )
         self.account.enter(Stage.UPSTREAM, begin_ns)
         error: SplittimeError | None = None
@@ -255,7 +285,7 @@ class GatewayVisit:
             upstream.breaker.note_success()
         except (UpstreamFailure, BrokenStream) as failure:
             error, ending = failure.error, failure.error.info.code
-            blame(upstream, failure)
+            blame(upstream.breaker, failure)
             if isinstance(failure, UpstreamFailure):
                 raise
         finally:
@@ -272,27 +302,6 @@ class GatewayVisit:
             return Deadline(client_ns, is_clients=True)
         return Deadline(config_ns, is_clients=False)
 
-    def _forwarded_headers(self, upstream: Upstream, deadline: Deadline) -> dict[str, str]:
-        """What the upstream is told: its own key, never the client's, and what is left of the time."""
-        headers = {
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-            "user-agent": f"splittime-gateway/{__version__}",
-            "x-request-id": self.account.attempt_id,
-            "x-request-deadline-ms": _left_ms(deadline.at_ns),
-        }
-        if upstream.key is not None:
-            headers["authorization"] = f"Bearer {upstream.key}"
-        if upstream.keeps_accounts:
-            headers["x-include-timing"] = "1"
-        if self._first_token_by_ns is not None:
-            headers[SLO_HEADER] = _left_ms(self._first_token_by_ns)
-        for name in TRACE_HEADERS:
-            value = http.header(self._scope, name)
-            if value is not None and value.isascii() and value.isprintable():  # else no header of ours
-                headers[name.decode()] = value
-        return headers
-
     # ---- out
 
     def _headers(self) -> http.Headers:
@@ -300,22 +309,30 @@ class GatewayVisit:
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
         if self._upstream_name:
             headers.append((b"x-splittime-upstream", self._upstream_name.encode()))
+        headers += self._lesser.headers if self._lesser is not None else []
         return [*headers, *self._turn.headers, (b"server-timing", self.account.timing())]
 
-    async def _tell_failure(self, failure: UpstreamFailure) -> None:
-        """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
+    async def _answer_by_template(self, told: Lesser) -> None:
+        """No upstream is asked."""
         self.account.enter(Stage.DELIVER, now_ns())
-        if failure.answer is None or self._relay is None:
+        kind, body = template_answer(told, self.account.request_id)
+        await http.respond(self._send, body, content_type=kind, headers=self._headers(), until_taken=True)
+        self.account.close(FinishReason.STOP, None)
+
+    async def _tell_failure(self, failure: UpstreamFailure | None) -> None:
+        """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
+        assert failure is not None, "an attempt has failed"
+        self.account.enter(Stage.DELIVER, now_ns())
+        if failure.answer is None or not isinstance(self._relay, Relay) or self._relay.has_begun:
             raise failure.error
         await self._relay.give_answer(failure.answer)
         self.account.close(reason_of(failure.error), failure.error.info)
 
     async def _refuse(self, error: SplittimeError) -> None:
         self.account.enter(Stage.DELIVER, now_ns())
-        relay = self._relay
         if isinstance(error, Overloaded):
             self.gateway.metrics.count_refusal(error.info.code)
-        if relay is not None and relay.has_begun:
+        if self._sign.has_begun or (self._relay is not None and self._relay.has_begun):
             last = http.error_event(error.info)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
@@ -334,7 +351,3 @@ class GatewayVisit:
             self._quota.leave(used, now_ns())
         self.gateway.leave(self)
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
-
-
-def _left_ms(until_ns: int) -> str:
-    return str(max(1, (until_ns - now_ns()) // 1_000_000))

@@ -130,6 +130,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
     lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
         of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
+    degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
     """
 
     request_id: str
@@ -168,6 +169,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     lookup_right: int | None = None
     trace_id: str = ""
     parent_id: str = ""
+    degraded: str = ""
 
     @property
     def is_refused(self) -> bool:

@@ -62,6 +62,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "lookup_right": account.lookup_right,
         "trace_id": account.trace_id,
         "parent_id": account.parent_id,
+        "degraded": account.degraded,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
         "derived": _derived_json(account),
     }
@@ -107,6 +108,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         lookup_right=data.get("lookup_right"),
         trace_id=data.get("trace_id", ""),
         parent_id=data.get("parent_id", ""),
+        degraded=data.get("degraded", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
     )
 

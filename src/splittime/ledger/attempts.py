@@ -41,6 +41,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_events: of a stream, events passed on. This is no number of tokens.
     knows_tokens: the answer told its tokens; else those of the account are 0 because nobody said.
     nested: the upstream's own stages; () if it keeps none. nested_fault: why they could not be nested.
+    resumed_by: how it goes on with the stream of the attempt before it, `token_ids` or `text`; "" if it does not.
+    resumed_after: after how many tokens (by `text`: pieces) of it.
     """
 
     upstream: str
@@ -55,3 +57,5 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     knows_tokens: bool = False
     nested: tuple[NestedStage, ...] = ()
     nested_fault: str = ""
+    resumed_by: str = ""
+    resumed_after: int = 0

@@ -55,6 +55,11 @@ class CacheTurn:
         self._request = request
         return await self._look_up(cache, route, request)
 
+    @property
+    def leads(self) -> bool:
+        """Whether what it sends is kept, and may be given to others."""
+        return self._flight is not None
+
     def goes_on(self, cancel: Callable[[], object]) -> bool:
         """The client has gone. Returns whether the upstream goes on for those who follow; `cancel` ends it later."""
         return self._flight is not None and self._flight.goes_on(cancel)
