@@ -58,7 +58,7 @@ NOT_BUILT = {
     "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "answers are not cached",
-    "shed": "a request is refused when the queue is full, and not by chance before",
+    "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
     "tied": "no request is sent twice at once; [retries] tries again before the first byte",
     "tracing": "spans are not exported; the ledger has every stage",
 }

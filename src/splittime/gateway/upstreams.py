@@ -69,10 +69,9 @@ class Router:
     def models(self) -> list[str]:
         return list(self._by_model)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether any upstream has, of whatever model."""
-        return any(upstream.has_room for upstream in self.upstreams)
+    def has_room(self, now_ns: int) -> bool:
+        """Whether any upstream has that may be asked, of whatever model."""
+        return any(upstream.has_room and upstream.breaker.allows(now_ns) for upstream in self.upstreams)
 
     def of_model(self, model: str) -> Sequence[Upstream]:
         return self._by_model.get(model, ())

@@ -38,6 +38,7 @@ from splittime.web.tenants import Quota, tenant_of
 now_ns = time.monotonic_ns
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
+SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope
 MAX_PAUSE_S = 2.0
 
 
@@ -62,6 +63,7 @@ class GatewayVisit:
         self._was_granted = False
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._upstream_name = ""
+        self._draw: float = scope.setdefault(SHED_DRAW, random.random())  # the same when it is looked at again
 
     async def serve(self) -> None:
         self.gateway.enter(self)
@@ -97,7 +99,7 @@ class GatewayVisit:
         self._first_token_by_ns = http.first_token_by_ns(self._scope, self.account.start_ns)
         self.gateway.require_serving()
         self.gateway.quota(self.tenant).check(now_ns())
-        self.gateway.queue.require_room(self.tenant.name)
+        self.gateway.queue.require_room(self.tenant.name, self._draw)
 
     async def _come_in(self) -> ForwardedRequest:
         """Raises what the client must be told, or `Disconnected`."""
@@ -191,6 +193,7 @@ class GatewayVisit:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                draw=self._draw,
                 on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
         except Refused as refused:
