@@ -94,7 +94,7 @@ def shares(tokens: dict[str, int]) -> dict[str, dict[str, float]]:
 
 def show(figures: dict[str, Any], rate: int) -> None:
     overload, flood = figures["overload"], figures["flood"]
-    lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {overload['tokens_per_s']:.0f} of {rate} tokens/s served"]
+    lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {overload['output_tokens_per_s']:.0f} of {rate} tokens/s generated"]
     for name, share in figures["shares"].items():
         told = overload["tenants"][name]
         waited, e2e = told["waited_ms"], told["e2e_ms"]
@@ -109,7 +109,7 @@ def show(figures: dict[str, Any], rate: int) -> None:
         f" {refusal.get('p99', 0):.2f} ms p99; {overload['refusal_after_a_wait']:.1%} of them after a wait;"
         f" the gateway used {overload['gateway_cores']:.2f} cores"
     )
-    lines.append(f"flood: {flood['refusals_per_s']:.0f} refusals/s beside {flood['tokens_per_s']:.0f} tokens/s")
+    lines.append(f"flood: {flood['refusals_per_s']:.0f} refusals/s beside {flood['output_tokens_per_s']:.0f} tokens/s")
     print("\n".join(lines), file=sys.stderr)
 
 

@@ -215,6 +215,7 @@ def figures_of(load: TenantLoad, from_s: float, end_s: float) -> dict[str, Any]:
         "statuses": dict(Counter(f"{end.status} {end.code}".strip() for end in load.ends)),
         "tokens": dict(tokens),
         "tokens_per_s": tokens.total() / (end_s - from_s),
+        "output_tokens_per_s": sum(end.asked.tokens for end in window if end.status == 200) / (end_s - from_s),
         "refusals_per_s": sum(end.status == 429 for end in window) / (end_s - from_s),
         "refusal_ms": spread([(end.end_s - end.asked.sent_s) * 1e3 for end in refused]),
         "refusal_after_a_wait": sum(end.waited_ms > 0 for end in refused) / max(1, len(refused)),

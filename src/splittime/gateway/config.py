@@ -28,6 +28,10 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    queue_wait_s: Annotated[
+        float | None,
+        Doc("The wait in its own queue from which it is given fewer at once; default: it is not adapted.", 0.001, 3600),
+    ] = None
     connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
     first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
     between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0

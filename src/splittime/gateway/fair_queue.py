@@ -154,7 +154,8 @@ class FairQueue:
         """Raises `Refused` if chance says so, by how much of its part of the queue the tenant has."""
         share, config = self._share(tenant), self._config
         if share.requests:
-            held = max(share.requests / config.max_requests, share.tokens / config.max_tokens)
+            waiting = share.requests + 0.5  # with half of a newcomer, which is taken to be as long as the others
+            held = waiting * max(1 / config.max_requests, share.tokens / share.requests / config.max_tokens)
             filled = held / part_of(share, self._shares.values())
             if draw < chance(filled, config.shed_from):
                 raise self._refused("shed", f"this key has {min(filled, 1):.0%} of its part of the queue", tenant)

@@ -40,6 +40,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
+    MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
@@ -98,6 +99,7 @@ class GatewayMetrics(Collector):
         upstreams, queue = self._gateway.router.upstreams, self._gateway.queue
         return {
             "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
+            "splittime_gateway_in_flight_limit": {(one.name,): one.limit for one in upstreams},
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
             "splittime_gateway_queued_requests": {(): queue.requests},

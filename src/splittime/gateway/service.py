@@ -16,6 +16,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
@@ -47,6 +48,7 @@ class GatewayService:
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.retry_budget = RetryBudget(config.retries)
+        self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         self.started_ns = time.monotonic_ns()
@@ -67,6 +69,7 @@ class GatewayService:
             auto_decompress=False,
             trust_env=False,
         )
+        self._queue_polls.begin(self._session)
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -149,6 +152,7 @@ class GatewayService:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
+        await self._queue_polls.end()
         if self._session is not None:
             await self._session.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -160,6 +164,7 @@ def _upstream_stats(upstream: Upstream, at_ns: int) -> dict[str, Any]:
         "name": upstream.name,
         "requests": upstream.requests,
         "tokens": upstream.tokens,
+        "limit": upstream.limit,
         "is_open": breaker.is_open,
         "is_busy": breaker.is_busy(at_ns),
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),

@@ -34,7 +34,9 @@ def part_of(own: Sharing, all_shares: Iterable[Sharing]) -> float:
 
 def chance(filled: float, shed_from: float) -> float:
     """Returns the chance with which a newcomer is refused. filled: how much of its part its tenant holds."""
-    return 1.0 if filled >= 1.0 else max(0.0, (filled - shed_from) / (1.0 - shed_from))
+    if filled <= shed_from:
+        return float(filled >= 1.0)
+    return min(1.0, (filled - shed_from) / (1.0 - shed_from)) if shed_from < 1.0 else 1.0
 
 
 class TokenRate:

@@ -1,0 +1,169 @@
+"""Refusals before the queue is full: by chance, by how much of its own part a tenant has; and when to come back."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from splittime.core.errors import Refused
+from splittime.gateway.config import QueueConfig
+from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.shedding import MOST_RETRY_S, TokenRate, chance, retry_after_s
+
+from .test_fair_queue import FAR_NS, router_of, wait_in
+
+S = 1_000_000_000
+
+
+def test_the_chance_rises_evenly_and_has_no_step():
+    assert [chance(filled, 0.5) for filled in (0.0, 0.5, 0.75, 1.0, 3.0)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert [chance(filled, 1.0) for filled in (0.0, 0.99, 1.0)] == [0.0, 0.0, 1.0]
+    steps = [chance(i / 1000, 0.5) for i in range(1001)]
+    assert max(after - before for before, after in zip(steps, steps[1:], strict=False)) < 0.003
+
+
+async def shed_of(queue, tenant, draws=400) -> float:
+    """Returns the part of newcomers that would be refused now, by drawing evenly."""
+    refused = 0
+    for i in range(draws):
+        try:
+            queue.require_room(tenant, (i + 0.5) / draws)
+        except Refused as caught:
+            assert caught.reason == "shed"
+            refused += 1
+    return refused / draws
+
+
+def test_a_tenant_is_shed_by_its_own_part_of_the_queue():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=70), router_of(2), {"a": 1.0, "b": 2.0, "c": 4.0})
+        held = [await queue.enter(tenant, "m", 10, until_ns=FAR_NS) for tenant in ("b", "c")]
+        tasks = [await wait_in(queue, "a", 10) for _ in range(7)]
+        tasks += [await wait_in(queue, "b", 10) for _ in range(7)]
+        assert await shed_of(queue, "a") == pytest.approx(0.5, abs=0.01)  # 7.5 of its 10
+        assert await shed_of(queue, "b") == 0  # 7.5 of its 20
+        assert await shed_of(queue, "c") == 0  # has nothing there
+        for routed, tenant in zip(held, ("b", "c"), strict=True):
+            queue.settle(tenant, 10, 10)
+            queue.leave(routed, tenant, 10)  # c is not active any more, and the others' parts are larger
+        assert await shed_of(queue, "a") == 0
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_ten_times_overload_fills_no_queue_and_takes_nobodys_place():
+    """Each tenant's waiting stays within its part; none of those who wait is refused for a newcomer."""
+
+    async def run():
+        weights = {"a": 1.0, "b": 2.0, "c": 4.0}
+        queue = FairQueue(QueueConfig(max_requests=140, max_tokens=10**6), router_of(4), weights)
+        draw, in_flight, served, refused, evicted = random.Random(3), [], Counter(), Counter(), 0
+
+        async def ask(tenant):
+            nonlocal evicted
+            lot = draw.random()
+            try:
+                queue.require_room(tenant, lot)
+                waited = asyncio.ensure_future(queue.enter(tenant, "m", 10, until_ns=FAR_NS, draw=lot))
+                routed = await waited
+            except Refused as caught:
+                refused[caught.reason] += 1
+                return
+            in_flight.append((tenant, routed))
+
+        tasks = []
+        for _ in range(1500):
+            tasks += [asyncio.ensure_future(ask(draw.choice("abc"))) for _ in range(10)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if in_flight:
+                tenant, routed = in_flight.pop(0)
+                served[tenant] += 10
+                queue.settle(tenant, 10, 10)
+                queue.leave(routed, tenant, 10)
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return served, refused
+
+    served, refused = asyncio.run(run())
+    assert set(refused) == {"shed"}
+    assert refused["shed"] > 12_000
+    for tenant, weight in (("a", 1), ("b", 2), ("c", 4)):
+        assert served[tenant] / served.total() == pytest.approx(weight / 7, rel=0.05)
+
+
+def test_a_retry_is_not_shed():
+    async def run():
+        router = router_of(1, 1)
+        queue = FairQueue(QueueConfig(max_requests=2), router)
+        first = await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, "a", 10)]
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 10, until_ns=FAR_NS, draw=0.0)
+        assert caught.value.reason == "shed"
+        retry = queue.enter("a", "m", 10, until_ns=FAR_NS, draw=0.0, tried=[first.upstream.name])
+        tasks.append(asyncio.ensure_future(retry))
+        await asyncio.sleep(0)
+        assert queue.requests == 2
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_upstream_that_is_broken_has_no_room():
+    """One that nobody may ask keeps no refusal from being given at once."""
+
+    async def run():
+        router = router_of(1, 1)
+        queue = FairQueue(QueueConfig(max_requests=1), router)
+        router.upstreams[0].breaker.note_failure(1 << 62)
+        await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        waiting = await wait_in(queue, "a", 10)
+        with pytest.raises(Refused):
+            queue.require_room("a")
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_rate_is_of_late_and_over_the_time_kept():
+    rate = TokenRate()
+    assert rate.per_s(5 * S) is None
+    for second in range(60):
+        for part in range(10):
+            rate.add(10, second * S + part * S // 10)
+        if second == 2:
+            assert rate.per_s(3 * S) == pytest.approx(100, rel=0.1)
+    assert rate.per_s(60 * S) == pytest.approx(100, rel=0.02)
+    assert rate.per_s(70 * S) == pytest.approx(100 / 2.718, rel=0.05)
+    assert rate.per_s(1000 * S) is None
+
+
+def test_when_to_come_back_is_when_what_waits_is_served():
+    assert retry_after_s(1000, None) == 1.0
+    assert retry_after_s(1000, 100.0) == 10.0
+    assert retry_after_s(10, 100.0) == 1.0
+    assert retry_after_s(10**9, 100.0) == MOST_RETRY_S
+
+
+def test_a_refusal_says_when_its_tenants_queue_is_served():
+    async def run():
+        queue = FairQueue(QueueConfig(max_requests=4), router_of(1))
+        held = await queue.enter("a", "m", 100, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, "a", 10_000) for _ in range(4)]
+        queue.settle("a", 100, 100)  # a hundred in the first instant: no long time to come back
+        with pytest.raises(Refused) as caught:
+            queue.require_room("a")
+        assert 1.0 <= caught.value.info.retry_after_s <= MOST_RETRY_S
+        queue.leave(held, "a", 100)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
