@@ -4,9 +4,9 @@
     python -m benchmarks.gateway.overload --small        a trial: 3 s, no figures to be quoted
 
 The upstream is the mock server (`splittime bench mock-server`) in a process of its own, whose rate is known: `SLOTS`
-requests at once, a token of each every `--itl` ms. The gateway is `splittime gateway` in another, with a queue of as many
-tokens as the upstream makes in `--wait` seconds. The load is an open loop in a third (`overload_client`); the tenants
-send equally many requests, of different lengths. Told are, after a warm-up of twice `--wait`:
+requests at once, a token of each every `--itl` ms. The gateway is `splittime gateway` in another, with a queue of as
+many tokens as the upstream makes in `--wait` seconds. The load is an open loop in a third (`overload_client`); the
+tenants send equally many requests, of different lengths. Told are, after a warm-up of twice `--wait`:
 
 * share: of the tokens (prompt and answer) of answers that ended in the time, beside the weights
 * waited_ms: of admitted requests, the gateway's `admit` (Server-Timing); e2e_ms: from sending to the last byte
@@ -68,7 +68,7 @@ def load(url: str, *arguments: object) -> dict[str, Any]:
 
 
 def requests_per_s(rate: int) -> float:
-    """What an upstream of so many tokens a second can do of the tenants' mixture, if each tenant has its share of tokens."""
+    """What an upstream of so many tokens a second can do of the tenants' mixture, if each tenant has its share."""
     mean = {name: sum(span) / 2 for name, span in LENGTHS.items()}
     return rate * sum(WEIGHTS[name] / mean[name] for name in mean) / sum(WEIGHTS.values())
 
@@ -94,7 +94,8 @@ def shares(tokens: dict[str, int]) -> dict[str, dict[str, float]]:
 
 def show(figures: dict[str, Any], rate: int) -> None:
     overload, flood = figures["overload"], figures["flood"]
-    lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {overload['output_tokens_per_s']:.0f} of {rate} tokens/s generated"]
+    made = f"{overload['output_tokens_per_s']:.0f} of {rate} tokens/s generated"
+    lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {made}"]
     for name, share in figures["shares"].items():
         told = overload["tenants"][name]
         waited, e2e = told["waited_ms"], told["e2e_ms"]

@@ -121,9 +121,7 @@ class TenantLoad:
         tenant = self._rng.choice(self._tenants)
         tokens = self._rng.randint(tenant["least"], tenant["most"])
         cached = self._requests.get((tenant["name"], tokens))
-        request = cached or self._requests.setdefault(
-            (tenant["name"], tokens), request_bytes(tenant["key"], tokens)
-        )
+        request = cached or self._requests.setdefault((tenant["name"], tokens), request_bytes(tenant["key"], tokens))
         asked = Asked(tenant["name"], tokens, due_s, time.monotonic())
         self.lags_ms.append((asked.sent_s - due_s) * 1e3)
         self.num_open += 1

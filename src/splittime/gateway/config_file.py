@@ -16,6 +16,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check
+from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
     BreakerConfig,
     GatewayConfig,
@@ -40,7 +41,7 @@ NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
-    "budget": "tenants have limits by the minute, and no budgets",
+    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "cache": "answers are not cached",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
@@ -95,6 +96,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
+    check_budgets(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"

@@ -45,6 +45,9 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
     ),
+    MetricSpec(
+        "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
+    ),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
 )
@@ -102,6 +105,7 @@ class GatewayMetrics(Collector):
             "splittime_gateway_in_flight_limit": {(one.name,): one.limit for one in upstreams},
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
+            "splittime_gateway_budget_used_tokens": self._gateway.budgets.used(),
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }

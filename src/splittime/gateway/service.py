@@ -12,6 +12,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
+from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.fair_queue import FairQueue
@@ -44,6 +45,7 @@ class GatewayService:
         self.config, self.ledger = config, ledger
         self.keys = ApiKeys(holders=secrets.holders)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
+        self.budgets = TokenBudgets(config.tenant, config.budget_file)
         keys: Mapping[str, str] = secrets.upstream_keys
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
@@ -70,6 +72,7 @@ class GatewayService:
             trust_env=False,
         )
         self._queue_polls.begin(self._session)
+        self.budgets.open(self.pool)
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -87,6 +90,11 @@ class GatewayService:
     def require_serving(self) -> None:
         if self.is_draining:
             raise Refused("the gateway is shutting down", reason="draining", status=503)
+
+    def require_allowance(self, tenant: Tenant) -> None:
+        """Raises `Refused` if a limit or a budget of this tenant lets no request in now. Takes nothing."""
+        self.quota(tenant).check(time.monotonic_ns())
+        self.budgets.check(tenant.name)
 
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]
@@ -153,6 +161,7 @@ class GatewayService:
 
     async def close(self) -> None:
         await self._queue_polls.end()
+        await self.budgets.close()
         if self._session is not None:
             await self._session.close()
         self.pool.shutdown(wait=False, cancel_futures=True)

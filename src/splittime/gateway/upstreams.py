@@ -19,8 +19,8 @@ DRAWN = 2
 
 
 class Upstream:
-    """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where that
-    is found from its queue."""
+    """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where
+    that is found from its queue."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name

@@ -98,7 +98,7 @@ class GatewayVisit:
         self.account.deadline_ns = http.deadline_ns(self._scope, self.account.start_ns)
         self._first_token_by_ns = http.first_token_by_ns(self._scope, self.account.start_ns)
         self.gateway.require_serving()
-        self.gateway.quota(self.tenant).check(now_ns())
+        self.gateway.require_allowance(self.tenant)
         self.gateway.queue.require_room(self.tenant.name, self._draw)
 
     async def _come_in(self) -> ForwardedRequest:
@@ -332,6 +332,7 @@ class GatewayVisit:
             self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
         if self._quota is not None:
             self._quota.leave(used, now_ns())
+            self.gateway.budgets.use(self.tenant.name, used)
         self.gateway.leave(self)
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
 
