@@ -43,6 +43,7 @@ ALONE = {
     "by_turns": [".", ".", "--rounds", "1", "--", "-m", "benchmarks.micro.plan_commit", "--small", "--json"],
     "house": ["--walk"],
     "gateway.overhead": ["--small"],
+    "gateway.overload": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],

@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from splittime.core.errors import Refused
+from splittime.gateway import fair_queue
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.fair_queue import FairQueue
-from splittime.gateway.shedding import MOST_RETRY_S, TokenRate, chance, retry_after_s
+from splittime.gateway.shedding import MOST_RETRY_S, GrantRate, chance, retry_after_s
 
 from .test_fair_queue import FAR_NS, router_of, wait_in
 
@@ -133,17 +134,19 @@ def test_an_upstream_that_is_broken_has_no_room():
     asyncio.run(run())
 
 
-def test_a_rate_is_of_late_and_over_the_time_kept():
-    rate = TokenRate()
-    assert rate.per_s(5 * S) is None
-    for second in range(60):
-        for part in range(10):
-            rate.add(10, second * S + part * S // 10)
-        if second == 2:
-            assert rate.per_s(3 * S) == pytest.approx(100, rel=0.1)
-    assert rate.per_s(60 * S) == pytest.approx(100, rel=0.02)
-    assert rate.per_s(70 * S) == pytest.approx(100 / 2.718, rel=0.05)
-    assert rate.per_s(1000 * S) is None
+def test_a_rate_is_of_late_and_of_the_time_with_more_to_give():
+    rate = GrantRate()
+    assert rate.per_s is None
+    rate.note(10**6, 0, has_more=True)  # what began the queue was not waited for
+    for i in range(1, 11):
+        rate.note(20, i * S // 10, has_more=True)
+    assert rate.per_s == pytest.approx(200, rel=0.01)
+    rate.note(20, 11 * S // 10, has_more=False)
+    rate.note(5, 1000 * S, has_more=True)  # a pause is not slowness
+    assert rate.per_s == pytest.approx(200, rel=0.01)
+    for i in range(1, 601):
+        rate.note(10, 1000 * S + i * S // 10, has_more=True)
+    assert rate.per_s == pytest.approx(100, rel=0.01)
 
 
 def test_when_to_come_back_is_when_what_waits_is_served():
@@ -153,17 +156,39 @@ def test_when_to_come_back_is_when_what_waits_is_served():
     assert retry_after_s(10**9, 100.0) == MOST_RETRY_S
 
 
-def test_a_refusal_says_when_its_tenants_queue_is_served():
+class Turned:
+    """A clock that a test turns."""
+
+    at_ns = 1000 * S
+
+    def __call__(self) -> int:
+        return self.at_ns
+
+
+def test_a_refusal_says_how_long_its_tenants_queue_will_take(monkeypatch):
+    clock = Turned()
+    monkeypatch.setattr(fair_queue, "now_ns", clock)
+
     async def run():
-        queue = FairQueue(QueueConfig(max_requests=4), router_of(1))
-        held = await queue.enter("a", "m", 100, until_ns=FAR_NS)
-        tasks = [await wait_in(queue, "a", 10_000) for _ in range(4)]
-        queue.settle("a", 100, 100)  # a hundred in the first instant: no long time to come back
+        queue = FairQueue(QueueConfig(max_requests=30), router_of(1))
+        tasks = [asyncio.ensure_future(queue.enter("a", "m", 20, until_ns=FAR_NS)) for _ in range(50)]
+        await asyncio.sleep(0)
+        for i in range(20):  # one each tenth of a second: 200 tokens a second
+            clock.at_ns += S // 10
+            queue.leave(await tasks[i], "a", 20)
+        await asyncio.sleep(0)
+        waiting_s = queue.tokens / 200
         with pytest.raises(Refused) as caught:
-            queue.require_room("a")
-        assert 1.0 <= caught.value.info.retry_after_s <= MOST_RETRY_S
-        queue.leave(held, "a", 100)
-        for task in tasks:
+            await queue.enter("a", "m", 20, until_ns=clock.at_ns + int((waiting_s - 0.1) * 1e9))
+        assert caught.value.reason == "predicted_wait"
+        assert caught.value.facts["predicted_wait_ms"] == pytest.approx(waiting_s * 1e3, rel=0.05)
+        assert caught.value.info.retry_after_s == pytest.approx(max(1.0, waiting_s), rel=0.05)
+        may_wait = await wait_in(queue, "a", 20, until_ns=clock.at_ns + int((waiting_s + 0.2) * 1e9))
+        assert not may_wait.done()
+        other = await wait_in(queue, "b", 20, until_ns=clock.at_ns + S // 100)  # its own queue is empty
+        assert not other.done()
+        for task in (*tasks, may_wait, other):
             task.cancel()
+        await asyncio.gather(*tasks, may_wait, other, return_exceptions=True)
 
     asyncio.run(run())

@@ -60,7 +60,9 @@ class QueueConfig(Strictly, frozen=True, kw_only=True):
     max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
     max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
     shed_from: Annotated[float, Doc("Of a tenant's part, from which newcomers are refused by chance.", 0, 1)] = 0.5
-    max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
+    max_wait_s: Annotated[
+        float, Doc("The longest wait; who would wait longer, or did, is refused (429).", 0.001, 86400)
+    ] = 30.0
     assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
 
 

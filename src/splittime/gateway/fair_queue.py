@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
-from splittime.gateway.shedding import TokenRate, chance, part_of, retry_after_s
+from splittime.gateway.shedding import GrantRate, chance, part_of, retry_after_s
 from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
@@ -49,7 +49,7 @@ class TenantShare:
         self.requests = self.tokens = 0  # that wait
         self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
         self.by_model: dict[str, deque[QueuedRequest]] = {}
-        self.rate = TokenRate()  # at which it is served
+        self.rate = GrantRate()
 
     @property
     def is_active(self) -> bool:
@@ -96,7 +96,7 @@ class FairQueue:
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
         waiting = QueuedRequest(tenant, model, tokens, tried)
-        self._make_room(waiting, draw)
+        self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
         if not waiting.granted.done():
@@ -122,8 +122,6 @@ class FairQueue:
         share = self._share(tenant)
         share.unsettled -= charged
         share.counter += (used - charged) / share.weight
-        if used:
-            share.rate.add(used, now_ns())
 
     def require_room(self, tenant: str, draw: float = NEVER_SHED) -> None:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
@@ -160,12 +158,21 @@ class FairQueue:
             if draw < chance(filled, config.shed_from):
                 raise self._refused("shed", f"this key has {min(filled, 1):.0%} of its part of the queue", tenant)
 
-    def _make_room(self, newcomer: QueuedRequest, draw: float) -> None:
+    def _require_time(self, tenant: str, until_ns: int) -> None:
+        """Raises `Refused` if what its tenant has waiting will take longer than the request may wait."""
+        share = self._share(tenant)
+        per_s, left_s = share.rate.per_s, (until_ns - now_ns()) / 1e9
+        if per_s is not None and share.tokens / per_s > left_s:
+            words = f"it would wait longer than {max(0.0, left_s):.1f} s, which is as long as it may"
+            raise self._refused("predicted_wait", words, tenant)
+
+    def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
+            self._require_time(newcomer.tenant, until_ns)
         while self._is_full(newcomer.tokens):
             over = self._most_over(newcomer.tenant, newcomer.tokens)
             if over is None:
@@ -232,6 +239,7 @@ class FairQueue:
         routed.upstream.enter(waiting.tokens)
         share.in_flight += 1
         self._least = share.least_counter
+        share.rate.note(waiting.tokens, now_ns(), has_more=share.requests > 0)
         if not waiting.is_retry:
             share.counter += waiting.tokens / share.weight
             share.unsettled += waiting.tokens
@@ -258,9 +266,16 @@ class FairQueue:
     def _refused(self, reason: str, why: str, tenant: str, limit: int | None = None) -> Refused:
         """Its `Retry-After` is how long what this tenant has in the queue will take, as it is being served."""
         share = self._share(tenant)
-        later_s = retry_after_s(share.tokens, share.rate.per_s(now_ns()))
-        message = f"the upstreams are full: {why}"
-        return Refused(message, reason=reason, queued=self.requests, limit=limit, retry_after_s=later_s)
+        per_s = share.rate.per_s
+        return Refused(
+            f"the upstreams are full: {why}",
+            reason=reason,
+            queued=self.requests,
+            limit=limit,
+            predicted_wait_s=None if per_s is None else share.tokens / per_s,
+            wait_estimate=None if per_s is None else "grants",
+            retry_after_s=retry_after_s(share.tokens, per_s),
+        )
 
     def _queue_full(self, tenant: str) -> Refused:
         if self.requests >= self._config.max_requests:

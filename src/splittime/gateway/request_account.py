@@ -103,6 +103,16 @@ class RequestAccount:
 
     # ---- the end
 
+    def used_tokens(self, relay: Relay | None) -> int:
+        """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event. relay:
+        that of the latest attempt."""
+        if self.request is None or relay is None or relay.first_byte_ns is None:
+            return 0
+        usage, most = relay.events.read(), self.request.output_tokens
+        if usage.prompt_tokens is not None and usage.output_tokens is not None:
+            return usage.prompt_tokens + usage.output_tokens
+        return self.request.prompt_tokens + (min(relay.events.num_events, most) if most else 0)
+
     def close_answered(self, relay: Relay, error: SplittimeError | None) -> None:
         """The client has an answer: close the account at the instant at which it had the end."""
         usage, events, status = relay.events.read(), relay.events, relay.status or 0

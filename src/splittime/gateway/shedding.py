@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 FORGET_S = 10.0  # in which a rate forgets all but 1/e
+LEAST_SEEN_S = 0.5  # for a rate to be told
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 
 
@@ -39,28 +40,27 @@ def chance(filled: float, shed_from: float) -> float:
     return min(1.0, (filled - shed_from) / (1.0 - shed_from)) if shed_from < 1.0 else 1.0
 
 
-class TokenRate:
-    """Tokens a second, of late: a sum that decays, over the time for which it has been kept."""
+class GrantRate:
+    """Tokens a second that go from a tenant's queue to upstreams, of late, over the time in which it had more to give:
+    a tenant that asks for nothing is not slow. The tokens are estimates, as those that wait are."""
 
     def __init__(self) -> None:
-        self._sum, self._at_ns, self._since_ns = 0.0, 0, 0
+        self._tokens = self._seconds = 0.0
+        self._since_ns: int | None = None  # the latest grant, while there is more
 
-    def add(self, tokens: int, now_ns: int) -> None:
-        self._decay(now_ns)
-        self._sum += tokens
+    def note(self, tokens: int, now_ns: int, *, has_more: bool) -> None:
+        """A request of the queue was granted. has_more: another of its tenant waits behind it."""
+        if self._since_ns is not None:
+            lasted_s = (now_ns - self._since_ns) / 1e9
+            kept = math.exp(-lasted_s / FORGET_S)
+            self._tokens = self._tokens * kept + tokens
+            self._seconds = self._seconds * kept + lasted_s
+        self._since_ns = now_ns if has_more else None
 
-    def per_s(self, now_ns: int) -> float | None:
-        """None before anything was added, or once all of it is forgotten."""
-        self._decay(now_ns)
-        kept_s = FORGET_S * -math.expm1((self._since_ns - now_ns) / 1e9 / FORGET_S)
-        return self._sum / kept_s if self._sum >= 1.0 and kept_s > 0 else None
-
-    def _decay(self, now_ns: int) -> None:
-        if self._at_ns:
-            self._sum *= math.exp((self._at_ns - now_ns) / 1e9 / FORGET_S)
-        else:
-            self._since_ns = now_ns
-        self._at_ns = now_ns
+    @property
+    def per_s(self) -> float | None:
+        """None while too little was seen."""
+        return self._tokens / self._seconds if self._seconds >= LEAST_SEEN_S else None
 
 
 def retry_after_s(waiting_tokens: int, per_s: float | None) -> float:

@@ -313,21 +313,11 @@ class GatewayVisit:
             await http.respond_error(self._send, error, self._headers())
         self.account.close(reason_of(error), error.info)
 
-    def _used_tokens(self) -> int:
-        """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event."""
-        if self.account.request is None or self._relay is None or self._relay.first_byte_ns is None:
-            return 0
-        usage = self._relay.events.read()
-        if usage.prompt_tokens is not None and usage.output_tokens is not None:
-            return usage.prompt_tokens + usage.output_tokens
-        most = self.account.request.output_tokens
-        return self.account.request.prompt_tokens + (min(self._relay.events.num_events, most) if most else 0)
-
     def _leave(self) -> None:
         """Give back what it holds, and correct what its tenant was charged."""
         if not self.account.is_closed:  # something unforeseen was raised; the edge has answered 500
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
-        used = self._used_tokens()
+        used = self.account.used_tokens(self._relay)
         if self._was_granted and self.account.request is not None:
             self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
         if self._quota is not None:
