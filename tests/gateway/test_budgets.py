@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -143,6 +144,37 @@ def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkey
     asyncio.run(run())
     assert caplog.text.count("budgets are counted and not written") == 1
     assert TokenBudgets([A], str(path), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 100
+
+
+def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(budgets, "WRITE_S", 0.005)
+    kept = TokenBudgets([A], str(tmp_path / "b"), Calendar(Clock(NOON)))
+
+    async def run():
+        loop, seen = asyncio.get_running_loop(), []
+
+        class Between(ThreadPoolExecutor):
+            """After the file was read, and before the loop is told what it says, a request ends."""
+
+            def submit(self, work, *arguments):
+                def read_and_use():
+                    told = work(*arguments)
+                    done = threading.Event()
+                    loop.call_soon_threadsafe(lambda: (kept.use("a", 1), seen.append(kept.used()), done.set()))
+                    done.wait(10)
+                    return told
+
+                return super().submit(read_and_use)
+
+        with Between(1) as executor:
+            kept.open(executor)
+            while len(seen) < 3:
+                await asyncio.sleep(0.005)
+            await kept.close()
+        return seen
+
+    seen = asyncio.run(run())
+    assert [one["a", "tokens_per_day"] for one in seen[:3]] == [1, 2, 3]
 
 
 def test_old_days_are_not_kept(tmp_path):

@@ -116,6 +116,16 @@ def test_it_never_falls_below_one():
     assert limit.now == 1
 
 
+def test_it_falls_to_half_at_most_in_one_go():
+    limit = InFlightLimit(64, 0.05)
+    for i in range(POLLS):
+        limit.note_waiting(1000, 64, i)
+    assert limit.now == 32
+    for i in range(WINDOW):
+        limit.note_wait(99 * S, 100 * S, 1000 + i, 1000 + i)
+    assert limit.now == 16
+
+
 def test_which_waits_are_the_upstreams_want_of_room():
     stages = (
         NestedStage(Stage.TOKENIZE, None, 0, 5),

@@ -48,6 +48,7 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
     ),
+    MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
 )
@@ -106,6 +107,7 @@ class GatewayMetrics(Collector):
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
             "splittime_gateway_budget_used_tokens": self._gateway.budgets.used(),
+            "splittime_gateway_loop_lag_seconds": {(): self._gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }

@@ -16,6 +16,7 @@ from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
@@ -50,6 +51,7 @@ class GatewayService:
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.retry_budget = RetryBudget(config.retries)
+        self.lag = LoopLag()
         self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
@@ -73,6 +75,7 @@ class GatewayService:
         )
         self._queue_polls.begin(self._session)
         self.budgets.open(self.pool)
+        self.lag.begin()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -160,6 +163,7 @@ class GatewayService:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
+        self.lag.end()
         await self._queue_polls.end()
         await self.budgets.close()
         if self._session is not None:

@@ -246,7 +246,7 @@ class GatewayVisit:
             upstream.breaker.note_success()
         except (UpstreamFailure, BrokenStream) as failure:
             error, ending = failure.error, failure.error.info.code
-            _blame(upstream, failure)
+            _blame(upstream, failure, is_own=gateway.lag.explains(ending, begin_ns))
             if isinstance(failure, UpstreamFailure):
                 raise
         finally:
@@ -327,9 +327,9 @@ class GatewayVisit:
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
 
 
-def _blame(upstream: Upstream, failure: UpstreamFailure | BrokenStream) -> None:
-    """Tell the breaker what a failure says of the upstream."""
-    if failure.is_fault:
+def _blame(upstream: Upstream, failure: UpstreamFailure | BrokenStream, *, is_own: bool) -> None:
+    """Tell the breaker what a failure says of the upstream. is_own: it may be this process's own."""
+    if failure.is_fault and not is_own:
         upstream.breaker.note_failure(now_ns())
     elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
         upstream.breaker.note_busy(now_ns(), _retry_after_s(failure.answer.headers))
