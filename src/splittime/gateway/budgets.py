@@ -36,7 +36,7 @@ ADD = "INSERT INTO budget VALUES (?, ?, ?) ON CONFLICT (tenant, period) DO UPDAT
 Account = tuple[str, str]  # a tenant and a period: 2026-11-27 or 2026-11
 
 
-class Budget(NamedTuple):
+class TokenBudget(NamedTuple):
     """One limit of one tenant. kind: DAY or MONTH."""
 
     tenant: str
@@ -44,9 +44,9 @@ class Budget(NamedTuple):
     limit: int
 
 
-def budgets_of(tenants: Iterable[TenantConfig]) -> list[Budget]:
+def budgets_of(tenants: Iterable[TenantConfig]) -> list[TokenBudget]:
     found = [(tenant.name, kind, getattr(tenant, kind)) for tenant in tenants for kind in (DAY, MONTH)]
-    return [Budget(*one) for one in found if one[2] is not None]
+    return [TokenBudget(*one) for one in found if one[2] is not None]
 
 
 def check_budgets(config: GatewayConfig) -> None:
@@ -85,7 +85,7 @@ class TokenBudgets:
 
     def __init__(self, tenants: Sequence[TenantConfig], file: str | None, calendar: Calendar | None = None) -> None:
         self._calendar, self._file = calendar or Calendar(), file
-        self._by_tenant: dict[str, list[Budget]] = {}
+        self._by_tenant: dict[str, list[TokenBudget]] = {}
         for budget in budgets_of(tenants):
             self._by_tenant.setdefault(budget.tenant, []).append(budget)
         self._used: Counter[Account] = Counter()  # as the file says, with what is not written

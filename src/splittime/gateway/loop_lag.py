@@ -1,4 +1,4 @@
-"""How late this process is itself: a time-out that ran out while the event loop stood still says nothing of an upstream.
+"""How late this process is itself: a time-out that ran out while the event loop stood still speaks of no upstream.
 
 A gateway that gets no processor (too many requests, other processes, a machine that sleeps) sees answers late that were
 there in time, and its timers run out first. Were each of these a failure of the upstream, the breakers would open for
