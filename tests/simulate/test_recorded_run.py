@@ -4,7 +4,7 @@ from bisect import bisect
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from known_runs import TIGHT, record_run
 from msgspec import UNSET
@@ -51,6 +51,13 @@ def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, s
     assert replay(recorded) is None
 
 
+TWO_STOPPED = SchedulerConfig(
+    max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=16, max_num_seqs=3,
+    enable_prefix_caching=False, enable_chunked_prefill=False, starvation_bound_ms=0.01,
+)  # fmt: skip
+
+
+@example(TWO_STOPPED, 329, False)  # two are stopped behind one step, and the engine had ended the second by itself
 @given(CONFIGS, st.integers(0, 10_000), st.booleans())
 def test_a_replay_tells_the_drafts_of_the_recorded_run(config: SchedulerConfig, seed: int, plans_ahead: bool) -> None:
     """What is accepted behind a stop string is in no account: it must not be found in the cache, or come too late."""

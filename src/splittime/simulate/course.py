@@ -6,8 +6,9 @@ token, or is ended by the server, may have a row in the air, whose result is dro
 """
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations, islice
 
 import msgspec
 
@@ -17,11 +18,14 @@ from splittime.ledger.steps import StepRecord
 from splittime.simulate.host_parts import is_queued
 from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
 
+MOST_CHOICES = 10_000  # of which requests were gone after a step
+
 
 class Course:
-    """requests: as the engine ended them. is_ahead: the engine planned ahead."""
+    """requests: as the engine ended them. is_ahead: the engine planned ahead. block_size: tokens of a block."""
 
-    def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
+    def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord], block_size: int) -> None:
+        self._block_size = block_size
         self.is_ahead = records[0].ahead_ns is not None
         self._foresees_ends = not self.is_ahead and not any(record.drafts for record in records)
         self._records = records
@@ -59,12 +63,7 @@ class Course:
         """Returns the requests; one that the engine ended, while the server was telling it of the stop string that it
         had found, has as many tokens as the engine gave it. An account that closed before does not say so: after the
         step in which it ended one is missing."""
-        received_ns = sorted(traced.received_ns for traced in requests)
-        ended_ns = sorted(map(self._ended_ns, requests))
-        num_missing: dict[int, int] = {}
-        whole = [self._last_step[traced.request.request_id] for traced in requests if self._is_whole(traced)]
-        num_whole = Counter(last.step_id for last in whole if not self._is_queued(last))
-        same = []
+        ended_unsaid, same = self._ended_unsaid(requests), []
         for traced in requests:
             last, account = self._last_step.get(traced.request.request_id), traced.account
             if traced.stops_after is None:
@@ -76,16 +75,51 @@ class Course:
                 traced = traced if step is None else self._ended(traced, step)
             elif self._is_whole(traced):
                 traced = self._ended(traced, last)
-            else:
-                seen = self._seen_in(last)
-                present = seen.num_running + seen.num_waiting + bisect_right(ended_ns, seen.end_ns)
-                came = bisect_right(received_ns, self._planned_ns(seen))
-                missing = num_missing.setdefault(seen.step_id, came - present - num_whole[seen.step_id])
-                if missing > 0 and _end_of_row(traced, seen) is not None:
-                    num_missing[seen.step_id] -= 1
-                    traced = self._ended(traced, seen)
+            elif traced.request.request_id in ended_unsaid:
+                traced = self._ended(traced, self._seen_in(last))
             same.append(traced)
         return same
+
+    def _ended_unsaid(self, requests: Sequence[TracedRequest]) -> set[str]:
+        """Returns the requests that the server stopped, whose accounts closed before the engine said anything, and that
+        the engine had ended by itself: after the step that it was told behind, so many more are missing."""
+        received_ns = sorted(traced.received_ns for traced in requests)
+        ended_ns = sorted(map(self._ended_ns, requests))
+        whole = [self._last_step[traced.request.request_id] for traced in requests if self._is_whole(traced)]
+        num_whole = Counter(last.step_id for last in whole if not self._is_queued(last))
+        named = {traced.request.request_id: traced for traced in requests}
+        found: set[str] = set()
+        for step_id, candidates in self._maybe_ended(requests).items():
+            seen = self._records[step_id - 1]
+            present = seen.num_running + seen.num_waiting + bisect_right(ended_ns, seen.end_ns)
+            came = bisect_right(received_ns, self._planned_ns(seen))
+            num_missing = min(len(candidates), came - present - num_whole[step_id])
+            if num_missing > 0:
+                found |= self._missing(candidates, num_missing, seen, named)
+        return found
+
+    def _maybe_ended(self, requests: Sequence[TracedRequest]) -> dict[int, list[str]]:
+        """Returns the requests that the engine may have ended by itself, by the step behind which it was told to."""
+        found = defaultdict(list)
+        for traced in requests:
+            last = self._last_step.get(traced.request.request_id)
+            if traced.stops_after is None or last is None or traced.account.freed_ns is not None:
+                continue
+            seen = self._seen_in(last)
+            if not self._is_whole(traced) and _end_of_row(traced, seen) is not None:
+                found[seen.step_id].append(traced.request.request_id)
+        return found
+
+    def _missing(
+        self, candidates: Sequence[str], count: int, step: StepRecord, named: Mapping[str, TracedRequest]
+    ) -> set[str]:
+        """Returns those `count` of the candidates without whose blocks there are as many as the step's record says, or
+        nearest to it; the first of equals."""
+        blocks = {name: -(-(_end_of_row(named[name], step) or 0) // self._block_size) for name, *_ in step.rows}
+        stay = [name for name in blocks if name in candidates or self._ended_ns(named[name]) > step.end_ns]
+        wanted = sum(blocks[name] for name in stay) - step.blocks_used
+        choices = islice(combinations(candidates, count), MOST_CHOICES)
+        return set(min(choices, key=lambda gone: abs(sum(blocks[name] for name in gone) - wanted)))
 
     def _step_that_freed(self, freed_ns: int, last: StepRecord) -> StepRecord | None:
         """Returns the step in which the engine ended it by itself; None if it was told to."""
