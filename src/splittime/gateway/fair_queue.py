@@ -127,9 +127,9 @@ class FairQueue:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
         if not self.requests or self._router.has_room(now_ns()):
             return
-        self._shed(tenant, draw)
         if self._is_full(1) and self._most_over(tenant, 1) is None:
             raise self._queue_full(tenant)
+        self._shed(tenant, draw)
 
     def dispatch(self) -> None:
         """Give free places to whoever is next, until nobody who waits can have one."""
