@@ -7,9 +7,9 @@ from splittime.gateway.failures import BrokenStream, UpstreamFailure
 from splittime.web import http
 
 
-def blame(breaker: Breaker, failure: UpstreamFailure | BrokenStream) -> None:
-    """Tell the breaker."""
-    if failure.is_fault:
+def blame(breaker: Breaker, failure: UpstreamFailure | BrokenStream, *, is_own: bool) -> None:
+    """Tell the breaker. is_own: the failure may be this process's own."""
+    if failure.is_fault and not is_own:
         breaker.note_failure(time.monotonic_ns())
     elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
         breaker.note_busy(time.monotonic_ns(), _retry_after_s(failure.answer.headers))

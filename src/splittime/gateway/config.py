@@ -32,6 +32,10 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     resume: Annotated[
         bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")
     ] = False
+    queue_wait_s: Annotated[
+        float | None,
+        Doc("The wait in its own queue from which it is given fewer at once; default: it is not adapted.", 0.001, 3600),
+    ] = None
     connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
     first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
     between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0
@@ -50,6 +54,8 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     max_open_requests: Annotated[int | None, Doc("Requests that it may have at once.", 1)] = None
     requests_per_minute: Annotated[int | None, Doc("Requests that it may send in a minute.", 1)] = None
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
+    tokens_per_day: Annotated[int | None, Doc("Tokens that it may use in a day (UTC); needs budget_file.", 1)] = None
+    tokens_per_month: Annotated[int | None, Doc("Tokens that it may use in a month; needs budget_file.", 1)] = None
 
 
 class QueueConfig(Strictly, frozen=True, kw_only=True):
@@ -57,10 +63,13 @@ class QueueConfig(Strictly, frozen=True, kw_only=True):
 
     max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
     max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
-    max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
     sign_of_life_s: Annotated[
         float | None, Doc("A stream that waits is told so, so often, by a comment; its head goes first.", 0.01, 3600)
     ] = None
+    shed_from: Annotated[float, Doc("Of a tenant's part, from which newcomers are refused by chance.", 0, 1)] = 0.5
+    max_wait_s: Annotated[
+        float, Doc("The longest wait; who would wait longer, or did, is refused (429).", 0.001, 86400)
+    ] = 30.0
     assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
 
 
@@ -145,6 +154,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     ssl_certfile: Annotated[str | None, Doc("PEM file of a certificate, to serve HTTPS.")] = None
     ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
+    budget_file: Annotated[str | None, Doc("SQLite file for what budgets have used.")] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
     max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
     max_answer_bytes: Annotated[int, Doc("A longer answer that is no stream is refused (502).", 1)] = 64 * 2**20

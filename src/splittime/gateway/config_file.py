@@ -16,6 +16,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check
+from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
     BreakerConfig,
     CacheConfig,
@@ -49,7 +50,7 @@ NOT_BUILT = {
     "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
-    "budget": "tenants have limits by the minute, and no budgets",
+    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
@@ -63,7 +64,7 @@ NOT_BUILT = {
     "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
-    "shed": "a request is refused when the queue is full, and not by chance before",
+    "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
     "tied": "no request is sent twice at once; [retries] tries again before the first byte",
     "tracing": "spans are not exported; the ledger has every stage",
 }
@@ -104,6 +105,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_cache(config)
     _check_names("degradation", [stage.name for stage in config.degradation])
     check_ladder(config)
+    check_budgets(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"

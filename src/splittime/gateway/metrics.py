@@ -52,11 +52,16 @@ GATEWAY_METRICS = (
         "Hops posted by clients: kept, known (posted before), forgotten (by age or bound)",
     ),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
+    MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
     ),
     MetricSpec("splittime_gateway_degradation_level", "gauge", (), "Stages of [[degradation]] that are entered"),
+    MetricSpec(
+        "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
+    ),
+    MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
     *CACHE_METRICS,
@@ -113,9 +118,12 @@ class GatewayMetrics(Collector):
         upstreams, queue = self._gateway.router.upstreams, self._gateway.queue
         return {
             "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
+            "splittime_gateway_in_flight_limit": {(one.name,): one.limit for one in upstreams},
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
             "splittime_gateway_degradation_level": {(): self._gateway.ladder.observe(time.monotonic_ns())},
+            "splittime_gateway_budget_used_tokens": self._gateway.budgets.used(),
+            "splittime_gateway_loop_lag_seconds": {(): self._gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }

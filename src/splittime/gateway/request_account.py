@@ -12,6 +12,7 @@ from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Spli
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import NestedAccount
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
 from splittime.gateway.upstreams import Routed, Upstream
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
@@ -103,14 +104,16 @@ class RequestAccount:
 
     def keep_attempt(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
         """Write down an attempt that is over."""
-        usage, nested = relay.events.read(), self._nested
+        usage, nested, at_ns = relay.events.read(), self._nested, now_ns()
+        if nested.stages and (adapted := routed.upstream.adapted) is not None:
+            adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,
                 request_id=self.attempt_id,
                 considered=routed.considered,
                 begin_ns=begin_ns,
-                end_ns=now_ns(),
+                end_ns=at_ns,
                 status=relay.status,
                 first_byte_ns=relay.first_byte_ns,
                 error=error,

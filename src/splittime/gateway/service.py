@@ -12,11 +12,14 @@ import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
+from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
@@ -46,12 +49,15 @@ class GatewayService:
         self.config, self.ledger = config, ledger
         self.keys = ApiKeys(holders=secrets.holders)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
+        self.budgets = TokenBudgets(config.tenant, config.budget_file)
         keys: Mapping[str, str] = secrets.upstream_keys
         self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
         self.cache = self._cache(config, keys.get(EMBEDDER))
+        self.lag = LoopLag()
+        self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         self.started_ns = time.monotonic_ns()
@@ -79,6 +85,9 @@ class GatewayService:
             auto_decompress=False,
             trust_env=False,
         )
+        self._queue_polls.begin(self._session)
+        self.budgets.open(self.pool)
+        self.lag.begin()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -96,6 +105,11 @@ class GatewayService:
     def require_serving(self) -> None:
         if self.is_draining:
             raise Refused("the gateway is shutting down", reason="draining", status=503)
+
+    def require_allowance(self, tenant: Tenant) -> None:
+        """Raises `Refused` if a limit or a budget of this tenant lets no request in now. Takes nothing."""
+        self.quota(tenant).check(time.monotonic_ns())
+        self.budgets.check(tenant.name)
 
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]
@@ -165,6 +179,9 @@ class GatewayService:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
+        self.lag.end()
+        await self._queue_polls.end()
+        await self.budgets.close()
         if self._session is not None:
             await self._session.close()
         if self.cache is not None:
@@ -178,6 +195,7 @@ def _upstream_stats(upstream: Upstream, at_ns: int) -> dict[str, Any]:
         "name": upstream.name,
         "requests": upstream.requests,
         "tokens": upstream.tokens,
+        "limit": upstream.limit,
         "is_open": breaker.is_open,
         "is_busy": breaker.is_busy(at_ns),
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),

@@ -43,6 +43,7 @@ from splittime.web import http
 from splittime.web.tenants import Quota, tenant_of
 
 now_ns = time.monotonic_ns
+SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope
 MAX_PAUSE_S = 2.0
 
 
@@ -70,6 +71,7 @@ class GatewayVisit:
         self._upstream_name = ""
         self._lesser: Lesser | None = None
         self._sign = SignOfLife(send, self._headers, None)
+        self._draw: float = scope.setdefault(SHED_DRAW, random.random())  # the same when it is looked at again
 
     async def serve(self) -> None:
         self.gateway.enter(self)
@@ -104,8 +106,8 @@ class GatewayVisit:
         self.account.deadline_ns = http.deadline_ns(self._scope, self.account.start_ns)
         self._first_token_by_ns = http.first_token_by_ns(self._scope, self.account.start_ns)
         self.gateway.require_serving()
-        self.gateway.quota(self.tenant).check(now_ns())
-        self.gateway.queue.require_room(self.tenant.name)
+        self.gateway.require_allowance(self.tenant)
+        self.gateway.queue.require_room(self.tenant.name, self._draw)
 
     async def _come_in(self) -> ForwardedRequest:
         """Raises what the client must be told, or `Disconnected`."""
@@ -227,6 +229,7 @@ class GatewayVisit:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                draw=self._draw,
                 on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
             routed = await self._sign.during(entering, until_ns)
@@ -285,7 +288,7 @@ class GatewayVisit:
             upstream.breaker.note_success()
         except (UpstreamFailure, BrokenStream) as failure:
             error, ending = failure.error, failure.error.info.code
-            blame(upstream.breaker, failure)
+            blame(upstream.breaker, failure, is_own=gateway.lag.explains(ending, begin_ns))
             if isinstance(failure, UpstreamFailure):
                 raise
         finally:
@@ -349,5 +352,6 @@ class GatewayVisit:
             self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
         if self._quota is not None:
             self._quota.leave(used, now_ns())
+            self.gateway.budgets.use(self.tenant.name, used)
         self.gateway.leave(self)
         self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
