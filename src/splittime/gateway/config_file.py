@@ -21,9 +21,11 @@ from splittime.gateway.config import (
     GatewayConfig,
     QueueConfig,
     RetryConfig,
+    RuleConfig,
     TenantConfig,
     UpstreamConfig,
 )
+from splittime.gateway.routing.check import check_routing
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -32,12 +34,12 @@ from splittime.wire.target import Target
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[upstream]]", UpstreamConfig),
     ("[[tenant]]", TenantConfig),
+    ("[[rule]]", RuleConfig),
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[breaker]", BreakerConfig),
 )
 NOT_BUILT = {
-    "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
     "budget": "tenants have limits by the minute, and no budgets",
@@ -46,7 +48,7 @@ NOT_BUILT = {
     "cors_origins": "pages of other origins are not let in",
     "degradation": "no request is answered in a lesser way; it is served or refused",
     "embeddings": "only chats and completions are passed on",
-    "escalate": "there is no routing by difficulty; route by model name",
+    "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
     "hops": "hops before the prompt are not joined",
@@ -55,7 +57,6 @@ NOT_BUILT = {
     "region": "upstreams of one model are chosen by load alone",
     "resume": "a stream that breaks off ends with an error event",
     "root_path": "the gateway's paths begin at /",
-    "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "answers are not cached",
     "shed": "a request is refused when the queue is full, and not by chance before",
@@ -95,6 +96,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
+    _check_names("rule", [rule.name for rule in config.rule])
+    check_routing(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -152,7 +155,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {"upstream": config.upstream, "tenant": config.tenant}
+    lists = {"upstream": config.upstream, "tenant": config.tenant, "rule": config.rule}
     _check_table("", config)
     for name in ("queue", "retries", "breaker"):
         _check_table(name, getattr(config, name))

@@ -37,6 +37,9 @@ GATEWAY_METRICS = (
     ),
     MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec(
+        "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
+    ),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
@@ -48,7 +51,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals")
+_COUNTED = ("requests", "attempts", "refusals", "routed")
 
 Series = dict[tuple[str, ...], float]
 
@@ -113,6 +116,8 @@ class GatewayMetrics(Collector):
             if attempt.first_byte_ns is not None:
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
+        if record.routing is not None:
+            self._count("splittime_gateway_routed_total", record.routing.rule)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
     def _count(self, name: str, *labels: str) -> None:

@@ -144,6 +144,7 @@ class RequestAccount:
                 max_tokens=0 if request is None else request.output_tokens,
                 deadline_ns=self.deadline_ns,
                 attempts=tuple(self._attempts),
+                routing=None if request is None else request.decision,
             )
         )
 

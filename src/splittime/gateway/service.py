@@ -17,6 +17,7 @@ from splittime.gateway.config_file import Secrets
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
@@ -44,7 +45,9 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         keys: Mapping[str, str] = secrets.upstream_keys
-        self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
+        self.policy = RoutePolicy(config)
+        upstreams = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
+        self.router = Router(upstreams, pools=self.policy.pools)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.retry_budget = RetryBudget(config.retries)
         self.metrics = GatewayMetrics(self)
@@ -104,6 +107,9 @@ class GatewayService:
         upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
         settings: dict[str, Any] = {
             "upstreams": upstreams,
+            "rules": [msgspec.to_builtins(rule) for rule in self.config.rule],
+            "aliases": dict(self.config.aliases),
+            "policy": self.policy.version,
             **{name: msgspec.to_builtins(getattr(self.config, name)) for name in ("queue", "retries", "breaker")},
         }
         process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
@@ -123,6 +129,7 @@ class GatewayService:
         return {
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
+            "policy": self.policy.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
             "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from splittime.core.errors import ErrorInfo
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
@@ -125,7 +125,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
-    attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
+    attempts: of a gateway, which upstreams were asked, in order; () in a server's account. routing: what its rules said.
     """
 
     request_id: str
@@ -160,6 +160,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     attempts: tuple[Attempt, ...] = ()
+    routing: RouteDecision | None = None
 
     @property
     def is_refused(self) -> bool:

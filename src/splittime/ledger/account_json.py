@@ -16,7 +16,7 @@ import msgspec
 from splittime.core.errors import ErrorInfo
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 _PLAIN_FIELDS = (
@@ -59,6 +59,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "priority": account.priority,
         "deadline_ns": _relative(account.deadline_ns, account.start_ns),
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
+        "routing": msgspec.to_builtins(account.routing),
         "derived": _derived_json(account),
     }
 
@@ -100,6 +101,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         priority=data.get("priority", 0),
         deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
+        routing=msgspec.convert(data.get("routing"), RouteDecision | None),
     )
 
 
