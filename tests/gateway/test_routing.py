@@ -144,7 +144,9 @@ def test_a_request_goes_where_its_rule_says(hostile, tmp_path):
             routing = account["routing"]
             assert (routing["asked_model"], routing["model"], routing["rule"]) == ("usual", *expected[1:])
             assert account["model"] == expected[1]
-            assert sum(stage["end_ns"] - stage["begin_ns"] for stage in account["stages"]) == account["derived"]["e2e_ns"]
+            assert (
+                sum(stage["end_ns"] - stage["begin_ns"] for stage in account["stages"]) == account["derived"]["e2e_ns"]
+            )
         status, _, body = gateway.ask("large-2")
         assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
         assert [card["id"] for card in gateway.get("/v1/models")["data"]] == ["large", "little", "usual"]

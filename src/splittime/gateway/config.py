@@ -59,7 +59,9 @@ class RuleConfig(Strictly, frozen=True, kw_only=True):
     tenants: Annotated[tuple[str, ...], Doc("Matches requests of these tenants.")] = ()
     endpoint: Annotated[Endpoint | None, Doc("Matches requests of this endpoint.")] = None
     min_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or more.", 0)] = None
-    max_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or fewer.", 0)] = None
+    max_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or fewer.", 0)] = (
+        None
+    )
     model: Annotated[str | None, Doc("The model that they get; its name replaces theirs in the body.")] = None
     upstreams: Annotated[tuple[str, ...], Doc("The upstreams that may have them; default: all of the model.")] = ()
 

@@ -125,7 +125,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
-    attempts: of a gateway, which upstreams were asked, in order; () in a server's account. routing: what its rules said.
+    attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
+    routing: what a gateway's rules said of it.
     """
 
     request_id: str
