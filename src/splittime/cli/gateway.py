@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import gateway_inventory
+from splittime.cli import gateway_inventory, gateway_rehearse
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
 
@@ -22,6 +22,7 @@ Examples:
   splittime gateway --config gateway.toml
   splittime gateway --config gateway.toml --check    say what is wrong with it
   splittime gateway inventory --config gateway.toml  list each hop
+  splittime gateway rehearse new.toml --config gateway.toml --ledger FILE
 
 \b
 The smallest gateway.toml:
@@ -41,9 +42,12 @@ Exit codes:
 """
 
 
-app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[inventory]")
+app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[inventory|rehearse]")
 app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
     gateway_inventory.inventory
+)
+app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
+    gateway_rehearse.rehearse
 )
 
 

@@ -35,7 +35,7 @@ async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Rec
 
 
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    about = {"name": "splittime gateway", "version": __version__, "models": gateway.router.models}
+    about = {"name": "splittime gateway", "version": __version__, "models": gateway.policy.names}
     await http.respond_json(send, {**about, "paths": [f"{method} {path}" for method, path, _ in PATHS]})
 
 
@@ -54,13 +54,13 @@ async def ready(gateway: GatewayService, scope: http.Scope, receive: http.Receiv
 
 async def models(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The models of the config. Whether their upstreams answer is told by `/stats`."""
-    cards = [_card(gateway, name) for name in gateway.router.models]
+    cards = [_card(gateway, name) for name in gateway.policy.names]
     await http.respond_json(send, {"object": "list", "data": cards})
 
 
 async def one_model(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     name = scope[http.PATH_REST]
-    if not gateway.router.of_model(name):
+    if name not in gateway.policy.names:
         hint = "GET /v1/models lists the models"
         raise NotFound(f"no upstream serves {name[:64]!r}", code="model_not_found", param="model", hint=hint)
     await http.respond_json(send, _card(gateway, name))

@@ -11,6 +11,7 @@ from splittime.core.settings import Doc
 
 NAME = r"^[A-Za-z0-9._:-]{1,64}$"
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
+Endpoint = Literal["chat", "completions"]
 Kind = Literal["openai", "splittime"]
 
 
@@ -56,6 +57,23 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
     tokens_per_day: Annotated[int | None, Doc("Tokens that it may use in a day (UTC); needs budget_file.", 1)] = None
     tokens_per_month: Annotated[int | None, Doc("Tokens that it may use in a month; needs budget_file.", 1)] = None
+
+
+class RuleConfig(Strictly, frozen=True, kw_only=True):
+    """`[[rule]]`: who gets the requests that it matches. All that it asks for must hold; the first that matches
+    decides."""
+
+    name: Annotated[Name, Doc("Its name in accounts and metrics.")]
+    models: Annotated[tuple[str, ...], Doc("Matches these names, as asked for; a star at the end is any rest.")] = ()
+    headers: Annotated[dict[str, str], Doc('Matches requests with these headers; "*" is any value.')] = {}
+    tenants: Annotated[tuple[str, ...], Doc("Matches requests of these tenants.")] = ()
+    endpoint: Annotated[Endpoint | None, Doc("Matches requests of this endpoint.")] = None
+    min_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or more.", 0)] = None
+    max_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or fewer.", 0)] = (
+        None
+    )
+    model: Annotated[str | None, Doc("The model that they get; its name replaces theirs in the body.")] = None
+    upstreams: Annotated[tuple[str, ...], Doc("The upstreams that may have them; default: all of the model.")] = ()
 
 
 class QueueConfig(Strictly, frozen=True, kw_only=True):
@@ -140,6 +158,8 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
 
     upstream: tuple[UpstreamConfig, ...]
     tenant: tuple[TenantConfig, ...] = ()
+    rule: tuple[RuleConfig, ...] = ()
+    aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()

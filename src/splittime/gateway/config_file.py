@@ -26,10 +26,12 @@ from splittime.gateway.config import (
     GatewayConfig,
     QueueConfig,
     RetryConfig,
+    RuleConfig,
     TenantConfig,
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
+from splittime.gateway.routing.check import check_routing
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -38,6 +40,7 @@ from splittime.wire.target import Target
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[upstream]]", UpstreamConfig),
     ("[[tenant]]", TenantConfig),
+    ("[[rule]]", RuleConfig),
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[breaker]", BreakerConfig),
@@ -47,21 +50,19 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[degradation]]", DegradationConfig),
 )
 NOT_BUILT = {
-    "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
-    "escalate": "there is no routing by difficulty; route by model name",
+    "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",
     "root_path": "the gateway's paths begin at /",
-    "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
@@ -106,6 +107,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     _check_names("degradation", [stage.name for stage in config.degradation])
     check_ladder(config)
     check_budgets(config)
+    _check_names("rule", [rule.name for rule in config.rule])
+    check_routing(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -165,7 +168,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {name: getattr(config, name) for name in ("upstream", "tenant", "cache_route", "degradation")}
+    lists = {name: getattr(config, name) for name in ("upstream", "tenant", "rule", "cache_route", "degradation")}
     _check_table("", config)
     for name in ("queue", "retries", "breaker", "cache", "embedder"):
         if getattr(config, name) is not None:

@@ -43,6 +43,9 @@ GATEWAY_METRICS = (
         "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
     ),
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec(
+        "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
+    ),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
     MetricSpec(
@@ -67,7 +70,7 @@ GATEWAY_METRICS = (
     *CACHE_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded")
+_COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded", "routed")
 
 Series = dict[tuple[str, ...], float]
 
@@ -141,6 +144,8 @@ class GatewayMetrics(Collector):
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
         if record.degraded:
             self._count("splittime_gateway_degraded_total", record.degraded)
+        if record.routing is not None:
+            self._count("splittime_gateway_routed_total", record.routing.rule)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
     def _count(self, name: str, *labels: str) -> None:

@@ -176,6 +176,7 @@ class RequestAccount:
                 trace_id=self._trace.trace_id,
                 parent_id=self._trace.span_id,
                 degraded=self.degraded,
+                routing=None if request is None else request.decision,
             )
         )
 

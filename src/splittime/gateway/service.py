@@ -21,6 +21,7 @@ from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
@@ -51,7 +52,9 @@ class GatewayService:
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.budgets = TokenBudgets(config.tenant, config.budget_file)
         keys: Mapping[str, str] = secrets.upstream_keys
-        self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
+        self.policy = RoutePolicy(config)
+        upstreams = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
+        self.router = Router(upstreams, pools=self.policy.pools)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
@@ -131,6 +134,9 @@ class GatewayService:
         upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
         settings: dict[str, Any] = {
             "upstreams": upstreams,
+            "rules": [msgspec.to_builtins(rule) for rule in self.config.rule],
+            "aliases": dict(self.config.aliases),
+            "policy": self.policy.version,
             **{name: msgspec.to_builtins(getattr(self.config, name)) for name in TOLD},
         }
         process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
@@ -152,6 +158,7 @@ class GatewayService:
             **cache,
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
+            "policy": self.policy.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],

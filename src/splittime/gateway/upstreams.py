@@ -6,7 +6,7 @@ of all and sends no herd to the emptiest. A retry goes to an upstream that has n
 """
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from splittime.gateway.breaker import Breaker
@@ -66,15 +66,24 @@ class Routed(NamedTuple):
 
 
 class Router:
-    """draw: for tests and replays; default: a generator of its own."""
+    """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
+    those of the models, which only rules lead to (`routing.policy`)."""
 
-    def __init__(self, upstreams: Sequence[Upstream], draw: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        draw: random.Random | None = None,
+        pools: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.upstreams = tuple(upstreams)
         self._random = draw or random.Random()
         self._by_model: dict[str, list[Upstream]] = {}
         for upstream in self.upstreams:
             for model in dict.fromkeys(upstream.config.models):
                 self._by_model.setdefault(model, []).append(upstream)
+        by_name = {upstream.name: upstream for upstream in self.upstreams}
+        named = {pool: [by_name[name] for name in names] for pool, names in (pools or {}).items()}
+        self._lines = named | self._by_model
 
     @property
     def models(self) -> list[str]:
@@ -85,7 +94,8 @@ class Router:
         return any(upstream.has_room and upstream.breaker.allows(now_ns) for upstream in self.upstreams)
 
     def of_model(self, model: str) -> Sequence[Upstream]:
-        return self._by_model.get(model, ())
+        """Returns the upstreams of a model, or of a pool by its name."""
+        return self._lines.get(model, ())
 
     def allowed(self, model: str, now_ns: int) -> list[Upstream]:
         """Returns the upstreams of a model that may be asked, whether they have room or not."""

@@ -16,7 +16,6 @@ from splittime.core.errors import (
     DeadlineExceeded,
     EngineError,
     ErrorInfo,
-    NotFound,
     Overloaded,
     Refused,
     SplittimeError,
@@ -118,12 +117,9 @@ class GatewayVisit:
         self._quota.enter(now_ns())
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        request = self.account.request = forwarded(self._path, body, config.queue.assumed_max_tokens)
-        if not self.gateway.router.of_model(request.model):
-            hint = "GET /v1/models lists the models"
-            raise NotFound(
-                f"no upstream serves {request.model[:64]!r}", code="model_not_found", param="model", hint=hint
-            )
+        told, policy = forwarded(self._path, body, config.queue.assumed_max_tokens), self.gateway.policy
+        request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
+        policy.require(request)
         self.account.enter(Stage.ADMIT, now_ns())
         return request
 
@@ -225,7 +221,7 @@ class GatewayVisit:
         try:
             entering = self.gateway.queue.enter(
                 self.tenant.name,
-                request.model,
+                request.pool,
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
@@ -245,7 +241,7 @@ class GatewayVisit:
         """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
         upstream that dies has done its part of the work, and all its streams break off at once."""
         gateway, at_ns = self.gateway, now_ns()
-        if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.model, at_ns):
+        if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.pool, at_ns):
             return False
         if self.account.deadline_ns is not None and at_ns >= self.account.deadline_ns:
             return False

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from splittime.core.errors import ErrorInfo
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
@@ -131,6 +131,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
         of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
     degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
+    routing: what a gateway's rules said of it.
     """
 
     request_id: str
@@ -170,6 +171,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     trace_id: str = ""
     parent_id: str = ""
     degraded: str = ""
+    routing: RouteDecision | None = None
 
     @property
     def is_refused(self) -> bool:

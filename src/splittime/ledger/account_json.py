@@ -16,7 +16,7 @@ import msgspec
 from splittime.core.errors import ErrorInfo
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 _PLAIN_FIELDS = (
@@ -64,6 +64,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "parent_id": account.parent_id,
         "degraded": account.degraded,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
+        "routing": msgspec.to_builtins(account.routing),
         "derived": _derived_json(account),
     }
 
@@ -110,6 +111,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         parent_id=data.get("parent_id", ""),
         degraded=data.get("degraded", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
+        routing=msgspec.convert(data.get("routing"), RouteDecision | None),
     )
 
 

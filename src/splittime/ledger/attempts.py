@@ -20,6 +20,25 @@ class NestedStage(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
 
 
+class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What the rules of a gateway's config said of a request, and what they looked at; with the account's tenant and
+    endpoint that is all of it, so that the decision can be made again under another config.
+
+    policy: the beginning of the SHA-256 of the config. rule: the rule's name; empty if none matched.
+    asked_model, model: as the client named it, and as it was passed on. upstreams: whom the rule named; () for all.
+    prompt_tokens: as the gateway estimated them. headers: of those that some rule of that config asks for, the ones
+    that were there, at most 65 characters of each.
+    """
+
+    policy: str
+    rule: str = ""
+    asked_model: str
+    model: str
+    upstreams: tuple[str, ...] = ()
+    prompt_tokens: int
+    headers: tuple[tuple[str, str], ...] = ()
+
+
 class Considered(msgspec.Struct, frozen=True, gc=False):
     """An upstream that was looked at for a request, with what the gateway had given it at that moment.
 

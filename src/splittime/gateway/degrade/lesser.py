@@ -47,7 +47,8 @@ def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assum
     if not stage:
         return Lesser(request)
     changed = forwarded(request.path, msgspec.json.encode(fields), assumed_max_tokens)
-    return Lesser(changed, stage, answer)
+    pool = request.pool if changed.model == request.model else changed.model  # a stage's model has its own line
+    return Lesser(msgspec.structs.replace(changed, decision=request.decision, pool=pool), stage, answer)
 
 
 def _changes(fields: dict[str, Any], stage: DegradationConfig) -> bool:

@@ -72,7 +72,7 @@ class Resumption:
         """Returns the upstreams that are not to be asked while another may be."""
         if not self.is_continuing:
             return list(tried)
-        unfit = [one.name for one in router.of_model(self._request.model) if not self.suits(one)]
+        unfit = [one.name for one in router.of_model(self._request.pool) if not self.suits(one)]
         return [*dict.fromkeys((*tried, *unfit))]
 
     @property
