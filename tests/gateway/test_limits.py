@@ -185,6 +185,7 @@ def test_shares_of_tokens_are_the_weights_whatever_is_asked(hostile, tmp_path):
     for name, weight in weights.items():
         text += f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}_KEY"\nweight = {weight}\n'
         text += "operator = true\n" * (name == "ops")
+    text += "[queue]\nshed_from = 1.0\n"  # nobody is refused
     until_s = time.monotonic() + 4
 
     def ask(gateway, tenant):
