@@ -1,7 +1,7 @@
 """Hops: what a client did for an answer beside asking for it (retrieval, reranking, tools), as it measured that itself.
 
 A hop is a closed interval, in ns from the beginning of its trace by the clock `clock` of the client; hops of one clock
-may be compared, hops of two never are (ADR 26). It is the client's word: part of no account, and in no sum of ours.
+may be compared, hops of two never are (ADR 24). It is the client's word: part of no account, and in no sum of ours.
 
 `HopBook` keeps the latest in memory, each tenant's apart, so that no tenant can push out another's: `MAX_TENANT_HOPS`
 of a tenant, `MAX_TRACE_HOPS` of a trace, for `KEPT_S` after its latest came. Safe to use from several threads.
