@@ -53,17 +53,49 @@ def test_only_who_asks_for_an_unknown_grammar_is_held() -> None:
             arrived.notify_all()
 
     gate = GrammarGate(compiler, put)
-    submits = [Submit(request_of(name, name)) for name in ("good", "known", "", "bad")]
-    for message in (*submits, Abort("good")):
+    submits = [Submit(request_of(name, name)) for name in ("good", "known", "", "bad", "last")]
+    for message in submits:
         gate.let_in(message)
-    assert told == [Submit(submits[0].request, Cause.GRAMMAR), submits[1], submits[2],
-                    Submit(submits[3].request, Cause.GRAMMAR), Abort("good")]  # fmt: skip
+    gate.let_in(Abort("good"))
+    held = [Submit(one.request, Cause.GRAMMAR) for one in submits]
+    assert told == [held[0], submits[1], submits[2], held[3], held[4], Abort("good")]
     compiler.may_go.set()
     with arrived:
-        assert arrived.wait_for(lambda: len(told) == 7, timeout=20)
-    assert told[5] == Release("good")  # who has gone meanwhile is not found
+        assert arrived.wait_for(lambda: len(told) == 8, timeout=20)
     assert isinstance(told[6], Fail)
     assert (told[6].request_id, told[6].error.message) == ("bad", "no such grammar")
+    assert told[7] == Release("last")
+    assert compiler.asked == ["good", "bad", "last"]
+
+
+def test_who_has_gone_is_not_compiled_for_and_its_id_may_come_again() -> None:
+    compiler, told = SlowCompiler(), []
+    gate = GrammarGate(compiler, told.append)
+    for message in (Submit(request_of("a", "first")), Submit(request_of("x", "old")), Abort("x")):
+        gate.let_in(message)
+    again = request_of("x", "new")
+    gate.let_in(Submit(again))
+    compiler.may_go.set()
+    gate._pool.shutdown(wait=True)
+    assert compiler.asked == ["first", "new"]
+    assert told[-3:] == [Submit(again, Cause.GRAMMAR), Release("a"), Release("x")]
+
+
+def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(monkeypatch) -> None:
+    class Broken(SlowCompiler):
+        def compile(self, grammar: str) -> None:
+            assert self.may_go.wait(20)
+            raise MemoryError
+
+    monkeypatch.setattr("splittime.drive.grammar_gate.MOST_WAITING", 1)
+    compiler, told = Broken(), []
+    gate = GrammarGate(compiler, told.append)
+    gate.let_in(Submit(request_of("one", "a")))
+    gate.let_in(Submit(request_of("two", "b")))
+    assert (told[-1].request_id, told[-1].error.status) == ("two", 429)
+    compiler.may_go.set()
+    gate._pool.shutdown(wait=True)
+    assert (told[-1].request_id, told[-1].error.status) == ("one", 500)
 
 
 def test_without_a_compiler_nothing_is_held_here() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -143,12 +145,55 @@ def test_a_schema_that_cannot_be_honoured_is_refused_and_harms_nobody(llm: LLM, 
 
 
 def test_a_parser_that_gives_up_ends_its_request_with_an_error(llm: LLM) -> None:
-    """4,000 rules that begin alike are more than it follows at once."""
-    words = " | ".join(f'"{number:05}"' for number in range(4000))
-    bad, good = llm.generate(["x", "x"], [held(grammars.of_lark(f"start: {words}", "g"), 0), held("", 0, max_tokens=9)])
-    assert bad.finish_reason == "error"
-    assert "items" in bad.error.message
-    assert len(good.token_ids) == 9
+    """Rules that begin alike are more than it follows at once: 4,000 behind a token, 1,900 thrice for a mask."""
+    for count, form in ((4000, "start: w"), (1900, "start: w w w")):
+        words = " | ".join(f'"{number:05}"' for number in range(count))
+        grammar = grammars.of_lark(f"{form}\nw: {words}", "g")
+        bad, good = llm.generate(["x", "x"], [held(grammar, 0), held("", 0, max_tokens=9)])
+        assert bad.finish_reason == "error"
+        assert "items" in bad.error.message
+        assert len(good.token_ids) == 9
+
+
+def test_what_ends_a_request_comes_only_where_its_answer_is_whole(llm: LLM) -> None:
+    """Though it is text, or the grammar names it."""
+    (stop_id,) = ids("abc")
+    regex = grammars.of_regex("abc[0-9]{5}", "regex")
+    (output,) = llm.generate(["x"], held(regex, 1, stop_token_ids=(stop_id,)))
+    assert output.finish_reason == "error" or re.fullmatch("abc[0-9]{5}", output.text)
+    (output,) = llm.generate(["x"], held(grammars.of_lark('start: "a" <[0]> "b"', "g"), 1))
+    assert output.finish_reason == "error"
+    assert "allows no token" in output.error.message
+
+
+def test_names_of_properties_are_written_in_one_way(known: Grammars) -> None:
+    """Else a property of another type could hide behind an escape."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert allowed(known.walk(of_schema(schema)), ids('{"b\\n":"s"}'), 0) == [0]
+    assert allowed(known.walk(of_schema(schema)), ids('{"\\u0061":"s"}'), 0) is None
+
+
+CHAINS = r"""
+import sys
+from splittime.assemble.model_source import load_tokenizer, locate
+from splittime.core.errors import RequestError
+from splittime.runner.grammars import Grammars
+from splittime.text import grammars
+refs = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2500)} | {"a2500": {"type": "null"}}
+lark = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "a"'
+known = Grammars(load_tokenizer(locate(None)).to_json, 4096)
+for grammar in (grammars.of_json_schema({"$ref": "#/$defs/a0", "$defs": refs}, "s"), grammars.of_lark(lark, "g")):
+    try:
+        known.walk(grammar)
+    except RequestError as error:
+        print("refused", error)
+print("alive")
+"""
+
+
+def test_rules_that_refer_to_rules_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("alive\n"), (done.returncode, done.stderr[-500:])
 
 
 def test_ignore_eos_leaves_a_form_no_end() -> None:
@@ -179,6 +224,15 @@ def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
     assert allowed(walk, [a, x, c], 2) is None  # a draft that cannot be
     assert allowed(walk, [a, x], 2) == allowed(fresh(), [a, x], 2)
     assert allowed(walk, [a], 1) == behind_a  # preempted, and on the way again
+
+
+def test_a_draft_that_is_too_much_for_the_parser_does_not_end_its_request(known: Grammars) -> None:
+    words = " | ".join(f'"0{number:04}"' for number in range(4000))
+    walk = known.walk(grammars.of_lark(f'start: "x" | w\nw: {words}', "g"))
+    zero, x = ids("0")[0], ids("x")[0]
+    assert allowed(walk, [zero, zero], 0) is None
+    assert x in allowed(walk, [], 0)
+    assert allowed(walk, [x], 1) == [0]
 
 
 def test_the_end_may_come_only_where_the_answer_could_end(known: Grammars) -> None:

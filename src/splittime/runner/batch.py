@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import EngineError, RequestError
+from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
 from splittime.runner.grammars import Grammars, GrammarWalk
@@ -122,6 +122,8 @@ class Slot:
             return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
         except EngineError as error:
             self.error = error.info.message
+        except Exception as error:  # of whatever kind the parser has: it must end this request alone
+            self.error = f"the form that the answer is held to: {type(error).__name__}"
         return None
 
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
@@ -179,7 +181,7 @@ class Slots:
         """A walk of its own through the grammar, which was compiled before the request was queued."""
         try:
             slot.grammar = None if self.grammars is None else self.grammars.walk(slot.admitted.sampling.grammar)
-        except RequestError as error:
+        except SplittimeError as error:
             slot.error = error.info.message
 
 

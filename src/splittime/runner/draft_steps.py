@@ -48,7 +48,7 @@ class DraftSteps:
     # ---- whose blocks
 
     def admit(self, admitted: Admitted) -> None:
-        told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None)
+        told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None, grammar="")
         self._runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
 
     def release(self, answer: DraftedAnswer) -> None:

@@ -8,6 +8,9 @@ the wrong ones are taken back.
 
 A token that ends a request is no part of a grammar: it may come wherever the answer could end, and nothing else may
 come where it must.
+
+The compiler calls itself as deep as a grammar's rules refer to each other, and ends the process where its stack ends:
+it has a thread with a stack of its own.
 """
 
 import threading
@@ -23,15 +26,19 @@ from splittime.core.errors import EngineError, RequestError
 
 MOST_KEPT = 256  # compiled grammars
 SHOWN_CHARS = 500  # of what the compiler says
+COMPILER_STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
+MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
+MAX_STEP_ITEMS = 20_000  # of the parser, for a mask: some tens of milliseconds
+_starts = threading.Lock()  # the stack's size is the process's, and is set for the start of a thread
 
 
 class GrammarWalk:
-    """Where one request's answer stands in its grammar."""
+    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
-        self._num_consumed = self._num_sure = 0
+    def __init__(self, begin: llguidance.LLMatcher, vocab_size: int, eos_token_id: int) -> None:
+        self._begin, self._vocab_size, self._eos_token_id = begin, vocab_size, eos_token_id
         self._words = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
+        self._start_again()
 
     def allowed(self, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> np.ndarray | None:
         """Returns which tokens may follow these outputs, bool [vocab]; None where a draft among them cannot be, so that
@@ -40,20 +47,27 @@ class GrammarWalk:
         outputs: int64 [N]. num_sure: so many of them are known, the others are drafts. end_token_ids: those that end
         the request."""
         is_whole = self._follow(outputs, num_sure)
-        if self._matcher.is_error() or self._num_consumed < min(num_sure, len(outputs)):
-            words = str(self._matcher.get_error()).partition("\n")[0][:SHOWN_CHARS] or "it does not know this answer"
-            raise EngineError(f"the form that the answer is held to: {words}", code="grammar")
-        if not is_whole:
+        found = self._next_tokens(end_token_ids) if is_whole else None
+        if self._matcher.is_error() and len(outputs) > num_sure:
+            self._start_again()  # a draft was too much for the parser: the answer itself may not be
             return None
-        if self._matcher.is_stopped():
-            found = np.zeros(self._vocab_size, dtype=np.uint8)
-        else:
-            llguidance.numpy.fill_next_token_bitmask(self._matcher, self._words, 0)
-            found = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size]
-        if self._matcher.is_accepting():
-            found[[token for token in end_token_ids if token < self._vocab_size]] = 1
-        if not found.any():
+        if self._matcher.is_error() or self._num_consumed < min(num_sure, len(outputs)):
+            words = _said(self._matcher) or "it does not know this answer"
+            raise EngineError(f"the form that the answer is held to: {words}", code="grammar")
+        if found is not None and not found.any():
             raise EngineError("the form that the answer is held to allows no token here", code="grammar")
+        return found
+
+    def _start_again(self) -> None:
+        self._matcher, self._num_consumed, self._num_sure = self._begin.deep_copy(), 0, 0
+
+    def _next_tokens(self, end_token_ids: tuple[int, ...]) -> np.ndarray:
+        """Returns what the parser allows; of the tokens that end a request, all where the answer could end, else none,
+        whatever the parser takes for its end."""
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._words, 0)
+        found = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size]
+        found[self._eos_token_id] = 0
+        found[[token for token in end_token_ids if token < self._vocab_size]] = self._matcher.is_accepting()
         return found.view(np.bool_)
 
     def _follow(self, outputs: np.ndarray, num_sure: int) -> bool:
@@ -91,7 +105,8 @@ class Grammars:
 
     def walk(self, grammar: str) -> GrammarWalk:
         """Returns a walk that begins. Raises RequestError as `compile` does."""
-        return GrammarWalk(self._compiled(grammar).deep_copy(), self._vocab_size)
+        begin = self._compiled(grammar)
+        return GrammarWalk(begin, self._vocab_size, self._known_tokenizer().eos_token)
 
     def _compiled(self, grammar: str) -> llguidance.LLMatcher:
         with self._lock:
@@ -99,8 +114,8 @@ class Grammars:
             if found is not None:
                 self._kept.move_to_end(grammar)
         if found is None:
-            made = llguidance.LLMatcher(self._known_tokenizer(), grammar)
-            found = str(made.get_error()).partition("\n<state>")[0][:SHOWN_CHARS] if made.is_error() else made
+            made = _compile(self._known_tokenizer(), grammar)
+            found = _said(made) if made.is_error() else made
             self._keep(grammar, found)
         if isinstance(found, str):
             raise RequestError(f"the answer cannot be held to this form: {found}", code="grammar", param="grammar")
@@ -125,3 +140,27 @@ class Grammars:
                         hint="ask for the form in the prompt",
                     ) from None
         return self._tokenizer
+
+
+def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
+    """Compiles in a thread with a stack of its own, and waits for it."""
+    limits = llguidance.LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, step_max_items=MAX_STEP_ITEMS)
+    made: list[llguidance.LLMatcher] = []
+    work = threading.Thread(
+        target=lambda: made.append(llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)), name="grammar"
+    )
+    with _starts:
+        before = threading.stack_size(COMPILER_STACK_BYTES)
+        try:
+            work.start()
+        finally:
+            threading.stack_size(before)
+    work.join()
+    if not made:
+        raise EngineError("the compiler of forms failed", code="grammar")
+    return made[0]
+
+
+def _said(matcher: llguidance.LLMatcher) -> str:
+    """Returns what it says is wrong, without the state that it shows after that."""
+    return str(matcher.get_error()).partition("\n<state>")[0][:SHOWN_CHARS]

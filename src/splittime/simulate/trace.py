@@ -22,7 +22,7 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.messages import Release, Submit
+from splittime.drive.messages import Abort, Release, Submit
 from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
@@ -70,15 +70,14 @@ class TracedRequest(NamedTuple):
     def arrived_ns(self) -> int:
         return self.marks[0].begin_ns
 
-    def submissions(self) -> list[tuple[int, Submit | Release]]:
+    def submissions(self) -> list[tuple[int, Submit | Release | Abort]]:
         """Returns how it comes to the engine, and when: held, if its grammar was still to be compiled."""
         if not self.grammar_ns:
             return [(self.received_ns, Submit(self.request))]
-        released_ns = self.received_ns + self.grammar_ns
-        return [
-            (self.received_ns, Submit(self.request, Cause.GRAMMAR)),
-            (released_ns, Release(self.request.request_id)),
-        ]
+        name, released_ns = self.request.request_id, self.received_ns + self.grammar_ns
+        could_not_be = self.account.error is not None and not self.account.token_steps
+        then = Abort(name) if could_not_be else Release(name)
+        return [(self.received_ns, Submit(self.request, Cause.GRAMMAR)), (released_ns, then)]
 
     @property
     def admitted_ns(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from splittime.core.errors import RequestError
 
 WHITE_SPACE = r"(?: |\n[ \t]{0,32})?"
+ESCAPES = 'nrbtf\\"'  # after a backslash: names of properties are written in one way
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
@@ -23,7 +24,7 @@ def of_json_schema(schema: Mapping[str, Any] | bool, param: str) -> str:
     _require_depth(schema, param)
     written = json.dumps(schema, ensure_ascii=False)
     _require_at_most(len(written), MAX_SCHEMA_CHARS, "characters", param)
-    own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
     whole = {**schema, **own} if isinstance(schema, Mapping) else ({**own} if schema else {"not": {}})
     return json.dumps({"grammars": [{"json_schema": whole}]}, ensure_ascii=False)
 
@@ -45,7 +46,7 @@ def of_choice(choices: Sequence[str], param: str) -> str:
         raise RequestError(f"{param} has no choice", param=param)
     _require_at_most(len(choices), MAX_CHOICES, "choices", param)
     _require_at_most(sum(map(len, choices)), MAX_SCHEMA_CHARS, "characters", param)
-    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = " | ".join(json.dumps(choice) for choice in choices)
     return _of_lark(
         f"start: CHOICE\nCHOICE: {texts}"
     )  # one lexeme: thousands of rules would be too many for the parser
