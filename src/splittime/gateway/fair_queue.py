@@ -231,7 +231,8 @@ class FairQueue:
 
     def _grant_first(self, share: TenantShare) -> bool:
         at_ns = now_ns()
-        for model, line in list(share.by_model.items()):
+        lines = sorted(share.by_model.items(), key=lambda item: (not item[1][0].is_retry, item[1][0].since_ns))
+        for model, line in lines:  # the longest wait first: a line that never empties would starve the others
             waiting = line[0]
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)

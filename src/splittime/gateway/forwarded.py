@@ -21,6 +21,7 @@ from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
 MAX_ANSWERS = 1024  # of one request, for the estimate
+MOST_TOKENS = 2**31  # likewise: a client may write any number, and sums of these are kept as floats
 
 
 class ForwardedBody(msgspec.Struct):
@@ -77,7 +78,7 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         is_stream=bool(told.stream),
         body=body,
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
-        output_tokens=answers * max(assumed_max_tokens if most is None else most, 0),
+        output_tokens=min(MOST_TOKENS, answers * max(assumed_max_tokens if most is None else most, 0)),
     )
 
 

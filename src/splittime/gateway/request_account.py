@@ -85,14 +85,17 @@ class RequestAccount:
 
     def used_tokens(self, relay: "Relay | Giving | None") -> int:
         """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event. None
-        of a request for which no upstream was asked."""
-        if self.request is None or relay is None or relay.first_byte_ns is None:
+        of a request for which no upstream was asked, or which none answered."""
+        resumed_after = relay.resumed_after if isinstance(relay, Relay) else 0
+        if self.request is None or relay is None or (relay.first_byte_ns is None and not resumed_after):
+            return 0
+        if (relay.status or 200) >= 300 and not resumed_after:
             return 0
         usage = relay.events.read()
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
             return usage.prompt_tokens + usage.output_tokens
         most = self.request.output_tokens
-        told = relay.events.num_events + (relay.resumed_after if isinstance(relay, Relay) else 0)
+        told = relay.events.num_events + resumed_after
         return self.request.prompt_tokens + (min(told, most) if most else 0)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:

@@ -31,8 +31,7 @@ class SignOfLife:
         try:
             return await waiting
         finally:
-            telling.cancel()
-            await asyncio.wait({telling})  # what comes next does not come in between
+            telling.cancel()  # and not waited for: who is cancelled here would lose the place that it has just got
 
     async def _tell(self, every_s: float, until_ns: int) -> None:
         try:

@@ -151,9 +151,11 @@ class GatewayVisit:
         gateway, level = self.gateway, self.gateway.ladder.observe(now_ns())
         if level:
             stages, assumed = gateway.ladder.stages[:level], gateway.config.queue.assumed_max_tokens
-            self._lesser = lesser(request, stages, assumed)
-            self.account.request, self.account.degraded = self._lesser.request, self._lesser.stage
-            return self._lesser.request
+            made = lesser(request, stages, assumed)
+            if made.stage:
+                self._lesser = made
+                self.account.request, self.account.degraded = made.request, made.stage
+                return made.request
         return request
 
     async def _until_gone(self) -> None:
@@ -254,7 +256,13 @@ class GatewayVisit:
         await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
 
     async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
-        """Returns when the client has the answer, whole or with an error event at its end."""
+        """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
+        try:
+            await self._asked(request, routed, resumption)
+        finally:
+            self.gateway.queue.leave(routed, self.tenant.name, request.tokens)
+
+    async def _asked(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
         gateway, upstream = self.gateway, routed.upstream
         self._upstream_name = upstream.name
         deadline = self._deadline(upstream.config.total_s)
@@ -292,7 +300,6 @@ class GatewayVisit:
                 upstream.breaker.note_nothing()
             self.account.keep_attempt(routed, relay, begin_ns, ending)
             gateway.metrics.count_attempt(upstream.name, ending or "answered")
-            gateway.queue.leave(routed, self.tenant.name, request.tokens)
         self.account.close_answered(relay, error)
 
     def _deadline(self, total_s: float) -> Deadline:
@@ -342,12 +349,15 @@ class GatewayVisit:
         """Give back what it holds, and correct what its tenant was charged."""
         if not self.account.is_closed:  # something unforeseen was raised; the edge has answered 500
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
-        self._turn.leave(self._relay)
-        used = self.account.used_tokens(self._relay)
-        if self._was_granted and self.account.request is not None:
-            self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
-        if self._quota is not None:
-            self._quota.leave(used, now_ns())
-            self.gateway.budgets.use(self.tenant.name, used)
-        self.gateway.leave(self)
-        self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
+        used = 0
+        try:
+            self._turn.leave(self._relay)
+            used = self.account.used_tokens(self._relay)
+        finally:
+            if self._was_granted and self.account.request is not None:
+                self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
+            if self._quota is not None:
+                self._quota.leave(used, now_ns())
+                self.gateway.budgets.use(self.tenant.name, used)
+            self.gateway.leave(self)
+            self._relay = self._work = self._quota = None  # no circle is left for the garbage collector

@@ -127,7 +127,7 @@ class AnswerReader:
             return
         try:
             chunk = _decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.error = self.error or clipped(f"an event of the stream cannot be read: {error}: {data[:200]!r}")
             return
         if chunk.error is not None or chunk.object == "error":
@@ -193,7 +193,7 @@ def body_text(body: bytes) -> str:
     """The message of an error's body, or its beginning."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return clipped(body.decode("utf-8", "replace").strip())
     if isinstance(found, dict):
         inner = found.get("error", found)

@@ -91,7 +91,7 @@ def _why_not(body: dict[str, Any], takes_sampled: bool) -> str:
 
 
 def _keys(body: dict[str, Any], request: ForwardedRequest, tenant: str) -> AskedKey:
-    held = (tenant, request.path, request.model)
+    held = (tenant, request.path, request.model, request.pool)  # a rule's upstreams answer for themselves alone
     key = _digest([*held, body])
     question = _question(body) if request.path.endswith(CHAT) else ""
     if not question:

@@ -84,7 +84,8 @@ class UpstreamEmbedder:
 
     async def _asked(self, text: str) -> list[float]:
         """Raises `ValueError` for what is no embedding."""
-        headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
+        headers = {"accept-encoding": "identity"}  # the gateway's session unpacks nothing
+        headers |= {} if self._key is None else {"authorization": f"Bearer {self._key}"}
         body = {"model": self._config.model, "input": text, "encoding_format": "float"}
         async with self._session().post(self._url, json=body, headers=headers, allow_redirects=False) as answer:
             data = await answer.content.read(MAX_ANSWER_BYTES)

@@ -59,7 +59,7 @@ class ResponseCache:
         self.shadowed: Counter[tuple[str, str]] = Counter()  # kind and outcome
         self.wrong: Counter[str] = Counter()  # by kind
         self.num_errors = self._num_waiting = 0
-        self._purged_ns = 0
+        self._purged_ns: dict[str | None, int] = {}  # by tenant; None: everybody's
         self._draw = random.Random()
         if any(route.semantic for route in config.cache_route):
             self._thread.submit(self._index_all)
@@ -121,7 +121,8 @@ class ResponseCache:
     def keep(self, flight: Flight, found: LookUp, request: ForwardedRequest, tenant: str) -> asyncio.Future[Any] | None:
         """Keep a whole answer, if it may be and the thread keeps up; the future is done when others find it."""
         route = self.route(request.model)
-        if route is None or self._num_waiting >= MAX_WAITING or flight.begun_ns <= self._purged_ns:
+        purged_ns = max(self._purged_ns.get(None, 0), self._purged_ns.get(tenant, 0))
+        if route is None or self._num_waiting >= MAX_WAITING or flight.begun_ns <= purged_ns:
             return None
         self._num_waiting += 1
         work = self._in_thread(partial(self._keep, flight, found, request, tenant, route))
@@ -188,7 +189,7 @@ class ResponseCache:
 
     async def purge(self, which: Purge) -> int:
         """Take answers out, and what is under way now is not kept; returns how many there were."""
-        self._purged_ns = time.monotonic_ns()
+        self._purged_ns[which.tenant] = time.monotonic_ns()
         return await self._in_thread(partial(self._purge, which))
 
     def _purge(self, which: Purge) -> int:

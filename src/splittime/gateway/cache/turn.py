@@ -151,6 +151,8 @@ class CacheTurn:
 
 def _may_be_kept(flight: Flight, relay: Relay | Giving) -> bool:
     """Returns whether an answer is whole, good, of our coding, and ended as the model wanted it to end."""
+    if isinstance(relay, Relay) and relay.resumed_by:  # it says so, and may not be what one upstream would have said
+        return False
     headers, events = dict(flight.headers), relay.events
     if not flight.is_whole or flight.status != 200 or b"content-encoding" in headers or b"content-type" not in headers:
         return False

@@ -39,9 +39,15 @@ class Lesser(NamedTuple):
 
 def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assumed_max_tokens: int) -> Lesser:
     """Returns what these stages, all entered, make of a request."""
-    fields: dict[str, Any] = msgspec.json.decode(request.body)
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(request.body)
+    except (msgspec.DecodeError, RecursionError):  # of a field that nobody had to read before: the upstream's to say
+        return Lesser(request)
     stage, answer = "", None
+    is_bound = request.decision is not None and bool(request.decision.upstreams)
     for one in stages:
+        if is_bound and one.model is not None:  # a rule says who may have it
+            continue
         if _changes(fields, one):
             stage, answer = one.name, one.answer or answer
     if not stage:
@@ -64,6 +70,8 @@ def _changes(fields: dict[str, Any], stage: DegradationConfig) -> bool:
     if told is not None and 0 <= told <= most:
         return False
     fields[name] = most
+    if type(fields.get("min_tokens")) is int:
+        fields["min_tokens"] = min(fields["min_tokens"], most)
     return True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from splittime.core.errors import RequestError
 from splittime.gateway.config import UpstreamConfig
 from splittime.gateway.forwarded import ForwardedRequest
 
@@ -35,7 +36,10 @@ NO_STOP: tuple[Any, ...] = (None, "", [])
 
 def body_of(request: ForwardedRequest) -> dict[str, Any]:
     """Returns the body's fields. It is an object, and no name stands in it twice: `forwarded` has seen to it."""
-    fields: dict[str, Any] = msgspec.json.decode(request.body)
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(request.body)
+    except (msgspec.DecodeError, RecursionError) as error:  # of a field that nobody had to read before
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -55,6 +59,8 @@ def why_not(path: str, body: dict[str, Any], way: str) -> str:
         return "it has no max_tokens, and the server's own is not known"
     if body.get("n", 1) != 1:
         return "it asks for several answers"
+    if type(body.get("min_tokens", 0)) is not int:
+        return "its min_tokens is no whole number"
     if "seed" in body and body.get("temperature") != 0:
         return "a seed's draws go by their place in the answer"
     return _unknown_field(body, way)

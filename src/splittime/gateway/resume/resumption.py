@@ -66,7 +66,11 @@ class Resumption:
 
     def suits(self, upstream: Upstream) -> bool:
         """Whether this upstream can go on with what the first began."""
-        return self.story is None or (upstream.config.resume and way_of(upstream.config) == self.story.way)
+        return (
+            not self.is_continuing
+            or self.story is None
+            or (upstream.config.resume and way_of(upstream.config) == self.story.way)
+        )
 
     def tried(self, router: Router, tried: Collection[str]) -> list[str]:
         """Returns the upstreams that are not to be asked while another may be."""
