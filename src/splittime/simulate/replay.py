@@ -59,7 +59,7 @@ def replay(recorded: Recorded) -> Divergence | None:
     """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
     require_whole(recorded)
     config, records = scheduler_config(recorded.facts), recorded.steps
-    course = Course(traced_requests(recorded.accounts, config.max_model_len), records)
+    course = Course(traced_requests(recorded.accounts, config.max_model_len), records, config.block_size)
     clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in course.requests)))
     steps = RecordedSteps(records)
     answers = RecordedAnswers(steps)
