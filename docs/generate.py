@@ -259,6 +259,8 @@ def command_codes() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
 
 def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     parts = getattr(command, "commands", None)  # of a group
+    if parts is not None and getattr(command, "invoke_without_command", False) and name != "splittime":
+        yield name, command
     for part in (parts or {}).values():
         yield from _commands(f"{name} {part.name}", part)
     if parts is None:

@@ -31,6 +31,7 @@ from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios.streams import Decoded, Streams
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
+from splittime.drive.host_time import freeze_heap
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def measure(model: Path, options: argparse.Namespace, found: Found) -> None:
     ceiling = found["ceilings"] = ceilings()
     step_tokens = max(*options.prompts, 16)
     streams = Streams(str(model), settings(options), max(options.streams), options.context, step_tokens)
+    freeze_heap()  # as a server does
     runner: Any = streams.runner
     if not torch.cuda.is_available():
         runner.capture(options.streams)

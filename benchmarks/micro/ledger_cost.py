@@ -23,6 +23,7 @@ from splittime.core.engine_stats import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.export.prometheus import PrometheusExporter
+from splittime.ledger.lookup import lookup
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -166,6 +167,18 @@ def parts_of(num_tokens: int) -> Body:
     return body
 
 
+def lookup_in(num_tokens: int) -> Body:
+    """What is counted of one answer in eight; a fourth of the text is the answer, and quotes it."""
+    draw = random.Random(0)
+    prompt = tuple(draw.randrange(150_000) for _ in range(num_tokens * 3 // 4))
+
+    def body(calls: int) -> None:
+        for _ in range(calls):
+            lookup(prompt, prompt[: num_tokens // 4])
+
+    return body
+
+
 def make_json(calls: int) -> None:
     account = closed_account()
     for _ in range(calls):
@@ -212,6 +225,8 @@ def run(repeats: int, folder: Path) -> dict[str, dict[str, float]]:
         "prompt_parts, 100 tokens": (parts_of(100), 10_000),
         "prompt_parts, 1,000 tokens": (parts_of(1000), 5_000),
         "prompt_parts, 16,000 tokens": (parts_of(16_000), 500),
+        "lookup, 1,000 tokens": (lookup_in(1000), 500),
+        "lookup, 8,000 tokens": (lookup_in(8000), 100),
         f"account_json ({NUM_TOKENS} tokens)": (make_json, 1_000),
         "metrics page": (render, 20),
     }

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splittime.core.sampling import SamplingParams
     from splittime.llm import LLM, Output
+    from splittime.wire.tracing import trace
 
-__all__ = ["LLM", "Output", "SamplingParams"]
+__all__ = ["LLM", "Output", "SamplingParams", "trace"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "splittime.llm", "Output": "splittime.llm", "SamplingParams": "splittime.core.sampling"}
+_HOMES = {
+    "LLM": "splittime.llm",
+    "Output": "splittime.llm",
+    "SamplingParams": "splittime.core.sampling",
+    "trace": "splittime.wire.tracing",
+}
 
 
 def __getattr__(name: str) -> Any:

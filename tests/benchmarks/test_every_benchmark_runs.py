@@ -43,6 +43,9 @@ ALONE = {
     "by_turns": [".", ".", "--rounds", "1", "--", "-m", "benchmarks.micro.plan_commit", "--small", "--json"],
     "house": ["--walk"],
     "gateway.overhead": ["--small"],
+    "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
+    "gateway.failover": ["--small"],
+    "gateway.overload": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],

@@ -201,6 +201,58 @@ def test_both_are_not_told_at_once():
     assert is_silent(ill)
 
 
+# ---- what was counted
+
+
+def counted(books: Books, guesses: float, right: float, one_in: int = 1) -> Books:
+    """The same requests, of which one in so many had lookups counted: these shares of the answer's tokens."""
+    accounts = [
+        msgspec.structs.replace(
+            account,
+            lookup_guesses=round(guesses * account.output_tokens) if number % one_in == 0 else None,
+            lookup_right=round(right * account.output_tokens) if number % one_in == 0 else None,
+        )
+        for number, account in enumerate(books.accounts)
+    ]
+    return msgspec.structs.replace(books, accounts=tuple(accounts))
+
+
+def test_lookups_that_were_counted_tell_what_hashes_do_not_show():
+    books = books_of(poisson(8, 80, output=60))
+    assert "0% of the answers' tokens" in why(books)
+    finding = found(counted(books, 0.7, 0.6))
+    assert finding.claim.startswith("60% of the answers' tokens would have been guessed right from each request's own")
+    assert finding.share_interval[0] >= 0.1
+    assert "one request of eight" in finding.confidence_from
+
+
+def test_a_sample_of_requests_is_enough_and_a_few_are_not():
+    books = books_of(poisson(8, 80, output=60))
+    num_counted = {fact.what: fact.value for fact in found(counted(books, 0.7, 0.6, one_in=2)).evidence}
+    assert num_counted["requests in which lookups were counted"] == 40
+    assert "by their hashes" in why(counted(books, 0.7, 0.6, one_in=12)), "seven requests tell too little"
+
+
+def test_wrong_guesses_that_were_counted_cost_what_a_row_of_them_costs():
+    books = books_of(poisson(8, 80, output=60), token_ms=0.5)
+    few, many = counted(books, 0.55, 0.5), counted(books, 1.0, 0.5)
+    assert found(few).share_of_time > 0.2
+    assert "counted in 80 requests, which alone would not surely pay" in why(many)
+
+
+def test_what_past_answers_show_by_hashes_counts_beside():
+    finding = found(counted(books_of(again()), 0.0, 0.0))
+    assert "At least" in finding.claim
+
+
+def test_drafts_that_were_counted_are_the_right_ones_and_a_row_for_each_wrong_one():
+    books = counted(books_of(poisson(8, 80, output=60)), 0.5, 0.25)
+    gain = speculation_off.counted_gain(books.accounts, 4)
+    assert gain.drafts == pytest.approx(0.25 + 4 * 0.25)
+    assert gain.num_right == 15 * 80
+    assert speculation_off.counted_gain(books.accounts[:3], 4) is None
+
+
 # ---- what hashes show
 
 

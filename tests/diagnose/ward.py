@@ -110,7 +110,7 @@ class GuessingDrafter:
     def admit(self, admitted: Admitted) -> None:
         self._known[admitted.request_id] = array("I", admitted.token_ids)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, is_preempted: bool = False) -> None:
         self._known.pop(request_id, None)
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:

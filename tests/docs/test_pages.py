@@ -29,6 +29,11 @@ NOT_RUN = {
     "docs/guides/plan.md": [
         "splittime plan light.json,heavy.json --slo ttft_p99=2s --rate 200 --input-tokens 64 --output-tokens 32"
     ],
+    "docs/guides/whole-request.md": [
+        "import openai",
+        "splittime explain cmpl-5f3a --url http://127.0.0.1:8000",
+        "curl -s http://127.0.0.1:8000/ledger/hops -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/why-is-my-vllm-slow.md": [
         "path/to/vllm-env/bin/pip install .    # in this folder",
         "splittime attach vllm --ledger-file slow.sqlite -- serve ./model --served-model-name code --max-num-seqs 2",

@@ -62,6 +62,19 @@ def blocks_of(drafts: TorchRunner) -> int:
     return num_spare_blocks(MOST, 16, drafts.resolved.max_num_seqs)
 
 
+def assert_alike(found: dict[str, list], plain: dict[str, list]) -> None:
+    """Tokens and ranks are the same. Log-probabilities may differ in the last bits where a request was preempted: its
+    text is computed again as one piece, and not row by row."""
+    for name, answer in plain.items():
+        pairs = list(zip(found[name], answer, strict=True))
+        told = [pair for pair in pairs if isinstance(pair[1], tuple)]
+        assert [one for one, _ in pairs if not isinstance(one, tuple)] == [
+            one for _, one in pairs if not isinstance(one, tuple)
+        ]
+        assert [(one[0], one[2]) for one, _ in told] == [(one[0], one[2]) for _, one in told]
+        assert [one[1] for one, _ in told] == pytest.approx([one[1] for _, one in told], abs=0.002)
+
+
 @pytest.mark.parametrize("num_blocks", [None, FEW_BLOCKS])
 def test_a_model_that_drafts_for_itself_is_always_right(
     runner: TorchRunner, plain: dict[str, list], num_blocks: int | None
@@ -70,7 +83,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     drafting = drafting_by(runner)
     for _ in range(2):
         found, scheduler = generate(drafting, num_blocks or runner.resolved.num_blocks)
-        assert found == plain
+        assert_alike(found, plain)
         assert scheduler.counts.accepted_draft_tokens == scheduler.counts.draft_tokens > (20 if num_blocks else 100)
         assert bool(scheduler.counts.num_preemptions) is (num_blocks is not None)
 

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,13 +26,20 @@ class Gateway:
     """url: where it listens. Its accounts are read over HTTP, as anybody would."""
 
     def __init__(self, url: str, process: subprocess.Popen) -> None:
-        self.url, self.process, self.is_stopping = url, process, False
+        self.url, self.process = url, process
+        self.is_stopping = self.is_killed = False
 
     def stop(self) -> None:
         """Tell it to drain, once: a second signal would end it at once."""
         if not self.is_stopping:
             self.is_stopping = True
             self.process.terminate()
+
+    def kill(self) -> None:
+        """As `kill -9`: nothing is told to anybody."""
+        self.is_stopping = self.is_killed = True
+        self.process.kill()
+        self.process.wait()
 
     def ask(self, model: str, headers=None, path="/v1/chat/completions", timeout_s=30.0, **body):
         """Returns status, headers and body of the answer."""
@@ -79,11 +87,24 @@ def gateway_of(folder, text: str, **environment):
             gateway = Gateway(json.loads(told)["gateway"], process)
             yield gateway
             gateway.stop()
-            assert process.wait(timeout=30) == 0, (folder / "words").read_text()
+            assert process.wait(timeout=30) == (-9 if gateway.is_killed else 0), (folder / "words").read_text()
         finally:
             process.kill()
             process.stdout.close()
             process.wait()
+
+
+@contextmanager
+def hostile_process(port: int = 0):
+    """The same misbehaviour in a process of its own, to be stopped and killed; yields the process and its port."""
+    command = [sys.executable, str(Path(__file__).with_name("hostile.py")), str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

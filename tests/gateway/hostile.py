@@ -1,10 +1,12 @@
 """A server whose paths misbehave, each in its own way, on plain sockets: `http://127.0.0.1:PORT/NAME` is NAME's.
 
-It notes what it was asked, and when the connection of a request was gone, by the name of the path.
+It notes what it was asked, and when the connection of a request was gone, by the name of the path. Run as a program
+(`python hostile.py PORT`, 0 for any), it is a process that can be stopped and killed; it prints its port.
 """
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -18,6 +20,10 @@ WHOLE = {
     "usage": {"prompt_tokens": 7, "completion_tokens": 3},
 }
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def text_chunk(name: str, text: str) -> dict:
+    return {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
 
 
 def event(value) -> bytes:
@@ -37,13 +43,14 @@ def whole(status: int, body: dict, *headers: str) -> bytes:
 class Hostile:
     """asked: (headers, body) of each request by name. gone_s: when each connection was found closed by the gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.asked = defaultdict(list)
         self.gone_s = defaultdict(list)
         self.open = defaultdict(int)
         self.most_open = defaultdict(int)
         self.most_sent = 0  # bytes of `torrent`
         self.hold = threading.Event()  # `held` answers when it is set
+        self._port = port
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
         threading.Thread(target=self._run, args=(started,), daemon=True).start()
@@ -51,7 +58,7 @@ class Hostile:
 
     def _run(self, started: threading.Event) -> None:
         async def start() -> None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
             self.port = self._server.sockets[0].getsockname()[1]
             started.set()
 
@@ -89,9 +96,11 @@ class Hostile:
         try:
             async with asyncio.timeout(limit_s):
                 await reader.read(1)
-            self.gone_s[name].append(time.monotonic())
-        except (TimeoutError, ConnectionError):
+        except TimeoutError:
+            return True
+        except ConnectionError:
             pass
+        self.gone_s[name].append(time.monotonic())
         return True
 
     # ---- the ways; True ends the connection
@@ -109,6 +118,9 @@ class Hostile:
         return False
 
     do_second = do_third = do_fine
+
+    async def do_pausing(self, reader, writer, body) -> bool:
+        return await self.do_fine(reader, writer, {**body, "pause_s": 0.2})
 
     async def do_held(self, reader, writer, body) -> bool:
         while not self.hold.is_set():
@@ -208,3 +220,73 @@ class Hostile:
         stages = [{"stage": "decode", "cause": None, "begin_ns": 0, "end_ns": hour_ns}]
         writer.write(whole(200, WHOLE | {"timing": {"start_ns": 5, "sealed_ns": 5 + hour_ns, "stages": stages}}))
         return False
+
+    async def do_gappy(self, reader, writer, body) -> bool:
+        """It tells an account with a hole, stages that run backwards, or numbers that are none; a word for each."""
+        lies = {
+            "gap": [(0, 5), (7, 10)],
+            "backwards": [(0, 5), (5, -3)],
+            "late": [(2, 10)],
+            "huge": [(0, 2**63)],
+            "words": [("a", "b")],
+            "none": [],
+        }
+        told = [{"stage": "decode", "cause": None, "begin_ns": b, "end_ns": e} for b, e in lies[body["lie"]]]
+        writer.write(whole(200, WHOLE | {"timing": {"start_ns": 0, "sealed_ns": 10, "stages": told}}))
+        return False
+
+    async def do_overlong(self, reader, writer, body) -> bool:
+        """More than its content-length says: what would be the next request's answer."""
+        writer.write(whole(200, WHOLE) + whole(200, WHOLE | {"id": "of another"}))
+        return False
+
+    async def do_badchunk(self, reader, writer, body) -> bool:
+        """A chunk whose length is no number."""
+        writer.write(STREAM_HEAD + chunk(event(CHUNK)) + b"zz\r\n" + event(CHUNK))
+        return await self._until_gone("badchunk", reader)
+
+    async def do_unending(self, reader, writer, body) -> bool:
+        """One event that never ends, as fast as it is read."""
+        writer.write(STREAM_HEAD + chunk(b"data: {"))
+        try:
+            while True:
+                writer.write(chunk(b"x" * 2**20))
+                await writer.drain()
+        except ConnectionError:
+            return True
+
+    async def do_headlong(self, reader, writer, body) -> bool:
+        """A head that never ends."""
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        try:
+            while True:
+                writer.write(b"x-filling: " + b"x" * 4096 + b"\r\n")
+                await writer.drain()
+        except ConnectionError:
+            return True
+
+    async def do_telling(self, reader, writer, body) -> bool:
+        """Two tokens of a completion, and half an event."""
+        pieces = [event(text_chunk("telling", text)) for text in ("1 ", "2")]
+        writer.write(STREAM_HEAD + chunk(b"".join(pieces)) + chunk(b'data: {"id": "telling", "choi'))
+        await writer.drain()
+        return True
+
+    async def do_ending(self, reader, writer, body) -> bool:
+        """Goes on with them."""
+        usage = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
+        last = text_chunk("ending", "") | {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+        told = (
+            text_chunk("ending", " 3"),
+            text_chunk("ending", " 4"),
+            last,
+            {"choices": [], "usage": usage},
+            b"[DONE]",
+        )
+        writer.write(STREAM_HEAD + b"".join(chunk(event(one)) for one in told) + b"0\r\n\r\n")
+        return False
+
+
+if __name__ == "__main__":
+    print(Hostile(int(sys.argv[1])).port, flush=True)
+    threading.Event().wait()

@@ -43,6 +43,19 @@ def test_a_success_between_keeps_it_closed():
     assert breaker.allows(0)
 
 
+def test_a_long_answer_that_tries_keeps_nobody_waiting():
+    breaker = opened()
+    assert breaker.allows(12 * S)
+    breaker.begin()
+    assert not breaker.allows(12 * S)
+    breaker.note_begun()
+    assert breaker.allows(12 * S)
+    assert not breaker.is_open
+    breaker.begin()
+    breaker.note_failure(13 * S)  # one is enough
+    assert not breaker.allows(13 * S)
+
+
 def test_one_that_tried_and_said_nothing_lets_another_try():
     breaker = opened()
     breaker.begin()

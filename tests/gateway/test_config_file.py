@@ -38,6 +38,12 @@ def test_the_least_is_taken():
         (UPSTREAM + UPSTREAM, "upstream[1].name", "a", None),
         ('host = "0.0.0.0"\n' + UPSTREAM, "host", "0.0.0.0", None),
         (UPSTREAM + TENANT.replace("true", "false"), "tenant", None, None),
+        (UPSTREAM + '[[cache_route]]\nmodel = "n"\n', "cache_route[0].model", "n", None),
+        (UPSTREAM + '[[cache_route]]\nmodel = "m"\n' * 2, "cache_route[1].model", "m", None),
+        (UPSTREAM + '[[cache_route]]\nmodel = "m"\nthreshold = 0.5\n', "cache_route[0].threshold", 0.5, [0.9, 1]),
+        (UPSTREAM + "[cache]\nmax_bytes = 0\n", "cache.max_bytes", 0, [1, None]),
+        (UPSTREAM + '[cache]\nfile = "f"\nvalkey = "redis://h"\n', "cache.file", "f", None),
+        (UPSTREAM + '[embedder]\nurl = "ftp://h"\nmodel = "e"\n', "embedder.url", "ftp://h", None),
         ("", "upstream", None, None),
         ('ssl_keyfile = "k.pem"\n' + UPSTREAM, "ssl_keyfile", "k.pem", None),
     ],
@@ -70,7 +76,8 @@ def test_nothing_that_is_built_is_called_not_built():
     from splittime.gateway import config
 
     kinds = (config.GatewayConfig, config.UpstreamConfig, config.TenantConfig, config.QueueConfig)
-    kinds += (config.RetryConfig, config.BreakerConfig)
+    kinds += (config.RetryConfig, config.BreakerConfig, config.CacheConfig, config.CacheRoute, config.EmbedderConfig)
+    kinds += (config.DegradationConfig,)
     assert not set(NOT_BUILT) & {name for kind in kinds for name in kind.__struct_fields__}
 
 

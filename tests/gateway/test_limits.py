@@ -147,7 +147,7 @@ def test_retries_are_a_tenth_at_most(hostile, tmp_path):
 def test_a_cap_a_queue_and_quick_refusals(hostile, tmp_path):
     """Three at the upstream, four in the queue, everybody else refused within milliseconds."""
     hostile.hold.clear()
-    text = "[queue]\nmax_requests = 4\n" + upstream("held", hostile.url("held"), max_in_flight=3)
+    text = "[queue]\nmax_requests = 4\nshed_from = 1.0\n" + upstream("held", hostile.url("held"), max_in_flight=3)
     with gateway_of(tmp_path, text) as gateway:
         answers = []
         asking = [threading.Thread(target=lambda: answers.append(gateway.ask("held"))) for _ in range(7)]
@@ -185,6 +185,7 @@ def test_shares_of_tokens_are_the_weights_whatever_is_asked(hostile, tmp_path):
     for name, weight in weights.items():
         text += f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}_KEY"\nweight = {weight}\n'
         text += "operator = true\n" * (name == "ops")
+    text += "[queue]\nshed_from = 1.0\n"  # nobody is refused
     until_s = time.monotonic() + 4
 
     def ask(gateway, tenant):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai import OpenAI
@@ -98,3 +99,13 @@ def test_the_ledger_file_is_read_by_the_tools_there_are(own):
 def test_what_the_server_refuses_is_told_as_it_says_it(own):
     status, _, body = own.ask("splittime-code", no_such_field=1)
     assert (status, json.loads(body)["error"]["code"]) == (400, "unknown_field")
+
+
+def test_a_server_with_a_queue_is_given_fewer_at_once(tmp_path):
+    """Sixteen at once for a server of two slots: their accounts say that they waited there, and the limit falls."""
+    with served("--max-num-seqs", "2") as url:
+        text = upstream("u", url, "splittime-code", kind="splittime", max_in_flight=16, queue_wait_s=0.001)
+        with gateway_of(tmp_path, text) as gateway, ThreadPoolExecutor(16) as threads:
+            asked = [threads.submit(gateway.ask, "splittime-code", max_tokens=8) for _ in range(48)]
+            assert {one.result()[0] for one in asked} == {200}
+            assert gateway.get("/stats")["upstreams"][0]["limit"] <= 8

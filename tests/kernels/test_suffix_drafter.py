@@ -194,3 +194,63 @@ def test_while_there_is_no_time_nothing_is_searched_and_nothing_is_lost() -> Non
     for _ in range(EXPLORE):
         assert drafted(drafter, {"b": (50,)}, look=Look.NOWHERE) is None
     assert drafted(drafter, {"b": (9, 2)})["b"].token_ids == (3,)
+
+
+def told_after(num_right: int) -> list[Draft | None]:
+    """Returns the last drafts of a tenant of whose drafts so many were right, and the first of another."""
+    drafter = SuffixDrafter(4, 10_000)
+    told = []
+    for name, steps in (("ours", 60), ("theirs", 1)):
+        admit(drafter, name, (1, 2, 3, 4, 5, 6), name)
+        for _ in range(steps):
+            last = (drafted(drafter, {name: (9, 1, 2)}) or {}).get(name)
+            drafter.learn(name, 4, num_right)
+        told.append(last)
+        drafter.release(name)
+    return told
+
+
+def test_what_is_learnt_of_one_tenants_drafts_is_not_believed_of_anothers() -> None:
+    (ours_wrong, wrong), (ours_right, right) = told_after(0), told_after(4)
+    assert ours_wrong != ours_right
+    assert wrong == right
+    assert right is not None
+
+
+def test_a_request_that_comes_is_searched_though_others_pause() -> None:
+    drafter = SuffixDrafter(4, 10_000)
+    admit(drafter, "a", (1,))
+    for step in range(1, LONGEST_PAUSE + 2):
+        drafted(drafter, {"a": (10 + step,)}, look=Look.WHERE_DUE)
+    admit(drafter, "b", (1, 2, 3, 4))
+    told = drafted(drafter, {"a": (50,), "b": (1, 2)}, look=Look.WHERE_DUE)
+    assert told is not None
+    assert told["b"].token_ids == (3, 4, 1, 2)
+
+
+def test_an_answer_that_was_preempted_has_not_ended() -> None:
+    drafter = SuffixDrafter(3, 1000)
+    admit(drafter, "a", (99,))
+    drafted(drafter, {"a": (1, 2, 3, 4, 5)})
+    drafter.release("a", is_preempted=True)
+    admit(drafter, "b", (1,))
+    assert drafted(drafter, {"b": (2,)}) == {}
+    drafter.admit(Admitted("a", (99, 1, 2, 3, 4, 5), 5, GREEDY, ()))
+    drafter.release("a")
+    admit(drafter, "c", (1,))
+    assert (drafted(drafter, {"c": (2,)}) or {})["c"].token_ids == (3, 4, 5)
+
+
+def test_a_rare_search_stands_for_those_that_were_left_out() -> None:
+    """A match that was not believed is believed again after as many steps, however seldom it was looked for."""
+    back = {}
+    for look in (Look.EVERYWHERE, Look.WHERE_DUE):
+        drafter = SuffixDrafter(4, 10_000)
+        admit(drafter, "a", (1, 2))
+        for _ in range(4):
+            drafted(drafter, {"a": (1, 2)})
+            drafter.learn("a", 4, 0)
+        told = ((drafted(drafter, {"a": (1, 2)}, 0.2, look) or {}).get("a") for _ in range(60 * LONGEST_PAUSE))
+        back[look] = next(step for step, draft in enumerate(told) if draft and draft.survival)  # not to explore
+    assert back[Look.EVERYWHERE] > 2 * LONGEST_PAUSE
+    assert 0 <= back[Look.WHERE_DUE] - back[Look.EVERYWHERE] <= LONGEST_PAUSE

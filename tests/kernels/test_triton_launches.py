@@ -1,6 +1,8 @@
 """How many kernels a layer's decode step is: what a small model's time on a card is made of. The guide tells them."""
 
+import gc
 from collections import Counter
+from weakref import ref
 
 import pytest
 
@@ -34,6 +36,9 @@ WIDTH, HEADS, KV_HEADS, DIM, INNER, ROWS = 64, 4, 2, 16, 32, 3
 SHAPE = KvShape(4, 16, KV_HEADS, DIM)
 
 
+packed_alone: list[ref[object]] = []  # the experts of the latest mixture, each as it was packed
+
+
 def layer_of(ops: TritonOps, scheme: WeightScheme, num_experts: int = 0):
     def linear(out: int, columns: int):
         return ops.pack_linear([torch.randn(out, columns)], None, scheme)
@@ -53,7 +58,9 @@ def layer_of(ops: TritonOps, scheme: WeightScheme, num_experts: int = 0):
         return ComposedLayer(ops, weights, unfused.reason)
     router = ops.pack_linear([torch.randn(num_experts, WIDTH)], None, WeightScheme("float32"))
     chosen = RouterSpec(num_experts, 2, normalises=True)
-    mixture = MixtureWeights(chosen, router, tuple(mlp() for _ in range(num_experts)))
+    experts = tuple(mlp() for _ in range(num_experts))
+    packed_alone[:] = [ref(one.down) for one in experts]
+    mixture = MixtureWeights(chosen, router, experts)
     whole = LayerSpec(NormSpec(1e-6), spec, MixtureSpec(chosen, MlpSpec(INNER)))
     return ops.fuse(LayerWeights(whole, norm, mixer, norm, mixture))
 
@@ -97,3 +104,11 @@ def test_a_mixture():
     """After the second norm: router, choice, two tables of routes, gate and up, down, sum."""
     found = counted(WeightScheme("float32"), num_experts=4)
     assert found.total() == 13, found
+
+
+def test_experts_that_are_in_one_product_are_nowhere_else():
+    """A mixture's weights would take twice their memory."""
+    layer = layer_of(TritonOps(torch.float32), WeightScheme("int8"), 4)
+    gc.collect()
+    assert layer.experts.num_experts == len(packed_alone) == 4
+    assert [one() for one in packed_alone] == [None] * 4

@@ -28,7 +28,7 @@ class Guesser:
     def admit(self, admitted: Admitted) -> None:
         self._tokens[admitted.request_id] = list(admitted.token_ids)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, is_preempted: bool = False) -> None:
         self._tokens.pop(request_id, None)
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:

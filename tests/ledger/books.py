@@ -79,6 +79,8 @@ def accounts(draw) -> ClosedAccount:
         max_tokens=draw(st.integers(0, 99)),
         priority=draw(st.integers(-2, 2)),
         deadline_ns=draw(st.none() | st.just(account.end_ns)),
+        trace_id=draw(st.sampled_from(["", "ab" * 16])),
+        parent_id=draw(st.sampled_from(["", "cd" * 8])),
     )
 
 

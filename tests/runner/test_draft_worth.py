@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
-from splittime.runner.draft_worth import MARGIN, PRIOR_CHANCE, Confidence, DraftCosts, StepWorth
+from splittime.runner.draft_worth import MARGIN, DraftCosts, StepWorth
 
 MS = 1_000_000
 
@@ -17,28 +17,6 @@ def costs_of(model_ms: float, row_ms: float, draft_ms: float) -> DraftCosts:
             costs.model.learn(num_rows, round((model_ms + row_ms * (num_rows - 1)) * MS))
         costs.draft.learn(1, round(draft_ms * MS))
     return costs
-
-
-def test_what_was_right_is_believed_by_how_sure_the_draft_model_was() -> None:
-    confidence = Confidence()
-    assert confidence.chance(0.99) == confidence.mean == pytest.approx(PRIOR_CHANCE)
-    for _ in range(300):
-        confidence.learn(0.97, True)
-        confidence.learn(0.2, False)
-    assert confidence.chance(0.99) > 0.95
-    assert confidence.chance(0.1) < 0.1
-    assert confidence.mean == pytest.approx(0.5, abs=0.03)
-    assert confidence.chance(0.6) == pytest.approx(PRIOR_CHANCE)
-
-
-def test_what_was_never_right_is_tried_again() -> None:
-    confidence = Confidence()
-    for _ in range(300):
-        confidence.learn(0.9, False)
-    assert confidence.mean < 0.1
-    for _ in range(1200):
-        confidence.fade()
-    assert confidence.mean > 0.6
 
 
 @pytest.mark.parametrize(
@@ -110,12 +88,3 @@ def test_what_a_token_of_a_text_costs_is_learnt_of_long_ones() -> None:
         costs.learn_text(100, 20 * MS)
     costs.learn_text(3, 20 * MS)  # too few to tell
     assert costs.text_ns == pytest.approx(0.2 * MS, rel=0.01)
-
-
-def test_answers_are_expected_to_be_as_long_as_others_were() -> None:
-    costs = DraftCosts()
-    for _ in range(200):
-        costs.learn_answer(40)
-    assert costs.num_left(10, 1000) == pytest.approx(30, rel=0.01)
-    assert costs.num_left(100, 1000) == 100
-    assert costs.num_left(10, 7) == 7

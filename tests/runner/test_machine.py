@@ -127,3 +127,15 @@ def test_a_cache_beyond_the_machine_is_refused():
     config = RunnerConfig(model_path="", kv_cache_memory_bytes=1 << 60)
     with pytest.raises(ConfigError, match="more than the machine's memory"):
         machine.choose_num_blocks(config, 64, 200)
+
+
+def test_a_small_model_has_not_all_of_a_cards_memory_in_blocks():
+    """Each block is some memory of the host too, and some of the start's time."""
+    config = RunnerConfig(model_path="", block_size=16, max_num_seqs=4)
+    room = 80 << 30, "80.0 GiB of the card"
+    assert machine.choose_num_blocks(config, 1024, 1 << 20, room) == (80 << 10, "80.0 GiB of the card")
+    num_blocks, reason = machine.choose_num_blocks(config, 1024, 1 << 10, room)
+    assert num_blocks == machine.MOST_BLOCKS
+    assert "so small a model" in reason
+    long = RunnerConfig(model_path="", block_size=16, max_num_seqs=4)
+    assert machine.choose_num_blocks(long, machine.MOST_BLOCKS * 16, 1, room)[0] == 4 * machine.MOST_BLOCKS

@@ -152,11 +152,16 @@ def test_the_latest_is_preempted_and_recomputes_what_it_lost() -> None:
         preempted_at = now_ns if scheduler.victims else 0
     assert scheduler.victims == ["b"]
     assert "b" not in shape(plan)
+    assert plan.released == plan.preempted == ("b",)
     state = scheduler._states["b"]
     assert state.account.stage is Stage.PREEMPTED
+    released: list[tuple[str, ...]] = []
     while "b" in scheduler._states:
         now_ns += 10
-        step(scheduler, now_ns)
+        plan, _ = step(scheduler, now_ns)
+        assert plan.preempted == ()
+        released.append(plan.released)
+    assert ("a",) in released
     stages = [interval.stage for interval in state.account.intervals()]
     assert stages[-5:] == [Stage.DECODE, Stage.PREEMPTED, Stage.RECOMPUTE, Stage.DECODE, Stage.DELIVER]
     state.account.verify()

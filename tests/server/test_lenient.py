@@ -104,12 +104,11 @@ OTHER_VALUES = {
     **dict.fromkeys(("best_of", "mirostat"), 2),
     **dict.fromkeys(("repeat_penalty", "typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "n_predict"), 7),
-    **dict.fromkeys(("guided_regex", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern"), "a"),
-    **{key: {"a": "b"} for key in ("guided_json", "structured_outputs", "kv_transfer_params", "vllm_xargs")},
-    **{key: ["a"] for key in ("guided_choice", "logits_processors", "bad_words")},
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), "a"),
+    **{key: {"a": "b"} for key in ("kv_transfer_params", "vllm_xargs")},
+    **{key: ["a"] for key in ("logits_processors", "bad_words")},
     "allowed_token_ids": [1],
     "request_id": "mine",
-    "response_format": {"type": "json_object"},
 }
 del OTHER_VALUES["spaces_between_special_tokens"]  # between what is left out
 OTHER_VALUES_OF_CHATS = {

@@ -55,7 +55,7 @@ BAD_CHATS = [
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ({"messages": USER, "functions": []}, "functions"),
-    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type"),
     ({"messages": USER, "audio": {}}, "audio"),
     ({"messages": USER, "modalities": ["audio"]}, "modalities[0]"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
@@ -155,7 +155,7 @@ def test_a_refusal_names_the_way_out_in_a_line(live) -> None:
         return live.post(path, body)[2]["error"]
 
     assert "did you mean max_tokens?" in refused("/v1/completions", {"prompt": "x", "max_token": 4})["hint"]
-    assert len(refused("/v1/completions", {"prompt": "x", "guided_json": {}})["hint"]) < 80
+    assert len(refused("/v1/completions", {"prompt": "x", "guided_whitespace_pattern": "a"})["hint"]) < 80
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     answer = refused("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]})
     assert (answer["code"], answer["param"]) == ("unsupported_field", "messages[0].content[0].type")

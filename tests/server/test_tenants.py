@@ -13,7 +13,7 @@ from splittime.kv.cache import KVCache, Lease
 from splittime.ledger.account import LIMITS_OF_A_KEY
 from splittime.server.app import PATHS
 from splittime.server.config import ServerConfig
-from splittime.web.tenants import ANYBODY, MINUTE_NS, TENANT_PATHS, ApiKeys, Bucket, Quota, Tenant
+from splittime.web.tenants import ANYBODY, MINUTE_NS, TENANT_FOLDERS, TENANT_PATHS, ApiKeys, Bucket, Quota, Tenant
 
 from .conftest import LiveServer, say
 from .test_endings import connect, raw_request, wait_until
@@ -85,7 +85,7 @@ def test_a_tenant_may_ask_for_what_is_listed_and_nothing_else(live) -> None:
     for method, path, _ in PATHS:
         at = re.sub(r"{[^}]*}", "app.js", path)
         answers = {key: live.request(method, at, headers=who) for key, who in (("o", OPERATOR), ("t", SEARCH))}
-        is_listed = at in TENANT_PATHS or at.startswith(("/v1/models/", "/ledger/requests/"))
+        is_listed = at in TENANT_PATHS or at.startswith(TENANT_FOLDERS)
         is_page = at.startswith("/dashboard/static/") or at in ("/health", "/ready", "/ping", "/docs", "/favicon.ico")
         if is_listed or is_page:
             assert answers["t"][0] == answers["o"][0], path

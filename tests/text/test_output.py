@@ -97,6 +97,17 @@ def test_continuing_a_prompt_gives_the_end_of_the_whole_text(make) -> None:
         assert before + "".join(output.push(i) for i in ids[cut:]) + output.flush() == whole
 
 
+@pytest.mark.parametrize("make", [gpt2, stories])
+def test_whoever_goes_on_from_the_tokens_goes_on_with_the_text(make) -> None:
+    """One begins, another goes on from its token ids, wherever that is: within a character too."""
+    tokenizer = make()
+    ids = tokenizer.encode("naïve 🦙 text, 木木木 and more 🚀🚀")
+    for cut in range(1, len(ids)):
+        first, second = OutputText(tokenizer, ids[:1]), OutputText(tokenizer, ids[:cut])
+        begun = "".join(first.push(i) for i in ids[1:cut])
+        assert tokenizer.decode(ids).endswith(begun + "".join(second.push(i) for i in ids[cut:]) + second.flush())
+
+
 def test_a_window_decodes_like_bytes_do() -> None:
     tokenizer = gpt2()
     ids = tokenizer.encode("naïve 🦙 text, 木木木 and more 🚀🚀")

@@ -15,6 +15,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.lookup import sampled_lookup
 from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes, salt_hash
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
@@ -217,6 +218,7 @@ class Choice:
         """Close the book. Only once. about: fields of the account that its owner knows (`group_id`, `model`, ...)."""
         self.is_closed = True
         self.account.close(now_ns)
+        looked_up = sampled_lookup(self.request.request_id, self.request.prompt_token_ids, self.token_ids)
         return ClosedAccount(
             request_id=self.request.request_id,
             start_ns=self.account.start_ns,
@@ -243,5 +245,7 @@ class Choice:
             max_tokens=self.request.sampling.max_tokens or 0,
             priority=self.request.priority,
             deadline_ns=self.request.deadline_ns,
+            lookup_guesses=looked_up.guesses,
+            lookup_right=looked_up.right,
             **about,
         )

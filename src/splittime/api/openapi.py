@@ -8,6 +8,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
+from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -42,6 +43,19 @@ EXAMPLES: dict[str, Any] = {
     "ChatBody": {"messages": _HELLO, "max_tokens": 40},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
+    "HopsBody": {
+        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
+        "clock": "laptop-1",
+        "hops": [
+            {
+                "span_id": "00f067aa0ba902b7",
+                "name": "search",
+                "kind": "retrieval",
+                "begin_ns": 0,
+                "duration_ns": 12_000_000,
+            }
+        ],
+    },
 }
 
 
@@ -71,7 +85,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Models, Tokens, Text)
+    kinds = (Completion, ChatCompletion, Models, Tokens, Text, HopsBody)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
@@ -107,6 +121,8 @@ def _paths(knobs: Schema) -> Schema:
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
         "/ledger/facts": {"get": _get("What the server knows of itself: settings, costs, ceilings", errors=(503,))},
         "/ledger/trace.json": {"get": _get("A trace for Perfetto", [limit], errors=(400,))},
+        "/ledger/hops": {"post": _post_hops()},
+        "/ledger/hops/{trace_id}": {"get": _get("The hops of a trace", [_in_path("trace_id")], errors=(404,))},
         "/ledger/what-if": {"post": _what_if(knobs)},
         "/openapi.json": {"get": _get("This description")},
         "/docs": {"get": _get("A page that shows it", content=html)},
@@ -130,6 +146,15 @@ def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema
         "summary": summary,
         "requestBody": {"required": True, "content": content},
         "responses": _responses(errors, _json(_ref(answer))),
+    }
+
+
+def _post_hops() -> Schema:
+    content = {"application/json": {"schema": _ref("HopsBody"), "example": EXAMPLES["HopsBody"]}}
+    return {
+        "summary": "Keep what a client did beside its requests",
+        "requestBody": {"required": True, "content": content},
+        "responses": _responses((400, 408, 409, 413, 415), _json(OBJECT)),
     }
 
 

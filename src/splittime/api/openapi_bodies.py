@@ -4,8 +4,9 @@ msgspec derives a schema from each class. What its types cannot say is added her
 vocabulary, `n`), the limits of `SamplingParams`, and the rules between fields (`stream_options` needs `stream`). A test
 draws bodies from this description and holds the server to it: what is described is accepted, what is not is refused.
 Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
-bounded, and `max_completion_tokens` may repeat `max_tokens`. So is, of a chat, that `continue_final_message` and
-`add_generation_prompt` are not both true: with one rule more, schemathesis draws no chats at all.
+bounded, and `max_completion_tokens` may repeat `max_tokens`. Two are told in words because with them schemathesis draws
+no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both true, and an answer is held
+to one form at most, and not with `ignore_eos`.
 """
 
 from typing import Any

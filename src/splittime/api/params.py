@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from splittime.api.forms import grammar_of
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.schema import (
     MAX_STOP_CHARS,
@@ -202,6 +203,7 @@ def _sampling(
         max_tokens=max_tokens,
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         logit_bias=_logit_bias(body.logit_bias or {}),
+        grammar=grammar_of(body),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
         stop=stop,

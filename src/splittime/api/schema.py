@@ -32,6 +32,21 @@ def no_effect(description: str) -> Meta:
     return Meta(description=f"No effect: {description}", extra_json_schema={"x-effect": "none"})
 
 
+Choices = Annotated[list[str], Meta(min_length=1)]
+A_FORM = "The answer is held to it. One form at most, and not with ignore_eos."
+
+
+class StructuredOutputs(Strict, kw_only=True):
+    """vLLM's way to ask for a form: one of these."""
+
+    json: Annotated[dict[str, Any] | str | None, Meta(description="A JSON schema.")] = None
+    regex: Annotated[str | None, Meta(description="A regular expression, of the whole answer.")] = None
+    choice: Annotated[Choices | None, Meta(description="The answer is one of these.")] = None
+    choices: Annotated[Choices | None, Meta(description="Another name of choice.")] = None
+    grammar: Annotated[str | None, Meta(description="In Lark's form.")] = None
+    json_object: Annotated[bool | None, Meta(description="Any JSON object.")] = None
+
+
 class ForeignFields(Strict, kw_only=True):
     """Fields of vLLM and then of llama.cpp that both endpoints take. `ChatBody` has those of chats alone."""
 
@@ -48,11 +63,11 @@ class ForeignFields(Strict, kw_only=True):
     truncate_prompt_tokens: None = None
     allowed_token_ids: None = None
     logits_processors: None = None
-    structured_outputs: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_choice: None = None
-    guided_grammar: None = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description=A_FORM)] = None
+    guided_json: Annotated[dict[str, Any] | str | None, Meta(description=A_FORM)] = None
+    guided_regex: Annotated[str | None, Meta(description=A_FORM)] = None
+    guided_choice: Annotated[Choices | None, Meta(description=A_FORM)] = None
+    guided_grammar: Annotated[str | None, Meta(description=A_FORM)] = None
     guided_decoding_backend: None = None
     guided_whitespace_pattern: None = None
     kv_transfer_params: None = None
@@ -101,8 +116,28 @@ class StreamOptions(Strict, kw_only=True):
     include_timing: Annotated[bool, Meta(description="The last chunk carries the request's account.")] = False
 
 
-class TextFormat(Strict, kw_only=True):
-    type: Literal["text"]
+class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
+    """No form."""
+
+
+class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(Strict, kw_only=True):
+    name: Annotated[str, Meta(description="A label of the client's.")]
+    schema: Annotated[dict[str, Any] | None, Meta(description="A JSON schema; null: any JSON value.")] = None
+    description: Annotated[str | None, Meta(description="For the client; the model is told by the prompt.")] = None
+    strict: Annotated[bool | None, Meta(description="The answer is held to the schema whatever this says.")] = None
+
+
+class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"):
+    """A JSON value that a schema allows."""
+
+    json_schema: NamedSchema
+
+
+AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationBody(ForeignFields, kw_only=True):
@@ -131,7 +166,7 @@ class GenerationBody(ForeignFields, kw_only=True):
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
-    response_format: TextFormat | None = None
+    response_format: Annotated[AnswerFormat | None, Meta(description=A_FORM)] = None
     store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
     user: Annotated[str | None, no_effect("a label of the client's.")] = None
     safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
@@ -228,15 +263,10 @@ class DetokenizeBody(Strict, kw_only=True):
 UNSUPPORTED = {
     **dict.fromkeys(
         (
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "guided_decoding_backend",
             "guided_whitespace_pattern",
         ),
-        "answers cannot be held to a form; ask for it in the prompt",
+        "there is one way to hold answers to a form; white space between JSON's parts is bounded",
     ),
     **dict.fromkeys(
         ("tool_calls", "tool_call_id", "function_call", "functions", "tools", "tool_choice"),
@@ -276,7 +306,6 @@ UNSUPPORTED = {
     "refusal": "refusals are not supported",
     "annotations": "annotations are not supported",
     "audio": "audio is not supported",
-    "response_format": "only {'type': 'text'} is supported",
     "modalities": "only text is supported",
     "type": "only text parts are supported",
     "prediction": "predicted outputs are not supported",

@@ -7,11 +7,13 @@ input (`WorkerSettings`).
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from splittime import __version__
+from splittime.assemble.model_source import load_tokenizer
 from splittime.core.facts import Machine
 from splittime.drive.crank import EngineParts
 from splittime.drive.worker import Tell, Timeline, work
@@ -22,6 +24,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from splittime.runner.grammars import Grammars
     from splittime.runner.torch_runner import TorchRunner
 
 
@@ -68,6 +71,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     )
     begin_ns = time.monotonic_ns()
     runner.warm_up()
+    grammars = None if config.runner.tensor_parallel_size > 1 else _grammars(config, runner)
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     ahead = compose.overlap_of(runner) if config.runner.async_scheduling else None
@@ -79,8 +83,18 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         sleeper=compose.sleeper_of(runner, answering),
         measuring=gauge.measure() if gauge.is_due() else None,
         watch=runner.watch,
+        grammars=grammars,
         resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},
     )
+
+
+def _grammars(config: WorkerSettings, runner: "TorchRunner") -> "Grammars":
+    """What answers can be held to. Nothing is read before the first request for it."""
+    from splittime.runner.grammars import Grammars
+
+    path = Path(config.runner.model_path)
+    runner.slots.grammars = Grammars(lambda: load_tokenizer(path).to_json(), runner.resolved.vocab_size)
+    return runner.slots.grammars
 
 
 def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:

@@ -21,6 +21,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason
 from splittime.ledger.account import Account, ClosedAccount, Mark
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.lookup import sampled_lookup
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
@@ -187,6 +188,7 @@ def joined(api_book: ApiBook, book: EndedBook) -> ClosedAccount:
     account.close(end_ns)
     num_tokens = api_book.num_tokens if api_book.finish_reason is not None else len(book.token_steps)
     hashes = prompt_hashes(api_book.prompt_ids)
+    looked_up = sampled_lookup(api_book.request_id, api_book.prompt_ids, book.answer_ids)
     return ClosedAccount(
         **_about(api_book, account),
         finish_reason=_finish_reason(api_book.finish_reason or book.finish_reason),
@@ -207,6 +209,8 @@ def joined(api_book: ApiBook, book: EndedBook) -> ClosedAccount:
         computes_prompt=book.computes_prompt,
         max_tokens=book.max_tokens,
         priority=book.priority,
+        lookup_guesses=looked_up.guesses,
+        lookup_right=looked_up.right,
     )
 
 

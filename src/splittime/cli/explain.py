@@ -16,7 +16,9 @@ from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
 
 if TYPE_CHECKING:
+    from splittime.diagnose.critical_path import CriticalPath
     from splittime.diagnose.found_accounts import FoundAccounts
+    from splittime.ledger.account import ClosedAccount
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_STEPS = 10_000
@@ -83,12 +85,14 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
         "accounts": [account_json(account) for account in found.accounts],
         "against_median": msgspec.to_builtins(compared),
         "device": msgspec.to_builtins(devices),
+        "traces": msgspec.to_builtins([_path(account, found) for account in found.accounts]),
     }
 
 
 def _print(found: "FoundAccounts") -> None:
     from splittime.diagnose.against_median import compare, comparison_text
     from splittime.diagnose.explain import explain as explain_account
+    from splittime.diagnose.explain_trace import explain_trace
 
     console = Console(highlight=False, soft_wrap=True)
     if found.simulated:
@@ -96,6 +100,16 @@ def _print(found: "FoundAccounts") -> None:
     for account in found.accounts:
         console.print(without_controls(explain_account(account, found.steps)))
         console.print(without_controls(comparison_text(compare(account, found.others, found.steps))))
+        if (path := _path(account, found)) is not None:
+            console.print(without_controls(explain_trace(path)))
+
+
+def _path(account: "ClosedAccount", found: "FoundAccounts") -> "CriticalPath | None":
+    """Returns the critical path of the trace that an account is of; None where no hops were posted."""
+    from splittime.diagnose.critical_path import critical_path
+
+    is_in_one = any(hop.trace_id == account.trace_id and hop.tenant == account.tenant for hop in found.hops)
+    return critical_path(account, found.hops, found.others) if is_in_one else None
 
 
 def without_controls(text: Text) -> Text:

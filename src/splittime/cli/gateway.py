@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
+from splittime.cli import gateway_inventory, gateway_rehearse
 from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from splittime.gateway.config import GatewayConfig
@@ -19,6 +21,8 @@ EXAMPLES = """\b
 Examples:
   splittime gateway --config gateway.toml
   splittime gateway --config gateway.toml --check    say what is wrong with it
+  splittime gateway inventory --config gateway.toml  list each hop
+  splittime gateway rehearse new.toml --config gateway.toml --ledger FILE
 
 \b
 The smallest gateway.toml:
@@ -38,15 +42,33 @@ Exit codes:
 """
 
 
+app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[inventory|rehearse]")
+app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
+    gateway_inventory.inventory
+)
+app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
+    gateway_rehearse.rehearse
+)
+
+
+@app.callback()
 @fails_clearly
 def gateway(
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The gateway's config, in TOML.")],
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The gateway's config, in TOML. It must be given.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Read the config and the keys; start nothing.")] = False,
     json: JsonFlag = False,
 ) -> None:
     """Stand in front of OpenAI-compatible servers: routing, limits, retries, and one exact account a request."""
     from splittime.gateway.config_file import read_config, secrets_of
 
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        hint = "docs/guides/gateway.md has one to begin with"
+        raise ConfigError("--config FILE is missing", param="config", hint=hint)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     told = read_config(config)
     secrets = secrets_of(told)

@@ -36,7 +36,6 @@ app = typer.Typer(
 for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
     (serve.serve, serve.EXAMPLES, "Serve a model over an OpenAI-compatible HTTP API."),
     (run.run, run.EXAMPLES, "Answer a prompt or chat at the terminal, and say where time went."),
-    (gateway.gateway, gateway.EXAMPLES, "Stand in front of OpenAI-compatible servers, with accounts."),
     (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
     (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
     (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
@@ -50,6 +49,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
 ):
     app.command(name=_command.__name__, cls=GroupedCommand, epilog=_examples, short_help=_summary)(_command)
 app.command(name="generate", cls=GroupedCommand, epilog=run.EXAMPLES, short_help="Another name of run.")(run.run)
+app.add_typer(gateway.app, name="gateway", short_help="Stand in front of OpenAI-compatible servers, with accounts.")
 app.add_typer(bench.app, name="bench", short_help="Load any OpenAI-compatible server, and measure it.")
 app.add_typer(config_app, name="config", short_help="Show the settings and where they come from.")
 

@@ -8,6 +8,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 2**18
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -16,7 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one; with a seed the tokens do not
     depend on what else is in the batch. `logprobs` is the number of alternatives beside the chosen token (0: only the
     chosen one; None: none at all). `min_tokens` holds back end-of-sequence, stop ids and stop strings until so many are
-    out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does.
+    out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does. `grammar` is
+    what the answer is held to, in the form of `text.grammars`; "" is none.
     """
 
     max_tokens: int | None = None
@@ -35,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
 
     @property
     def is_greedy(self) -> bool:
@@ -59,6 +62,12 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         _check_count("stop", len(self.stop), MAX_STOP_STRINGS)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        if len(self.grammar) > MAX_GRAMMAR_CHARS:
+            words = f"grammar has {len(self.grammar)} characters, more than {MAX_GRAMMAR_CHARS}"
+            raise RequestError(words, param="grammar", value=len(self.grammar), limit=MAX_GRAMMAR_CHARS)
+        if self.grammar and self.ignore_eos:
+            words = "ignore_eos leaves an answer that is held to a form no end"
+            raise RequestError(words, param="ignore_eos", value=True, hint="leave ignore_eos out")
         if "" in self.stop:
             raise RequestError("stop contains an empty string", param="stop", value="")
         for token_id, bias in self.logit_bias.items():

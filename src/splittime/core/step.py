@@ -72,6 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     slot is the target of two offloads. Between the kinds the order counts: a block may be offloaded and then restored
     into, and a slot may be copied to and then from.
 
+    preempted: those of the released that have not ended: they come again.
     least_survival: a draft for the next step that is less likely than this to be right would not pay, by what steps
     like this one cost.
     """
@@ -83,6 +84,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     offloads: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
     least_survival: float = 0.0
+    preempted: tuple[str, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):

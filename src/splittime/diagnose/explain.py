@@ -21,6 +21,7 @@ from rich.text import Text
 
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.attempts import RouteDecision
 from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -36,6 +37,7 @@ STYLES: dict[Stage, str] = {
     Stage.TOKENIZE: "cyan",
     Stage.ADMIT: "cyan",
     Stage.ROUTE: "cyan",
+    Stage.CACHE: "green",
     Stage.UPSTREAM: "green",
     Stage.NETWORK: "magenta",
     Stage.HANDOFF: "cyan",
@@ -56,6 +58,7 @@ LETTERS: dict[Stage, str] = {
     Stage.TOKENIZE: "t",
     Stage.ADMIT: "a",
     Stage.ROUTE: "o",
+    Stage.CACHE: "C",
     Stage.UPSTREAM: "U",
     Stage.NETWORK: "N",
     Stage.HANDOFF: "h",
@@ -102,12 +105,18 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
 
 def _attempts(account: ClosedAccount) -> str:
     """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
-    lines = []
+    lines = [] if account.routing is None else [_rule_words(account.routing)]
+    if account.degraded:
+        lines.append(f"a lesser answer, of the stage {account.degraded} of the gateway's ladder")
     for attempt in account.attempts:
         others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
         ending = attempt.error or f"answered {attempt.status}"
         lasted = _ms(attempt.end_ns - attempt.begin_ns)
         lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
+        if attempt.resumed_by:
+            lines.append(
+                f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
+            )
         totals_ns: dict[Stage, int] = {}
         for stage in attempt.nested:
             totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns
@@ -117,6 +126,13 @@ def _attempts(account: ClosedAccount) -> str:
         if attempt.nested_fault:
             lines.append(f"  its own account is not nested: {attempt.nested_fault}")
     return "".join(f"{_wrapped(line)}" for line in lines)
+
+
+def _rule_words(decision: RouteDecision) -> str:
+    """What a gateway's rules said, and under which config."""
+    rule = f"by the rule {decision.rule}" if decision.rule else "by no rule"
+    model = decision.model if decision.model == decision.asked_model else f"{decision.asked_model} as {decision.model}"
+    return f"routed {rule}: {model} (policy {decision.policy})"
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -1,7 +1,8 @@
 """The accounts to explain, with the others they are held against, from a ledger file or a running server's answers."""
 
+import contextlib
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import msgspec
 from splittime.core.errors import EngineError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json
+from splittime.ledger.hops import Hop
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import LedgerFile, open_readonly
 
@@ -24,12 +26,14 @@ class AccountQuestion(NamedTuple):
 
 
 class FoundAccounts(msgspec.Struct, frozen=True):
-    """What to explain, what to hold it against, and the steps in its time. simulated: as in `ServerFacts`."""
+    """What to explain, what to hold it against, and the steps in its time. simulated: as in `ServerFacts`. hops: of the
+    traces that the accounts are of."""
 
     accounts: list[ClosedAccount]
     others: list[ClosedAccount]
     steps: list[StepRecord]
     simulated: str = ""
+    hops: list[Hop] = []
 
 
 def accounts_from_file(path: Path, question: AccountQuestion) -> FoundAccounts:
@@ -53,10 +57,25 @@ def accounts_from_server(
         others = [account_from_json(entry) for entry in listed["accounts"]]
         records = msgspec.convert(steps["steps"], list[StepRecord])
         if asked is None:
-            return FoundAccounts(_slowest(others, question, base), others, records)
-        return FoundAccounts([account_from_json(entry) for entry in asked.get("choices", [asked])], others, records)
+            found = _slowest(others, question, base)
+        else:
+            found = [account_from_json(entry) for entry in asked.get("choices", [asked])]
+        return FoundAccounts(found, others, records, hops=_hops_from_server(base, found, get))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise EngineError(f"what {base} answered is no account: {error}", hint="Is it a splittime server?") from None
+
+
+def _hops_from_server(base: str, accounts: list[ClosedAccount], get: Callable[[str], Any]) -> list[Hop]:
+    """Returns the hops of the accounts' traces; none were posted of most."""
+    hops: list[Hop] = []
+    for trace_id in _traces(accounts):
+        with contextlib.suppress(NotFound):
+            hops += msgspec.convert(get(f"{base}/ledger/hops/{trace_id}")["hops"], list[Hop])
+    return hops
+
+
+def _traces(accounts: Iterable[ClosedAccount]) -> list[str]:
+    return list(dict.fromkeys(account.trace_id for account in accounts if account.trace_id))
 
 
 def _read(file: LedgerFile, path: Path, question: AccountQuestion) -> FoundAccounts:
@@ -69,7 +88,8 @@ def _read(file: LedgerFile, path: Path, question: AccountQuestion) -> FoundAccou
     end_ns = max(account.end_ns for account in accounts)
     facts = file.facts()
     simulated = "" if facts is None else facts.simulated
-    return FoundAccounts(accounts, others, file.steps_between(begin_ns, end_ns), simulated)
+    hops = [hop for trace_id in _traces(accounts) for hop in file.hops(trace_id)]
+    return FoundAccounts(accounts, others, file.steps_between(begin_ns, end_ns), simulated, hops)
 
 
 def _slowest(others: list[ClosedAccount], question: AccountQuestion, where: str) -> list[ClosedAccount]:

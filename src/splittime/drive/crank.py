@@ -18,11 +18,12 @@ import msgspec
 
 from splittime.core.clock import Clock
 from splittime.core.engine_stats import EngineStats
-from splittime.core.errors import SplittimeError
+from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
 from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
 from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
 from splittime.drive.messages import StepOutput
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
@@ -72,7 +73,8 @@ class EngineParts:
 
     runner: an `AsyncRunner` if the engine plans ahead. sleeper: None: this engine cannot sleep. measuring: pieces of
     measuring the machine's ceilings that are still to be done. watch: tells that the runner has failed for good.
-    resolved: what the machine decided.
+    grammars: compiles what answers are held to; None: this engine holds them to nothing. resolved: what the machine
+    decided.
     """
 
     engine: Engine
@@ -81,6 +83,7 @@ class EngineParts:
     sleeper: Sleeper | None = None
     measuring: Pieces | None = None
     watch: Watch | None = None
+    grammars: GrammarCompiler | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,6 +100,7 @@ class Crank:
     ) -> None:
         self.engine = parts.engine
         self.facts = parts.facts
+        self._grammars = parts.grammars
         self.residency = Residency(parts.sleeper, clock)
         self.measuring = Measuring(parts.measuring, clock)
         ahead = parts.engine.plans_ahead
@@ -113,12 +117,26 @@ class Crank:
     def submit(self, request: Request, received_ns: int, held_for: Cause | None = None) -> None:
         """Take a request in; one that cannot be served, ever or while the engine sleeps, ends at once with `error`.
         held_for: it waits for this beside the queue, until `release`."""
-        error = self.residency.refusal()
+        error = self.residency.refusal() or self._grammar_fault(request, held_for)
         if error is not None:
             self.engine.refuse(request, received_ns, error)
             return
         self._skip_idle_time()
         self.engine.submit(request, received_ns, self._clock.now_ns(), self.measuring.ended_ns, held_for)
+
+    def _grammar_fault(self, request: Request, held_for: Cause | None) -> SplittimeError | None:
+        """Returns why the answer cannot be held to its form; None where it can be, or will be known before `release`.
+        Compiles what is not known: who must not wait for that submits it held."""
+        grammar = request.sampling.grammar
+        if not grammar or held_for is Cause.GRAMMAR:
+            return None
+        if self._grammars is None:
+            return RequestError("this engine cannot hold answers to a form", code="grammar", param="grammar")
+        try:
+            self._grammars.compile(grammar)
+        except SplittimeError as error:
+            return error
+        return None
 
     def hold(self, request_id: str, cause: Cause) -> bool:
         """Set a waiting request aside until `release`, as `Scheduler.hold` does. Returns whether it waits."""
@@ -128,6 +146,10 @@ class Crank:
         """What it was held for is there: it queues, with its rank. Returns whether it was held."""
         self._skip_idle_time()
         return self.engine.release(request_id, received_ns, self._clock.now_ns())
+
+    def fail(self, request_id: str, error: ErrorInfo) -> None:
+        """End a request with this error, if it is still here."""
+        self.engine.fail(request_id, error, self._clock.now_ns())
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""

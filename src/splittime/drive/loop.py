@@ -21,6 +21,7 @@ from splittime.drive.messages import (
     Abort,
     Configure,
     ConfigureDone,
+    Fail,
     Measured,
     Release,
     Sleep,
@@ -119,6 +120,8 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
             crank.submit(request, received_ns, held_for)
         case Release(request_id):
             crank.release(request_id, received_ns)
+        case Fail(request_id, error):
+            crank.fail(request_id, error)
         case Abort(request_id):
             crank.abort(request_id)
         case Configure(call_id, knobs):

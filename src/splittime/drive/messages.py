@@ -1,8 +1,8 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Release`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client: `Loading` now
-and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the
-machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Release`, `Fail`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client:
+`Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured`
+when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -113,6 +113,13 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     request_id: str
 
 
+class Fail(msgspec.Struct, frozen=True, tag="fail"):
+    """What the request was held for cannot be: end it with this error."""
+
+    request_id: str
+    error: ErrorInfo
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
@@ -135,5 +142,5 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     call_id: int
 
 
-ToEngine = Submit | Release | Abort | Configure | Sleep | Wake | Ping
+ToEngine = Submit | Release | Fail | Abort | Configure | Sleep | Wake | Ping
 FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong

@@ -21,6 +21,7 @@ import zmq
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.drive.crank import Crank, EngineParts
+from splittime.drive.grammar_gate import GrammarCompiler, GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
@@ -66,7 +67,7 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         freeze_heap()
         clock = SystemClock()
         crank = Crank(parts, clock, GcPauses(clock), processor_time())
-        inbox = _receive(inbound, outbound)
+        inbox = _receive(inbound, outbound, parts.grammars)
         if parts.watch is not None:
             parts.watch(inbox.fail)
         send(Ready(parts.resolved, tuple(timeline), crank.stats(), parts.facts))
@@ -106,9 +107,10 @@ def _leave_with_parent(inbound: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _receive(inbound: str, outbound: str) -> Inbox:
+def _receive(inbound: str, outbound: str, grammars: GrammarCompiler | None) -> Inbox:
     """Start the receiving thread; it alone uses its sockets."""
     inbox = Inbox()
+    gate = GrammarGate(grammars, lambda message: inbox.put(message, time.monotonic_ns()))
     decoder = msgspec.msgpack.Decoder(ToEngine)
     pong = msgspec.msgpack.encode(Pong())
 
@@ -127,7 +129,7 @@ def _receive(inbound: str, outbound: str) -> Inbox:
             if isinstance(message, Ping):
                 push.send(pong)
             else:
-                inbox.put(message, time.monotonic_ns())
+                gate.let_in(message)
 
     threading.Thread(target=receive, name="receive", daemon=True).start()
     return inbox

@@ -84,6 +84,12 @@ class Engine:
         if output is not None:
             self._outputs.append(output)
 
+    def fail(self, request_id: str, error: ErrorInfo, now_ns: int) -> None:
+        """End a request with this error, if it is still here."""
+        output = self.scheduler.abort(request_id, now_ns)
+        if output is not None:
+            self._outputs.append(msgspec.structs.replace(output, finish_reason=FinishReason.ERROR, error=error))
+
     def fail_all(self, error: ErrorInfo, now_ns: int) -> int:
         """End every request with this error; returns how many there were."""
         ended = [self.scheduler.abort(request_id, now_ns) for request_id in self.scheduler.request_ids]

@@ -11,7 +11,7 @@ import msgspec
 
 from splittime.ledger.attempts import NestedStage
 from splittime.ledger.stages import Cause, Stage
-from splittime.wire.sse import AnswerReader, EventLines, body_text
+from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, body_text
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 DONE = b"[DONE]"
@@ -45,6 +45,31 @@ class NestedAccount(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
+class WholeEvents:
+    """Bytes of a stream up to the end of its latest whole event: if it breaks off, what the client is told then does
+    not stand in the middle of an event."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self._rest) > MAX_EVENT_BYTES
+
+    def edit(self, piece: bytes) -> bytes:
+        """Returns what may be given to the client now."""
+        if not self._rest and piece.endswith(b"\n\n"):
+            return piece
+        begin = max(0, len(self._rest) - 2)
+        self._rest += piece
+        end = max(self._rest.rfind(b"\n\n", begin) + 2, self._rest.rfind(b"\n\r\n", begin) + 3)
+        if end < 3:  # neither was found
+            return b""
+        whole = bytes(self._rest[:end])
+        del self._rest[:end]
+        return whole
+
+
 class AnswerEvents:
     """One answer, as it is read."""
 
@@ -55,10 +80,6 @@ class AnswerEvents:
         self.num_events = 0
         self.is_done = False
         self.error: str | None = None  # told inside the stream
-
-    @property
-    def is_too_long(self) -> bool:
-        return self._lines.is_too_long
 
     def feed(self, piece: bytes) -> None:
         for data in self._lines.feed(piece):

@@ -10,6 +10,8 @@ import msgspec
 from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
+from splittime.gateway import routes_hops
+from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.service import GatewayService
@@ -33,7 +35,7 @@ async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Rec
 
 
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    about = {"name": "splittime gateway", "version": __version__, "models": gateway.router.models}
+    about = {"name": "splittime gateway", "version": __version__, "models": gateway.policy.names}
     await http.respond_json(send, {**about, "paths": [f"{method} {path}" for method, path, _ in PATHS]})
 
 
@@ -52,13 +54,13 @@ async def ready(gateway: GatewayService, scope: http.Scope, receive: http.Receiv
 
 async def models(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The models of the config. Whether their upstreams answer is told by `/stats`."""
-    cards = [_card(gateway, name) for name in gateway.router.models]
+    cards = [_card(gateway, name) for name in gateway.policy.names]
     await http.respond_json(send, {"object": "list", "data": cards})
 
 
 async def one_model(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     name = scope[http.PATH_REST]
-    if not gateway.router.of_model(name):
+    if name not in gateway.policy.names:
         hint = "GET /v1/models lists the models"
         raise NotFound(f"no upstream serves {name[:64]!r}", code="model_not_found", param="model", hint=hint)
     await http.respond_json(send, _card(gateway, name))
@@ -109,6 +111,8 @@ async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", CHAT, chat),
     ("POST", COMPLETIONS, complete),
+    ("POST", cache_paths.PURGE, cache_paths.purge),
+    ("POST", cache_paths.WRONG, cache_paths.wrong),
     ("GET", "/", index),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name}", one_model),
@@ -120,6 +124,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
     ("GET", "/ledger/facts", facts),
+    ("POST", "/ledger/hops", routes_hops.post_hops),
+    ("GET", "/ledger/hops/{trace_id}", routes_hops.hops),
 )
 HINTS = {
     "/v1/embeddings": "not passed on: chats and completions are",

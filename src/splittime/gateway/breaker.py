@@ -42,6 +42,11 @@ class Breaker:
         """A request goes to the upstream; one that tries an open breaker is alone."""
         self._is_trying = self.is_open
 
+    def note_begun(self) -> None:
+        """A stream has begun: one that tries has succeeded, however long it lasts, and one failure opens it again."""
+        if self._is_trying:
+            self._failures, self._open_until_ns, self._is_trying = self._config.failures - 1, None, False
+
     def note_success(self) -> None:
         self._failures, self._open_until_ns, self._is_trying = 0, None, False
 

@@ -11,6 +11,7 @@ from splittime.core.settings import Doc
 
 NAME = r"^[A-Za-z0-9._:-]{1,64}$"
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
+Endpoint = Literal["chat", "completions"]
 Kind = Literal["openai", "splittime"]
 
 
@@ -23,11 +24,19 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
 
     name: Annotated[Name, Doc("Its name in accounts and metrics.")]
     url: Annotated[str, Doc("Its base URL, with or without /v1. Requests can name no other.")]
+    owner: Annotated[str | None, Doc("Who answers for it: a team, an address. For `inventory`.")] = None
     models: Annotated[tuple[str, ...], Doc("The models it serves, by the names that requests use.")]
     kind: Annotated[Kind, Doc("splittime: it keeps accounts, which are nested in the gateway's.")] = "openai"
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    resume: Annotated[
+        bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")
+    ] = False
+    queue_wait_s: Annotated[
+        float | None,
+        Doc("The wait in its own queue from which it is given fewer at once; default: it is not adapted.", 0.001, 3600),
+    ] = None
     connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
     first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
     between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0
@@ -46,6 +55,25 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     max_open_requests: Annotated[int | None, Doc("Requests that it may have at once.", 1)] = None
     requests_per_minute: Annotated[int | None, Doc("Requests that it may send in a minute.", 1)] = None
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
+    tokens_per_day: Annotated[int | None, Doc("Tokens that it may use in a day (UTC); needs budget_file.", 1)] = None
+    tokens_per_month: Annotated[int | None, Doc("Tokens that it may use in a month; needs budget_file.", 1)] = None
+
+
+class RuleConfig(Strictly, frozen=True, kw_only=True):
+    """`[[rule]]`: who gets the requests that it matches. All that it asks for must hold; the first that matches
+    decides."""
+
+    name: Annotated[Name, Doc("Its name in accounts and metrics.")]
+    models: Annotated[tuple[str, ...], Doc("Matches these names, as asked for; a star at the end is any rest.")] = ()
+    headers: Annotated[dict[str, str], Doc('Matches requests with these headers; "*" is any value.')] = {}
+    tenants: Annotated[tuple[str, ...], Doc("Matches requests of these tenants.")] = ()
+    endpoint: Annotated[Endpoint | None, Doc("Matches requests of this endpoint.")] = None
+    min_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or more.", 0)] = None
+    max_prompt_tokens: Annotated[int | None, Doc("Matches prompts of as many tokens, as estimated, or fewer.", 0)] = (
+        None
+    )
+    model: Annotated[str | None, Doc("The model that they get; its name replaces theirs in the body.")] = None
+    upstreams: Annotated[tuple[str, ...], Doc("The upstreams that may have them; default: all of the model.")] = ()
 
 
 class QueueConfig(Strictly, frozen=True, kw_only=True):
@@ -53,7 +81,13 @@ class QueueConfig(Strictly, frozen=True, kw_only=True):
 
     max_requests: Annotated[int, Doc("Requests that may wait; one more is refused (429).", 1)] = 1024
     max_tokens: Annotated[int, Doc("Tokens that may wait, prompts and answers as estimated; more is 429.", 1)] = 500_000
-    max_wait_s: Annotated[float, Doc("The longest wait; then it is refused (429).", 0.001, 86400)] = 30.0
+    sign_of_life_s: Annotated[
+        float | None, Doc("A stream that waits is told so, so often, by a comment; its head goes first.", 0.01, 3600)
+    ] = None
+    shed_from: Annotated[float, Doc("Of a tenant's part, from which newcomers are refused by chance.", 0, 1)] = 0.5
+    max_wait_s: Annotated[
+        float, Doc("The longest wait; who would wait longer, or did, is refused (429).", 0.001, 86400)
+    ] = 30.0
     assumed_max_tokens: Annotated[int, Doc("The answer's length where a request has no max_tokens.", 1)] = 256
 
 
@@ -75,20 +109,72 @@ class BreakerConfig(Strictly, frozen=True, kw_only=True):
     max_backoff_s: Annotated[float, Doc("The longest that Retry-After of a 429 is obeyed.", 0.001, 3600)] = 60.0
 
 
+class CacheConfig(Strictly, frozen=True, kw_only=True):
+    """`[cache]`: where answers are kept. Which are, `[[cache_route]]` says; without one, none."""
+
+    file: Annotated[str | None, Doc("SQLite file for answers; default: memory, until the gateway ends.")] = None
+    valkey: Annotated[str | None, Doc("redis://HOST:PORT of a Valkey or Redis that several gateways share.")] = None
+    max_bytes: Annotated[int, Doc("Answers kept, in memory or in the file; who is used least goes first.", 1)] = 2**28
+    max_answer_bytes: Annotated[int, Doc("A longer answer is not kept, nor shared.", 1, 2**26)] = 2**20
+    max_questions: Annotated[int, Doc("Questions whose vectors are held in memory.", 1, 10**6)] = 10_000
+
+
+class CacheRoute(Strictly, frozen=True, kw_only=True):
+    """`[[cache_route]]`: a model whose answers are kept, and given again to equal requests of one tenant."""
+
+    model: Annotated[str, Doc("The model, by the name that requests use.")]
+    max_age_s: Annotated[int, Doc("An older answer is not given.", 1, 10**8)] = 3600
+    sampled: Annotated[bool, Doc("Requests without temperature 0 too: one draw is given again and again.")] = False
+    pace: Annotated[float, Doc("A kept stream's gaps: 1 as they came, 0 none at all.", 0, 1)] = 1.0
+    semantic: Annotated[bool, Doc("Like questions too, by cosine and lexical gate.")] = False
+    threshold: Annotated[float, Doc("The least cosine of a like question.", 0.9, 1)] = 0.97
+    shadow_share: Annotated[float, Doc("Hits for which the model runs all the same, to compare.", 0, 1)] = 0.05
+
+
+class EmbedderConfig(Strictly, frozen=True, kw_only=True):
+    """`[embedder]`: what makes the vectors of questions. Without it, n-grams, which know wording and no meaning."""
+
+    url: Annotated[str, Doc("Base URL of a server with /v1/embeddings.")]
+    model: Annotated[str, Doc("The model that it is asked for.")]
+    key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
+    timeout_s: Annotated[float, Doc("A question without a vector in this time is a miss.", 0.001, 60)] = 0.5
+
+
+class DegradationConfig(Strictly, frozen=True, kw_only=True):
+    """`[[degradation]]`: a stage of lesser answers, the lightest first; each has one of its last three keys."""
+
+    name: Annotated[Name, Doc("Its name in answers, accounts and metrics.")]
+    enter_wait_s: Annotated[float, Doc("It is entered when somebody has waited in the queue for so long.", 0.001, 3600)]
+    leave_wait_s: Annotated[float, Doc("It is left when nobody has waited for longer than this, for hold_s.", 0, 3600)]
+    hold_s: Annotated[float, Doc("How long the queue must have been calm before it is left.", 0, 3600)] = 5.0
+    max_tokens: Annotated[int | None, Doc("Answers have at most so many tokens.", 1)] = None
+    model: Annotated[str | None, Doc("Requests go to this model in place of their own.")] = None
+    answer: Annotated[str | None, Doc("This text is the answer, and no upstream is asked.")] = None
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
     upstream: tuple[UpstreamConfig, ...]
     tenant: tuple[TenantConfig, ...] = ()
+    rule: tuple[RuleConfig, ...] = ()
+    aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
+    owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
+    cache: CacheConfig = CacheConfig()
+    cache_route: tuple[CacheRoute, ...] = ()
+    embedder: EmbedderConfig | None = None
+    degradation: tuple[DegradationConfig, ...] = ()
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()
     ssl_certfile: Annotated[str | None, Doc("PEM file of a certificate, to serve HTTPS.")] = None
     ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
+    budget_file: Annotated[str | None, Doc("SQLite file for what budgets have used.")] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
     max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
     max_answer_bytes: Annotated[int, Doc("A longer answer that is no stream is refused (502).", 1)] = 64 * 2**20

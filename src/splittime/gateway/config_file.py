@@ -16,14 +16,22 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check
+from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
     BreakerConfig,
+    CacheConfig,
+    CacheRoute,
+    DegradationConfig,
+    EmbedderConfig,
     GatewayConfig,
     QueueConfig,
     RetryConfig,
+    RuleConfig,
     TenantConfig,
     UpstreamConfig,
 )
+from splittime.gateway.degrade.check import check_ladder
+from splittime.gateway.routing.check import check_routing
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -32,36 +40,36 @@ from splittime.wire.target import Target
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[upstream]]", UpstreamConfig),
     ("[[tenant]]", TenantConfig),
+    ("[[rule]]", RuleConfig),
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[breaker]", BreakerConfig),
+    ("[cache]", CacheConfig),
+    ("[[cache_route]]", CacheRoute),
+    ("[embedder]", EmbedderConfig),
+    ("[[degradation]]", DegradationConfig),
 )
 NOT_BUILT = {
-    "aliases": "a request's model name is passed on unchanged; list that name in models",
     "api_key": "keys stand in no config file; use key_env or key_file",
     "audit": "there is no audit log; ledger_file keeps every account, without prompts",
-    "budget": "tenants have limits by the minute, and no budgets",
-    "cache": "answers are not cached",
+    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
-    "degradation": "no request is answered in a lesser way; it is served or refused",
-    "embeddings": "only chats and completions are passed on",
-    "escalate": "there is no routing by difficulty; route by model name",
+    "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
+    "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
-    "hops": "hops before the prompt are not joined",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",
-    "resume": "a stream that breaks off ends with an error event",
     "root_path": "the gateway's paths begin at /",
-    "rules": "requests are routed by model name alone",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
-    "semantic_cache": "answers are not cached",
-    "shed": "a request is refused when the queue is full, and not by chance before",
+    "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
+    "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
     "tied": "no request is sent twice at once; [retries] tries again before the first byte",
     "tracing": "spans are not exported; the ledger has every stage",
 }
+EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
@@ -95,6 +103,12 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
+    check_cache(config)
+    _check_names("degradation", [stage.name for stage in config.degradation])
+    check_ladder(config)
+    check_budgets(config)
+    _check_names("rule", [rule.name for rule in config.rule])
+    check_routing(config)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -113,6 +127,8 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
         key = _key_of(upstream, f"upstream[{number}]", environment)
         if key is not None:
             keys[upstream.name] = key
+    if config.embedder is not None and (key := _key_of(config.embedder, "embedder", environment)) is not None:
+        keys[EMBEDDER] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
     return Secrets(keys, tuple(holders))
 
@@ -152,10 +168,11 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {"upstream": config.upstream, "tenant": config.tenant}
+    lists = {name: getattr(config, name) for name in ("upstream", "tenant", "rule", "cache_route", "degradation")}
     _check_table("", config)
-    for name in ("queue", "retries", "breaker"):
-        _check_table(name, getattr(config, name))
+    for name in ("queue", "retries", "breaker", "cache", "embedder"):
+        if getattr(config, name) is not None:
+            _check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
             _check_table(f"{name}[{number}]", table)
@@ -194,6 +211,23 @@ def _check_url(param: str, url: str) -> None:
         raise ConfigError(f"{param}: {error.info.message}", param=param, value=url, hint=hint) from None
 
 
+def check_cache(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for a route of a model that nobody serves or that stands twice, or for two stores."""
+    served = {model for upstream in config.upstream for model in upstream.models}
+    for number, route in enumerate(config.cache_route):
+        param = f"cache_route[{number}].model"
+        if route.model not in served:
+            hint = f"the upstreams serve {', '.join(sorted(served))}"
+            raise ConfigError(f"{param}: no upstream serves {route.model!r}", param=param, value=route.model, hint=hint)
+        if route.model in [other.model for other in config.cache_route[:number]]:
+            raise ConfigError(f"{param}: {route.model!r} stands twice", param=param, value=route.model, hint="keep one")
+    if config.embedder is not None:
+        _check_url("embedder.url", config.embedder.url)
+    if config.cache.file is not None and config.cache.valkey is not None:
+        message = "cache.file: there is cache.valkey too"
+        raise ConfigError(message, param="cache.file", value=config.cache.file, hint="keep one of them")
+
+
 def _check_names(table: str, names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -208,7 +242,9 @@ def _join(path: str | None, name: str) -> str:
 # ---- keys
 
 
-def _key_of(table: UpstreamConfig | TenantConfig, path: str, environment: Mapping[str, str]) -> str | None:
+def _key_of(
+    table: UpstreamConfig | TenantConfig | EmbedderConfig, path: str, environment: Mapping[str, str]
+) -> str | None:
     """Returns the key that a table points at; None if it points at none."""
     if table.key_env is not None and table.key_file is not None:
         raise ConfigError(f"{path} has key_env and key_file", param=f"{path}.key_env", hint="keep one of them")

@@ -7,9 +7,10 @@ pause begins where the least of the active ones is, so that nobody saves up; wha
 flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
 request whose upstreams are full keeps none of another model waiting.
 
-The queue is bounded in requests and in tokens. When it is full a newcomer is refused, unless its tenant has less of the
-queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep
-the others out of it.
+The queue is bounded in requests and in tokens. Before it is full, newcomers of a tenant that has most of its own part
+are refused by chance (`shedding`). When it is full all the same a newcomer is refused, unless its tenant has less of
+the queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not
+keep the others out of it.
 """
 
 import asyncio
@@ -19,21 +20,23 @@ from collections.abc import Callable, Collection, Mapping
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
+from splittime.gateway.shedding import GrantRate, chance, part_of, retry_after_s
 from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
 RETRY_AFTER_S = 1.0
+NEVER_SHED = 1.0  # a draw
 QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
 class QueuedRequest:
     """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
 
-    __slots__ = ("granted", "is_retry", "model", "tenant", "tokens", "tried")
+    __slots__ = ("granted", "is_retry", "model", "since_ns", "tenant", "tokens", "tried")
 
     def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
         self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
-        self.is_retry = bool(tried)
+        self.is_retry, self.since_ns = bool(tried), now_ns()
         self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
 
 
@@ -46,6 +49,7 @@ class TenantShare:
         self.requests = self.tokens = 0  # that wait
         self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
         self.by_model: dict[str, deque[QueuedRequest]] = {}
+        self.rate = GrantRate()
 
     @property
     def is_active(self) -> bool:
@@ -80,18 +84,19 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
+        draw: float = NEVER_SHED,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. on_wait: called if
-        nobody has room for it now.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. draw: from 0 to 1,
+        the request's own; the lower, the sooner it is refused by chance. on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
         waiting = QueuedRequest(tenant, model, tokens, tried)
-        self._make_room(waiting)
+        self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
         if not waiting.granted.done():
@@ -101,7 +106,7 @@ class FairQueue:
                 return await waiting.granted
         except TimeoutError:
             self._abandon(waiting)
-            raise self._refused(QUEUE_TIMEOUT, "it waited for as long as it may") from None
+            raise self._refused(QUEUE_TIMEOUT, "it waited for as long as it may", tenant) from None
         except asyncio.CancelledError:
             self._abandon(waiting)
             raise
@@ -112,16 +117,30 @@ class FairQueue:
         self._share(tenant).in_flight -= 1
         self.dispatch()
 
+    def give_back(self, routed: Routed, tenant: str, tokens: int) -> None:
+        """A request that was granted a place does not use it."""
+        routed.upstream.breaker.note_nothing()
+        self.leave(routed, tenant, tokens)
+
     def settle(self, tenant: str, charged: int, used: int) -> None:
         """A request that had a place is over: of the tokens that it was charged, so many were used."""
         share = self._share(tenant)
         share.unsettled -= charged
         share.counter += (used - charged) / share.weight
 
-    def require_room(self, tenant: str) -> None:
+    def require_room(self, tenant: str, draw: float = NEVER_SHED) -> None:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
-        if self._is_full(1) and not self._router.has_room and self._most_over(tenant, 1) is None:
-            raise self._queue_full()
+        if not self.requests or self._router.has_room(now_ns()):
+            return
+        if self._is_full(1) and self._most_over(tenant, 1) is None:
+            raise self._queue_full(tenant)
+        self._shed(tenant, draw)
+
+    def longest_wait_ns(self, at_ns: int) -> int:
+        """Returns how long whoever has waited longest has waited; 0 if nobody waits."""
+        lines = (line for share in self._shares.values() for line in share.by_model.values())
+        since = min((min(line[0].since_ns, line[-1].since_ns) for line in lines), default=at_ns)
+        return at_ns - since
 
     def dispatch(self) -> None:
         """Give free places to whoever is next, until nobody who waits can have one."""
@@ -140,15 +159,36 @@ class FairQueue:
         is_long = self.requests > 0 and self.tokens + tokens > self._config.max_tokens
         return self.requests >= self._config.max_requests or is_long
 
-    def _make_room(self, newcomer: QueuedRequest) -> None:
+    def _shed(self, tenant: str, draw: float) -> None:
+        """Raises `Refused` if chance says so, by how much of its part of the queue the tenant has."""
+        share, config = self._share(tenant), self._config
+        if share.requests:
+            waiting = share.requests + 0.5  # with half of a newcomer, which is taken to be as long as the others
+            held = waiting * max(1 / config.max_requests, share.tokens / share.requests / config.max_tokens)
+            filled = held / part_of(share, self._shares.values())
+            if draw < chance(filled, config.shed_from):
+                raise self._refused("shed", f"this key has {min(filled, 1):.0%} of its part of the queue", tenant)
+
+    def _require_time(self, tenant: str, until_ns: int) -> None:
+        """Raises `Refused` if what its tenant has waiting will take longer than the request may wait."""
+        share = self._share(tenant)
+        per_s, left_s = share.rate.per_s, (until_ns - now_ns()) / 1e9
+        if per_s is not None and share.tokens / per_s > left_s:
+            words = f"it would wait longer than {max(0.0, left_s):.1f} s, which is as long as it may"
+            raise self._refused("predicted_wait", words, tenant)
+
+    def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
             return  # whoever waits waits for others
+        if not newcomer.is_retry:
+            self._shed(newcomer.tenant, draw)
+            self._require_time(newcomer.tenant, until_ns)
         while self._is_full(newcomer.tokens):
             over = self._most_over(newcomer.tenant, newcomer.tokens)
             if over is None:
-                raise self._queue_full()
-            self._refuse(over, self._queue_full())
+                raise self._queue_full(newcomer.tenant)
+            self._refuse(over, self._queue_full(over.tenant))
 
     def _most_over(self, tenant: str, tokens: int) -> QueuedRequest | None:
         """Returns the latest request of the tenant that has most of the queue by weight, if it has more than the
@@ -210,6 +250,7 @@ class FairQueue:
         routed.upstream.enter(waiting.tokens)
         share.in_flight += 1
         self._least = share.least_counter
+        share.rate.note(waiting.tokens, now_ns(), has_more=share.requests > 0)
         if not waiting.is_retry:
             share.counter += waiting.tokens / share.weight
             share.unsettled += waiting.tokens
@@ -233,14 +274,24 @@ class FairQueue:
 
     # ---- what who gets nothing is told
 
-    def _refused(self, reason: str, why: str, limit: int | None = None) -> Refused:
-        message = f"the upstreams are full: {why}"
-        return Refused(message, reason=reason, queued=self.requests, limit=limit, retry_after_s=RETRY_AFTER_S)
+    def _refused(self, reason: str, why: str, tenant: str, limit: int | None = None) -> Refused:
+        """Its `Retry-After` is how long what this tenant has in the queue will take, as it is being served."""
+        share = self._share(tenant)
+        per_s = share.rate.per_s
+        return Refused(
+            f"the upstreams are full: {why}",
+            reason=reason,
+            queued=self.requests,
+            limit=limit,
+            predicted_wait_s=None if per_s is None else share.tokens / per_s,
+            wait_estimate=None if per_s is None else "grants",
+            retry_after_s=retry_after_s(share.tokens, per_s),
+        )
 
-    def _queue_full(self) -> Refused:
+    def _queue_full(self, tenant: str) -> Refused:
         if self.requests >= self._config.max_requests:
-            return self._refused("queue_full", "as many requests wait as may", self._config.max_requests)
-        return self._refused("queue_full", "as many tokens wait as may", self._config.max_tokens)
+            return self._refused("queue_full", "as many requests wait as may", tenant, self._config.max_requests)
+        return self._refused("queue_full", "as many tokens wait as may", tenant, self._config.max_tokens)
 
     def _nobody(self, model: str) -> Refused:
         """429 where an upstream lives and asked for a pause, 503 where none can be had."""

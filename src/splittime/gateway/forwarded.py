@@ -3,6 +3,9 @@
 Who reads it first and who reads it second must read the same, so that a name that stands twice in one object is refused
 (`api.decode.decode_once`); what the fields mean beyond these is the upstream's to say.
 
+Where a rule or an alias gives a request another model, the name's bytes in the body are replaced and no other. The body
+is not decoded again for that: `model` is taken as the piece of the body that it is, so that where it lies is known.
+
 The gateway knows no tokenizer. It takes four bytes of the body for a token of the prompt, and the most that the answer
 may have for the answer: an estimate, used for order and bounds, and corrected by what the upstream tells.
 """
@@ -10,9 +13,11 @@ may have for the answer: an estimate, used for order and bounds, and corrected b
 from math import ceil
 
 import msgspec
+import numpy as np
 
 from splittime.api.decode import decode_once
 from splittime.core.errors import RequestError
+from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
 MAX_ANSWERS = 1024  # of one request, for the estimate
@@ -21,7 +26,7 @@ MAX_ANSWERS = 1024  # of one request, for the estimate
 class ForwardedBody(msgspec.Struct):
     """The fields that the gateway needs; all others are passed on unread."""
 
-    model: str
+    model: msgspec.Raw
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -29,14 +34,24 @@ class ForwardedBody(msgspec.Struct):
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be passed on. prompt_tokens, output_tokens: estimates, the second of the most there may be."""
+    """A request to be passed on. prompt_tokens, output_tokens: estimates, the second of the most there may be.
+    model_at, model_bytes: where the model's name lies in the body, and how long it is there.
+    decision, pool: what the rules said, and whose line it waits in (`routing.policy`)."""
 
     path: str
     model: str
+    model_at: int
+    model_bytes: int
     is_stream: bool
     body: bytes
     prompt_tokens: int
     output_tokens: int
+    decision: RouteDecision | None = None
+    pool: str = ""
+
+    @property
+    def endpoint(self) -> str:
+        return "chat" if self.path.endswith("chat/completions") else "completions"
 
     @property
     def tokens(self) -> int:
@@ -47,6 +62,7 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
     """Returns what is passed on to an upstream. Raises `RequestError` for a body that is none."""
     try:
         told = decode_once(body, ForwardedBody)
+        model = _name_of(told.model)
     except msgspec.ValidationError as error:
         raise RequestError(f"the body: {error}", code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -55,9 +71,31 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
     answers = min(max(told.n or 1, 1), MAX_ANSWERS)
     return ForwardedRequest(
         path=path,
-        model=told.model,
+        model=model,
+        model_at=_address(told.model) - _address(body),
+        model_bytes=len(memoryview(told.model)),
         is_stream=bool(told.stream),
         body=body,
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
         output_tokens=answers * max(assumed_max_tokens if most is None else most, 0),
     )
+
+
+def with_model(request: ForwardedRequest, model: str) -> ForwardedRequest:
+    """Returns the request with another model's name in its body, which is otherwise the same byte for byte."""
+    end = request.model_at + request.model_bytes
+    name = msgspec.json.encode(model)
+    body = request.body[: request.model_at] + name + request.body[end:]
+    return msgspec.structs.replace(request, model=model, model_bytes=len(name), body=body)
+
+
+def _name_of(piece: msgspec.Raw) -> str:
+    try:
+        return msgspec.json.decode(piece, type=str)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"{error} - at `$.model`") from None
+
+
+def _address(piece: msgspec.Raw | bytes) -> int:
+    """Returns where these bytes lie in memory: a piece of a body is a view of it, no copy."""
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])

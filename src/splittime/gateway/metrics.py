@@ -3,6 +3,7 @@
 Histograms of stages go by the server's name for them: a request has one account, whoever keeps it.
 """
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.histogram import Histogram
@@ -36,19 +38,39 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure",
     ),
     MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
+    MetricSpec("splittime_gateway_degraded_total", "counter", ("stage",), "Requests that a stage has changed"),
+    MetricSpec(
+        "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
+    ),
     MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec(
+        "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
+    ),
     MetricSpec("splittime_gateway_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_gateway_ledger_drops_total", "counter", ("reason",), "Records missing in the ledger's file"),
+    MetricSpec(
+        "splittime_gateway_hops_total",
+        "counter",
+        ("result",),
+        "Hops posted by clients: kept, known (posted before), forgotten (by age or bound)",
+    ),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
+    MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"
     ),
+    MetricSpec("splittime_gateway_degradation_level", "gauge", (), "Stages of [[degradation]] that are entered"),
+    MetricSpec(
+        "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
+    ),
+    MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    *CACHE_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals")
+_COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded", "routed")
 
 Series = dict[tuple[str, ...], float]
 
@@ -77,7 +99,7 @@ class GatewayMetrics(Collector):
         return text.encode() + generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        values = {**self._counts, **self._totals(), **self._gauges()}
+        values = {**self._counts, **self._totals(), **self._gauges(), **cache_series(self._gateway.cache)}
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -87,8 +109,9 @@ class GatewayMetrics(Collector):
                 yield family
 
     def _totals(self) -> dict[str, Series]:
-        counts = self._gateway.ledger.counts()
+        counts, hops = self._gateway.ledger.counts(), self._gateway.ledger.hop_book.counts()
         return {
+            "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
             "splittime_gateway_retries_total": {(): self._gateway.retry_budget.num_taken},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
@@ -98,8 +121,12 @@ class GatewayMetrics(Collector):
         upstreams, queue = self._gateway.router.upstreams, self._gateway.queue
         return {
             "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
+            "splittime_gateway_in_flight_limit": {(one.name,): one.limit for one in upstreams},
             "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
             "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
+            "splittime_gateway_degradation_level": {(): self._gateway.ladder.observe(time.monotonic_ns())},
+            "splittime_gateway_budget_used_tokens": self._gateway.budgets.used(),
+            "splittime_gateway_loop_lag_seconds": {(): self._gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }
@@ -110,9 +137,15 @@ class GatewayMetrics(Collector):
         for (stage, cause), duration_ns in derive.stage_totals_ns(record).items():
             self._histograms["splittime_stage_seconds"].observe((stage, cause or ""), duration_ns)
         for attempt in record.attempts:
+            if attempt.resumed_by:
+                self._count("splittime_gateway_resumes_total", attempt.resumed_by)
             if attempt.first_byte_ns is not None:
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
+        if record.degraded:
+            self._count("splittime_gateway_degraded_total", record.degraded)
+        if record.routing is not None:
+            self._count("splittime_gateway_routed_total", record.routing.rule)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
     def _count(self, name: str, *labels: str) -> None:

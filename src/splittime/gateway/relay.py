@@ -3,12 +3,14 @@
     connect and first byte in `first_byte_s` -> pieces, at most `between_s` apart -> the end, all before the deadline
 
 Until the first byte has gone to the client a failure is an `UpstreamFailure`, and another attempt may be made. After it
-the stream ends with an error event and without `[DONE]` (`BrokenStream`): the tokens before it stay true, and nobody
-takes half an answer for a whole one. A stream that ends without `[DONE]` has broken off, however politely.
+the stream goes on at another upstream where that is configured and possible (`Interrupted`), or ends with an error
+event and without `[DONE]` (`BrokenStream`): the tokens before it stay true, and nobody takes half an answer for a whole
+one. A stream that ends without `[DONE]` has broken off, however politely.
 An answer that is no stream is given to the client when all of it is there, so one that breaks off is an error, not half
 a body.
 
-Nothing is buffered: while the client does not take a piece the next is not read, and TCP tells the upstream.
+Nothing is buffered beyond the event that is not yet whole: while the client does not take a piece the next is not read,
+and TCP tells the upstream.
 """
 
 import asyncio
@@ -19,10 +21,13 @@ from typing import NamedTuple
 import aiohttp
 
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import AnswerEvents
-from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.answer_events import AnswerEvents, WholeEvents
+from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
+from splittime.gateway.resume.resumption import BREAKS, Resumption
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
+from splittime.wire.sse import body_text
 
 now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
@@ -47,64 +52,35 @@ class Deadline(NamedTuple):
         return (left_s, True) if left_s <= seconds else (seconds, False)
 
 
-class PassedAnswer(NamedTuple):
-    """An answer of an upstream as it is given to the client."""
-
-    status: int
-    headers: http.Headers
-    body: bytes
-
-
-class UpstreamFailure(Exception):
-    """The attempt failed, and the client has seen nothing of it.
-
-    error: what the client is told if nobody does better. answer: what the upstream said itself, told in its place.
-    is_retryable: another attempt may be made. is_fault: it speaks against the upstream.
-    """
-
-    def __init__(
-        self,
-        error: SplittimeError,
-        *,
-        answer: PassedAnswer | None = None,
-        is_retryable: bool = False,
-        is_fault: bool = True,
-    ) -> None:
-        super().__init__(error.info.message)
-        self.error, self.answer = error, answer
-        self.is_retryable, self.is_fault = is_retryable, is_fault
-
-
-class BrokenStream(Exception):
-    """The answer ended before its end, after the client had the beginning; it has been told. is_fault: as above."""
-
-    def __init__(self, error: SplittimeError, *, is_fault: bool = True) -> None:
-        super().__init__(error.info.message)
-        self.error, self.is_fault = error, is_fault
-
-
 class Relay:
     """headers: those of the request to the upstream. answer_headers: asked for when an answer begins, with ours.
 
     on_read: called when the end of the answer has been read, and not yet given to the client.
     blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
-    has_begun: the client has the head of an answer. is_answered: and all of it.
+    has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
+    resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
+    mark: what the answer says of itself if it is a lesser one.
     """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         upstream: Upstream,
-        request: ForwardedRequest,
         headers: dict[str, str],
         deadline: Deadline,
+        resumption: Resumption,
         *,
         max_answer_bytes: int,
         send: http.Send,
         answer_headers: Callable[[], http.Headers],
         on_read: Callable[[], None],
+        mark: MarkedAnswer,
+        has_begun: bool = False,
     ) -> None:
-        self._session, self._upstream, self._request, self._headers = session, upstream, request, headers
+        self._session, self._upstream, self._headers, self._resumption = session, upstream, headers, resumption
+        self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
+        self._request, recorder = resumption.attempt(upstream)
+        self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
         self.events = AnswerEvents()
@@ -112,7 +88,8 @@ class Relay:
         self.first_byte_ns: int | None = None
         self.blocked_ns = 0
         self.ended_ns: int | None = None
-        self.has_begun = self.is_answered = False
+        self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
+        self.is_answered = False
 
     async def run(self) -> None:
         """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
@@ -151,16 +128,16 @@ class Relay:
         name, config = self._upstream.name, self._upstream.config
         if isinstance(error, aiohttp.ServerTimeoutError):
             words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
-            return _failure(words, "upstream_connect_timeout", 504)
+            return failure_of(words, "upstream_connect_timeout", 504)
         if isinstance(error, TimeoutError):
             if is_deadline:
                 return UpstreamFailure(self._too_late(), is_fault=False)
             words = f"no byte of an answer from upstream {name!r} within {config.first_byte_s:g} s"
-            return _failure(words, "upstream_first_byte_timeout", 504)
+            return failure_of(words, "upstream_first_byte_timeout", 504)
         if isinstance(error, aiohttp.ClientConnectorError):
-            return _failure(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
+            return failure_of(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
         if isinstance(error, BROKEN):
-            return _failure(f"upstream {name!r} broke off before its answer", "upstream_broke_off", 502)
+            return failure_of(f"upstream {name!r} broke off before its answer", "upstream_broke_off", 502)
         return error
 
     def _too_late(self) -> SplittimeError:
@@ -192,6 +169,7 @@ class Relay:
     # ---- a stream
 
     async def _stream(self, response: aiohttp.ClientResponse, piece: bytes) -> None:
+        self._upstream.breaker.note_begun()
         try:
             while piece:
                 if await self._pass_on(response, piece):
@@ -199,28 +177,43 @@ class Relay:
                 piece = await self._next(response)
             raise self._died()
         except BrokenStream as broken:
-            self._on_read()
-            await self._begin(response)
-            await self._give(http.error_event(broken.error.info))
-            await self._end()
-            raise
+            await self._break_off(broken)
+
+    async def _break_off(self, broken: BrokenStream) -> None:
+        """Raises what it comes to; a stream that nobody goes on with is told its end first."""
+        error, code = broken.error, broken.error.info.code
+        if not self.has_given:
+            is_retryable = code in BREAKS
+            raise UpstreamFailure(error, is_retryable=is_retryable, is_fault=broken.is_fault) from broken
+        if self._resumption.may_go_on(code):
+            raise Interrupted(error, is_retryable=True, is_fault=broken.is_fault) from broken
+        if code in BREAKS and self._resumption.reason:
+            words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
+            broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
+        self._on_read()
+        await self._give(http.error_event(broken.error.info))
+        await self._end()
+        raise broken
 
     async def _pass_on(self, response: aiohttp.ClientResponse, piece: bytes) -> bool:
         """Give a piece of a stream to the client. Returns whether it was the last."""
+        piece = self._mark.in_events(self._editor.edit(piece))
         self.events.feed(piece)
-        if self.events.is_too_long:
+        if self._editor.is_too_long:
             words = f"upstream {self._upstream.name!r} sent an event without an end"
             raise BrokenStream(UpstreamError(words, code="upstream_bad_answer"))
         if self.events.is_done:
             self._on_read()
-        await self._begin(response)
-        await self._give(piece)
+        if piece:
+            await self._begin(response)
+            await self._give(piece)
         if self.events.is_done:
             await self._end()
             await self._drain(response)
         return self.events.is_done
 
     async def _begin(self, response: aiohttp.ClientResponse) -> None:
+        self.has_given = True
         if not self.has_begun:
             self.has_begun = True
             headers = [*_passed_on(response), *self._answer_headers(), (b"cache-control", b"no-store")]
@@ -252,6 +245,9 @@ class Relay:
         body = await self._read(response, first)
         answer = PassedAnswer(response.status, _passed_on(response), body)
         failure = self._judged(answer)
+        if failure is None and self.has_begun:
+            words = f"upstream {self._upstream.name!r} answered {answer.status} and no stream: {body_text(answer.body)}"
+            failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
         self.events.take_whole(body)
@@ -261,10 +257,12 @@ class Relay:
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""
         self.has_begun = True
-        headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(answer.body))]
+        is_plain = 200 <= answer.status < 300 and b"content-encoding" not in dict(answer.headers)
+        body = self._mark.in_body(answer.body) if is_plain else answer.body
+        headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        if answer.body:
-            await self._give(answer.body)
+        if body:
+            await self._give(body)
         await self._end()
 
     async def _read(self, response: aiohttp.ClientResponse, piece: bytes) -> bytes:
@@ -292,10 +290,6 @@ class Relay:
         error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
         is_retryable = status in TRY_ANOTHER or status == BUSY
         return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
-
-
-def _failure(words: str, code: str, status: int) -> UpstreamFailure:
-    return UpstreamFailure(UpstreamError(words, code=code, status=status), is_retryable=True)
 
 
 def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:

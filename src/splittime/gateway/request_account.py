@@ -6,11 +6,13 @@ divided by lengths, not by instants of two clocks: first the account's length, t
 """
 
 import time
+from typing import TYPE_CHECKING
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import NestedAccount
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
 from splittime.gateway.upstreams import Routed, Upstream
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
@@ -20,6 +22,9 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.store import Ledger
 from splittime.web import http
 from splittime.wire.sse import AnswerReader
+
+if TYPE_CHECKING:
+    from splittime.gateway.cache.giving import Giving
 
 now_ns = time.monotonic_ns
 UNKNOWN = "unknown"  # finish reason of an answer that told none
@@ -37,7 +42,8 @@ class RequestAccount:
         self._account = Account("", self.start_ns, Stage.RECEIVE)
         self._attempts: list[Attempt] = []
         self._nested = NestedAccount()
-        self.request_id = self.attempt_id = ""
+        self._trace = http.trace_context(scope)
+        self.request_id = self.attempt_id = self.degraded = ""
         self.request: ForwardedRequest | None = None
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
@@ -45,6 +51,12 @@ class RequestAccount:
     @property
     def is_closed(self) -> bool:
         return self._account.end_ns is not None
+
+    @property
+    def own_id(self) -> str:
+        """The id of the answer: the latest attempt's, or the request's own where no upstream was asked."""
+        prefix = "chatcmpl" if self._path.endswith("chat/completions") else "cmpl"
+        return f"{prefix}-{self.attempt_id or self.request_id}"
 
     def enter(self, stage: Stage, at_ns: int, cause: Cause | None = None) -> None:
         self._account.enter(stage, at_ns, cause)
@@ -71,6 +83,18 @@ class RequestAccount:
             self._nested = nested
         self._account.enter(Stage.DELIVER, at_ns)
 
+    def used_tokens(self, relay: "Relay | Giving | None") -> int:
+        """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event. None
+        of a request for which no upstream was asked."""
+        if self.request is None or relay is None or relay.first_byte_ns is None:
+            return 0
+        usage = relay.events.read()
+        if usage.prompt_tokens is not None and usage.output_tokens is not None:
+            return usage.prompt_tokens + usage.output_tokens
+        most = self.request.output_tokens
+        told = relay.events.num_events + (relay.resumed_after if isinstance(relay, Relay) else 0)
+        return self.request.prompt_tokens + (min(told, most) if most else 0)
+
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
         """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
         blocked_ns = min(blocked_ns, at_ns - upstream_ns)
@@ -80,14 +104,16 @@ class RequestAccount:
 
     def keep_attempt(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
         """Write down an attempt that is over."""
-        usage, nested = relay.events.read(), self._nested
+        usage, nested, at_ns = relay.events.read(), self._nested, now_ns()
+        if nested.stages and (adapted := routed.upstream.adapted) is not None:
+            adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,
                 request_id=self.attempt_id,
                 considered=routed.considered,
                 begin_ns=begin_ns,
-                end_ns=now_ns(),
+                end_ns=at_ns,
                 status=relay.status,
                 first_byte_ns=relay.first_byte_ns,
                 error=error,
@@ -95,16 +121,20 @@ class RequestAccount:
                 knows_tokens=usage.output_tokens is not None,
                 nested=nested.stages,
                 nested_fault=nested.fault,
+                resumed_by=relay.resumed_by,
+                resumed_after=relay.resumed_after,
             )
         )
 
     # ---- the end
 
-    def close_answered(self, relay: Relay, error: SplittimeError | None) -> None:
+    def close_answered(self, relay: "Relay | Giving", error: SplittimeError | None) -> None:
         """The client has an answer: close the account at the instant at which it had the end."""
         usage, events, status = relay.events.read(), relay.events, relay.status or 0
         at_ns = relay.ended_ns or now_ns()
-        if error is not None:
+        if self.cancelled_ns is not None:  # others had the answer
+            self.close(FinishReason.ABORT, None, at_ns, usage)
+        elif error is not None:
             self.close(reason_of(error), error.info, at_ns, usage)
         elif events.error is not None:
             told = UpstreamError(f"an error inside the stream: {events.error}", code="upstream_error_event")
@@ -122,13 +152,12 @@ class RequestAccount:
         at_ns = now_ns() if at_ns is None else at_ns
         self._account.close(at_ns)
         usage, request = usage or AnswerReader(), self.request
-        prefix = "chatcmpl" if self._path.endswith("chat/completions") else "cmpl"
         self._ledger.add_account(
             ClosedAccount(
                 request_id=self.request_id,
-                group_id=f"{prefix}-{self.attempt_id or self.request_id}",
+                group_id=self.own_id,
                 model="" if request is None else request.model[:MAX_MODEL_CHARS],
-                endpoint="chat" if prefix == "chatcmpl" else "completions",
+                endpoint="chat" if self._path.endswith("chat/completions") else "completions",
                 started_at_unix_ns=self._started_at_unix_ns,
                 start_ns=self.start_ns,
                 end_ns=at_ns,
@@ -144,6 +173,10 @@ class RequestAccount:
                 max_tokens=0 if request is None else request.output_tokens,
                 deadline_ns=self.deadline_ns,
                 attempts=tuple(self._attempts),
+                trace_id=self._trace.trace_id,
+                parent_id=self._trace.span_id,
+                degraded=self.degraded,
+                routing=None if request is None else request.decision,
             )
         )
 

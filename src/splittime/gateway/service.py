@@ -12,17 +12,23 @@ import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
+from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import Secrets
+from splittime.gateway.config_file import EMBEDDER, Secrets
+from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
 from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
 
 if TYPE_CHECKING:
+    from splittime.gateway.cache.service import ResponseCache
     from splittime.gateway.visit import GatewayVisit
 
 log = logging.getLogger("splittime.gateway")
@@ -33,6 +39,7 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
+TOLD = ("queue", "retries", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -43,10 +50,17 @@ class GatewayService:
         self.config, self.ledger = config, ledger
         self.keys = ApiKeys(holders=secrets.holders)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
+        self.budgets = TokenBudgets(config.tenant, config.budget_file)
         keys: Mapping[str, str] = secrets.upstream_keys
-        self.router = Router([Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream])
+        self.policy = RoutePolicy(config)
+        upstreams = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
+        self.router = Router(upstreams, pools=self.policy.pools)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
+        self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
+        self.cache = self._cache(config, keys.get(EMBEDDER))
+        self.lag = LoopLag()
+        self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
         self.metrics = GatewayMetrics(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         self.started_ns = time.monotonic_ns()
@@ -55,6 +69,13 @@ class GatewayService:
         self.visits: set[GatewayVisit] = set()
         self._session: aiohttp.ClientSession | None = None
         ledger.describe_by(self.facts)
+
+    def _cache(self, config: GatewayConfig, embedder_key: str | None) -> "ResponseCache | None":
+        if not config.cache_route:
+            return None
+        from splittime.gateway.cache.service import ResponseCache  # imports numpy
+
+        return ResponseCache(config, lambda: self.session, embedder_key)
 
     async def open(self) -> None:
         """Make the connections' pool. No proxy of the environment, no cookies, no redirects: only the config says
@@ -67,6 +88,9 @@ class GatewayService:
             auto_decompress=False,
             trust_env=False,
         )
+        self._queue_polls.begin(self._session)
+        self.budgets.open(self.pool)
+        self.lag.begin()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -85,6 +109,11 @@ class GatewayService:
         if self.is_draining:
             raise Refused("the gateway is shutting down", reason="draining", status=503)
 
+    def require_allowance(self, tenant: Tenant) -> None:
+        """Raises `Refused` if a limit or a budget of this tenant lets no request in now. Takes nothing."""
+        self.quota(tenant).check(time.monotonic_ns())
+        self.budgets.check(tenant.name)
+
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]
 
@@ -93,6 +122,7 @@ class GatewayService:
 
     def leave(self, visit: "GatewayVisit") -> None:
         self.visits.discard(visit)
+        self.ladder.observe(time.monotonic_ns())
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
         mine = (visit for visit in self.visits if tenant.sees in (None, visit.tenant.name))
@@ -104,7 +134,10 @@ class GatewayService:
         upstreams = [msgspec.to_builtins(one.config) for one in self.router.upstreams]
         settings: dict[str, Any] = {
             "upstreams": upstreams,
-            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in ("queue", "retries", "breaker")},
+            "rules": [msgspec.to_builtins(rule) for rule in self.config.rule],
+            "aliases": dict(self.config.aliases),
+            "policy": self.policy.version,
+            **{name: msgspec.to_builtins(getattr(self.config, name)) for name in TOLD},
         }
         process = Process(name="gateway", started_ns=self.started_ns, ready_ns=self.started_ns)
         return ServerFacts(
@@ -120,11 +153,15 @@ class GatewayService:
     def stats(self) -> dict[str, Any]:
         """Returns the state of the queue and of each upstream now."""
         at_ns = time.monotonic_ns()
+        cache = {} if self.cache is None else {"cache": self.cache.stats()}
         return {
+            **cache,
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
+            "policy": self.policy.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
+            "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
         }
 
@@ -149,8 +186,13 @@ class GatewayService:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
+        self.lag.end()
+        await self._queue_polls.end()
+        await self.budgets.close()
         if self._session is not None:
             await self._session.close()
+        if self.cache is not None:
+            self.cache.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -160,6 +202,7 @@ def _upstream_stats(upstream: Upstream, at_ns: int) -> dict[str, Any]:
         "name": upstream.name,
         "requests": upstream.requests,
         "tokens": upstream.tokens,
+        "limit": upstream.limit,
         "is_open": breaker.is_open,
         "is_busy": breaker.is_busy(at_ns),
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),

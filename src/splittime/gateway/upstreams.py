@@ -6,11 +6,12 @@ of all and sends no herd to the emptiest. A retry goes to an upstream that has n
 """
 
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
+from splittime.gateway.in_flight_limit import InFlightLimit
 from splittime.ledger.attempts import Considered
 from splittime.wire.target import Target
 
@@ -18,17 +19,25 @@ DRAWN = 2
 
 
 class Upstream:
-    """One upstream. requests, tokens: in flight, given by this gateway."""
+    """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where
+    that is found from its queue."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
         self.base_url, self.key = Target(url=config.url).base_url, key
         self.breaker = Breaker(breaker)
         self.requests = self.tokens = 0
+        wait_s = config.queue_wait_s
+        self.adapted = None if wait_s is None else InFlightLimit(config.max_in_flight, wait_s)
+
+    @property
+    def limit(self) -> int:
+        """How many requests it may have at once now."""
+        return self.config.max_in_flight if self.adapted is None else self.adapted.now
 
     @property
     def has_room(self) -> bool:
-        return self.requests < self.config.max_in_flight
+        return self.requests < self.limit
 
     @property
     def keeps_accounts(self) -> bool:
@@ -38,6 +47,8 @@ class Upstream:
         self.breaker.begin()
         self.requests += 1
         self.tokens += tokens
+        if self.adapted is not None and not self.has_room:
+            self.adapted.note_full()
 
     def leave(self, tokens: int) -> None:
         self.requests -= 1
@@ -55,27 +66,36 @@ class Routed(NamedTuple):
 
 
 class Router:
-    """draw: for tests and replays; default: a generator of its own."""
+    """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
+    those of the models, which only rules lead to (`routing.policy`)."""
 
-    def __init__(self, upstreams: Sequence[Upstream], draw: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        draw: random.Random | None = None,
+        pools: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.upstreams = tuple(upstreams)
         self._random = draw or random.Random()
         self._by_model: dict[str, list[Upstream]] = {}
         for upstream in self.upstreams:
             for model in dict.fromkeys(upstream.config.models):
                 self._by_model.setdefault(model, []).append(upstream)
+        by_name = {upstream.name: upstream for upstream in self.upstreams}
+        named = {pool: [by_name[name] for name in names] for pool, names in (pools or {}).items()}
+        self._lines = named | self._by_model
 
     @property
     def models(self) -> list[str]:
         return list(self._by_model)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether any upstream has, of whatever model."""
-        return any(upstream.has_room for upstream in self.upstreams)
+    def has_room(self, now_ns: int) -> bool:
+        """Whether any upstream has that may be asked, of whatever model."""
+        return any(upstream.has_room and upstream.breaker.allows(now_ns) for upstream in self.upstreams)
 
     def of_model(self, model: str) -> Sequence[Upstream]:
-        return self._by_model.get(model, ())
+        """Returns the upstreams of a model, or of a pool by its name."""
+        return self._lines.get(model, ())
 
     def allowed(self, model: str, now_ns: int) -> list[Upstream]:
         """Returns the upstreams of a model that may be asked, whether they have room or not."""

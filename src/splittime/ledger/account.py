@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from splittime.core.errors import ErrorInfo
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
@@ -125,7 +125,13 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
         reached the engine). priority, deadline_ns: as in `core.request.Request`.
+    trace_id, parent_id: of the client's `traceparent`: the trace that it is of, and the span there that it lies in
+        (`ledger.hops`); empty where it sent none.
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
+    lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
+        of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
+    degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
+    routing: what a gateway's rules said of it.
     """
 
     request_id: str
@@ -160,6 +166,12 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     attempts: tuple[Attempt, ...] = ()
+    lookup_guesses: int | None = None
+    lookup_right: int | None = None
+    trace_id: str = ""
+    parent_id: str = ""
+    degraded: str = ""
+    routing: RouteDecision | None = None
 
     @property
     def is_refused(self) -> bool:

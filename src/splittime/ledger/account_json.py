@@ -16,7 +16,7 @@ import msgspec
 from splittime.core.errors import ErrorInfo
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 _PLAIN_FIELDS = (
@@ -58,7 +58,13 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "max_tokens": account.max_tokens,
         "priority": account.priority,
         "deadline_ns": _relative(account.deadline_ns, account.start_ns),
+        "lookup_guesses": account.lookup_guesses,
+        "lookup_right": account.lookup_right,
+        "trace_id": account.trace_id,
+        "parent_id": account.parent_id,
+        "degraded": account.degraded,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
+        "routing": msgspec.to_builtins(account.routing),
         "derived": _derived_json(account),
     }
 
@@ -99,7 +105,13 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         max_tokens=data.get("max_tokens", 0),
         priority=data.get("priority", 0),
         deadline_ns=_absolute(data.get("deadline_ns"), start_ns),
+        lookup_guesses=data.get("lookup_guesses"),
+        lookup_right=data.get("lookup_right"),
+        trace_id=data.get("trace_id", ""),
+        parent_id=data.get("parent_id", ""),
+        degraded=data.get("degraded", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
+        routing=msgspec.convert(data.get("routing"), RouteDecision | None),
     )
 
 

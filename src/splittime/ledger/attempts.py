@@ -20,6 +20,25 @@ class NestedStage(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
 
 
+class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What the rules of a gateway's config said of a request, and what they looked at; with the account's tenant and
+    endpoint that is all of it, so that the decision can be made again under another config.
+
+    policy: the beginning of the SHA-256 of the config. rule: the rule's name; empty if none matched.
+    asked_model, model: as the client named it, and as it was passed on. upstreams: whom the rule named; () for all.
+    prompt_tokens: as the gateway estimated them. headers: of those that some rule of that config asks for, the ones
+    that were there, at most 65 characters of each.
+    """
+
+    policy: str
+    rule: str = ""
+    asked_model: str
+    model: str
+    upstreams: tuple[str, ...] = ()
+    prompt_tokens: int
+    headers: tuple[tuple[str, str], ...] = ()
+
+
 class Considered(msgspec.Struct, frozen=True, gc=False):
     """An upstream that was looked at for a request, with what the gateway had given it at that moment.
 
@@ -41,6 +60,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     num_events: of a stream, events passed on. This is no number of tokens.
     knows_tokens: the answer told its tokens; else those of the account are 0 because nobody said.
     nested: the upstream's own stages; () if it keeps none. nested_fault: why they could not be nested.
+    resumed_by: how it goes on with the stream of the attempt before it, `token_ids` or `text`; "" if it does not.
+    resumed_after: after how many tokens (by `text`: pieces) of it.
     """
 
     upstream: str
@@ -55,3 +76,5 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     knows_tokens: bool = False
     nested: tuple[NestedStage, ...] = ()
     nested_fault: str = ""
+    resumed_by: str = ""
+    resumed_after: int = 0

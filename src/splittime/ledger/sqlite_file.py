@@ -10,6 +10,7 @@ fails later costs records (`num_unwritten`), logged once for each outage, and se
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
     refused(the same)                                      since format 3: of requests that never reached the engine
     steps(seq, begin_ns, body)
+    hops(seq, trace_id, body)                              not in each file of format 3
     facts(seq, at_ns, body)                                since format 2; at_ns: of the host's monotonic clock
 """
 
@@ -27,18 +28,22 @@ import msgspec
 from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.hops import Hop
 from splittime.ledger.sqlite_open import SCHEMA_VERSION, OwnFile
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
-Record = TypeVar("Record", ClosedAccount, StepRecord, ServerFacts)
+Record = TypeVar("Record", ClosedAccount, StepRecord, Hop, ServerFacts)
+Queued = ClosedAccount | StepRecord | Hop
 
 ACCOUNT_TABLES = {"accounts": False, "refused": True}  # and whether it holds the refused ones
 FACTS_INTERVAL_S = 10.0
 MAX_FACTS = 100
+HOPS_PER_ACCOUNT = 4  # kept in the file, in the mean
 BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
+MAX_FOUND_HOPS = 10_000
 MAX_QUEUED_RECORDS = 50_000
 DELETED_SHARE = 64  # of the rows, one in so many goes at a time where there are too many bytes
 DELETING_S = 0.5  # for a batch: of a file that is far too large the rest goes with later ones
@@ -58,10 +63,11 @@ class FileWriter:
     ) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._max_rows = {"accounts": max_accounts, "refused": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
+        self._max_rows["hops"] = HOPS_PER_ACCOUNT * max_accounts
         self._tell_facts = tell_facts
         self._facts: ServerFacts | None = None  # the last ones written
         self._facts_due_s = 0.0
-        self._queue: deque[ClosedAccount | StepRecord] = deque()
+        self._queue: deque[Queued] = deque()
         self._max_queued_records = max_queued_records
         self.num_dropped = self.num_unwritten = 0
         self._num_put = self._num_done = 0
@@ -74,7 +80,7 @@ class FileWriter:
         self._thread = threading.Thread(target=self._run, name="ledger-file", daemon=True)
         self._thread.start()
 
-    def put(self, record: ClosedAccount | StepRecord) -> None:
+    def put(self, record: Queued) -> None:
         if len(self._queue) >= self._max_queued_records:
             self.num_dropped += 1
             return
@@ -151,7 +157,7 @@ class FileWriter:
                 self._facts = facts
         self._facts_due_s = monotonic() + (FACTS_INTERVAL_S if facts is not None else BATCH_INTERVAL_S)
 
-    def _insert(self, batch: list[ClosedAccount | StepRecord]) -> None:
+    def _insert(self, batch: list[Queued]) -> None:
         accounts = [r for r in batch if isinstance(r, ClosedAccount)]
         for table, is_refused in ACCOUNT_TABLES.items():
             rows = [
@@ -163,6 +169,8 @@ class FileWriter:
             self._connection.executemany(insert, rows)
         steps = [(r.begin_ns, _to_json(r)) for r in batch if isinstance(r, StepRecord)]
         self._connection.executemany("INSERT INTO steps(begin_ns, body) VALUES(?, ?)", steps)
+        hops = [(r.trace_id, _to_json(r)) for r in batch if isinstance(r, Hop)]
+        self._connection.executemany("INSERT INTO hops(trace_id, body) VALUES(?, ?)", hops)
 
     def _delete_oldest(self) -> None:
         for table, max_rows in self._max_rows.items():
@@ -185,7 +193,7 @@ class FileWriter:
     def _delete_a_share(self) -> bool:
         """Deletes the oldest share of each table, so that they go back equally far; of a short one nothing, unless all
         are short. The latest row stays. Returns whether any was deleted."""
-        spans = {table: self._span(table) for table in (*ACCOUNT_TABLES, "steps")}
+        spans = {table: self._span(table) for table in (*ACCOUNT_TABLES, "steps", "hops")}
         shares = {table: (last - first) // DELETED_SHARE for table, (first, last) in spans.items()}
         least = 0 if any(shares.values()) else 1
         deleted = 0
@@ -213,7 +221,7 @@ class LedgerFile:
             self._connection.execute("SELECT seq FROM accounts LIMIT 1")
             tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             found = {name for (name,) in tables}
-            self._has_facts = "facts" in found
+            self._has_facts, self._has_hops = "facts" in found, "hops" in found
             self._account_tables = [table for table in ACCOUNT_TABLES if table in found]
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
@@ -249,6 +257,16 @@ class LedgerFile:
         query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
         return self._records(query, (begin_ns, end_ns), _to_step)
 
+    def hops(self, trace_id: str) -> list[Hop]:
+        """Returns the hops of a trace, of whichever tenant; none from a file that is older than hops are."""
+        query = "SELECT body FROM hops WHERE trace_id = ? ORDER BY seq LIMIT ?"
+        return self._records(query, (trace_id, MAX_FOUND_HOPS), _to_hop) if self._has_hops else []
+
+    def latest_hops(self, limit: int) -> list[Hop]:
+        """Returns the latest hops of all traces, oldest first."""
+        query = "SELECT body FROM hops ORDER BY seq DESC LIMIT ?"
+        return self._records(query, (limit,), _to_hop)[::-1] if self._has_hops else []
+
     def facts(self) -> ServerFacts | None:
         """The server's facts as they were last; None in a file of format 1, or of a server that never got ready."""
         if not self._has_facts:
@@ -274,7 +292,7 @@ def _spellings(request_id: str) -> list[str]:
     return [request_id, f"cmpl-{request_id}", f"chatcmpl-{request_id}"]
 
 
-def _to_json(record: ClosedAccount | StepRecord | ServerFacts) -> str:
+def _to_json(record: Queued | ServerFacts) -> str:
     return msgspec.json.encode(record).decode()
 
 
@@ -284,6 +302,10 @@ def _to_account(body: str) -> ClosedAccount:
 
 def _to_step(body: str) -> StepRecord:
     return msgspec.json.decode(body, type=StepRecord)
+
+
+def _to_hop(body: str) -> Hop:
+    return msgspec.json.decode(body, type=Hop)
 
 
 def _to_facts(body: str) -> ServerFacts:

@@ -29,6 +29,8 @@ CREATE INDEX IF NOT EXISTS refused_request_id ON refused(request_id);
 CREATE INDEX IF NOT EXISTS refused_group_id ON refused(group_id);
 CREATE TABLE IF NOT EXISTS steps(seq INTEGER PRIMARY KEY, begin_ns INTEGER NOT NULL, body TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS steps_begin_ns ON steps(begin_ns);
+CREATE TABLE IF NOT EXISTS hops(seq INTEGER PRIMARY KEY, trace_id TEXT NOT NULL, body TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS hops_trace_id ON hops(trace_id);
 CREATE TABLE IF NOT EXISTS facts(seq INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL, body TEXT NOT NULL);
 """
 

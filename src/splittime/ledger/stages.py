@@ -11,6 +11,7 @@ class Stage(StrEnum):
     TOKENIZE = "tokenize"
     ADMIT = "admit"
     ROUTE = "route"
+    CACHE = "cache"
     UPSTREAM = "upstream"
     NETWORK = "network"
     HANDOFF = "handoff"
@@ -46,6 +47,8 @@ class Cause(StrEnum):
     ENGINE_DIED = "engine_died"
     UPSTREAM_SLOTS = "upstream_slots"
     RETRY_PAUSE = "retry_pause"
+    SAME_REQUEST = "same_request"
+    REPLAY_PACE = "replay_pace"
 
 
 STAGE_MEANING: dict[Stage, str] = {
@@ -54,6 +57,7 @@ STAGE_MEANING: dict[Stage, str] = {
     Stage.TOKENIZE: "The prompt is rendered (chat template) and turned into token ids.",
     Stage.ADMIT: "The server decides whether there is room for it.",
     Stage.ROUTE: "The gateway decides which upstream gets it, first or after one failed; the cause says why.",
+    Stage.CACHE: "The gateway looks for a kept answer, or shares one that is under way; the cause says why it waits.",
     Stage.UPSTREAM: "An upstream of the gateway has it: from the first byte sent to the last byte read.",
     Stage.NETWORK: "What an upstream took by the gateway's clock beyond its own account: the way there and back.",
     Stage.HANDOFF: "On its way from the server process to the engine process.",
@@ -87,4 +91,6 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.ENGINE_DIED: "the engine process died",
     Cause.UPSTREAM_SLOTS: "every upstream of its model has as many requests as the gateway gives it (max_in_flight)",
     Cause.RETRY_PAUSE: "an upstream failed, and the next attempt is a random moment away",
+    Cause.SAME_REQUEST: "an equal request is under way, and its answer is shared as it comes",
+    Cause.REPLAY_PACE: "a kept stream is given again with the gaps that it came with (pace)",
 }

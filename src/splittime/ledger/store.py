@@ -18,7 +18,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -28,6 +28,7 @@ import msgspec
 from splittime.core.settings import Doc
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.hops import Hop, HopBook
 from splittime.ledger.sqlite_file import FileWriter, LedgerFile
 from splittime.ledger.steps import StepRecord
 
@@ -92,6 +93,7 @@ class Ledger:
         self._by_id: dict[str, list[ClosedAccount]] = {}
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._subscribers: list[Subscriber] = []
+        self.hop_book = HopBook()
         self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = self._num_refused = 0
         self._tell_facts: TellFacts | None = None
         self._tell_ran: TellRan | None = None
@@ -163,6 +165,20 @@ class Ledger:
     def steps(self, limit: int = 100) -> list[StepRecord]:
         with self._lock:
             return list(islice(reversed(self._steps), limit))[::-1]
+
+    def add_hops(self, hops: Sequence[Hop]) -> int:
+        """Keep hops of one tenant's trace, all or none. Returns how many are new. Raises as `HopBook.add` does."""
+        new = self.hop_book.add(hops)
+        for hop in new if self._file is not None else ():
+            self._file.put(hop)  # type: ignore[union-attr]
+        return len(new)
+
+    def hops(self, trace_id: str, tenant: str | None = None) -> list[Hop]:
+        """Returns the hops of a trace; of this tenant, if one is named."""
+        found = self.hop_book.of_trace(trace_id, tenant)
+        if found or self._file is None:
+            return found
+        return [hop for hop in self._file.reader().hops(trace_id) if tenant in (None, hop.tenant)]
 
     def facts(self) -> ServerFacts | None:
         """What the server says of itself now (`describe_by`); the file's thread asks too."""

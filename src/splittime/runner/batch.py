@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import EngineError
+from splittime.core.errors import EngineError, RequestError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
+from splittime.runner.grammars import Grammars, GrammarWalk
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts
 
@@ -35,7 +36,7 @@ class Slot:
     drafts runs, its drafts.
 
     place: a small number that no other slot has at the time.
-    error: why no row of it can be computed, or None.
+    error: why no row of it can be computed, or what was computed does not count; or None.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Slot:
         "block_ids",
         "counts",
         "error",
+        "grammar",
         "max_tokens",
         "num_known",
         "place",
@@ -61,6 +63,7 @@ class Slot:
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
+        self.grammar: GrammarWalk | None = None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
             self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
@@ -110,6 +113,17 @@ class Slot:
             return self.counts
         return self.counts.followed_by(self.tokens[self.num_known : end])
 
+    def allowed_at(self, num_outputs: int) -> np.ndarray | None:
+        """Which tokens the grammar allows behind so many outputs, drafts among them, bool [vocab]; None: all."""
+        if self.grammar is None:
+            return None
+        outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
+        try:
+            return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
+        except EngineError as error:
+            self.error = error.info.message
+        return None
+
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
         end = start + len(token_ids)
         self.tokens[start:end] = token_ids
@@ -130,7 +144,9 @@ def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str
 
 
 class Slots:
-    """The slots by request id."""
+    """The slots by request id. grammars: what answers are held to; None: nothing here is."""
+
+    grammars: Grammars | None = None
 
     def __init__(self, max_tokens: int, vocab_size: int) -> None:
         self.max_tokens = max_tokens
@@ -155,7 +171,16 @@ class Slots:
                 self._free_places.append(slot.place)
         for newcomer in admitted:
             place = self._free_places.pop() if self._free_places else len(self._by_id)
-            self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)
+            slot = self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)
+            if newcomer.sampling.grammar:
+                self._hold_to_form(slot)
+
+    def _hold_to_form(self, slot: Slot) -> None:
+        """A walk of its own through the grammar, which was compiled before the request was queued."""
+        try:
+            slot.grammar = None if self.grammars is None else self.grammars.walk(slot.admitted.sampling.grammar)
+        except RequestError as error:
+            slot.error = error.info.message
 
 
 @dataclass(frozen=True)

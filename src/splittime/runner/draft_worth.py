@@ -6,60 +6,15 @@ that will verify them is expected to give more tokens for its time with one more
 it better by `MARGIN`.
 
 When a request comes, the draft model has computed none of its text. To compute it is worth it if what is left of the
-answer is expected to save more time than that takes. How long answers are is learnt, and an answer that is longer than
-most is expected to go on for as long as it has.
+answer is expected to save more time than that takes. How long answers are, and how often drafts are right, is learnt by
+tenant (`draft_record`); an answer that is longer than most is expected to go on for as long as it has.
 """
 
 from splittime.core.row_costs import RowCosts
 from splittime.core.step import StepPlan, StepResult
 
 MARGIN = 0.03
-EDGES = (0.3, 0.5, 0.7, 0.85, 0.95)  # of classes of the draft model's own probability
-PRIOR_TRIALS, PRIOR_CHANCE = 4.0, 0.8  # of a class: what is believed before drafts were verified, so that some are
-MEMORY = 0.98  # what is left of a trial when another of its class follows
-FADES = 0.995  # what is left of all trials when some steps had no drafts: they are tried again
-VERIFIED_WEIGHT = 0.05  # of the newest row with drafts, in which share of them is verified
 LEAST_TEXT = 16  # tokens that a step of texts computes at least, and of which their price is learnt
-ANSWER_TOKENS = 128.0  # how long answers are, before one has ended
-ANSWER_WEIGHT = 0.1  # of the newest answer
-
-
-class Confidence:
-    """How often drafts were right where all before them were, by how sure the draft model was."""
-
-    def __init__(self) -> None:
-        self._right = [0.0] * (len(EDGES) + 1)
-        self._tried = [0.0] * (len(EDGES) + 1)
-
-    def chance(self, probability: float) -> float:
-        """Returns how likely a draft to which the draft model gave this probability is to be right."""
-        return self._share(*self._of(probability))
-
-    @property
-    def mean(self) -> float:
-        """Returns how likely a draft is to be right that is not made yet."""
-        return self._share(sum(self._right), sum(self._tried))
-
-    def learn(self, probability: float, is_right: bool) -> None:
-        kind = _class_of(probability)
-        self._right[kind] = MEMORY * self._right[kind] + is_right
-        self._tried[kind] = MEMORY * self._tried[kind] + 1
-
-    def fade(self) -> None:
-        self._right = [FADES * one for one in self._right]
-        self._tried = [FADES * one for one in self._tried]
-
-    def _of(self, probability: float) -> tuple[float, float]:
-        kind = _class_of(probability)
-        return self._right[kind], self._tried[kind]
-
-    @staticmethod
-    def _share(right: float, tried: float) -> float:
-        return (right + PRIOR_TRIALS * PRIOR_CHANCE) / (tried + PRIOR_TRIALS)
-
-
-def _class_of(probability: float) -> int:
-    return sum(probability >= edge for edge in EDGES)
 
 
 class DraftCosts:
@@ -69,7 +24,6 @@ class DraftCosts:
     def __init__(self) -> None:
         self.model, self.draft = RowCosts(), RowCosts()
         self.text_ns = 1.0
-        self._answer_tokens = ANSWER_TOKENS
 
     def learn_model(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in a step, if it had nothing but decode rows."""
@@ -80,14 +34,6 @@ class DraftCosts:
         """Takes in that the draft model has computed so many tokens of texts in one step."""
         if num_tokens >= LEAST_TEXT:
             self.text_ns = 0.5 * (self.text_ns + ns / num_tokens)
-
-    def learn_answer(self, num_tokens: int) -> None:
-        """Takes in how long an answer was."""
-        self._answer_tokens += ANSWER_WEIGHT * (num_tokens - self._answer_tokens)
-
-    def num_left(self, num_outputs: int, num_allowed: int) -> float:
-        """Returns how many tokens a request that has so many outputs, and may have so many more, is expected to get."""
-        return min(num_allowed, max(self._answer_tokens - num_outputs, num_outputs))
 
     def saved_ns(self, num_rows: int, chance: float, most: int) -> float:
         """Returns the time that drafts save of a request's token in steps of so many rows; 0 where none pays."""

@@ -51,8 +51,8 @@ class Drafter(Protocol):
         """Takes in a request, with all tokens known so far."""
         ...
 
-    def release(self, request_id: str) -> None:
-        """Forgets a request; one that it does not know is no error."""
+    def release(self, request_id: str, is_preempted: bool = False) -> None:
+        """Forgets a request; one that it does not know is no error. is_preempted: its answer has not ended."""
         ...
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
@@ -114,7 +114,7 @@ class DraftingRunner:
         """Forgets and learns requests, also those of a step that will fail. Returns how long it took."""
         begin_ns = self._now_ns()
         for request_id in plan.released:
-            self._drafter.release(request_id)
+            self._drafter.release(request_id, request_id in plan.preempted)
         for admitted in plan.admitted:
             self._drafter.admit(admitted)
         return self._now_ns() - begin_ns

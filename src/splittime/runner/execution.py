@@ -232,6 +232,9 @@ class Launched:
         self, found: ComputedRows, slot: Slot, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> None:
         request_id = slot.admitted.request_id
+        if slot.error is not None:
+            self.results[request_id] = RowResult(request_id, error=slot.error)
+            return
         self.results[request_id] = RowResult(request_id, tokens, logprobs, found.prompt_scores.get(request_id, ()))
 
     def _fail(self, slot: Slot) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger("splittime.runner")
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
+MOST_BLOCKS = 1 << 20  # of a card's cache, beyond what all requests can fill: each is some host memory and start time
 FREE_MEMORY_SHARE = 0.5
 
 
@@ -276,6 +277,9 @@ def choose_num_blocks(
     elif room is not None:
         budget, reason = room
         num_blocks = budget // bytes_per_block
+        most = max(wanted, MOST_BLOCKS)
+        if num_blocks > most:
+            num_blocks, reason = most, f"no more than {most} blocks for so small a model, of {reason}"
     else:
         drafts = speculative_config(config.speculative_config)
         free_bytes = max(0, free_memory_bytes() - (0 if drafts is None else drafts.memory_bytes))

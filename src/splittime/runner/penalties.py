@@ -4,7 +4,8 @@ Definitions, as OpenAI's and vLLM's APIs have them: for a token t that occurs c 
 logit -= presence_penalty * (c > 0) + frequency_penalty * c. Repetition (Keskar et al. 2019, CTRL, section 4.1, in the
 sign-aware form that transformers uses) covers *prompt and outputs*: a seen token's logit is divided by the penalty if
 positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
-ids while fewer than `min_tokens` are out.
+ids while fewer than `min_tokens` are out, then the grammar's mask, which leaves the stop ids where it leaves nothing
+else.
 """
 
 import copy
@@ -46,7 +47,8 @@ class TokenCounts:
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether `adjust` would do anything for a request with so many outputs out."""
-    return sampling.has_penalties or bool(sampling.logit_bias) or num_outputs < sampling.min_tokens
+    has_mask = bool(sampling.grammar) or num_outputs < sampling.min_tokens
+    return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
 
 
 def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
@@ -70,6 +72,7 @@ def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int]) -
             slot.counts_at(num_outputs[line]),
             slot.admitted.stop_token_ids,
             num_outputs[line],
+            slot.allowed_at(num_outputs[line]),
         )
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
@@ -82,16 +85,24 @@ def adjust(
     counts: TokenCounts | None,
     stop_token_ids: tuple[int, ...],
     num_outputs: int,
+    allowed: np.ndarray | None = None,
 ) -> None:
-    """Change one row's logits [vocab] in place."""
+    """Change one row's logits [vocab] in place. allowed: by the grammar, bool [vocab]; None: all are."""
     if counts is not None:
         _penalise(logits, sampling, counts)
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias))
         logits.index_add_(0, ids, torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype))
+    held_back = np.zeros(0, dtype=np.int64)
     if num_outputs < sampling.min_tokens and stop_token_ids:
-        held_back = [token for token in stop_token_ids if token < logits.shape[0]]  # others cannot be chosen anyway
-        logits[torch.tensor(held_back, dtype=torch.int64)] = float("-inf")
+        held_back = np.array([token for token in stop_token_ids if token < logits.shape[0]], dtype=np.int64)
+    if allowed is not None:
+        kept = allowed.copy()
+        kept[held_back] = False
+        kept = kept if kept.any() else allowed  # an answer that is whole ends, however short
+        logits.masked_fill_(torch.from_numpy(~kept), float("-inf"))
+    elif len(held_back):
+        logits[torch.from_numpy(held_back)] = float("-inf")
 
 
 def _penalise(logits: Tensor, sampling: SamplingParams, counts: TokenCounts) -> None:

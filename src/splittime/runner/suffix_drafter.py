@@ -9,17 +9,19 @@ and a request whose last search came to nothing is left alone for a while (`sear
 (`runner.drafting`). Prompts are indexed when they come and answers when they end; in between, tokens are kept as they
 come and indexed when a search wants them. In one step of `EXPLORE` all are searched, if there is time for any.
 
-A corpus is of one tenant (the request's `cache_salt`): what is guessed from another's answers would show in how fast
-tokens come. It holds the newest `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked
-last.
+A corpus is of one tenant (the request's `cache_salt`), and so is what is learnt of how often drafts are right
+(`by_tenant`): what is guessed by another's answers would show in how fast tokens come. A corpus holds the newest
+`CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked last.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
+from splittime.runner.by_tenant import ByTenant
 from splittime.runner.drafting import Draft, Look
 from splittime.runner.search_pace import LONGEST_PAUSE, SearchPace
 from splittime.runner.speculative import CORPUS_TOKENS, MOST_TENANTS, MOST_TOKENS
@@ -31,12 +33,15 @@ EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pa
 
 class DraftedText:
     """What is kept of a request. text: the first `num_indexed` of its tokens. asked: the kind of its last drafts, and
-    how many of each place should be right."""
+    how many of each place should be right. acceptance: of its tenant's drafts."""
 
-    __slots__ = ("asked", "corpus", "num_indexed", "num_prompt", "pace", "salt", "stop_ids", "text", "tokens", "trust")
+    __slots__ = (
+        *("acceptance", "asked", "corpus", "num_indexed", "num_prompt", "pace", "salt", "stop_ids", "text"),
+        *("tokens", "trust"),
+    )
 
-    def __init__(self, admitted: Admitted, text: SuffixText, corpus: SuffixText | None) -> None:
-        self.text, self.corpus, self.salt = text, corpus, admitted.cache_salt
+    def __init__(self, admitted: Admitted, text: SuffixText, corpus: SuffixText | None, acceptance: Acceptance) -> None:
+        self.text, self.corpus, self.acceptance, self.salt = text, corpus, acceptance, admitted.cache_salt
         self.stop_ids = admitted.stop_token_ids
         self.trust, self.pace = Trust(), SearchPace()
         self.tokens = list(admitted.token_ids)
@@ -60,7 +65,7 @@ class SuffixDrafter:
 
     def __init__(self, most: int, max_model_len: int, min_match: int = MIN_MATCH, has_corpus: bool = True) -> None:
         self._max_model_len, self._min_match, self._has_corpus = max_model_len, min_match, has_corpus
-        self._acceptance, self._follower = Acceptance(most), Follower(most)
+        self._acceptances, self._follower = ByTenant(partial(Acceptance, most)), Follower(most)
         self._requests: dict[str, DraftedText] = {}
         self._corpora: OrderedDict[str, SuffixText] = OrderedDict()
         self._num_kept = 0  # tokens of all corpora
@@ -69,13 +74,14 @@ class SuffixDrafter:
         self._num_steps = self._next_step = 0  # the latter: before it nobody is to be searched
 
     def admit(self, admitted: Admitted) -> None:
-        corpus = self._corpus(admitted.cache_salt) if self._has_corpus else None
-        self._requests[admitted.request_id] = DraftedText(admitted, SuffixText(self._max_model_len), corpus)
+        salt, text = admitted.cache_salt, SuffixText(self._max_model_len)
+        corpus = self._corpus(salt) if self._has_corpus else None
+        self._requests[admitted.request_id] = DraftedText(admitted, text, corpus, self._acceptances.of(salt))
         self._next_step = 0
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, is_preempted: bool = False) -> None:
         gone = self._requests.pop(request_id, None)
-        if gone is not None and len(gone.tokens) > gone.num_prompt:
+        if gone is not None and not is_preempted and len(gone.tokens) > gone.num_prompt:
             self._keep(gone)
 
     def forget(self) -> None:
@@ -88,7 +94,7 @@ class SuffixDrafter:
         if request is None or request.asked is None:
             return
         kind, survival = request.asked
-        self._acceptance.learn(kind, num_drafts, num_right)
+        request.acceptance.learn(kind, num_drafts, num_right)
         request.trust.learn(sum(survival[:num_drafts]), num_right)
 
     def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
@@ -140,7 +146,7 @@ class SuffixDrafter:
         """Returns the tokens that are likely enough to be right. explores: and one more, all of them whatever they
         cost."""
         kind = kind_of(self._follower.sources[line], self._follower.lengths[line])
-        survival, factor = self._acceptance.survival(kind), request.trust.factor
+        survival, factor = request.acceptance.survival(kind), request.trust.factor
         is_believed = survival[0] * factor >= least_survival
         if not is_believed:
             request.trust.recover(request.pace.num_steps)

@@ -79,8 +79,9 @@ class Planner:
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         offloads, restores = requests.cache.take_moves()
-        released = requests.take_released()
-        return StepPlan(self._step_id, tuple(rows), admitted, released, offloads, restores, least_survival)
+        released, preempted = requests.take_released()
+        moves = offloads, restores
+        return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted)
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,

@@ -88,7 +88,7 @@ class Requests:
         self.by_id: dict[str, RequestState] = {}
         self.counts = Counts()
         self.speculation = Speculation(self.cache, self.counts)
-        self._released: list[str] = []
+        self._released: dict[str, bool] = {}  # whom the runner is to forget; whether it was preempted
         self._in_flight: dict[int, list[RequestState | None]] = {}  # by step, whose rows it has; None: of no interest
 
     def admit(self, state: RequestState) -> Admitted:
@@ -113,7 +113,7 @@ class Requests:
         """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has. Why
         it waits from now on is said where this plan admits."""
         self.running.remove(victim)
-        self._take_back(victim)
+        self._take_back(victim, is_preempted=True)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
         victim.num_preemptions += 1
@@ -143,22 +143,22 @@ class Requests:
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs)
 
-    def _take_back(self, state: RequestState) -> None:
+    def _take_back(self, state: RequestState, is_preempted: bool = False) -> None:
         """Return its blocks to the pool, have the runner forget it with the next plan, and ignore what comes of its
         rows in steps that are not committed yet."""
         self.cache.free(state.lease)
         if state.is_known_to_runner:
-            self._released.append(state.request_id)
+            self._released[state.request_id] = is_preempted
             state.is_known_to_runner = False
         self.speculation.forget(state)
         for flight in self._in_flight.values():
             if state in flight:
                 flight[flight.index(state)] = None
 
-    def take_released(self) -> tuple[str, ...]:
-        """Whom the runner is to forget, once each."""
-        released, self._released = tuple(self._released), []
-        return released
+    def take_released(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns whom the runner is to forget, once each, and who of them was preempted and comes again."""
+        released, self._released = self._released, {}
+        return tuple(released), tuple([name for name, is_preempted in released.items() if is_preempted])
 
     def begin_step(self, step_id: int, rows: list[Row]) -> None:
         """These rows run from now on, until `end_step`."""

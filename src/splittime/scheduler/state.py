@@ -128,9 +128,10 @@ class RequestState:
     def cut_at_end(self, num_new: int) -> tuple[FinishReason | None, int]:
         """Cut off what follows the token that ends the request, if one of the last `num_new` does. Returns why it ends,
         and how many of them are left."""
-        begin = len(self.token_ids) - num_new
+        begin, sampling = len(self.token_ids) - num_new, self.request.sampling
+        least = 0 if sampling.grammar else sampling.min_tokens  # a grammar's answer ends where nothing else may come
         for end, token_id in enumerate(self.token_ids[begin:], begin + 1):
-            is_free_to_stop = end - self.num_prompt >= self.request.sampling.min_tokens
+            is_free_to_stop = end - self.num_prompt >= least
             is_stop = token_id in self.stop_ids and is_free_to_stop
             if is_stop or end >= self.max_num_tokens:
                 del self.token_ids[end:]

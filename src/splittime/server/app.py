@@ -61,6 +61,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/steps", routes_ledger.steps),
     ("GET", "/ledger/facts", routes_ledger.facts),
     ("GET", "/ledger/trace.json", routes_ledger.trace_json),
+    ("POST", "/ledger/hops", routes_ledger.post_hops),
+    ("GET", "/ledger/hops/{trace_id}", routes_ledger.hops),
     ("POST", "/ledger/what-if", routes_what_if.what_if),
     ("GET", "/dashboard/data", routes_dashboard.data),
     ("GET", "/dashboard/requests/{request_id}", routes_dashboard.one_request),

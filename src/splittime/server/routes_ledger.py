@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from splittime.api.hop_answers import MAX_HOPS_BYTES, hops_answer, keep_hops
 from splittime.api.ledger_answers import MAX_LIMIT, QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import Refused
 from splittime.ledger.account import ClosedAccount
@@ -14,6 +15,8 @@ from splittime.ledger.export.chrome_trace import trace
 from splittime.server.books import KeepsBooks
 from splittime.web import http
 from splittime.web.tenants import tenant_of
+
+HOPS_TIMEOUT_S = 10.0  # for a client to send its hops
 
 
 async def one_request(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -44,6 +47,18 @@ async def facts(books: KeepsBooks, scope: http.Scope, receive: http.Receive, sen
     if known is None:
         raise Refused("the engine is not ready yet", reason="not_ready", status=503)
     await http.respond(send, msgspec.json.encode(known))
+
+
+async def post_hops(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Keep a client's own hops beside the requests of its trace."""
+    body = await http.read_body_in_time(scope, receive, MAX_HOPS_BYTES, HOPS_TIMEOUT_S)
+    await http.respond_json(send, keep_hops(books.ledger, body, tenant_of(scope).name))
+
+
+async def hops(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The hops of a trace that the key may see."""
+    found = await _beside(books, hops_answer, books.ledger, scope[http.PATH_REST], tenant_of(scope).sees)
+    await http.respond_json(send, found)
 
 
 async def trace_json(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -281,7 +281,7 @@ class Visit:
 
     def _about(self) -> dict[str, Any]:
         """What all accounts of this visit say."""
-        model = self.service.model
+        model, traced = self.service.model, http.trace_context(self.scope)
         return {
             "group_id": self.group_id,
             "model": model.name if model is not None else "",
@@ -289,6 +289,8 @@ class Visit:
             "started_at_unix_ns": self.started_at_unix_ns,
             "unseen_ns": self.scope.get(http.UNSEEN_NS, 0),
             "tenant": self.tenant.name,
+            "trace_id": traced.trace_id,
+            "parent_id": traced.span_id,
         }
 
     def _leave(self) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations, islice
 import msgspec
 
 from splittime.core.request import FinishReason
-from splittime.drive.messages import Abort, Submit, ToEngine
+from splittime.drive.messages import Abort, ToEngine
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.held_blocks import leases_after, num_held, wrong_drafts
 from splittime.simulate.host_parts import is_queued
@@ -45,7 +45,7 @@ class Course:
         messages: list[tuple[int, tuple[int, int], ToEngine | None]] = []
         for traced in self.requests:
             account = traced.account
-            messages.append((traced.received_ns, NOT_STOPPED, Submit(traced.request)))
+            messages += [(at_ns, NOT_STOPPED, message) for at_ns, message in traced.submissions()]
             gone_ns = self._abort_ns(traced)
             if gone_ns is not None and not self._is_overdue(traced, gone_ns):
                 messages.append((gone_ns, self._found_in(traced), Abort(account.request_id)))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
-from splittime.drive.messages import Abort, Submit, ToEngine
+from splittime.drive.messages import Abort, ToEngine
 from splittime.scheduler.admission import Admission, Place
 from splittime.simulate.trace import TracedRequest
 
@@ -105,7 +105,8 @@ class Door:
             self._on_refusal(traced, refused, at_ns)
             return
         self._places[request.request_id] = place
-        self._add(traced.received_ns, Submit(request))
+        for due_ns, message in traced.submissions():
+            self._add(due_ns, message)
         if traced.leaves_ns is not None:
             self._add(max(traced.leaves_ns, traced.received_ns), Abort(request.request_id))
 

@@ -22,6 +22,7 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
+from splittime.drive.messages import Release, Submit
 from splittime.ledger.account import ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
@@ -50,7 +51,8 @@ class TracedRequest(NamedTuple):
     marks: of the server, before that; the first is its arrival. stops_after: so many tokens, after which the server
     ended it (a stop string). leaves_ns: when its client went away. None: it ended otherwise. answer: the first tokens
     that it samples, as far as anything is known of them. follows: what it waits for; its instants are then those of
-    the earliest time at which it may come. drafts: what was guessed of its answer, if anything was.
+    the earliest time at which it may come. drafts: what was guessed of its answer, if anything was. grammar_ns: from
+    `received_ns` on it was held so long for its grammar.
     """
 
     request: Request
@@ -62,10 +64,21 @@ class TracedRequest(NamedTuple):
     answer: tuple[int, ...] = ()
     follows: Follows | None = None
     drafts: RequestDrafts | None = None
+    grammar_ns: int = 0
 
     @property
     def arrived_ns(self) -> int:
         return self.marks[0].begin_ns
+
+    def submissions(self) -> list[tuple[int, Submit | Release]]:
+        """Returns how it comes to the engine, and when: held, if its grammar was still to be compiled."""
+        if not self.grammar_ns:
+            return [(self.received_ns, Submit(self.request))]
+        released_ns = self.received_ns + self.grammar_ns
+        return [
+            (self.received_ns, Submit(self.request, Cause.GRAMMAR)),
+            (released_ns, Release(self.request.request_id)),
+        ]
 
     @property
     def admitted_ns(self) -> int:
@@ -175,6 +188,7 @@ def _traced(
 ) -> TracedRequest:
     stopped = _met_stop_string(account)
     went_away = account.finish_reason == FinishReason.ABORT
+    held_until = [interval.end_ns for interval in account.intervals if interval.cause is Cause.GRAMMAR]
     return TracedRequest(
         request=_request(account, prompt, max_model_len),
         account=account,
@@ -183,6 +197,7 @@ def _traced(
         stops_after=account.output_tokens if stopped else None,
         leaves_ns=(account.end_ns if account.cancelled_ns is None else account.cancelled_ns) if went_away else None,
         answer=answer,
+        grammar_ns=max(held_until, default=received_ns) - received_ns,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from splittime.text.tokenizer import Tokenizer
 
 _MAX_WINDOW_TOKENS = 16
+_MAX_CHARACTER_BYTES = 4
 
 
 class Detokenizer(Protocol):
@@ -29,12 +30,16 @@ class Detokenizer(Protocol):
 
 class ByteDetokenizer:
     """For vocabularies whose tokens have bytes. `at_text_start`: nothing visible was before, so that the space which
-    the vocabulary writes before a first word goes."""
+    the vocabulary writes before a first word goes. `before`: the bytes before; a character that they begin and do not
+    finish is given out when it is whole, as it would be if its tokens had come here."""
 
-    def __init__(self, tokenizer: Tokenizer, *, at_text_start: bool, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, at_text_start: bool, skip_special_tokens: bool = True, before: bytes = b""
+    ) -> None:
         self._token_bytes = tokenizer.bytes_of_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(before)
         self._strips = at_text_start and tokenizer.strips_leading_space
 
     def push(self, token_id: int) -> str:
@@ -90,7 +95,22 @@ def make_detokenizer(
         return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
     hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
     at_text_start = all(token_id in hidden for token_id in prompt_token_ids)
-    return ByteDetokenizer(tokenizer, at_text_start=at_text_start, skip_special_tokens=skip_special_tokens)
+    return ByteDetokenizer(
+        tokenizer,
+        at_text_start=at_text_start,
+        skip_special_tokens=skip_special_tokens,
+        before=_last_bytes(tokenizer, prompt_token_ids),
+    )
+
+
+def _last_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
+    """Returns as many bytes of the end as a character may have; none from before a special token."""
+    found = b""
+    for token_id in reversed(token_ids):
+        if token_id in tokenizer.special_ids or len(found) >= _MAX_CHARACTER_BYTES:
+            break
+        found = tokenizer.bytes_of_tokens[token_id] + found
+    return found
 
 
 class StopMatcher:

@@ -90,6 +90,10 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(read.backend)
         return cls(backend, config=read.config, chat_template=read.chat_template)
 
+    def to_json(self) -> str:
+        """Returns the tokenizer as a tokenizer.json holds it."""
+        return self._backend.to_str()
+
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return self._backend.token_to_id(token) if token else None

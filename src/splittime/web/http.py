@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from splittime.core.errors import ErrorInfo, RequestError, SplittimeError, error_body
+from splittime.core.trace_context import NO_TRACE, TraceContext, read_traceparent
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -133,6 +134,12 @@ def request_id(scope: Scope) -> str:
             limit=MAX_REQUEST_ID_CHARS,
         )
     return given
+
+
+def trace_context(scope: Scope) -> TraceContext:
+    """Returns what `traceparent` says; `NO_TRACE` where there is none, several, or one that is not valid."""
+    given = headers(scope, b"traceparent")
+    return read_traceparent(given[0]) if len(given) == 1 else NO_TRACE
 
 
 def deadline_ns(scope: Scope, start_ns: int) -> int | None:

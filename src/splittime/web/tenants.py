@@ -44,9 +44,12 @@ TENANT = "splittime.tenant"  # key in an ASGI scope: who asks
 TENANT_PATHS = frozenset(
     {
         "/",
+        "/cache/purge",
+        "/cache/wrong",
         "/docs",
         "/favicon.ico",
         "/is_sleeping",
+        "/ledger/hops",
         "/ledger/requests",
         "/openapi.json",
         "/tokenize",
@@ -58,7 +61,7 @@ TENANT_PATHS = frozenset(
         "/version",
     }
 )
-TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/")
+TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/", "/ledger/hops/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

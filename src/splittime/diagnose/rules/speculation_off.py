@@ -1,7 +1,10 @@
-"""Guessing ahead (`--speculative-config`) that is off and would save time, as far as hashes of answers show it.
+"""Guessing ahead (`--speculative-config`) that is off and would save time, as far as the books show it.
 
-What they show of the answers is a lower bound (`answer_repeats`). Of all the rest the worst is assumed: in every step
-each row has as many drafts as it may, and none of them is right; and a draft costs what a row costs at most.
+In some requests it was counted how many tokens a lookup in their own text would have guessed, and how many of them
+right (`ledger.lookup`). Each right one is a draft, and each wrong one ends a row's drafts, of which there are as many
+as may be. What past answers would add, and what books without such counts show, is a lower bound by hashes
+(`answer_repeats`): then the worst is assumed of all the rest, as many drafts in each row of every step as may be, and
+none of them right. Either way a draft costs what a row costs at most.
 
     now   = sum of the lengths of the request's steps
     then  = (now + row * drafts of the steps) * (1 - right / tokens * most / (most + 1))        most: drafts a row
@@ -24,6 +27,7 @@ from splittime.diagnose.words import RESTART
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS
 from splittime.ledger.steps import StepRecord
+from splittime.stats.dependence import MIN_REQUESTS
 
 REACH = 2.0  # times the most rows recorded: how far a step with drafts may go, as in `simulate.cost`
 MOST_HASHES = 100_000  # of the latest requests, that are looked at: a tenth of a second
@@ -43,12 +47,14 @@ OF_VLLM = Guesser({"method": "ngram", "num_speculative_tokens": 4, "prompt_looku
 
 class LeastGain(NamedTuple):
     """What is counted on. accounts: the requests; right: how many tokens of each would have been guessed right. most:
-    drafts of a row. row_ns: what a draft costs."""
+    drafts of a row. row_ns: what a draft costs. drafts: of a row, in the mean, where lookups were counted; else each
+    has as many as may be."""
 
     accounts: Sequence[ClosedAccount]
     right: Mapping[str, int]
     most: int
     row_ns: float
+    drafts: float | None = None
 
     @property
     def num_right(self) -> int:
@@ -65,7 +71,8 @@ class LeastGain(NamedTuple):
         for account in self.accounts:
             own = [by_id[step_id] for step_id in account.token_steps[1:] if step_id in by_id]
             now_ns = sum(map(length_ns, own))
-            wider_ns = now_ns + self.row_ns * self.most * sum(step.decode_tokens for step in own)
+            drafts = self.most if self.drafts is None else self.drafts
+            wider_ns = now_ns + self.row_ns * drafts * sum(step.decode_tokens for step in own)
             part = min(1.0, self.right[account.request_id] / max(1, len(account.token_steps) - 1))
             found[account.request_id] = now_ns - wider_ns * (1 - part * self.most / (self.most + 1))
         return found
@@ -77,21 +84,43 @@ def speculation_would_pay(books: Books) -> Answer:
     guesser = _that_is_off(books)
     if guesser is None:
         return None
-    accounts = _latest(served(books.accounts))
-    right = tokens_guessed(accounts, guesser.has_corpus)
-    least = LeastGain(accounts, right, _most_drafts(books.steps, guesser.most), 0.0)
-    if not least.num_right:
-        return _cannot_tell(least, guesser)
-    prices = prices_of(books.steps)
-    if prices is None:
+    accounts, most = _latest(served(books.accounts)), _most_drafts(books.steps, guesser.most)
+    by_hashes = LeastGain(accounts, tokens_guessed(accounts, guesser.has_corpus), most, 0.0)
+    gains = [gain for gain in (counted_gain(accounts, most), by_hashes) if gain is not None and gain.num_right]
+    if not gains:
+        return _cannot_tell(counted_gain(accounts, most) or by_hashes, guesser)
+    row_ns = _dearest_row_ns(books.steps)
+    if row_ns is None:
         return Abstention(why=TOO_FEW)
-    row_ns, variance = float(prices.coefficients[ROW]), float(prices.covariance[ROW, ROW])
-    least = least._replace(row_ns=row_ns + reach(sqrt(max(0.0, variance))))
+    answers = [_answer(books, guesser, gain._replace(row_ns=row_ns)) for gain in gains]
+    return next((answer for answer in answers if isinstance(answer, Finding)), answers[0])
+
+
+def counted_gain(accounts: Sequence[ClosedAccount], most: int) -> LeastGain | None:
+    """Returns what lookups would have gained the requests in which they were counted; None where these are too few."""
+    counted = [account for account in accounts if account.lookup_guesses is not None]
+    if len(counted) < MIN_REQUESTS:
+        return None
+    right = {account.request_id: account.lookup_right or 0 for account in counted}
+    num_right, num_tokens = sum(right.values()), sum(account.output_tokens for account in counted)
+    num_wrong = sum(account.lookup_guesses or 0 for account in counted) - num_right
+    return LeastGain(counted, right, most, 0.0, drafts=(num_right + most * num_wrong) / max(1, num_tokens))
+
+
+def _answer(books: Books, guesser: Guesser, least: LeastGain) -> Answer:
     saved_ns = least.saved_ns(books.steps)
-    share = of_requests(saved_ns, accounts)
+    share = of_requests(saved_ns, least.accounts)
     if not share.is_worth_it:
         return share.unsure() or _cannot_tell(least, guesser)
     return _would_pay(books, guesser, least, saved_ns, share)
+
+
+def _dearest_row_ns(steps: Sequence[StepRecord]) -> float | None:
+    """Returns what a row costs a step at the most; None where too few steps tell."""
+    prices = prices_of(steps)
+    if prices is None:
+        return None
+    return float(prices.coefficients[ROW]) + reach(sqrt(max(0.0, float(prices.covariance[ROW, ROW]))))
 
 
 def _that_is_off(books: Books) -> Guesser | None:
@@ -120,12 +149,17 @@ def _most_drafts(steps: Sequence[StepRecord], most: int) -> int:
 
 
 def _cannot_tell(least: LeastGain, guesser: Guesser) -> Abstention:
-    return Abstention(
-        why=f"cannot tell: books keep no texts, and by their hashes of {PREFIX_TOKENS} tokens "
-        f"{percent(least.num_right, least.num_tokens)} of the answers' tokens at the least could have been guessed, "
-        f"which alone would not surely pay. Only a trial tells: the same load, on a server with "
-        f"{FLAG} {typed(guesser.config)}"
+    part, trial = percent(least.num_right, least.num_tokens), f"with {FLAG} {typed(guesser.config)}"
+    by_hashes = (
+        f"books keep no texts, and by their hashes of {PREFIX_TOKENS} tokens {part} of the answers' tokens at the "
+        "least could have been guessed, which alone would not surely pay"
     )
+    counted = (
+        f"{part} of the answers' tokens could have been guessed from each request's own text, counted in "
+        f"{len(least.accounts)} requests, which alone would not surely pay; what past answers would add is not counted"
+    )
+    known = by_hashes if least.drafts is None else counted
+    return Abstention(why=f"cannot tell: {known}. Only a trial tells: the same load, on a server {trial}")
 
 
 def _would_pay(
@@ -133,13 +167,11 @@ def _would_pay(
 ) -> Finding:
     at_best_ns = sum(least._replace(row_ns=0.0).saved_ns(books.steps).values())
     return Finding(
-        claim=f"At least {percent(least.num_right, least.num_tokens)} of the answers' tokens stood before, where a "
-        f"guess would have found them: guessing ahead, which is off, would save {share.value:.0%} of all requests' "
+        claim=f"{_part_right(least)}: guessing ahead, which is off, would save {share.value:.0%} of all requests' "
         "time or more.",
         evidence=(
-            Fact(f"tokens behind {PREFIX_TOKENS} others that they have followed before", least.num_right, "tokens"),
+            *_counts(least),
             Fact("tokens of all answers", least.num_tokens, "tokens"),
-            Fact("guesses counted for each row of each step, wrong but for these", least.most),
             Fact("a guess costs a step, by the fitted line at the most", ms(least.row_ns), "ms"),
             Fact("the requests' time with it, expected at the most", less(share), "estimated from the same line"),
             Fact("the same if guesses cost nothing", f"{-at_best_ns / total_ns(least.accounts):+.0%}"),
@@ -148,13 +180,38 @@ def _would_pay(
         share_of_time=share.value,
         share_interval=share.interval,
         confidence=LIKELY,
-        confidence_from="hashes of 48 bits, and a line fitted to the steps' lengths: an estimate",
+        confidence_from=_where_from(least),
         cure=_cure(guesser, least.most),
         cost=f"Memory for past answers, 208 MiB at most; `simulate` and `tune` refuse ledgers with guesses. {RESTART}",
         counter_check="With it, at the same load, the mean request takes as long.",
         regime="answers that repeat as these do; where more requests run at once, a guess is dearer",
         is_limit=True,
     )
+
+
+def _part_right(least: LeastGain) -> str:
+    part = percent(least.num_right, least.num_tokens)
+    if least.drafts is None:
+        return f"At least {part} of the answers' tokens stood before, where a guess would have found them"
+    return f"{part} of the answers' tokens would have been guessed right from each request's own text"
+
+
+def _counts(least: LeastGain) -> tuple[Fact, ...]:
+    if least.drafts is None:
+        return (
+            Fact(f"tokens behind {PREFIX_TOKENS} others that they have followed before", least.num_right, "tokens"),
+            Fact("guesses counted for each row of each step, wrong but for these", least.most),
+        )
+    return (
+        Fact("requests in which lookups were counted", len(least.accounts)),
+        Fact("tokens that a lookup in the request's own text would have guessed right", least.num_right, "tokens"),
+        Fact("guesses counted for each row of each step, in the mean", round(least.drafts, 2)),
+    )
+
+
+def _where_from(least: LeastGain) -> str:
+    source = "hashes of 48 bits" if least.drafts is None else "lookups counted in one request of eight"
+    return f"{source}, and a line fitted to the steps' lengths: an estimate"
 
 
 def _cure(guesser: Guesser, most: int) -> Cure:

@@ -120,22 +120,23 @@ def unpacked(weight: IntegerWeight) -> RoundedRows:
 def choose(num_tokens: int, weight: IntegerWeight, dtype: torch.dtype) -> Tiles:
     """Few tokens: where there are outputs enough for all processors, 128 of them share what a step of the loop costs
     besides unpacking; else a program is 64 outputs, of int4 two warps: more, smaller programs hide more of the memory's
-    latency. More tokens: wide tiles, so that unpacking is shared by more of them. Those of int4 are what was fastest on
-    an H100 at the shapes of an 8B model (BENCHMARKS.md); int8's are not measured. float32 has no matrix instruction:
-    its tiles are small so that sums fit in registers."""
+    latency. More tokens: wide tiles, so that unpacking is shared by more of them. All are what was fastest on an H100
+    at the shapes of an 8B model (BENCHMARKS.md). float32 has no matrix instruction: its tiles are small so that sums
+    fit in registers."""
     if dtype == torch.float32:
         return Tiles(tokens=16 if num_tokens <= FEW_TOKENS else 32, outputs=32, num_warps=4, num_stages=2)
     splits = splits_for(triton.cdiv(weight.out_features, 64), weight.words.shape[-3])
-    if num_tokens <= FEW_TOKENS and weight.out_features >= 128 * PROCESSORS:
+    is_int4, is_broad = weight.bits == 4, weight.out_features >= 128 * PROCESSORS
+    if num_tokens <= FEW_TOKENS and is_broad:
         return Tiles(tokens=16, outputs=128, num_warps=4, num_stages=4)
-    is_int4 = weight.bits == 4
     if num_tokens <= FEW_TOKENS:
         warps, stages = (2, 3) if is_int4 else (4, 5)
         return Tiles(tokens=16, outputs=64, splits=splits, num_warps=warps, num_stages=stages)
     if num_tokens <= SOME_TOKENS:
-        outputs, warps = (128, 8) if is_int4 else (64, 4)
+        outputs, warps = (128, 8) if is_int4 or is_broad else (64, 4)
         return Tiles(tokens=64, outputs=outputs, splits=splits, num_warps=warps, num_stages=3)
-    return Tiles(64 if is_int4 or weight.group % 128 else 128, 128, num_warps=8, num_stages=3)
+    has_room = not is_int4 and is_broad and weight.group % 128 == 0
+    return Tiles(128 if has_room else 64, 128, num_warps=8, num_stages=3)
 
 
 def linear(

@@ -6,6 +6,7 @@ tensors instead: `finite_flags` and `draw_tokens`.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,7 +98,8 @@ class TritonOps(PlainOps):
         except ConfigError as error:
             return NotFused(f"experts are computed one after the other, and no step is captured: {error}")
         self._experts.append(experts)
-        return MixtureLayer(self, layer, part.router, part.spec, experts)
+        without = replace(layer, feed_forward=replace(part, experts=()))  # else each would lie in memory twice
+        return MixtureLayer(self, without, part.router, part.spec, experts)
 
     def forget_experts(self) -> None:
         """Drop the experts' weights; what was read of them stays counted."""

@@ -1,0 +1,142 @@
+"""Ten times more than the upstream can do, from three tenants of weights 1, 2 and 4: who gets what, and who waits.
+
+    python -m benchmarks.gateway.overload [--seconds 60] [--times 10] [--json]
+    python -m benchmarks.gateway.overload --small        a trial: 3 s, no figures to be quoted
+
+The upstream is the mock server (`splittime bench mock-server`) in a process of its own, whose rate is known: `SLOTS`
+requests at once, a token of each every `--itl` ms. The gateway is `splittime gateway` in another, with a queue of as
+many tokens as the upstream makes in `--wait` seconds. The load is an open loop in a third (`overload_client`); the
+tenants send equally many requests, of different lengths. Told are, after a warm-up of twice `--wait`:
+
+* share: of the tokens (prompt and answer) of answers that ended in the time, beside the weights
+* waited_ms: of admitted requests, the gateway's `admit` (Server-Timing); e2e_ms: from sending to the last byte
+* refusal_ms: from sending to the whole refusal, by the client's clock; after_a_wait: the part of the refusals that had
+  been in the queue first
+* refusals_per_s: under this load; and `flood`, where a closed loop of `FLOOD` requests at once asks for all it can get
+
+Goals: each share within 5 % of its weight's, every p99 of waited_ms below `--wait`, refusal p99 below 5 ms. All
+processes share the machine's cores.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway.overhead import cpu_s, started
+from benchmarks.report import file_result
+
+SLOTS, CHUNK = 16, 8
+LENGTHS = {"one": (16, 48), "two": (48, 112), "four": (24, 72)}  # of answers
+WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
+TENANTS = [{"name": name, "key": f"key-of-{name}", "least": low, "most": high} for name, (low, high) in LENGTHS.items()]
+FLOOD = 400
+GOALS = {"share": 0.05, "refusal_p99_ms": 5.0}
+
+
+def config_of(upstream: str, wait_s: float, rate: int) -> str:
+    text = f"port = 0\n[queue]\nmax_requests = 100000\nmax_tokens = {int(rate * wait_s)}\n"
+    text += f'[[upstream]]\nname = "mock"\nurl = "{upstream}"\nmodels = ["mock"]\nmax_in_flight = {SLOTS}\n'
+    text += f'[[tenant]]\nname = "operator"\noperator = true\nsha256 = "{sha256(b"operator").hexdigest()}"\n'
+    for tenant in TENANTS:
+        name, digest = tenant["name"], sha256(str(tenant["key"]).encode()).hexdigest()
+        text += f'[[tenant]]\nname = "{name}"\nsha256 = "{digest}"\nweight = {WEIGHTS[str(name)]}\n'
+    return text
+
+
+@contextmanager
+def gateway(upstream: str, wait_s: float, rate: int) -> Iterator[tuple[str, int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "gateway.toml"
+        config.write_text(config_of(upstream, wait_s, rate))
+        with started("gateway", "gateway", "--config", str(config)) as served:
+            yield served
+
+
+def load(url: str, *arguments: object) -> dict[str, Any]:
+    """Returns what the load's process tells."""
+    command = [sys.executable, "-m", "benchmarks.gateway.overload_client", url.rpartition(":")[2]]
+    command += ["--tenants", json.dumps(TENANTS), *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def requests_per_s(rate: int) -> float:
+    """What an upstream of so many tokens a second can do of the tenants' mixture, if each tenant has its share."""
+    mean = {name: sum(span) / 2 for name, span in LENGTHS.items()}
+    return rate * sum(WEIGHTS[name] / mean[name] for name in mean) / sum(WEIGHTS.values())
+
+
+def measure(url: str, pid: int, seconds: float, per_s: float, wait_s: float) -> dict[str, Any]:
+    warm_up_s, before_s = 2 * wait_s, cpu_s(pid)
+    timed = ("--seconds", seconds + warm_up_s, "--warm-up", warm_up_s)
+    overload = load(url, "--per-s", per_s, *timed)
+    overload["gateway_cores"] = (cpu_s(pid) - before_s) / (seconds + warm_up_s)
+    print("the flood", file=sys.stderr)
+    flood = load(url, "--in-flight", FLOOD, "--seconds", max(1.0, min(5.0, seconds / 4)), "--warm-up", 0.5)
+    return {"overload": overload, "shares": shares(overload["tokens"]), "flood": flood}
+
+
+def shares(tokens: dict[str, int]) -> dict[str, dict[str, float]]:
+    total, weights = sum(tokens.values()) or 1, sum(WEIGHTS.values())
+    found = {}
+    for name, weight in WEIGHTS.items():
+        share, fair = tokens.get(name, 0) / total, weight / weights
+        found[name] = {"share": share, "of_weights": fair, "off": share / fair - 1}
+    return found
+
+
+def show(figures: dict[str, Any], rate: int) -> None:
+    overload, flood = figures["overload"], figures["flood"]
+    made = f"{overload['output_tokens_per_s']:.0f} of {rate} tokens/s generated"
+    lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {made}"]
+    for name, share in figures["shares"].items():
+        told = overload["tenants"][name]
+        waited, e2e = told["waited_ms"], told["e2e_ms"]
+        lines.append(
+            f"  {name:>5}: {share['share']:.3f} of the tokens, {share['of_weights']:.3f} of the weights"
+            f" ({share['off']:+.1%}); waited {waited.get('p50', 0):.0f} ms p50, {waited.get('p99', 0):.0f} p99;"
+            f" E2E {e2e.get('p50', 0):.0f}, {e2e.get('p99', 0):.0f}"
+        )
+    refusal = overload["refusal_ms"]
+    lines.append(
+        f"refusals: {overload['refusals_per_s']:.0f}/s in {refusal.get('p50', 0):.2f} ms p50,"
+        f" {refusal.get('p99', 0):.2f} ms p99; {overload['refusal_after_a_wait']:.1%} of them after a wait;"
+        f" the gateway used {overload['gateway_cores']:.2f} cores"
+    )
+    lines.append(f"flood: {flood['refusals_per_s']:.0f} refusals/s beside {flood['output_tokens_per_s']:.0f} tokens/s")
+    print("\n".join(lines), file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--wait", type=float, default=1.0, help="the SLO of admitted requests' waiting, in s")
+    parser.add_argument("--itl", type=int, default=5, help="ms between tokens of the upstream: 5 is 3,200 tokens/s")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    seconds, wait_s, itl_ms = (2.0, 0.5, 20) if args.small else (args.seconds, args.wait, args.itl)
+    rate = SLOTS * 1000 // itl_ms  # tokens a second
+    mock = ("bench", "mock-server", "--port", "0", "--ttft", f"{itl_ms}ms", "--itl", f"{itl_ms}ms")
+    with (
+        started("url", *mock, "--tokens-per-chunk", str(CHUNK)) as (upstream, _),
+        gateway(upstream, wait_s, rate) as (url, pid),
+    ):
+        figures = measure(url, pid, seconds, args.times * requests_per_s(rate), wait_s)
+    settings = {**vars(args), "seconds": seconds, "wait": wait_s, "slots": SLOTS, "itl": itl_ms, "goals": GOALS}
+    file_result("gateway_overload", figures, settings, args.json)
+    show(figures, rate)
+    ends = figures["overload"]
+    return int(ends["unanswered"] > 0 or any(status[:3] not in ("200", "429") for status in ends["statuses"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Tokens of a tenant by day and by month, in UTC, kept over restarts: `tokens_per_day`, `tokens_per_month`.
+
+A limit by the minute fills up again; a budget is used up, and its tenant is refused (429) until the day or the month is
+over. What a request used is known at its end, so a budget may be overdrawn by what is in flight then. A request that
+was cancelled counts by what its upstream told until then.
+
+The counts are in a SQLite file, written once a second off the path: what a killed gateway had not written, a second's
+worth, is not charged. Only differences are added there, so gateways that share a file share the budgets, a second late.
+A day or month that has begun is never gone back from, whatever the clock is set to. A file that cannot be written is
+logged, and the counts go on in memory.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from splittime.core.errors import ConfigError, Refused
+from splittime.gateway.config import GatewayConfig, TenantConfig
+
+log = logging.getLogger("splittime.gateway")
+
+WRITE_S = 1.0
+BUSY_S = 5.0  # for another gateway that writes
+DAY, MONTH = "tokens_per_day", "tokens_per_month"
+SCHEMA = "CREATE TABLE IF NOT EXISTS budget (tenant TEXT, period TEXT, tokens INTEGER, PRIMARY KEY (tenant, period))"
+ADD = "INSERT INTO budget VALUES (?, ?, ?) ON CONFLICT (tenant, period) DO UPDATE SET tokens = tokens + excluded.tokens"
+
+Account = tuple[str, str]  # a tenant and a period: 2026-11-27 or 2026-11
+
+
+class TokenBudget(NamedTuple):
+    """One limit of one tenant. kind: DAY or MONTH."""
+
+    tenant: str
+    kind: str
+    limit: int
+
+
+def budgets_of(tenants: Iterable[TenantConfig]) -> list[TokenBudget]:
+    found = [(tenant.name, kind, getattr(tenant, kind)) for tenant in tenants for kind in (DAY, MONTH)]
+    return [TokenBudget(*one) for one in found if one[2] is not None]
+
+
+def check_budgets(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for a budget that a restart would forget."""
+    for number, tenant in enumerate(config.tenant):
+        for budget in budgets_of([tenant]) if config.budget_file is None else ():
+            param = f"tenant[{number}].{budget.kind}"
+            hint = 'budget_file = "budgets.sqlite" keeps what was used'
+            message = f"{param} needs a budget_file: a restart would give it all again"
+            raise ConfigError(message, param=param, value=budget.limit, hint=hint)
+
+
+class Calendar:
+    """Which day and month it is, never an earlier one than before. clock: seconds since 1970."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._latest = clock, 0.0
+
+    def now(self) -> datetime:
+        self._latest = max(self._latest, self._clock())
+        return datetime.fromtimestamp(self._latest, UTC)
+
+    def period(self, kind: str) -> str:
+        return self.now().strftime("%Y-%m-%d" if kind == DAY else "%Y-%m")
+
+    def left_s(self, kind: str) -> float:
+        """Returns the seconds until this day or month is over."""
+        now = self.now()
+        day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        ends = day + timedelta(days=1) if kind == DAY else (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+        return (ends - now).total_seconds()
+
+
+class TokenBudgets:
+    """`open` begins inside the event loop, `close` ends. Raises `ConfigError` for a file that cannot be used."""
+
+    def __init__(self, tenants: Sequence[TenantConfig], file: str | None, calendar: Calendar | None = None) -> None:
+        self._calendar, self._file = calendar or Calendar(), file
+        self._by_tenant: dict[str, list[TokenBudget]] = {}
+        for budget in budgets_of(tenants):
+            self._by_tenant.setdefault(budget.tenant, []).append(budget)
+        self._used: Counter[Account] = Counter()  # as the file says, with what is not written
+        self._unwritten: Counter[Account] = Counter()
+        self._is_broken = False
+        self._task: asyncio.Task[None] | None = None
+        if self._by_tenant:
+            self._begin()
+
+    def check(self, tenant: str) -> None:
+        """Raises `Refused` if a budget of this tenant is used up."""
+        for _, kind, limit in self._by_tenant.get(tenant, ()):
+            if self._used[tenant, self._calendar.period(kind)] >= limit:
+                message = f"the key {tenant!r} has used what its {kind} allows"
+                later_s = max(1.0, self._calendar.left_s(kind))
+                raise Refused(message, reason=kind, limit=limit, retry_after_s=round(later_s, 3))
+
+    def use(self, tenant: str, tokens: int) -> None:
+        for _, kind, _ in self._by_tenant.get(tenant, ()):
+            account = (tenant, self._calendar.period(kind))
+            self._used[account] += tokens
+            self._unwritten[account] += tokens
+
+    def used(self) -> dict[tuple[str, ...], float]:
+        """Returns the tokens used by (tenant, kind) of the days and months that are now."""
+        budgets = [budget for budgets in self._by_tenant.values() for budget in budgets]
+        return {(one.tenant, one.kind): self._used[one.tenant, self._calendar.period(one.kind)] for one in budgets}
+
+    # ---- the file
+
+    def open(self, executor: Executor) -> None:
+        if self._by_tenant:
+            self._task = asyncio.create_task(self._write_on(executor))
+
+    async def close(self) -> None:
+        """What is not written yet is, by the caller's thread: nobody is served any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            with contextlib.suppress(sqlite3.Error):
+                self._write_and_read(self._unwritten)
+
+    def _begin(self) -> None:
+        try:
+            with self._connected() as connection:
+                connection.execute(SCHEMA)
+            self._used = self._write_and_read(Counter())
+        except sqlite3.Error as error:
+            hint = "give a file that this process may write, or take the budgets out"
+            message = f"budget_file: cannot use {self._file}: {error}"
+            raise ConfigError(message, param="budget_file", value=self._file, hint=hint) from error
+
+    async def _write_on(self, executor: Executor) -> None:
+        while True:
+            await asyncio.sleep(WRITE_S)
+            added, self._unwritten = self._unwritten, Counter()
+            try:
+                told = await asyncio.get_running_loop().run_in_executor(executor, self._write_and_read, added)
+            except sqlite3.Error as error:
+                self._unwritten.update(added)
+                self._tell_broken(error)
+            else:
+                self._used, self._is_broken = told + self._unwritten, False
+
+    def _tell_broken(self, error: sqlite3.Error) -> None:
+        if not self._is_broken:
+            self._is_broken = True
+            log.error("budgets are counted and not written to %s: %s", self._file, error)
+
+    def _write_and_read(self, added: Counter[Account]) -> Counter[Account]:
+        periods = (self._calendar.period(DAY), self._calendar.period(MONTH))
+        with self._connected() as connection:
+            connection.executemany(ADD, [(*account, tokens) for account, tokens in added.items()])
+            if added:
+                connection.execute("DELETE FROM budget WHERE period NOT IN (?, ?)", periods)
+            rows = connection.execute("SELECT tenant, period, tokens FROM budget").fetchall()
+        return Counter({(tenant, period): tokens for tenant, period, tokens in rows})
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        """One transaction; the connection is closed behind it."""
+        with contextlib.closing(sqlite3.connect(Path(self._file or ""), timeout=BUSY_S)) as connection, connection:
+            yield connection

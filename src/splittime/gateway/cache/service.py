@@ -1,0 +1,245 @@
+"""What all requests' cache turns share: the store, the questions, the flights, and what was counted.
+
+Everything that may take long (a body's normal form, the store, n-grams, the search) is done by one thread, in order;
+the event loop has the flights and the counts. A store that fails is a miss, and counted.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+
+from splittime.gateway.cache.asked import AskedKey, Wishes, asked_key
+from splittime.gateway.cache.embedders import Embedder, NgramEmbedder, UpstreamEmbedder
+from splittime.gateway.cache.flight import Flight
+from splittime.gateway.cache.gate import features
+from splittime.gateway.cache.kept import EQUAL, KINDS, LIKE, KeptAnswer, new_mark, pieces_of, text_of
+from splittime.gateway.cache.ngrams import Vector
+from splittime.gateway.cache.questions import QuestionIndex
+from splittime.gateway.cache.shadow import DIFFERENT, OUTCOMES, outcome, wilson
+from splittime.gateway.cache.stores import STORE_ERRORS, AnswerStore, Purge, SqliteAnswers
+from splittime.gateway.config import CacheRoute, GatewayConfig
+from splittime.gateway.forwarded import ForwardedRequest
+
+MAX_WAITING = 64  # answers that wait to be kept
+
+
+class LookUp(NamedTuple):
+    """What the cache knows of a request. answer: None for a miss. vector: of its question, if it was made."""
+
+    asked: AskedKey
+    answer: KeptAnswer | None = None
+    kind: str = EQUAL
+    vector: Vector | None = None
+
+
+class ResponseCache:
+    """session: of connections, for an embedder that is an upstream. Raises `ConfigError` for a store that cannot be."""
+
+    def __init__(
+        self, config: GatewayConfig, session: Callable[[], aiohttp.ClientSession], embedder_key: str | None = None
+    ) -> None:
+        self.config = config.cache
+        self._routes = {route.model: route for route in config.cache_route}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
+        self.store = _store(config)
+        self._questions = QuestionIndex(config.cache.max_questions)
+        self._embedder: Embedder = NgramEmbedder(self._thread)
+        if config.embedder is not None:
+            self._embedder = UpstreamEmbedder(config.embedder, config.breaker, embedder_key, session)
+        self.flights: dict[str, Flight] = {}
+        self.results: Counter[tuple[str, str]] = Counter()  # result and why
+        self.shadowed: Counter[tuple[str, str]] = Counter()  # kind and outcome
+        self.wrong: Counter[str] = Counter()  # by kind
+        self.num_errors = self._num_waiting = 0
+        self._purged_ns = 0
+        self._draw = random.Random()
+        if any(route.semantic for route in config.cache_route):
+            self._thread.submit(self._index_all)
+
+    def route(self, model: str) -> CacheRoute | None:
+        return self._routes.get(model)
+
+    # ---- finding
+
+    async def look_up(self, request: ForwardedRequest, tenant: str, route: CacheRoute, wishes: Wishes) -> LookUp:
+        """Returns the answer of an equal request, if there is one that is fresh enough."""
+        return await self._in_thread(partial(self._look_up, request, tenant, route, wishes))
+
+    async def look_alike(self, found: LookUp, route: CacheRoute, wishes: Wishes) -> LookUp:
+        """Returns the answer of a like question, if the route has such hits and there is one."""
+        if not (route.semantic and found.asked.question):
+            return found
+        vector = await self._embedder.embed(found.asked.question)
+        if vector is None:
+            return found
+        return await self._in_thread(partial(self._look_alike, found._replace(vector=vector), route, wishes))
+
+    def is_shadowed(self, route: CacheRoute) -> bool:
+        """Returns whether the model runs for this hit all the same, by chance."""
+        return self._draw.random() < route.shadow_share
+
+    def _look_up(self, request: ForwardedRequest, tenant: str, route: CacheRoute, wishes: Wishes) -> LookUp:
+        asked = asked_key(request, tenant, takes_sampled=route.sampled)
+        answer = None if asked.why_not or wishes.no_cache else self._fresh(asked.key, route, wishes)
+        return LookUp(asked, answer)
+
+    def _look_alike(self, found: LookUp, route: CacheRoute, wishes: Wishes) -> LookUp:
+        assert found.vector is not None
+        likeness = self._likeness(found.asked)
+        keys = self._questions.alike(likeness, features(found.asked.question), found.vector, route.threshold)
+        for key in keys:
+            answer = self._fresh(key, route, wishes)
+            if answer is not None:
+                return found._replace(answer=answer, kind=LIKE)
+        return found
+
+    def _fresh(self, key: str, route: CacheRoute, wishes: Wishes) -> KeptAnswer | None:
+        try:
+            answer = self.store.get(key)
+        except STORE_ERRORS:
+            self.num_errors += 1
+            return None
+        if answer is None:
+            self._questions.discard(key)
+            return None
+        most_s = route.max_age_s if wishes.max_age_s is None else min(route.max_age_s, wishes.max_age_s)
+        return answer if answer.age_s(time.time()) <= most_s else None
+
+    def _likeness(self, asked: AskedKey) -> str:
+        return f"{self._embedder.name} {asked.likeness}"
+
+    # ---- keeping
+
+    def keep(self, flight: Flight, found: LookUp, request: ForwardedRequest, tenant: str) -> asyncio.Future[Any] | None:
+        """Keep a whole answer, if it may be and the thread keeps up; the future is done when others find it."""
+        route = self.route(request.model)
+        if route is None or self._num_waiting >= MAX_WAITING or flight.begun_ns <= self._purged_ns:
+            return None
+        self._num_waiting += 1
+        work = self._in_thread(partial(self._keep, flight, found, request, tenant, route))
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(self._note_kept)
+        return task
+
+    def _note_kept(self, task: asyncio.Future[Any]) -> None:
+        self._num_waiting -= 1
+        self.num_errors += int(not task.cancelled() and task.exception() is not None)
+
+    def _keep(self, flight: Flight, found: LookUp, request: ForwardedRequest, tenant: str, route: CacheRoute) -> None:
+        answer = self._made(flight, found, request, tenant)
+        if answer is None:
+            return
+        for key in self.store.put(answer, route.max_age_s):
+            self._questions.discard(key)
+        self._index(answer)
+
+    def _made(self, flight: Flight, found: LookUp, request: ForwardedRequest, tenant: str) -> KeptAnswer | None:
+        mark, headers = new_mark(), dict(flight.headers)
+        pieces = pieces_of(flight.raw, request.is_stream, mark)
+        if pieces is None:
+            return None
+        is_semantic = found.vector is not None
+        return KeptAnswer(
+            key=found.asked.key,
+            tenant=tenant,
+            model=request.model,
+            created_unix_s=time.time(),
+            is_stream=request.is_stream,
+            content_type=headers[b"content-type"].decode("latin-1"),
+            pieces=pieces,
+            mark=mark,
+            likeness=self._likeness(found.asked) if is_semantic else "",
+            question=found.asked.question if is_semantic else "",
+            vector=b"" if found.vector is None else found.vector.tobytes(),
+        )
+
+    def _index_all(self) -> None:
+        for answer in self.store.each():
+            if answer.likeness.startswith(f"{self._embedder.name} "):
+                self._index(answer)
+
+    def _index(self, answer: KeptAnswer) -> None:
+        if answer.vector:
+            vector = np.frombuffer(answer.vector, dtype=np.float32)
+            self._questions.add(answer.key, answer.likeness, features(answer.question), vector)
+
+    # ---- shadows
+
+    def compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp) -> asyncio.Future[None]:
+        """Compare the model's answer with the one that would have been given."""
+        return asyncio.ensure_future(self._compare(flight, request, hit))
+
+    async def _compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp) -> None:
+        pieces = await self._in_thread(partial(pieces_of, flight.raw, request.is_stream, ""))
+        if pieces is not None and hit.answer is not None:
+            given, fresh = hit.answer.pieces, pieces
+            found = await self._in_thread(lambda: outcome(text_of(given), text_of(fresh)))
+            self.shadowed[hit.kind, found] += 1
+
+    # ---- taking out
+
+    async def purge(self, which: Purge) -> int:
+        """Take answers out, and what is under way now is not kept; returns how many there were."""
+        self._purged_ns = time.monotonic_ns()
+        return await self._in_thread(partial(self._purge, which))
+
+    def _purge(self, which: Purge) -> int:
+        gone = self.store.purge(which)
+        for key in gone:
+            self._questions.discard(key)
+        return len(gone)
+
+    # ---- what it knows of itself
+
+    def false_hits(self, kind: str) -> tuple[int, int]:
+        """Returns how many of the shadowed hits were different, and how many there were."""
+        counts = [self.shadowed[kind, one] for one in OUTCOMES]
+        return self.shadowed[kind, DIFFERENT], sum(counts)
+
+    @property
+    def num_questions(self) -> int:
+        return len(self._questions)
+
+    def stats(self) -> dict[str, Any]:
+        results: Counter[str] = Counter()
+        for (result, _), count in self.results.items():
+            results[result] += count
+        return {
+            "answers": self.store.num_answers,
+            "bytes": self.store.num_bytes,
+            "questions": self.num_questions,
+            "under_way": len(self.flights),
+            "results": dict(results),
+            "wrong": dict(self.wrong),
+            "errors": self.num_errors,
+            "shadow": {kind: self._shadow_stats(kind) for kind in KINDS},
+        }
+
+    def _shadow_stats(self, kind: str) -> dict[str, Any]:
+        false, trials = self.false_hits(kind)
+        rate = false / trials if trials else None
+        counts = {one: self.shadowed[kind, one] for one in OUTCOMES}
+        return {**counts, "false_hit_rate": rate, "interval_95": wilson(false, trials)}
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+
+def _store(config: GatewayConfig) -> AnswerStore:
+    if config.cache.valkey is not None:
+        from splittime.gateway.cache.valkey import ValkeyAnswers
+
+        return ValkeyAnswers(config.cache.valkey)
+    return SqliteAnswers(config.cache.file, config.cache.max_bytes)

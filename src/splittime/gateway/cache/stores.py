@@ -1,0 +1,164 @@
+"""Where answers are kept. One interface, for rows in SQLite (`SqliteAnswers`) and for Valkey (`valkey`).
+
+Each call may wait for a disk or a network, so that all are made on the cache's own thread. Each may raise one of
+`STORE_ERRORS`, which is a miss: an answer that cannot be read or kept is asked of an upstream.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.gateway.cache.kept import KeptAnswer, from_bytes, to_bytes
+
+STORE_ERRORS = (sqlite3.Error, OSError, ValueError)
+FORMAT = 1  # of a row; a file of another is emptied
+
+
+class Purge(msgspec.Struct, frozen=True, kw_only=True):
+    """Which answers go: all that each given field names. tenant: None for everybody's."""
+
+    tenant: str | None = None
+    model: str | None = None
+    key: str | None = None
+    older_than_unix_s: float | None = None
+
+    def takes(self, answer: KeptAnswer) -> bool:
+        named = ((self.tenant, answer.tenant), (self.model, answer.model), (self.key, answer.key))
+        if any(wanted is not None and wanted != found for wanted, found in named):
+            return False
+        return self.older_than_unix_s is None or answer.created_unix_s < self.older_than_unix_s
+
+
+class AnswerStore(Protocol):
+    """Keeps answers within a number of bytes and an age."""
+
+    @property
+    def num_answers(self) -> int:
+        """Returns how many there are; of a shared store, how many this gateway has put there."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of these."""
+
+    def get(self, key: str) -> KeptAnswer | None:
+        """Returns an answer, as it was put."""
+
+    def put(self, answer: KeptAnswer, max_age_s: float) -> list[str]:
+        """Keep an answer for so long; returns the keys of those that went for it."""
+
+    def purge(self, which: Purge) -> list[str]:
+        """Take answers out; returns their keys."""
+
+    def each(self) -> Iterator[KeptAnswer]:
+        """Yields every answer that an index at the start needs, the oldest first."""
+
+    def close(self) -> None:
+        """Let go of the file or the connection."""
+
+
+class SqliteAnswers:
+    """path: None for memory. Bounded by `max_bytes` of answers: who was used longest ago goes first."""
+
+    def __init__(self, path: str | None, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows = _opened(path)
+        self._ticks, self.num_answers, self.num_bytes = self._rows.execute(
+            "SELECT coalesce(max(used), 0), count(*), coalesce(sum(size), 0) FROM answers"
+        ).fetchone()
+
+    def get(self, key: str) -> KeptAnswer | None:
+        row = self._rows.execute("SELECT body FROM answers WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        self._ticks += 1
+        self._rows.execute("UPDATE answers SET used = ? WHERE key = ?", (self._ticks, key))
+        return from_bytes(row[0])
+
+    def put(self, answer: KeptAnswer, max_age_s: float) -> list[str]:
+        body, size = to_bytes(answer), answer.size
+        if size > self._max_bytes:
+            return []
+        self._delete([answer.key])
+        now_s = answer.created_unix_s
+        old = self._rows.execute("SELECT key FROM answers WHERE expires_unix_s < ?", (now_s,)).fetchall()
+        gone = self._delete([key for (key,) in old])
+        while self.num_bytes + size > self._max_bytes:
+            gone += self._delete_least_used()
+        self._ticks += 1
+        values = (answer.key, answer.tenant, answer.model, now_s, now_s + max_age_s, self._ticks, size, body)
+        self._rows.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self.num_answers += 1
+        self.num_bytes += size
+        return gone
+
+    def purge(self, which: Purge) -> list[str]:
+        wanted = {
+            "tenant = ?": which.tenant,
+            "model = ?": which.model,
+            "key = ?": which.key,
+            "created_unix_s < ?": which.older_than_unix_s,
+        }
+        asked = {words: value for words, value in wanted.items() if value is not None}
+        where = " AND ".join(asked) or "1"
+        found = self._rows.execute(f"SELECT key FROM answers WHERE {where}", tuple(asked.values())).fetchall()
+        return self._delete([key for (key,) in found])
+
+    def each(self) -> Iterator[KeptAnswer]:
+        for (body,) in self._rows.execute("SELECT body FROM answers ORDER BY used"):
+            with contextlib.suppress(ValueError):
+                yield from_bytes(body)
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def _delete_least_used(self) -> list[str]:
+        return self._delete([self._rows.execute("SELECT key FROM answers ORDER BY used LIMIT 1").fetchone()[0]])
+
+    def _delete(self, keys: list[str]) -> list[str]:
+        """Delete rows; returns the keys of those that were there."""
+        gone = []
+        for key in keys:
+            row = self._rows.execute("DELETE FROM answers WHERE key = ? RETURNING size", (key,)).fetchone()
+            if row is not None:
+                gone.append(key)
+                self.num_answers -= 1
+                self.num_bytes -= row[0]
+        return gone
+
+
+def _opened(path: str | None) -> sqlite3.Connection:
+    """Raises `ConfigError` for a file that cannot be one. The file is its owner's alone: answers are in it."""
+    try:
+        if path is not None:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        rows = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+        _refuse_others(rows)
+        rows.execute("PRAGMA journal_mode = WAL")
+        rows.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is asked again
+        if rows.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
+            rows.execute("DROP TABLE IF EXISTS answers")
+        rows.execute(
+            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, tenant TEXT, model TEXT, created_unix_s REAL, "
+            "expires_unix_s REAL, used INTEGER, size INTEGER, body BLOB)"
+        )
+        rows.execute("CREATE INDEX IF NOT EXISTS by_use ON answers (used)")
+        rows.execute("CREATE INDEX IF NOT EXISTS by_expiry ON answers (expires_unix_s)")
+        rows.execute(f"PRAGMA user_version = {FORMAT}")
+    except (OSError, sqlite3.Error) as error:
+        hint = "name a file that this process may write, or leave it out to keep answers in memory"
+        raise ConfigError(
+            f"cache.file: cannot use {path}: {error}", param="cache.file", value=path, hint=hint
+        ) from error
+    return rows
+
+
+def _refuse_others(rows: sqlite3.Connection) -> None:
+    """Raises `sqlite3.Error` for a database that is something else's."""
+    tables = {name for (name,) in rows.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and "answers" not in tables:
+        raise sqlite3.DatabaseError(f"it is a database of something else, with {sorted(tables)[0]}")

@@ -1,0 +1,157 @@
+"""The cache's part in one request: what it finds, what it joins, and what of its answer is kept.
+
+look up -> an equal answer | an equal request under way | a like answer | none: it leads, and what it gets is kept
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from splittime.gateway.cache.asked import wishes
+from splittime.gateway.cache.flight import Flight
+from splittime.gateway.cache.giving import Giving, KeptGiving, SharedGiving
+from splittime.gateway.config import CacheRoute
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.relay import Relay
+from splittime.gateway.request_account import RequestAccount
+from splittime.ledger.stages import Cause, Stage
+from splittime.web import http
+
+if TYPE_CHECKING:
+    from splittime.gateway.cache.service import LookUp, ResponseCache
+
+now_ns = time.monotonic_ns
+HIT, MISS, BYPASS, SHARED = "hit", "miss", "bypass", "shared"
+
+
+class CacheTurn:
+    """send: what the answer of an upstream goes to. headers: what the client is told of the cache, once it is known.
+    answer_headers: asked for when an answer begins, these among them."""
+
+    def __init__(
+        self,
+        cache: "ResponseCache | None",
+        scope: http.Scope,
+        account: RequestAccount,
+        tenant: str,
+        send: http.Send,
+        answer_headers: Callable[[], http.Headers],
+    ) -> None:
+        self._cache, self._scope, self._account, self._tenant = cache, scope, account, tenant
+        self.send, self._answer_headers = send, answer_headers
+        self.headers: http.Headers = []
+        self._flight: Flight | None = None  # that it leads, others following or not
+        self._request: ForwardedRequest | None = None
+        self._found: LookUp | None = None
+        self._shadowed: LookUp | None = None  # the hit that it was, where the model runs all the same
+
+    async def given(self, request: ForwardedRequest) -> Giving | None:
+        """Returns the answer that needs no upstream; None if one is to be asked, with `send` for what it answers."""
+        cache = self._cache
+        route = None if cache is None else cache.route(request.model)
+        if cache is None or route is None:
+            return None
+        self._account.enter(Stage.CACHE, now_ns())
+        self._request = request
+        return await self._look_up(cache, route, request)
+
+    @property
+    def leads(self) -> bool:
+        """Whether what it sends is kept, and may be given to others."""
+        return self._flight is not None
+
+    def goes_on(self, cancel: Callable[[], object]) -> bool:
+        """The client has gone. Returns whether the upstream goes on for those who follow; `cancel` ends it later."""
+        return self._flight is not None and self._flight.goes_on(cancel)
+
+    def leave(self, relay: Relay | Giving | None) -> None:
+        """The request is over: keep what may be kept of its answer, and let nobody wait for the rest."""
+        flight, cache, found, request = self._flight, self._cache, self._found, self._request
+        self._flight = None
+        if flight is None or cache is None or found is None or request is None:
+            return
+        flight.close()
+        if not (relay is not None and _may_be_kept(flight, relay)):
+            self._land(cache, flight, found.asked.key)
+            return
+        if self._shadowed is not None:
+            cache.compare(flight, request, self._shadowed)
+        kept = cache.keep(flight, found, request, self._tenant)
+        if kept is None:
+            self._land(cache, flight, found.asked.key)
+        else:
+            kept.add_done_callback(lambda _: self._land(cache, flight, found.asked.key))
+
+    # ---- in
+
+    async def _look_up(self, cache: "ResponseCache", route: CacheRoute, request: ForwardedRequest) -> Giving | None:
+        wished = wishes(self._scope)
+        if wished.no_store:
+            self._tell(BYPASS, "no_store")
+            return None
+        found = await cache.look_up(request, self._tenant, route, wished)
+        if found.asked.why_not:
+            self._tell(BYPASS, found.asked.why_not)
+            return None
+        if wished.no_cache:
+            self._lead(found, shares=False)
+            self._tell(BYPASS, "no_cache")
+            return None
+        if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
+            return joined
+        if found.answer is None:
+            found = await cache.look_alike(found, route, wished)
+            if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
+                return joined
+        return self._decided(cache, route, found)
+
+    def _decided(self, cache: "ResponseCache", route: CacheRoute, found: "LookUp") -> Giving | None:
+        if found.answer is None:
+            self._lead(found, shares=self._account.deadline_ns is None)
+            self._tell(MISS, "")
+            return None
+        if cache.is_shadowed(route):
+            self._shadowed = found
+            self._lead(found, shares=False)
+            self._tell(BYPASS, "shadow")
+            return None
+        self._tell(HIT, found.kind)
+        self.headers.append((b"age", b"%d" % found.answer.age_s(time.time())))
+        self.headers.append((b"x-cache-entry", f"{found.kind}-{found.answer.key}".encode()))
+        answer_id = self._account.own_id
+        return KeptGiving(found.answer, answer_id, route.pace, self.send, self._account, self._answer_headers)
+
+    def _joined(self, key: str) -> SharedGiving | None:
+        """Returns the answer of an equal request that is under way."""
+        flight = self._cache.flights.get(key) if self._cache is not None else None
+        if flight is None or not flight.may_be_joined:
+            return None
+        self._account.enter(Stage.CACHE, now_ns(), Cause.SAME_REQUEST)
+        self._tell(SHARED, "")
+        return SharedGiving(flight, self.send, self._account, self._answer_headers)
+
+    def _lead(self, found: "LookUp", *, shares: bool) -> None:
+        """Keep what comes for it. shares: others may follow; not one whose own deadline may end it before them."""
+        assert self._cache is not None
+        self._found, self._flight = found, Flight(self._cache.config.max_answer_bytes)
+        self.send = self._flight.tee(self.send)
+        if shares:
+            self._cache.flights[found.asked.key] = self._flight
+
+    def _tell(self, result: str, why: str) -> None:
+        """Count what the cache did, and tell the client."""
+        assert self._cache is not None
+        self._cache.results[result, why] += 1
+        self.headers = [(b"x-cache", result.encode())]
+
+    def _land(self, cache: "ResponseCache", flight: Flight, key: str) -> None:
+        if cache.flights.get(key) is flight:
+            del cache.flights[key]
+
+
+def _may_be_kept(flight: Flight, relay: Relay | Giving) -> bool:
+    """Returns whether an answer is whole, good, of our coding, and ended as the model wanted it to end."""
+    headers, events = dict(flight.headers), relay.events
+    if not flight.is_whole or flight.status != 200 or b"content-encoding" in headers or b"content-type" not in headers:
+        return False
+    return events.is_done and events.error is None and events.read().finish_reason == "stop"

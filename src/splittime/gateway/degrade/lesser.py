@@ -1,0 +1,105 @@
+"""What the stages that are entered make of a request, and how its answer says so.
+
+`degraded: {"stage": ..., "reason": ...}` stands first in the answer's body, or in a stream's first chunk, and the
+header `X-Splittime-Degraded` says the same. A request that the stages change nothing of (it asks for fewer tokens than
+they leave, or for the smaller model itself) is answered as ever, and says nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.gateway.config import DegradationConfig
+from splittime.gateway.degrade.ladder import QUEUE_WAIT
+from splittime.gateway.forwarded import ForwardedRequest, forwarded
+from splittime.web import http
+
+OBJECT = b"{"
+EVENT = b"data: {"
+
+
+class Lesser(NamedTuple):
+    """request: what goes to an upstream. stage: the last that changed it; "" for none. answer: in place of any."""
+
+    request: ForwardedRequest
+    stage: str = ""
+    answer: str | None = None
+
+    @property
+    def mark(self) -> dict[str, str]:
+        return {"stage": self.stage, "reason": QUEUE_WAIT} if self.stage else {}
+
+    @property
+    def headers(self) -> http.Headers:
+        value = f"stage={self.stage}; reason={QUEUE_WAIT}".encode()
+        return [(b"x-splittime-degraded", value)] if self.stage else []
+
+
+def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assumed_max_tokens: int) -> Lesser:
+    """Returns what these stages, all entered, make of a request."""
+    fields: dict[str, Any] = msgspec.json.decode(request.body)
+    stage, answer = "", None
+    for one in stages:
+        if _changes(fields, one):
+            stage, answer = one.name, one.answer or answer
+    if not stage:
+        return Lesser(request)
+    changed = forwarded(request.path, msgspec.json.encode(fields), assumed_max_tokens)
+    pool = request.pool if changed.model == request.model else changed.model  # a stage's model has its own line
+    return Lesser(msgspec.structs.replace(changed, decision=request.decision, pool=pool), stage, answer)
+
+
+def _changes(fields: dict[str, Any], stage: DegradationConfig) -> bool:
+    """Whether the stage changes the request's fields, which it then has."""
+    if stage.answer is not None:
+        return True
+    if stage.model is not None:
+        changes = fields["model"] != stage.model
+        fields["model"] = stage.model
+        return changes
+    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
+    told, most = fields.get(name), stage.max_tokens or 0
+    if told is not None and 0 <= told <= most:
+        return False
+    fields[name] = most
+    return True
+
+
+class MarkedAnswer:
+    """Writes a mark into an answer: once, before its first field."""
+
+    def __init__(self, mark: dict[str, str]) -> None:
+        self._mark = b'"degraded":%b,' % msgspec.json.encode(mark) if mark else b""
+
+    def in_events(self, events: bytes) -> bytes:
+        """Returns whole events of a stream, with the mark in the first that is an object."""
+        begin = events.find(EVENT)
+        return events if begin < 0 else self._written(events, begin + len(EVENT))
+
+    def in_body(self, body: bytes) -> bytes:
+        return self._written(body, 1) if body.startswith(OBJECT) else body
+
+    def _written(self, data: bytes, at: int) -> bytes:
+        mark, self._mark = self._mark, b""
+        return data[:at] + mark + data[at:] if mark else data
+
+
+def template_answer(lesser: Lesser, answer_id: str) -> tuple[bytes, bytes]:
+    """Returns the content type and the body of an answer that no model has made."""
+    request, is_chat = lesser.request, lesser.request.path.endswith("chat/completions")
+    head = {"id": answer_id, "created": int(time.time()), "model": request.model}
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    text = lesser.answer or ""
+    if request.is_stream:
+        piece: dict[str, Any] = {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        choice = {"index": 0, **piece, "finish_reason": "stop"}
+        chunk = {"degraded": lesser.mark, **head, "object": kind, "choices": [choice], "usage": usage}
+        return b"text/event-stream", b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(chunk)
+    piece = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    kind = "chat.completion" if is_chat else "text_completion"
+    choice = {"index": 0, **piece, "finish_reason": "stop"}
+    whole = {"degraded": lesser.mark, **head, "object": kind, "choices": [choice], "usage": usage}
+    return b"application/json", msgspec.json.encode(whole)

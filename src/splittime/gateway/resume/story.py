@@ -1,0 +1,145 @@
+"""What a stream has told its client so far, and how another upstream's chunks go on with it.
+
+Each chunk of a stream that may be continued is read. Its client sees it as the upstream wrote it, without the token ids
+that only the gateway asked for. Chunks of the second upstream get the first one's id, model and form (a chat's, if it
+was one), the first of them says `resumed`, and `usage` counts the answer as one.
+"""
+
+from typing import Any
+
+import msgspec
+
+from splittime.gateway.resume.request import CHAT, TEXT, TOKEN_IDS
+from splittime.wire.sse import EventLines
+
+MAX_TOKENS = 2**18  # of an answer that is remembered; a longer one is not continued
+MAX_CHARS = 2**22
+HEAD = ("id", "object", "created", "model", "system_fingerprint")
+DONE = b"[DONE]"
+Fields = dict[str, Any]
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class StreamStory:
+    """way: `token_ids` or `text`. shows_ids: the client asked for token ids itself. prompt: None until it is told."""
+
+    def __init__(self, path: str, way: str, prompt: str | None, shows_ids: bool) -> None:
+        self.path, self.way, self.shows_ids = path, way, shows_ids
+        self.prompt_text = prompt
+        self.prompt_ids: list[int] | None = None if way == TOKEN_IDS else []
+        self.token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._num_chars = self._num_pieces = 0
+        self.head: Fields = {}
+        self.is_ended = False  # a finish reason was told
+        self.is_lost = False  # it cannot be told any more where the stream stands
+
+    @property
+    def num_tokens(self) -> int:
+        """The answer's tokens so far; by `text` its pieces, for want of anything better."""
+        return len(self.token_ids) if self.way == TOKEN_IDS else self._num_pieces
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.head) and self.prompt_ids is not None and not self.is_lost
+
+    def note(self, chunk: Fields) -> None:
+        """A chunk that the client is about to have."""
+        self.head = self.head or {name: chunk[name] for name in HEAD if name in chunk}
+        for choice in chunk.get("choices") or ():
+            self._note_choice(choice)
+
+    def _note_choice(self, choice: Fields) -> None:
+        self.is_ended = self.is_ended or choice.get("finish_reason") is not None
+        if self.way == TOKEN_IDS:
+            self.prompt_ids = self.prompt_ids or choice.get("prompt_token_ids")
+            told = choice.get("token_ids") or []
+            self.token_ids += told
+            self.is_lost = self.is_lost or (not told and bool(choice.get("text"))) or len(self.token_ids) > MAX_TOKENS
+        elif text := choice.get("text"):
+            self._texts.append(text)
+            self._num_pieces += 1
+            self._num_chars += len(text)
+            self.is_lost = self.is_lost or self._num_chars > MAX_CHARS
+
+
+class StreamRecorder:
+    """Reads the chunks of the first upstream; gives what the client is to have, whole events only."""
+
+    def __init__(self, story: StreamStory) -> None:
+        self._story, self._lines = story, EventLines()
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._lines.is_too_long
+
+    def edit(self, piece: bytes) -> bytes:
+        """Returns the events that are now whole, as the client is to have them. A chunk that cannot be read is given
+        as it is, and its stream is not continued."""
+        return b"".join(b"data: %b\n\n" % self._event(data) for data in self._lines.feed(piece))
+
+    def _event(self, data: bytes) -> bytes:
+        if data == DONE:
+            return data
+        try:
+            chunk = _decode(data)
+            self._story.note(chunk)
+            return msgspec.json.encode(self._shown(chunk))
+        except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, TypeError):
+            self._story.is_lost = True
+            return data
+
+    def _shown(self, chunk: Fields) -> Fields:
+        if not self._story.shows_ids:
+            for choice in chunk.get("choices") or ():
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+        return chunk
+
+
+class Splicer(StreamRecorder):
+    """Reads the chunks of another upstream, which goes on after `before` tokens. mark: what the first of them says."""
+
+    def __init__(self, story: StreamStory, mark: Fields) -> None:
+        super().__init__(story)
+        self._before, self._mark = story.num_tokens, mark
+
+    def _shown(self, chunk: Fields) -> Fields:
+        for choice in chunk.get("choices") or ():
+            choice.pop("prompt_token_ids", None)
+            if self._story.path == CHAT:
+                choice["delta"] = {"content": choice.pop("text", "")}
+        if chunk.get("usage"):
+            chunk["usage"] = self._whole_usage(chunk["usage"])
+        if chunk.get("error") is None:
+            chunk |= self._story.head
+        if self._mark:
+            chunk["resumed"], self._mark = self._mark, {}
+        return super()._shown(chunk)
+
+    def _whole_usage(self, usage: Fields) -> Fields:
+        """The first upstream's prompt, and the answer of both."""
+        moved = min(self._before, usage.get("prompt_tokens", 0))
+        prompt = usage.get("prompt_tokens", 0) - moved
+        usage |= {"prompt_tokens": prompt, "completion_tokens": usage.get("completion_tokens", 0) + moved}
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            details["cached_tokens"] = min(details["cached_tokens"], prompt)
+        return usage
+
+
+def mark_of(story: StreamStory, upstream: str) -> Fields:
+    """Returns what the first chunk of another upstream says: who goes on, by what, and after how many tokens."""
+    return {"upstream": upstream, "by": story.way, "after_tokens": story.num_tokens}
+
+
+def prompt_of(story: StreamStory) -> str | list[int]:
+    """Returns the prompt from which another upstream goes on."""
+    if story.way == TEXT:
+        return f"{story.prompt_text or ''}{story.text}"
+    return [*(story.prompt_ids or ()), *story.token_ids]

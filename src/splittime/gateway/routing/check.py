@@ -1,0 +1,65 @@
+"""What must hold among rules, aliases, upstreams and tenants, so that no rule names what is not there."""
+
+import re
+from collections.abc import Sequence
+
+from splittime.core.errors import ConfigError
+from splittime.gateway.config import GatewayConfig, RuleConfig
+from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
+
+_HEADER = re.compile(r"[a-z0-9-]{1,64}")
+SECRET_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key")  # they would stand in accounts
+
+
+def check_routing(config: GatewayConfig) -> None:
+    """Raises `ConfigError` naming the first rule or alias that cannot be meant."""
+    models = [model for upstream in config.upstream for model in upstream.models]
+    for alias, model in config.aliases.items():
+        if alias in models:
+            hint = "take the alias out, or the model from `models`; or write a [[rule]] with models and model"
+            raise ConfigError(f"aliases.{alias} is a model of an upstream", param=f"aliases.{alias}", hint=hint)
+        _among(f"aliases.{alias}", model, models)
+    for pool in pools_of(config.rule, config.upstream):
+        if pool in models:
+            hint = "give the rule another name: requests wait under this one"
+            raise ConfigError(f"a model is called {pool!r}, as a rule's line is", param="rule", hint=hint)
+    for number, rule in enumerate(config.rule):
+        _check_rule(f"rule[{number}]", rule, config)
+
+
+def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
+    upstreams = [one for one in config.upstream if not rule.upstreams or one.name in rule.upstreams]
+    for name in rule.upstreams:
+        _among(f"{path}.upstreams", name, [upstream.name for upstream in config.upstream])
+    for name in rule.tenants:
+        _among(f"{path}.tenants", name, [tenant.name for tenant in config.tenant])
+    if rule.model is not None:
+        _among(f"{path}.model", rule.model, [model for upstream in upstreams for model in upstream.models])
+    elif not rule.upstreams:
+        hint = "say which model or which upstreams the requests that it matches get"
+        raise ConfigError(f"{path} decides nothing", param=f"{path}.model", hint=hint)
+    low, high = rule.min_prompt_tokens or 0, rule.max_prompt_tokens
+    if high is not None and low > high:
+        said = f"{path} matches no length: min_prompt_tokens = {low} is more than max_prompt_tokens"
+        raise ConfigError(said, param=f"{path}.min_prompt_tokens", value=low, limit=high, hint="swap them")
+    for name, value in rule.headers.items():
+        _check_header(f"{path}.headers.{name}", name, value)
+
+
+def _check_header(param: str, name: str, value: str) -> None:
+    if name in SECRET_HEADERS:
+        hint = "its value would stand in accounts; a rule can ask for tenants"
+        raise ConfigError(f"{param} may hold a secret", param=param, hint=hint)
+    if not _HEADER.fullmatch(name):
+        raise ConfigError(f"{param} is no name of a header", param=param, hint="in small letters, digits and hyphens")
+    if not value or len(value) > MAX_HEADER_CHARS:
+        hint = 'the value whole, or "*" for any'
+        raise ConfigError(
+            f"{param} has a value of {len(value)} characters", param=param, limit=[1, MAX_HEADER_CHARS], hint=hint
+        )
+
+
+def _among(param: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        hint = f"there are {', '.join(dict.fromkeys(known)) or 'none'}"
+        raise ConfigError(f"{param} names {name!r}, which is not there", param=param, value=name, hint=hint)

@@ -1,0 +1,154 @@
+"""What another config would have done with a ledger's requests: rules, aliases and the limits of keys, replayed.
+
+Both configs are replayed, so that what differs is due to the configs. A request comes when it came, lasts as long as it
+lasted and uses the tokens that it used; one that would have been refused frees its place. What depends on the upstreams
+of that day, queueing, shedding and breakers, is not replayed. A request that was refused before its body was read has
+no features: the limits of both see it, as one of no tokens, the rules do not.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+import msgspec
+
+from splittime.core.errors import Refused
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy
+from splittime.ledger.account import ClosedAccount
+from splittime.web.tenants import ANYBODY, Quota, Tenant
+
+MAX_EXAMPLES = 3
+NOT_READ = "not read: refused at its head"
+NO_TENANT = "refused: no such tenant"
+NO_MODEL = "refused: model_not_found"
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """So many requests that the two configs treat differently in one way; examples: some of their ids."""
+
+    old: str
+    new: str
+    requests: int
+    examples: tuple[str, ...]
+
+
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """old_policy, new_policy: versions of the configs. requests: replayed. not_read: of these, the ones without
+    features. reproduced: decisions that were made under the old config, and that it makes again; strange: that it does
+    not. unknown_headers: what the new rules ask for and the ledger does not have. old, new: requests by what became of
+    them."""
+
+    old_policy: str
+    new_policy: str
+    requests: int
+    not_read: int
+    reproduced: int
+    strange: int
+    unknown_headers: tuple[str, ...]
+    old: dict[str, int]
+    new: dict[str, int]
+    differences: tuple[Difference, ...]
+
+
+class RehearsedConfig:
+    """One config with its keys' limits, under the ledger's time."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.policy = RoutePolicy(config)
+        named = [_tenant(config, number) for number in range(len(config.tenant))]
+        self._quotas = {tenant.name: Quota(tenant) for tenant in named or [ANYBODY]}
+        self._open: list[tuple[int, str, int]] = []  # ends in ns, whose, and tokens
+
+    def outcome(self, account: ClosedAccount) -> str:
+        """Returns what becomes of the next request, in the order of their coming."""
+        quota = self._quotas.get(account.tenant)
+        if quota is None:
+            return NO_TENANT
+        self._leave_until(account.start_ns)
+        try:
+            quota.check(account.start_ns)
+        except Refused as refused:
+            return f"refused: {refused.reason}"
+        quota.enter(account.start_ns)
+        routed = self._routed(account)
+        tokens = 0 if routed == NO_MODEL else account.prompt_tokens + account.output_tokens
+        heappush(self._open, (account.start_ns if routed == NO_MODEL else account.end_ns, account.tenant, tokens))
+        return routed
+
+    def _leave_until(self, at_ns: int) -> None:
+        while self._open and self._open[0][0] <= at_ns:
+            end_ns, tenant, tokens = heappop(self._open)
+            self._quotas[tenant].leave(tokens, end_ns)
+
+    def _routed(self, account: ClosedAccount) -> str:
+        if account.routing is None:
+            return NOT_READ
+        decision = self.policy.decide(features_of(account))
+        if not self.policy.serves(decision):
+            return NO_MODEL
+        where = f" at {', '.join(decision.upstreams)}" if decision.upstreams else ""
+        return f"{decision.model}{where}"
+
+
+def features_of(account: ClosedAccount) -> RouteFeatures:
+    """Returns what the rules looked at. Raises `ValueError` for an account without a decision."""
+    routing = account.routing
+    if routing is None:
+        raise ValueError(f"account {account.request_id} has no decision")
+    return RouteFeatures(
+        model=routing.asked_model,
+        tenant=account.tenant,
+        endpoint=account.endpoint,
+        prompt_tokens=routing.prompt_tokens,
+        headers=routing.headers,
+    )
+
+
+def rehearse(accounts: Iterable[ClosedAccount], old: GatewayConfig, new: GatewayConfig) -> Rehearsal:
+    """Returns what the new config would have done differently; the accounts are of one host since it started."""
+    ordered = sorted(accounts, key=lambda account: account.start_ns)
+    before, after = RehearsedConfig(old), RehearsedConfig(new)
+    outcomes = [(account.request_id, before.outcome(account), after.outcome(account)) for account in ordered]
+    again = Counter(is_again for account in ordered if (is_again := _is_again(account, before.policy)) is not None)
+    return Rehearsal(
+        old_policy=before.policy.version,
+        new_policy=after.policy.version,
+        requests=len(ordered),
+        not_read=sum(account.routing is None for account in ordered),
+        reproduced=again[True],
+        strange=again[False],
+        unknown_headers=tuple(sorted(set(after.policy.header_names) - set(before.policy.header_names))),
+        old=dict(Counter(was for _, was, _ in outcomes).most_common()),
+        new=dict(Counter(becomes for _, _, becomes in outcomes).most_common()),
+        differences=_differences(outcomes),
+    )
+
+
+def _is_again(account: ClosedAccount, policy: RoutePolicy) -> bool | None:
+    """Whether a decision of this very policy is made again; None for another's."""
+    if account.routing is None or account.routing.policy != policy.version:
+        return None
+    return policy.decide(features_of(account)) == account.routing
+
+
+def _differences(outcomes: Sequence[tuple[str, str, str]]) -> tuple[Difference, ...]:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for request_id, was, becomes in outcomes:
+        if was != becomes:
+            found[was, becomes].append(request_id)
+    ordered = sorted(found.items(), key=lambda entry: -len(entry[1]))
+    return tuple(
+        Difference(old=was, new=becomes, requests=len(ids), examples=tuple(ids[:MAX_EXAMPLES]))
+        for (was, becomes), ids in ordered
+    )
+
+
+def _tenant(config: GatewayConfig, number: int) -> Tenant:
+    told = config.tenant[number]
+    return Tenant(
+        name=told.name,
+        max_open_requests=told.max_open_requests,
+        requests_per_minute=told.requests_per_minute,
+        tokens_per_minute=told.tokens_per_minute,
+    )

@@ -1,0 +1,39 @@
+"""What an upstream is told in the head of a request: its own key, never the client's, and what is left of the time."""
+
+import time
+
+from splittime import __version__
+from splittime.gateway.upstreams import Upstream
+from splittime.web import http
+
+now_ns = time.monotonic_ns
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+SLO_HEADER = "x-llm-d-slo-ttft-ms"
+
+
+def sent_headers(
+    scope: http.Scope, upstream: Upstream, attempt_id: str, until_ns: int, first_token_by_ns: int | None
+) -> dict[str, str]:
+    """Returns the headers of one attempt. until_ns, first_token_by_ns: the deadlines."""
+    headers = {
+        "content-type": "application/json",
+        "accept-encoding": "identity",
+        "user-agent": f"splittime-gateway/{__version__}",
+        "x-request-id": attempt_id,
+        "x-request-deadline-ms": _left_ms(until_ns),
+    }
+    if upstream.key is not None:
+        headers["authorization"] = f"Bearer {upstream.key}"
+    if upstream.keeps_accounts:
+        headers["x-include-timing"] = "1"
+    if first_token_by_ns is not None:
+        headers[SLO_HEADER] = _left_ms(first_token_by_ns)
+    for name in TRACE_HEADERS:
+        value = http.header(scope, name)
+        if value is not None and value.isascii() and value.isprintable():  # else no header of ours
+            headers[name.decode()] = value
+    return headers
+
+
+def _left_ms(until_ns: int) -> str:
+    return str(max(1, (until_ns - now_ns()) // 1_000_000))

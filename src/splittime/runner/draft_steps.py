@@ -1,0 +1,138 @@
+"""The draft model's steps: what they compute of which request, where that lies, and how long it takes.
+
+The draft model's KV cache has blocks with the ids of the model's: what the scheduler lends a request, both models write
+to, and a prefix that is found in the cache is found in both. The draft model may be behind, so a block counts how many
+of its positions it has computed (`draft_blocks`). Positions for which the scheduler has lent no block yet, those of
+drafts, lie in a few spare blocks of the request.
+"""
+
+from collections.abc import Callable, Sequence
+from math import exp
+
+import msgspec
+
+from splittime.core.step import Admitted, Row, RowResult, StepPlan
+from splittime.runner.draft_blocks import DraftBlocks, spare_blocks
+from splittime.runner.draft_worth import LEAST_TEXT, DraftCosts
+from splittime.runner.drafted_answer import DraftedAnswer
+from splittime.runner.parked import Emptied
+from splittime.runner.torch_runner import TorchRunner
+from splittime.runner.warm_up import Probe
+
+MEASURED_STEPS = 8
+
+
+class DraftSteps:
+    """runner: of the draft model; behind the `num_blocks` blocks of the model it has those that `num_spare_blocks`
+    counts. most: drafts a row. now_ns: reads the clock. costs: what steps of both models took."""
+
+    def __init__(self, runner: TorchRunner, most: int, num_blocks: int, now_ns: Callable[[], int]) -> None:
+        self._runner, self._most, self._now_ns = runner, most, now_ns
+        self._block_size = runner.store.block_size
+        self._blocks = DraftBlocks(num_blocks, range(num_blocks, runner.store.num_blocks), self._block_size)
+        self.costs = DraftCosts()
+
+    def measure(self) -> None:
+        """Times steps before the first request: a row, some rows, and a text."""
+        with Probe(self._runner.run, self._runner.resolved) as probe:
+            for _ in range(MEASURED_STEPS):
+                self.costs.draft.learn(1, self._timed(probe.decode))
+                self.costs.draft.learn(probe.num_rows, self._timed(probe.decode_served))
+            self.costs.text_ns = self._timed(probe.prefill) / probe.max_tokens
+
+    def _timed(self, step: Callable[[], None]) -> int:
+        begin_ns = self._now_ns()
+        step()
+        return self._now_ns() - begin_ns
+
+    # ---- whose blocks
+
+    def admit(self, admitted: Admitted) -> None:
+        told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None)
+        self._runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
+
+    def release(self, answer: DraftedAnswer) -> None:
+        self._blocks.give_spare(answer.spare)
+        self._runner.slots.update((answer.request_id,), ())
+
+    def forget(self) -> None:
+        """Nothing is computed any more, and what it took memory for is given back."""
+        self._blocks.forget()
+        kept = [layer.data for layer in self._runner.store.layers]
+        kept += [layer.scales for layer in self._runner.store.layers if layer.scales is not None]
+        Emptied(kept).free()
+
+    def lend(self, answer: DraftedAnswer, row: Row) -> None:
+        """Takes in the blocks of a row of the model."""
+        is_new = not answer.table
+        self._blocks.lend(answer.table, row.new_block_ids, row.start)
+        if is_new:
+            self.find_computed(answer)
+
+    def trim(self, answer: DraftedAnswer) -> None:
+        """The scheduler has taken the blocks behind the last token whose KV the model has written."""
+        del answer.table[-(-(len(answer.tokens) - 1) // self._block_size) :]
+
+    def has_spare(self, answer: DraftedAnswer) -> bool:
+        """More requests may run than the start said, since that may be changed: some then have no drafts."""
+        if not answer.spare:
+            answer.spare = self._blocks.take_spare(spare_blocks(self._most, self._block_size))
+        return bool(answer.spare)
+
+    def find_computed(self, answer: DraftedAnswer) -> None:
+        """Blocks of a prefix may have been computed for another request."""
+        found = min(self._blocks.computed(answer.table), len(answer.tokens) - 1)
+        answer.num_computed = max(answer.num_computed, found)
+
+    def rewind(self, answer: DraftedAnswer, num_right: int) -> None:
+        """Forgets what was computed for drafts behind so many positions, which were wrong."""
+        end = min(answer.num_computed, num_right, len(answer.tokens) - 1)  # the last gives a draft
+        self._blocks.set_computed(answer.table, answer.num_computed, end)
+        self._runner.slots[answer.request_id].rewind(num_right)
+        answer.num_computed = end
+
+    # ---- a step
+
+    def read(self, behind: Sequence[DraftedAnswer], num_rows: int) -> None:
+        """Computes texts, for about as long as a step of the model with so many rows takes."""
+        num_in_time = int(self.costs.model.expected_ns(num_rows) / self.costs.text_ns)
+        num_left = min(max(LEAST_TEXT, num_in_time), self._runner.resolved.max_num_batched_tokens)
+        rows: dict[DraftedAnswer, Row] = {}
+        for answer in behind:
+            row = answer.text_row(num_left)
+            if row is not None:
+                rows[answer] = row
+                num_left -= row.num_tokens
+        _, took_ns = self._run(rows)
+        self.costs.learn_text(sum(row.num_tokens for row in rows.values()), took_ns)
+
+    def draft_one_more(self, going: Sequence[DraftedAnswer]) -> None:
+        """Puts a draft more into each answer, but for those for which the draft model fails."""
+        rows = {answer: answer.next_row() for answer in going}
+        results, took_ns = self._run(rows)
+        if sum(row.num_tokens for row in rows.values()) <= 2 * len(rows):  # the last draft is often not computed yet
+            self.costs.draft.learn(len(rows), took_ns)
+        for answer, result in zip(rows, results, strict=True):
+            if result.token_ids:
+                answer.add_draft(result.token_ids[0], exp(min(0.0, result.logprobs[0].logprob)))
+
+    def _run(self, rows: dict[DraftedAnswer, Row]) -> tuple[tuple[RowResult, ...], int]:
+        """Returns what came of a step of the draft model, and how long it took."""
+        if not rows:
+            return (), 0
+        for answer in rows:
+            self._runner.slots[answer.request_id].block_ids = [*answer.table, *answer.spare]
+        begin_ns = self._now_ns()
+        results = self._runner.run(StepPlan(0, tuple(rows.values()))).rows
+        took_ns = self._now_ns() - begin_ns
+        for (answer, row), result in zip(rows.items(), results, strict=True):
+            self._note_computed(answer, row, result)
+        return results, took_ns
+
+    def _note_computed(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
+        """What lies in spare blocks is computed again once the scheduler has lent blocks for it."""
+        answer.is_broken = result.error is not None
+        end = min(row.start + row.num_tokens, len(answer.table) * self._block_size)
+        if end > answer.num_computed and not answer.is_broken:
+            self._blocks.set_computed(answer.table, answer.num_computed, end)
+            answer.num_computed = end

@@ -1,0 +1,83 @@
+"""Forms that an answer can be held to, written as a grammar in llguidance's form (`runner.grammars` compiles it).
+
+Between the parts of JSON there may be a space, or a line break with up to 32 spaces or tabs behind it, and nothing
+else: a model that may write any amount of white space writes it until the answer's end.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from splittime.core.errors import RequestError
+
+WHITE_SPACE = r"(?: |\n[ \t]{0,32})?"
+MAX_SCHEMA_CHARS = 2**17
+MAX_SCHEMA_DEPTH = 64
+MAX_CHOICES = 4096
+
+
+def of_json_schema(schema: Mapping[str, Any] | bool, param: str) -> str:
+    """Returns the grammar of all JSON values that the schema allows. Raises RequestError, which names `param`, for one
+    that is too large or too deep; what its keywords mean is checked when it is compiled."""
+    _require_depth(schema, param)
+    written = json.dumps(schema, ensure_ascii=False)
+    _require_at_most(len(written), MAX_SCHEMA_CHARS, "characters", param)
+    own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    whole = {**schema, **own} if isinstance(schema, Mapping) else ({**own} if schema else {"not": {}})
+    return json.dumps({"grammars": [{"json_schema": whole}]}, ensure_ascii=False)
+
+
+def of_json_object() -> str:
+    """Returns the grammar of all JSON objects."""
+    return of_json_schema({"type": "object"}, "response_format")
+
+
+def of_regex(pattern: str, param: str) -> str:
+    """Returns the grammar of all texts that the regular expression matches as a whole."""
+    _require_at_most(len(pattern), MAX_SCHEMA_CHARS, "characters", param)
+    return _of_lark("start: /" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n") + "/")
+
+
+def of_choice(choices: Sequence[str], param: str) -> str:
+    """Returns the grammar of these texts."""
+    if not choices:
+        raise RequestError(f"{param} has no choice", param=param)
+    _require_at_most(len(choices), MAX_CHOICES, "choices", param)
+    _require_at_most(sum(map(len, choices)), MAX_SCHEMA_CHARS, "characters", param)
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return _of_lark(
+        f"start: CHOICE\nCHOICE: {texts}"
+    )  # one lexeme: thousands of rules would be too many for the parser
+
+
+def of_lark(grammar: str, param: str) -> str:
+    """Returns the grammar that is written in Lark's form (llguidance's kind, which begins at `start`)."""
+    _require_at_most(len(grammar), MAX_SCHEMA_CHARS, "characters", param)
+    return _of_lark(grammar)
+
+
+def _of_lark(written: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": written}]}, ensure_ascii=False)
+
+
+def _require_at_most(count: int, most: int, what: str, param: str) -> None:
+    if count > most:
+        raise RequestError(f"{param} has {count} {what}, more than {most}", param=param, value=count, limit=most)
+
+
+def _require_depth(schema: object, param: str) -> None:
+    """Raises RequestError for objects and lists in each other deeper than MAX_SCHEMA_DEPTH."""
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [each for one in level for each in _parts(one) if isinstance(each, Mapping | list)]
+        if not level:
+            return
+    message = f"{param} is deeper than {MAX_SCHEMA_DEPTH} objects and lists in each other"
+    raise RequestError(message, param=param, limit=MAX_SCHEMA_DEPTH)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()

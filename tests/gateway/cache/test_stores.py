@@ -1,0 +1,139 @@
+"""Both stores keep, give back, bound and purge alike; a server that is not there is a miss."""
+
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+
+from splittime.core.errors import ConfigError
+from splittime.gateway.cache.kept import KeptAnswer, KeptPiece
+from splittime.gateway.cache.stores import Purge, SqliteAnswers
+from splittime.gateway.cache.valkey import ValkeyAnswers, address_of
+
+from ..conftest import gateway_of
+from .conftest import config
+from .test_equal import ask, until_hit
+
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+
+
+def answer(key: str, tenant="t", model="m", size=1000, at_s=1000.0) -> KeptAnswer:
+    return KeptAnswer(
+        key=key,
+        tenant=tenant,
+        model=model,
+        created_unix_s=at_s,
+        is_stream=False,
+        content_type="application/json",
+        pieces=(KeptPiece(5, b"x" * size),),
+        mark="m",
+    )
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory):
+    """A server of Debian's package, on a port of its own."""
+    if SERVER is None:
+        pytest.skip("neither valkey-server nor redis-server is installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = str(tmp_path_factory.mktemp("valkey"))
+    command = [SERVER, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        for _ in range(500):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield f"redis://127.0.0.1:{port}"
+        process.terminate()
+
+
+@pytest.fixture(params=["sqlite", "valkey"])
+def store(request):
+    made = SqliteAnswers(None, 2**20) if request.param == "sqlite" else ValkeyAnswers(request.getfixturevalue("valkey"))
+    made.purge(Purge())
+    yield made
+    made.close()
+
+
+def test_what_is_put_is_given_back(store):
+    assert store.get("a") is None
+    store.put(answer("a"), 60)
+    store.put(answer("a", size=2000), 60)
+    assert store.get("a") == answer("a", size=2000)
+
+
+@pytest.mark.parametrize(
+    ("which", "gone"),
+    [
+        (Purge(), {"a", "b", "c"}),
+        (Purge(tenant="t"), {"a", "b"}),
+        (Purge(tenant="t", model="m"), {"a"}),
+        (Purge(key="c"), {"c"}),
+        (Purge(tenant="t", key="c"), set()),
+        (Purge(older_than_unix_s=1500), {"a", "c"}),
+    ],
+)
+def test_what_is_purged_is_gone(store, which, gone):
+    for one in (answer("a"), answer("b", model="n", at_s=2000), answer("c", tenant="u")):
+        store.put(one, 10**6)
+    assert set(store.purge(which)) == gone
+    assert {key for key in "abc" if store.get(key) is None} == gone
+
+
+def test_a_file_is_bounded_and_who_was_used_stays():
+    store = SqliteAnswers(None, 5 * answer("a").size)
+    for key in "abcde":
+        store.put(answer(key), 10**6)
+    store.get("a")
+    assert store.put(answer("f"), 10**6) == ["b"]
+    assert (store.num_answers, store.num_bytes) == (5, 5 * answer("a").size)
+    assert store.put(answer("g", size=10**6), 10**6) == []  # larger than all that it may have
+    assert store.num_answers == 5
+    assert set(store.put(answer("h", at_s=1000 + 2 * 10**6), 60)) == set("acdef")  # these have expired
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "other.db") as other:
+        other.execute("CREATE TABLE accounts (x)")
+    (tmp_path / "text").write_text("no database at all, and long enough to be sure of it" * 50)
+    for name in ("other.db", "text", "nowhere/at/all"):
+        with pytest.raises(ConfigError) as caught:
+            SqliteAnswers(str(tmp_path / name), 100)
+        assert caught.value.info.param == "cache.file"
+
+
+@pytest.mark.parametrize("url", ["rediss://h", "redis://:secret@h", "redis://h/3", "h:1", "redis://h:x", "http://h"])
+def test_an_address_is_an_address(url):
+    with pytest.raises(ConfigError) as caught:
+        address_of(url)
+    assert "secret" not in str(caught.value.info)
+    assert address_of("redis://localhost") == ("localhost", 6379)
+
+
+def test_two_gateways_share_a_server(echoing, tmp_path, valkey):
+    ValkeyAnswers(valkey).purge(Purge())
+    text = config(echoing, "shadow_share = 0.0", cache={"valkey": valkey})
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    with gateway_of(tmp_path / "one", text) as one, gateway_of(tmp_path / "other", text) as other:
+        assert ask(one, seed=1, stream=True)[0] == "miss"
+        until_hit(one, seed=1, stream=True)
+        assert ask(other, seed=1, stream=True)[0] == "hit"
+        assert other.ask("", path="/cache/purge", raw=b"{}")[2] == b'{"purged":1}'
+        assert ask(one, seed=1, stream=True)[0] == "miss"
+
+
+def test_without_its_server_all_is_a_miss(echoing, tmp_path):
+    text = config(echoing, "", cache={"valkey": "redis://127.0.0.1:9"})
+    with gateway_of(tmp_path, text) as gateway:
+        for _ in range(3):
+            assert ask(gateway, seed=1)[0] == "miss"
+        assert gateway.get("/stats")["cache"]["errors"] >= 3
+        assert gateway.ask("", path="/cache/purge", raw=b"{}")[0] == 503

@@ -1,0 +1,208 @@
+"""Answers that are held to a form, by the packaged model: what comes matches, and nobody else notices."""
+
+import json
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+
+from splittime import LLM, SamplingParams
+from splittime.assemble.model_source import load_tokenizer, locate
+from splittime.core.errors import RequestError
+from splittime.runner import grammars as compiled
+from splittime.runner.grammars import Grammars
+from splittime.text import grammars
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
+
+pytestmark = pytest.mark.timeout(300)
+SCHEMAS = (
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", 3, None, True]}, "minItems": 1, "maxItems": 3},
+    {"anyOf": [{"type": "number", "minimum": 0, "maximum": 5}, {"type": "boolean"}, {"const": 'ünïcode \\ "'}]},
+    {"type": "string", "pattern": "^[A-Z]{2,4}-[0-9]+$", "maxLength": 9},
+    {
+        "$ref": "#/$defs/tree",
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
+                "required": ["leaf"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)
+ANYTHING = grammars.of_regex("(?s:.)*", "regex")
+PROMPTS = ["def add(a, b):", "# a list\n", "import ", "x = {"]
+of_schema = partial(grammars.of_json_schema, param="schema")
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_threads=1, max_num_seqs=8, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def known() -> Grammars:
+    tokenizer = load_tokenizer(locate(None))
+    return Grammars(tokenizer.to_json, 4096)
+
+
+def ids(text: str) -> list[int]:
+    return load_tokenizer(locate(None)).encode(text, add_special_tokens=False)
+
+
+def held(grammar: str, seed: int, **more: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 120, "temperature": 1.0, "seed": seed, "grammar": grammar, **more})
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: str(schema)[:40])
+def test_an_answer_that_ended_matches_its_schema(llm: LLM, schema: dict) -> None:
+    outputs = llm.generate(PROMPTS * 3, [held(of_schema(schema), seed) for seed in range(12)])
+    assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    whole = [output.text for output in outputs if output.finish_reason == "stop"]
+    assert whole
+    for text in whole:
+        assert jsonschema_rs.is_valid(schema, json.loads(text)), text
+        assert not re.search(r"\s{35}", text)
+
+
+def test_other_forms(llm: LLM) -> None:
+    choice = grammars.of_choice(["yes", "no", 'may"be\n'], "choice")
+    regex = grammars.of_regex(r"[0-9]{3}/[a-z]\/(\\|x)", "regex")
+    lark = grammars.of_lark('start: "a" rest\nrest: "b"+ "c"', "grammar")
+    asked = [held(grammar, seed) for grammar in (choice, regex, lark) for seed in range(4)]
+    texts = [output.text for output in llm.generate(["x"] * 12, asked)]
+    assert set(texts[:4]) <= {"yes", "no", 'may"be\n'}
+    assert all(re.fullmatch(r"[0-9]{3}/[a-z]/(\\|x)", text) for text in texts[4:8])
+    assert all(re.fullmatch("ab+c", text) for text in texts[8:])
+
+
+def test_a_form_that_allows_all_texts_changes_no_greedy_answer(llm: LLM) -> None:
+    """A drawn one may change: what is no text (half a character, a special token) has a share of the probability."""
+    free, same = (
+        llm.generate(PROMPTS, [held(grammar, seed, temperature=0.0, max_tokens=40) for seed in range(4)])
+        for grammar in ("", ANYTHING)
+    )
+    assert [output.token_ids for output in free] == [output.token_ids for output in same]
+
+
+def test_an_answer_is_the_same_alone_and_beside_others_who_notice_nothing(llm: LLM) -> None:
+    free = [held("", seed) for seed in range(3)]
+    forms = [held(of_schema(schema), 7) for schema in SCHEMAS[:3]]
+    together = llm.generate(["a"] * 6, [one for pair in zip(free, forms, strict=True) for one in pair])
+    alone = [llm.generate(["a"], one)[0] for pair in zip(free, forms, strict=True) for one in pair]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+
+
+def test_guessing_ahead_changes_no_answer() -> None:
+    asked = [held(of_schema(schema), seed, temperature=0.7) for seed, schema in enumerate(SCHEMAS)]
+    plain, guessing = (
+        LLM(num_threads=1, max_num_seqs=8, max_model_len=256, kernels="native", **more)
+        for more in ({}, {"speculative_config": '{"method": "suffix"}'})
+    )
+    first = [output.token_ids for output in plain.generate(["x = "] * 5, asked)]
+    for _ in range(2):  # the second time the answers are known, and guessed whole
+        assert [output.token_ids for output in guessing.generate(["x = "] * 5, asked)] == first
+
+
+def test_a_whole_answer_ends_though_more_tokens_were_wished(llm: LLM) -> None:
+    (output,) = llm.generate(["x"], held(grammars.of_choice(["yes"], "choice"), 1, min_tokens=50))
+    assert (output.text, output.finish_reason) == ("yes", "stop")
+
+
+def test_penalties_and_biases_come_before_the_form(llm: LLM) -> None:
+    first, second = ids("yes")[0], ids("no")[0]
+    grammar = grammars.of_choice(["yes", "no"], "choice")
+    for wanted, other in ((first, second), (second, first)):
+        (output,) = llm.generate(["x"], held(grammar, 1, temperature=0.0, logit_bias={wanted: 100.0, other: -100.0}))
+        assert output.token_ids[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [({"not": {"type": "string"}}, "not"), ({"type": "string", "format": "x-none"}, "format"),
+     ({"type": "string", "pattern": "(?=a)b"}, "look-around")],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_honoured_is_refused_and_harms_nobody(llm: LLM, schema: dict, word: str) -> None:
+    bad, good = llm.generate(["x", "x"], [held(of_schema(schema), 0), held("", 0, max_tokens=3)])
+    assert bad.error is not None
+    assert (bad.error.status, bad.error.code) == (400, "grammar")
+    assert word in bad.error.message
+    assert len(good.token_ids) == 3
+
+
+def test_a_parser_that_gives_up_ends_its_request_with_an_error(llm: LLM) -> None:
+    """4,000 rules that begin alike are more than it follows at once."""
+    words = " | ".join(f'"{number:05}"' for number in range(4000))
+    bad, good = llm.generate(["x", "x"], [held(grammars.of_lark(f"start: {words}", "g"), 0), held("", 0, max_tokens=9)])
+    assert bad.finish_reason == "error"
+    assert "items" in bad.error.message
+    assert len(good.token_ids) == 9
+
+
+def test_ignore_eos_leaves_a_form_no_end() -> None:
+    with pytest.raises(RequestError, match="ignore_eos"):
+        SamplingParams(grammar=ANYTHING, ignore_eos=True).validate()
+
+
+# ---- walking
+
+
+def allowed(walk: compiled.GrammarWalk, outputs: list[int], num_sure: int) -> list[int] | None:
+    found = walk.allowed(np.array(outputs, dtype=np.int64), num_sure, (0,))
+    return None if found is None else np.flatnonzero(found).tolist()
+
+
+def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
+    grammar = grammars.of_choice(["abc", "axyz"], "choice")
+    a, b, c, x = (ids(letter)[0] for letter in "abcx")
+    walk, fresh = known.walk(grammar), partial(known.walk, grammar)
+    behind_a = allowed(fresh(), [a], 1)
+    assert {b, x} <= set(behind_a)
+    assert allowed(walk, [], 0) == allowed(fresh(), [], 0)
+    assert allowed(walk, [a], 1) == behind_a
+    assert c in allowed(walk, [a, b], 1)  # b is a draft
+    assert allowed(walk, [a, b, c], 1) == [0]
+    assert allowed(walk, [a, x], 2) == allowed(fresh(), [a, x], 2)  # it was wrong
+    assert c not in allowed(walk, [a, x], 2)
+    assert allowed(walk, [a, x, c], 2) is None  # a draft that cannot be
+    assert allowed(walk, [a, x], 2) == allowed(fresh(), [a, x], 2)
+    assert allowed(walk, [a], 1) == behind_a  # preempted, and on the way again
+
+
+def test_the_end_may_come_only_where_the_answer_could_end(known: Grammars) -> None:
+    walk = known.walk(grammars.of_regex("ab?", "regex"))
+    a, b = ids("a")[0], ids("b")[0]
+    assert 0 not in allowed(walk, [], 0)
+    assert {0, b} <= set(allowed(walk, [a], 1))
+    assert allowed(walk, [a, b], 2) == [0]
+
+
+def test_grammars_are_kept_up_to_a_bound(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_KEPT", 2)
+    few = Grammars(load_tokenizer(locate(None)).to_json, 4096)
+    names = [grammars.of_choice([word], "choice") for word in ("a", "b", "c")]
+    few.compile(names[0])
+    few.compile(names[1])
+    few.compile(names[0])  # is the latest again
+    few.compile(names[2])
+    assert [few.is_known(name) for name in names] == [True, False, True]
+    with pytest.raises(RequestError, match="cannot be held"):
+        few.compile("nothing that is one")
+    assert few.is_known("nothing that is one")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said() -> None:
+    with pytest.raises(RequestError, match="tokenizer cannot hold"):
+        Grammars(lambda: "{}", 10).compile(ANYTHING)

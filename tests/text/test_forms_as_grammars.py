@@ -1,0 +1,47 @@
+"""Forms as grammars: what is too large is refused by name, and each grammar means what was asked."""
+
+import json
+
+import pytest
+
+from splittime.core.errors import RequestError
+from splittime.text import grammars
+
+
+def nested(depth: int) -> dict:
+    return {"type": "string"} if depth == 1 else {"items": nested(depth - 1)}
+
+
+@pytest.mark.parametrize(
+    ("make", "limit"),
+    [
+        (lambda: grammars.of_json_schema({"enum": ["x" * 2**17]}, "here"), grammars.MAX_SCHEMA_CHARS),
+        (lambda: grammars.of_json_schema(nested(65), "here"), grammars.MAX_SCHEMA_DEPTH),
+        (lambda: grammars.of_regex("a" * (2**17 + 1), "here"), grammars.MAX_SCHEMA_CHARS),
+        (lambda: grammars.of_choice(["a"] * 4097, "here"), grammars.MAX_CHOICES),
+        (lambda: grammars.of_choice(["a" * 2**16] * 3, "here"), grammars.MAX_SCHEMA_CHARS),
+        (lambda: grammars.of_lark("a" * (2**17 + 1), "here"), grammars.MAX_SCHEMA_CHARS),
+    ],
+)
+def test_what_is_too_large_is_refused_with_the_limit(make, limit: int) -> None:
+    with pytest.raises(RequestError) as refused:
+        make()
+    assert (refused.value.info.param, refused.value.info.limit) == ("here", limit)
+    assert "here" in str(refused.value)
+
+
+def test_the_largest_are_taken() -> None:
+    grammars.of_json_schema(nested(64), "here")
+    grammars.of_choice(["a"] * 4096, "here")
+
+
+def test_white_space_is_bounded_and_a_schemas_own_wish_is_not_heard() -> None:
+    asked = {"type": "object", "x-guidance": {"whitespace_pattern": ".*"}}
+    schema = json.loads(grammars.of_json_schema(asked, "here"))["grammars"][0]["json_schema"]
+    assert schema["x-guidance"] == {"whitespace_pattern": grammars.WHITE_SPACE}
+    assert asked["x-guidance"] == {"whitespace_pattern": ".*"}
+
+
+def test_no_choice_is_no_form() -> None:
+    with pytest.raises(RequestError, match="no choice"):
+        grammars.of_choice([], "here")
