@@ -8,6 +8,7 @@ from zlib import crc32
 import msgspec
 from fake_sleeper import FakeSleeper
 from guessing import Guesser
+from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
@@ -30,7 +31,30 @@ from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 STEP_NS, TOKEN_NS, MOVE_NS = 900, 31, 50
 CHANCES = (None, 0.02, 0.2, 0.5, 0.77, 0.97)
 TELL_NS = 400
+APART = (1, 3, 400, 3_000, 60_000), (1, 2, 8, 9), (1, 2, 9, 60)  # between requests; stop strings found; most tokens
+BESIDE = (1, 3, 40, 400, 3_000), (1, 1, 1, 2, 8), (2, 3, 9, 60)
 TIGHT = SchedulerConfig(max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=64, max_num_seqs=8)
+
+CONFIGS = st.builds(
+    lambda tokens, block_size, **more: SchedulerConfig(
+        max_model_len=256,
+        num_blocks=tokens // block_size,
+        block_size=block_size,
+        max_num_batched_tokens=more.pop("budget"),
+        **more,
+    ),
+    tokens=st.sampled_from((256, 320, 960)),
+    block_size=st.sampled_from((16, 32, 64)),
+    max_num_seqs=st.sampled_from((1, 3, 12)),
+    budget=st.sampled_from((16, 64, 300)),
+    max_prefill_tokens=st.sampled_from((None, 16)),
+    policy=st.sampled_from(("fcfs", "priority", "shortest_prefill", "deadline")),
+    batching=st.sampled_from(("continuous", "static")),
+    starvation_bound_ms=st.sampled_from((0.01, 10.0)),
+    enable_chunked_prefill=st.booleans(),
+    enable_prefix_caching=st.booleans(),
+    num_host_slots=st.sampled_from((0, 8)),
+)
 
 COSTS = HostCosts(after_output_ns=37, to_wake_ns=11, per_message_ns=3)
 
@@ -39,8 +63,8 @@ class AskedBefore:
     """Makes some requests ask what was asked before, or go on with an answer, or end by other tokens, or want the
     log-probabilities of their prompt; and puts some under a salt."""
 
-    def __init__(self, seed: int, eos_every: int, stops: float) -> None:
-        self._rng, self._eos_every, self._stops = random.Random(seed + 1), eos_every, stops
+    def __init__(self, seed: int, eos_every: int, stops: float, after: tuple[int, ...]) -> None:
+        self._rng, self._eos_every, self._stops, self._after = random.Random(seed + 1), eos_every, stops, after
         self._asked: list[tuple[tuple[int, ...], int]] = []
 
     def next(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
@@ -62,7 +86,7 @@ class AskedBefore:
 
     def stops_after(self) -> int:
         """After how many tokens a stop string is found; 0: never."""
-        return self._rng.choice((1, 2, 8, 9)) if self._rng.random() < self._stops else 0
+        return self._rng.choice(self._after) if self._rng.random() < self._stops else 0
 
 
 class Guessing(Guesser):
@@ -82,22 +106,45 @@ class Guessing(Guesser):
         return CHANCES[crc32(f"{request_id} {len(self._tokens[request_id])}".encode()) % len(CHANCES)]
 
 
-class StoppingRun(TimedRun):
-    """A server finds stop strings, and tells the engine a little later."""
+class StoppingCrank(Crank):
+    """told_ns: when the server tells of the stop strings that it has found. A client that goes away meanwhile changes
+    nothing: its request has its answer."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, parts: EngineParts, clock: VirtualClock) -> None:
+        super().__init__(parts, clock)
+        self.told_ns: dict[str, int] = {}
+
+    def abort(self, request_id: str) -> None:
+        if self._clock.now_ns() >= self.told_ns.get(request_id, 0):
+            super().abort(request_id)
+
+
+class StoppingRun(TimedRun):
+    """A server finds stop strings, and tells the engine a little later; also those of clients that have gone away, of
+    which the engine was told then. left_ns: when clients go away."""
+
+    def __init__(self, crank: StoppingCrank, clock: VirtualClock, costs: HostCosts) -> None:
+        super().__init__(crank, clock, costs)
         self.stops_after: dict[str, int] = {}
+        self.left_ns: dict[str, int] = {}
+        self._told_ns = crank.told_ns
+
+    def leave(self, request_id: str, at_ns: int) -> None:
+        self.left_ns[request_id] = at_ns
+        self.at(at_ns, Abort(request_id))
 
     def _take(self, message: FromEngine) -> None:
         super()._take(message)
         for output in message.outputs if isinstance(message, StepOutput) else ():
-            after, now = self.stops_after[output.request_id], len(self.outcomes[output.request_id].token_ids)
-            if now - len(output.token_ids) < after <= now:
-                self.at(message.ready_ns + TELL_NS, Abort(output.request_id))
+            name, ready_ns = output.request_id, message.ready_ns
+            after, now = self.stops_after[name], len(self.outcomes[name].token_ids)
+            if now - len(output.token_ids) < after <= now and self.left_ns.get(name, ready_ns + 1) > ready_ns:
+                self.left_ns.pop(name, None)
+                self._told_ns[name] = ready_ns + TELL_NS
+                self.at(ready_ns + TELL_NS, Abort(name))
 
 
-def _ended_at(account: Account, stopped_ns: int, is_told: bool) -> Account:
+def _ended_at(account: Account, stopped_ns: int, is_told: bool | int) -> Account:
     """Returns the account of a request whose stop string was found then. is_told: it stays open until the engine has
     said when the request's blocks were free."""
     stopped = Account(account.request_id, account.start_ns, account.marks[0].stage)
@@ -107,13 +154,18 @@ def _ended_at(account: Account, stopped_ns: int, is_told: bool) -> Account:
     return stopped
 
 
-def closed(outcome: RequestOutcome, stops_after: int = 0) -> ClosedAccount:
+def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_are_told: bool) -> ClosedAccount:
+    """Returns the account. left_ns: when its client went away; a stop string that was found later is found still.
+    some_are_told: of those with a stop string, every second account says when the engine had freed the blocks. One that
+    ended in the very step says so in any case: the server is told both at once."""
     request, account = outcome.request, outcome.account
     reason, count = str(outcome.finish_reasons[0]), len(outcome.token_ids)
     is_stopped = 0 < stops_after <= count and not (stops_after == count and reason in ("stop", "length"))
-    is_told = not is_stopped or crc32(request.request_id.encode()) % 2
+    is_told = not is_stopped or (some_are_told and crc32(request.request_id.encode()) % 2)
     if is_stopped:
-        count, account = stops_after, _ended_at(account, outcome.token_ready_ns[stops_after - 1], is_told)
+        count, found_ns = stops_after, outcome.token_ready_ns[stops_after - 1]
+        is_told = is_told or account.end_ns == found_ns
+        account = _ended_at(account, found_ns, is_told)
     return ClosedAccount(
         request_id=request.request_id,
         group_id=request.request_id,
@@ -132,7 +184,7 @@ def closed(outcome: RequestOutcome, stops_after: int = 0) -> ClosedAccount:
         token_steps=tuple(outcome.token_steps[:count]),
         token_ready_ns=tuple(outcome.token_ready_ns[:count]),
         token_written_ns=tuple(outcome.token_ready_ns[:count]),
-        cancelled_ns=account.end_ns if reason == "abort" and not is_stopped else None,
+        cancelled_ns=left_ns if is_stopped or reason == "abort" else None,
         freed_ns=account.end_ns if is_told else None,
         prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
         answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids[:count]),
@@ -155,26 +207,29 @@ def record_run(
     sleeps_at_ns: int | None = None,
     plans_ahead: bool = False,
     guess_ns: int | None = None,
+    is_crowded: bool = False,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
-    admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed."""
-    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops), VirtualClock()
+    admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed. is_crowded:
+    they come at once, their stop strings are found at once, and no such account waits for the engine's last word."""
+    gaps_ns, after, lengths = BESIDE if is_crowded else APART
+    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
     engine, computes = Engine(Scheduler(config), plans_ahead), runner
     if guess_ns is not None:
         computes = DraftingRunner(runner, Guessing(eos_every, clock, guess_ns), runner, clock.now_ns)
-    run = StoppingRun(Crank(EngineParts(engine, computes, sleeper=sleeper), clock), clock, costs)
+    run = StoppingRun(StoppingCrank(EngineParts(engine, computes, sleeper=sleeper), clock), clock, costs)
     if sleeps_at_ns is not None:
         run.at(sleeps_at_ns, Sleep(1, SleepAsk(1, "abort")))
         run.at(sleeps_at_ns + 20_000, Wake(2))
     common = [tuple(rng.randrange(1, 900) for _ in range(rng.choice((20, 90, 150)))) for _ in range(3)]
     at_ns = 0
     for number in range(count):
-        at_ns += rng.choice((1, 3, 400, 3_000, 60_000))
+        at_ns += rng.choice(gaps_ns)
         prompt = (*rng.choice((*common, ())), *(rng.randrange(1, 900) for _ in range(rng.choice((1, 7, 40, 80)))))
-        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 9, 60)), seed=number)
+        sampling = SamplingParams(max_tokens=rng.choice(lengths), seed=number)
         prompt, sampling = asked.next(prompt, sampling)
         deadline_ns = at_ns + rng.choice((700, 9_000, 90_000)) if rng.random() < 0.15 and have_deadlines else None
         name = f"r{number}"
@@ -191,9 +246,12 @@ def record_run(
         run.submit(request)
         run.stops_after[name] = asked.stops_after()
         if rng.random() < 0.15:
-            run.at(at_ns + rng.choice((1, 2_000, 30_000)), Abort(name))
+            run.leave(name, at_ns + rng.choice((1, 2_000, 30_000)))
     run.run()
     settings = msgspec.to_builtins(config) | {"async_scheduling": plans_ahead}
     facts = ServerFacts(version="test", model="fake", max_model_len=256, settings=settings)
-    accounts = [closed(outcome, run.stops_after[name]) for name, outcome in run.outcomes.items()]
+    accounts = [
+        closed(outcome, run.stops_after[name], run.left_ns.get(name), not is_crowded)
+        for name, outcome in run.outcomes.items()
+    ]
     return Recorded(accounts, run.steps, facts)

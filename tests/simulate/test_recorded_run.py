@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from known_runs import TIGHT, record_run
+from known_runs import CONFIGS, TIGHT, record_run
 from msgspec import UNSET
 
 from splittime.core.errors import ConfigError
@@ -15,27 +15,6 @@ from splittime.ledger.steps import Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
-
-CONFIGS = st.builds(
-    lambda tokens, block_size, **more: SchedulerConfig(
-        max_model_len=256,
-        num_blocks=tokens // block_size,
-        block_size=block_size,
-        max_num_batched_tokens=more.pop("budget"),
-        **more,
-    ),
-    tokens=st.sampled_from((256, 320, 960)),
-    block_size=st.sampled_from((16, 32, 64)),
-    max_num_seqs=st.sampled_from((1, 3, 12)),
-    budget=st.sampled_from((16, 64, 300)),
-    max_prefill_tokens=st.sampled_from((None, 16)),
-    policy=st.sampled_from(("fcfs", "priority", "shortest_prefill", "deadline")),
-    batching=st.sampled_from(("continuous", "static")),
-    starvation_bound_ms=st.sampled_from((0.01, 10.0)),
-    enable_chunked_prefill=st.booleans(),
-    enable_prefix_caching=st.booleans(),
-    num_host_slots=st.sampled_from((0, 8)),
-)
 
 
 @given(CONFIGS, st.integers(0, 10_000))
