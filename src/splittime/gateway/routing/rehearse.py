@@ -24,8 +24,8 @@ NO_TENANT = "refused: no such tenant"
 NO_MODEL = "refused: model_not_found"
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """So many requests that the two configs treat differently in one way; examples: some of their ids."""
+class ConfigDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in which two configs treat requests differently. requests: how many; examples: some of their ids."""
 
     old: str
     new: str
@@ -48,7 +48,7 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     unknown_headers: tuple[str, ...]
     old: dict[str, int]
     new: dict[str, int]
-    differences: tuple[Difference, ...]
+    differences: tuple[ConfigDifference, ...]
 
 
 class RehearsedConfig:
@@ -132,14 +132,14 @@ def _is_again(account: ClosedAccount, policy: RoutePolicy) -> bool | None:
     return policy.decide(features_of(account)) == account.routing
 
 
-def _differences(outcomes: Sequence[tuple[str, str, str]]) -> tuple[Difference, ...]:
+def _differences(outcomes: Sequence[tuple[str, str, str]]) -> tuple[ConfigDifference, ...]:
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for request_id, was, becomes in outcomes:
         if was != becomes:
             found[was, becomes].append(request_id)
     ordered = sorted(found.items(), key=lambda entry: -len(entry[1]))
     return tuple(
-        Difference(old=was, new=becomes, requests=len(ids), examples=tuple(ids[:MAX_EXAMPLES]))
+        ConfigDifference(old=was, new=becomes, requests=len(ids), examples=tuple(ids[:MAX_EXAMPLES]))
         for (was, becomes), ids in ordered
     )
 
