@@ -15,7 +15,13 @@ NOT_RUN = {
         "splittime serve --api-keys-file keys.toml",
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
+    "docs/guides/forms.md": [
+        "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/gateway.md": ["splittime gateway --config gateway.toml"],
+    "docs/guides/gateway-routing.md": [
+        "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
+    ],
     "docs/guides/gguf.md": [
         "hf download bartowski/Llama-3.2-1B-Instruct-GGUF Llama-3.2-1B-Instruct-Q4_K_M.gguf --local-dir ."
     ],

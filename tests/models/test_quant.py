@@ -155,6 +155,8 @@ def test_sums_that_32_bits_do_not_hold_are_not_made():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_byte_products", [False, True])
 def test_the_torch_backend_takes_int8_in_another_order_of_columns(has_byte_products, dtype, monkeypatch):
+    if has_byte_products and not integers.has_byte_products():
+        pytest.skip("this processor's byte products saturate")
     monkeypatch.setattr(integers, "has_byte_products", lambda: has_byte_products)
     weight, x, order = (
         weight_of(48, 256),
