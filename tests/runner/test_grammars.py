@@ -76,7 +76,7 @@ def test_an_answer_that_ended_matches_its_schema(llm: LLM, schema: dict) -> None
     assert whole
     for text in whole:
         assert jsonschema_rs.is_valid(schema, json.loads(text)), text
-        assert not re.search(r"\s{35}", text)
+        assert not re.search(r"\s{70}", text)
 
 
 def test_other_forms(llm: LLM) -> None:
