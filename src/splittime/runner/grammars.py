@@ -13,6 +13,7 @@ The compiler calls itself as deep as a grammar's rules refer to each other, and 
 it has a thread with a stack of its own.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import numpy as np
 
 from splittime.core.errors import EngineError, RequestError
 
+log = logging.getLogger("splittime.runner")
 MOST_KEPT = 256  # compiled grammars
 SHOWN_CHARS = 500  # of what the compiler says
 COMPILER_STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
@@ -105,6 +107,8 @@ class Grammars:
 
     def walk(self, grammar: str) -> GrammarWalk:
         """Returns a walk that begins. Raises RequestError as `compile` does."""
+        if not self.is_known(grammar):
+            log.warning("a form is compiled in a step: more than %d others came since its request did", MOST_KEPT)
         begin = self._compiled(grammar)
         return GrammarWalk(begin, self._vocab_size, self._known_tokenizer().eos_token)
 
