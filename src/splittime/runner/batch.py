@@ -17,6 +17,7 @@ guesses would be in a step of its own, to the last bit.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,9 +27,11 @@ from torch import Tensor
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
-from splittime.runner.grammars import Grammars, GrammarWalk
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts
+
+if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
+    from splittime.runner.grammars import Grammars, GrammarWalk
 
 
 class Slot:
@@ -148,7 +151,7 @@ def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str
 class Slots:
     """The slots by request id. grammars: what answers are held to; None: nothing here is."""
 
-    grammars: Grammars | None = None
+    grammars: "Grammars | None" = None
 
     def __init__(self, max_tokens: int, vocab_size: int) -> None:
         self.max_tokens = max_tokens
