@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.peers.contenders import CLASSES, OURS, ROOT, Entry, how_it_ended, vllm_model
 from benchmarks.server_process import free_port
+from splittime.runner.speculative import NONE
 
 CONTEXT_TOKENS = 512  # of one request: the longest prompt and output that http_load draws, and room
 MAX_STREAMS = 64
@@ -53,6 +54,7 @@ def server_entries(
 
 def _ours(checkpoint: Path, settings: dict[str, Any]) -> ServerEntry:
     limits = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": MAX_STREAMS, "kv_cache_memory_bytes": "1GiB"}
+    limits["speculative_config"] = NONE  # random weights repeat themselves, and the others guess nothing
     flags = [
         part for key, value in {**limits, **settings}.items() for part in (f"--{key.replace('_', '-')}", str(value))
     ]

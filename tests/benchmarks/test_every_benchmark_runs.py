@@ -51,6 +51,7 @@ ALONE = {
     "scenarios.wait_forecast": ["--small"],
     "scenarios.plan_check": ["--small"],
     "scenarios.speculation": ["--small"],
+    "scenarios.forms": ["--small"],
     "scenarios.tune_sick": ["--small", "--only", "healthy"],
     "micro.simulator_speed": ["--small"],
     "scenarios.azure_replay": ["--trace", "TRACE", "--seconds", "2"],

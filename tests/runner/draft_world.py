@@ -21,7 +21,8 @@ RIGHT, WRONG = 7, 8  # the draft model always guesses the first
 
 class TimedModel:
     """The draft model, as far as a drafter knows it. draft_ms: of a step, whatever its rows; text_ms: of each token
-    of a row that has more than two. read: tokens of each row of a text; sampled: rows of each step that drafts."""
+    of a row that has more than two. read: tokens of each row of a text; sampled: rows of each step that drafts.
+    failing: requests whose rows fail, by the id that they have in the draft model."""
 
     def __init__(self, draft_ms: float, text_ms: float, most: int, probability: float, batch_tokens: int) -> None:
         self._draft_ns, self._text_ns, self._logprob = draft_ms * MS, text_ms * MS, log(probability)
@@ -38,6 +39,7 @@ class TimedModel:
         self.slots = Slots(MAX_TOKENS, 100)
         self.read: list[int] = []
         self.sampled: list[int] = []
+        self.failing: set[str] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         num_text = sum(row.num_tokens for row in plan.rows if row.num_tokens > 2)
@@ -48,6 +50,8 @@ class TimedModel:
         return StepResult(0, tuple(self._result(row) for row in plan.rows))
 
     def _result(self, row: Row) -> RowResult:
+        if row.request_id in self.failing:
+            return RowResult(row.request_id, error="its logits are not finite")
         if not row.num_samples:
             return RowResult(row.request_id)
         return RowResult(row.request_id, (RIGHT,), (TokenLogprob(RIGHT, self._logprob, 1),))

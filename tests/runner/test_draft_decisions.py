@@ -177,3 +177,23 @@ def test_drafts_that_are_not_verified_are_made_no_more() -> None:
     numbers = world.steps(100)
     assert 20 < sum(map(bool, numbers)) < 40
     assert not any(numbers[-25:])
+
+
+@pytest.mark.parametrize("reads_a_text", [False, True])
+def test_a_row_that_fails_in_the_draft_model_ends_the_drafts_of_its_request_alone(reads_a_text: bool) -> None:
+    """Whether it fails at its first draft, or while its text is read: the model's own step is none the wiser."""
+    world = World(0.001)
+    world.admit("a", 200 if reads_a_text else 3)
+    world.admit("b")
+    world.model.failing.add("a")
+    for _ in range(3):
+        found = world.step()
+    asked_before = len(world.model.sampled)
+    assert found["a"] == 0
+    assert found["b"] > 0
+    world.model.failing.clear()
+    assert [world.step()["a"] for _ in range(20)] == [0] * 20, "what the draft model holds of it is not to be trusted"
+    assert set(world.model.sampled[asked_before:]) == {1}
+    world.release("a")
+    world.admit("a")
+    assert any(world.step()["a"] for _ in range(10)), "a request of the same name begins anew"

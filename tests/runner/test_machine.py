@@ -8,7 +8,7 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
-from splittime.runner.speculative import speculative_config
+from splittime.runner.speculative import NONE, speculative_config
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_threads():
 
 def test_blocks_for_all_contexts_or_half_of_what_is_free(monkeypatch):
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: 1000)
-    config = RunnerConfig(model_path="", max_num_seqs=2)
+    config = RunnerConfig(model_path="", max_num_seqs=2, speculative_config=NONE)
     assert machine.choose_num_blocks(config, 40, 10)[0] == 6
     num_blocks, reason = machine.choose_num_blocks(config, 64, 100)
     assert num_blocks == 5
@@ -113,7 +113,7 @@ def test_what_past_answers_may_take_is_left_free(monkeypatch):
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: needed + 1000)
     plain, drafting = (
         RunnerConfig(model_path="x", max_num_seqs=10**8, block_size=16, speculative_config=one)
-        for one in (None, drafts)
+        for one in (NONE, drafts)
     )
     assert machine.choose_num_blocks(drafting, 16, 10)[0] == 50
     assert machine.choose_num_blocks(plain, 16, 10)[0] == (needed + 1000) // 20

@@ -4,13 +4,23 @@ import pytest
 
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
-from splittime.runner.compose import load_torch_runner
+from splittime.runner import start_memory
+from splittime.runner.compose import drafting_of, load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.speculative import MOST_DRAFTS, SpeculativeConfig, speculative_config
+from splittime.runner.drafting import DraftingRunner
+from splittime.runner.honoured import settle_speculation
+from splittime.runner.speculative import (
+    LEAST_STEP_MS,
+    MOST_DRAFTS,
+    NONE,
+    SpeculativeConfig,
+    speculative_config,
+)
 
 
 def test_what_is_asked_for() -> None:
-    assert speculative_config(None) is None
+    assert speculative_config(NONE) is None
+    assert speculative_config(RunnerConfig(model_path="x").speculative_config) == SpeculativeConfig(method="auto")
     assert speculative_config('{"method": "suffix"}') == SpeculativeConfig(method="suffix")
     found = speculative_config('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}')
     assert found == SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=3)
@@ -64,6 +74,41 @@ def test_kernels_that_could_change_an_answer_are_refused_before_a_weight_is_read
     with pytest.raises(ConfigError, match="needs the native kernels, and these are torch"):
         load_torch_runner(config, lambda name, begin, end: told.append(name))
     assert "weights" not in " ".join(told)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "changes", "words"),
+    [
+        ("torch", {}, "torch kernels"),
+        ("native", {"async_scheduling": True}, "async_scheduling"),
+        ("native", {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+    ],
+)
+def test_auto_guesses_nothing_where_it_cannot(kernels: str, changes: dict, words: str) -> None:
+    config = RunnerConfig(model_path="x", **changes)
+    config.validate()
+    settled, reason = settle_speculation(config, kernels)
+    assert speculative_config(settled.speculative_config) is None
+    assert words in reason
+    asked = RunnerConfig(model_path="x", speculative_config='{"method": "suffix"}')
+    assert settle_speculation(asked, kernels)[0] is asked, "what is asked for by name is refused elsewhere, not dropped"
+
+
+@pytest.mark.parametrize("step_ms", [LEAST_STEP_MS, LEAST_STEP_MS - 0.01])
+def test_auto_goes_by_the_time_of_a_step(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(model_source.locate(None))
+    runner = load_torch_runner(RunnerConfig(model_path=path, kernels="native", max_num_seqs=2, num_threads=1))
+    measured_ms, told = start_memory.decode_step_ms(runner)
+    assert measured_ms > 0
+    assert "remembered" in told
+    monkeypatch.setattr(start_memory, "decode_step_ms", lambda runner: (step_ms, "said so"))
+    answering = drafting_of(runner)
+    does_guess = step_ms >= LEAST_STEP_MS
+    assert isinstance(answering, DraftingRunner) == does_guess
+    told_config = runner.resolved.speculative_config
+    assert told_config is None or speculative_config(told_config) == SpeculativeConfig(method="suffix")
+    assert (told_config is not None) == does_guess
+    assert f"takes {step_ms:.2f} ms" in runner.resolved.speculative_reason
 
 
 def test_an_argument_may_be_a_table() -> None:

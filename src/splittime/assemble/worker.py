@@ -39,7 +39,7 @@ DECIDED = (
     *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
     *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
     *("context_length", "sliding_window", "vocab_size", "architecture"),
-    *("prefill_ns_per_token", "prefill_reason"),
+    *("prefill_ns_per_token", "prefill_reason", "speculative_config", "speculative_reason"),
 )
 
 

@@ -64,6 +64,8 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
     if said("default_sampling"):
         words = ", ".join(f"{name} {value:g}" for name, value in said("default_sampling").items())
         yield "sampling", f"{words}, as generation_config.json advises, where a request says nothing"
+    if said("speculative_config"):
+        yield "guesses", f"{said('speculative_config')} ({said('speculative_reason')})"
     phases = [phase for phase in timeline.phases() if phase.end_ms > phase.begin_ms]
     longest = sorted(phases, key=lambda phase: phase.begin_ms - phase.end_ms)[:LONG_PHASES]
     words = ", ".join(f"{phase.name} {(phase.end_ms - phase.begin_ms) / 1e3:.1f} s" for phase in longest)

@@ -35,12 +35,20 @@ from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
+from splittime.runner.honoured import settle_speculation
 from splittime.runner.load import OnPhase, draft_bytes_per_block, load
 from splittime.runner.ranks.group import RankGroup, RankLost, device_of
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.ranks.members import Members
 from splittime.runner.sleep import TorchSleeper
-from splittime.runner.speculative import LEAST_LOOKUP, OWN_BITS, SpeculativeConfig, speculative_config
+from splittime.runner.speculative import (
+    LEAST_LOOKUP,
+    LEAST_STEP_MS,
+    NONE,
+    OWN_BITS,
+    SpeculativeConfig,
+    speculative_config,
+)
 from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 
@@ -132,9 +140,10 @@ def load_part(
 ) -> TorchRunner:
     """The runner of one rank's part of a model, which without `ranks` is all of it."""
     decoder, store, resolved, cost = load(config, on_phase, on_layer, ranks)
+    config, guessing = settle_speculation(config, decoder.ops.name)
     execution, reason = _choose_execution(config, decoder)
     kind = "device" if execution.is_apart else "host"
-    resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason)
+    resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason, speculative_reason=guessing)
     return TorchRunner(config, decoder, store, resolved, cost, execution, lead)
 
 
@@ -231,9 +240,11 @@ def overlap_of(runner: TorchRunner) -> AsyncRunner:
 def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
     """Returns the runner, with a drafter if its settings ask for one; a draft model is loaded now, and warmed up.
     on_phase: told of that, as of the parts of `load_torch_runner`. Raises ConfigError."""
-    asked = speculative_config(runner.config.speculative_config)
+    asked = _settled(runner)
     if asked is None:
         return runner
+    told = msgspec.json.encode(asked).decode()
+    runner.resolved = msgspec.structs.replace(runner.resolved, speculative_config=told)
     if asked.has_model:
         begin_ns = time.monotonic_ns()
         drafting = DraftingRunner(runner, model_drafter(runner, asked))
@@ -242,6 +253,20 @@ def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
         return drafting
     most, least = asked.num_speculative_tokens, asked.prompt_lookup_min or LEAST_LOOKUP
     return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, asked.method == "suffix"))
+
+
+def _settled(runner: TorchRunner) -> SpeculativeConfig | None:
+    """Returns what tokens are guessed with. Where that is "auto", a decode step is timed: keeping and searching texts
+    takes as long for a small model as for a large one, and may cost the small one more than a percent or two."""
+    asked = speculative_config(runner.config.speculative_config)
+    if asked is None or asked.method != "auto":
+        return asked
+    step_ms, told = start_memory.decode_step_ms(runner)
+    is_long = step_ms >= LEAST_STEP_MS
+    words = f"{'at least' if is_long else 'less than'} {LEAST_STEP_MS:g} ms"
+    reason = f"auto: a decode step of one request takes {step_ms:.2f} ms, {words}; {told}"
+    runner.resolved = msgspec.structs.replace(runner.resolved, speculative_reason=reason)
+    return msgspec.structs.replace(asked, method="suffix") if is_long else None
 
 
 def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
@@ -263,7 +288,7 @@ def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter
             kv_cache_memory_bytes=num_blocks * bytes_per_block,
             max_model_len=most_tokens,
             num_threads=resolved.num_threads,
-            speculative_config=None,
+            speculative_config=NONE,
             draft_model_path=None,
         )
     )

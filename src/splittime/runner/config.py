@@ -10,7 +10,7 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, StepLimits, check
 from splittime.kernels.choose import Backend
-from splittime.runner.speculative import speculative_config
+from splittime.runner.speculative import AUTO, speculative_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
@@ -106,13 +106,14 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         bool, Doc("Plan the next step while one runs; a new request may wait for one step more.")
     ] = False
     speculative_config: Annotated[
-        str | None,
+        str,
         Doc(
             'Guess tokens and verify several in a step, native kernels: {"method": "suffix"} from the text and past '
             'answers, {"method": "ngram"} from the text, {"method": "self"} by the model in 4 bits, {"method": '
-            '"draft_model", "model": NAME} by another; num_speculative_tokens: at most, 16.'
+            '"draft_model", "model": NAME} by another, {"method": "none"} not; "auto": suffix unless steps are short; '
+            "num_speculative_tokens: at most, 16."
         ),
-    ] = None
+    ] = AUTO
     draft_model_path: str | None = None
     tensor_parallel_size: Annotated[
         int, Doc("Processes that share the model, each with its part of every layer; they divide num_threads.", 1, 64)
@@ -136,7 +137,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     def _check_speculation(self) -> None:
         """A row whose drafts are verified cannot be planned ahead, and ranks verify none."""
         asked = speculative_config(self.speculative_config)
-        if asked is None:
+        if asked is None or asked.method == "auto":
             return
         if asked.method == "draft_model" and self.draft_model_path is None:
             message = f"speculative_config names {asked.model!r}, and draft_model_path does not say where it lies"
@@ -160,6 +161,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: what became of the cache of packed weights.
     execution: how steps are computed, by the "host" while it waits or on a "device" beside it; execution_reason: why.
     prefill_ns_per_token: what a token of a prompt takes, measured at start, 0 where it was not; prefill_reason: how.
+    speculative_config: what tokens are guessed with, None where none are; speculative_reason: why.
     unused_tensors: the first few that the checkpoint holds and the architecture has no place for.
     default_sampling: what the model's makers advise, for requests that do not say, by the names of `SamplingParams`.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
@@ -206,6 +208,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     num_host_slots: int = 0
     prefill_ns_per_token: int = 0
     prefill_reason: str = ""
+    speculative_config: str | None = None
+    speculative_reason: str = ""
     kv_offload: str = ""
     graph_sizes: tuple[int, ...] = ()
     tensor_parallel_size: int = 1

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
@@ -10,7 +12,7 @@ from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, open_source, read_config
 from splittime.models.weights.source import PLAIN
 from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
-from splittime.runner.speculative import OWN_BITS, speculative_config
+from splittime.runner.speculative import NONE, OWN_BITS, speculative_config
 
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 
@@ -21,11 +23,27 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
         raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
+def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig, str]:
+    """Returns these settings, in which nothing is guessed where "auto" cannot, and why in words."""
+    asked = speculative_config(config.speculative_config)
+    if asked is None or asked.method != "auto":
+        return config, "as asked"
+    obstacles = {
+        f"{kernels} kernels": kernels != "native",
+        "async_scheduling": config.async_scheduling,
+        f"tensor_parallel_size={config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+    }
+    found = [name for name, stands in obstacles.items() if stands]
+    if not found:
+        return config, ""
+    return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {', '.join(found)}"
+
+
 def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:
     """Drafts could change an answer where a token is not computed alike in every batch, to the last bit. A draft model
     must have the vocabulary, and the model's own copy fewer bits."""
     asked = speculative_config(config.speculative_config)
-    if asked is None:
+    if asked is None or asked.method == "auto":
         return
     if kernels != "native":
         message = f"speculative_config needs the native kernels, and these are {kernels}"

@@ -1,5 +1,7 @@
 """What `speculative_config` says, in JSON as vLLM's flag of that name has it: which drafts, and how many at most.
 
+    {"method": "auto"}                                       "suffix", where that costs nothing that could be measured
+    {"method": "none"}                                       nothing is guessed
     {"method": "suffix"}                                     the request's own text, and past answers to its tenant
     {"method": "ngram", "num_speculative_tokens": 8}         the request's own text alone
     {"method": "ngram", "prompt_lookup_min": 4}              only behind so many tokens that stood there before
@@ -21,8 +23,12 @@ MOST_TOKENS = 2**21  # of all tenants' together
 MOST_TENANTS = 1024  # of whom answers are kept
 TOKEN_BYTES = 104  # at most, with its place in the tables: those in use and larger ones that are being filled
 LEAST_LOOKUP = 2
+AUTO, NONE = '{"method": "auto"}', '{"method": "none"}'
+LEAST_STEP_MS = 4.0  # of one request: guessing where nothing can be guessed takes some ten microseconds of a step
 OWN_BITS: Literal["int4"] = "int4"  # of the model's copy, unless another quantization is asked for
-FIELDS = {  # beside num_speculative_tokens, which every method has
+FIELDS: dict[str, set[str]] = {  # beside num_speculative_tokens, which every method has
+    "auto": set(),
+    "none": set(),
     "suffix": {"prompt_lookup_min"},
     "ngram": {"prompt_lookup_min"},
     "draft_model": {"model", "quantization"},
@@ -35,7 +41,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     drafts, as `--model` takes it. quantization: of that model's weights, "int8" or "int4"; None is the model's own, and
     "int4" for the method "self"."""
 
-    method: Literal["suffix", "ngram", "draft_model", "self"]
+    method: Literal["auto", "none", "suffix", "ngram", "draft_model", "self"]
     num_speculative_tokens: int = 16
     prompt_lookup_min: int | None = None
     model: str | None = None
@@ -64,7 +70,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def memory_bytes(self) -> int:
         """What past answers may come to take."""
-        return MOST_TOKENS * TOKEN_BYTES if self.method == "suffix" else 0
+        return MOST_TOKENS * TOKEN_BYTES if self.method in ("auto", "suffix") else 0
 
 
 def speculative_config(text: str | None) -> SpeculativeConfig | None:
@@ -75,8 +81,9 @@ def speculative_config(text: str | None) -> SpeculativeConfig | None:
         config = msgspec.json.decode(text, type=SpeculativeConfig)
     except msgspec.DecodeError as error:
         message = f"speculative_config is not understood: {error}"
-        hint = 'Can be: {"method": "suffix"}, {"method": "ngram"}, {"method": "self"} or {"method": "draft_model", '
+        hint = f"Can be: {AUTO}, {NONE}, "
+        hint += '{"method": "suffix"}, {"method": "ngram"}, {"method": "self"} or {"method": "draft_model", '
         hint += '"model": NAME}, with num_speculative_tokens.'
         raise ConfigError(message, param="speculative_config", value=text, hint=hint) from error
     config.check()
-    return config
+    return None if config.method == "none" else config

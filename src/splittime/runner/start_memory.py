@@ -30,6 +30,7 @@ from splittime.runner.warm_up import PROBE_TOKENS, Probe, longest_probe
 T = TypeVar("T", bound=msgspec.Struct)
 NAME = "start.json"
 MIN_RUNS, MAX_RUNS = 3, 12  # of a prompt
+DECODE_RUNS = 5
 BUDGET_S = 0.5  # beyond the least number of runs
 CONFIRMED = 0.03  # the next shortest is within this share
 LONGEST_TOKENS = 256  # of a prompt that is timed
@@ -128,6 +129,24 @@ def prefill_tokens_within(runner: TorchRunner, seconds: float) -> int:
     ns, reason = round(found.ns_per_token), f"measured, {found.evidence}; {told}"
     runner.resolved = msgspec.structs.replace(runner.resolved, prefill_ns_per_token=ns, prefill_reason=reason)
     return max(1, int(seconds * 1e9 / found.ns_per_token))
+
+
+class DecodeTime(msgspec.Struct, frozen=True):
+    """ms: of a decode step of one request, the shortest of some."""
+
+    ms: Annotated[float, msgspec.Meta(gt=0)]
+
+
+def decode_step_ms(runner: TorchRunner) -> tuple[float, str]:
+    """Returns what a decode step of one request takes by native kernels, and where that comes from in words."""
+    num_threads = runner.resolved.num_threads
+
+    def measure() -> DecodeTime:
+        with Probe(runner.run, runner.resolved, num_rows=1) as probe:
+            return DecodeTime(min(_time_ns(probe.decode, num_threads) for _ in range(DECODE_RUNS)) / 1e6)
+
+    found, told = memory_of(runner).get("decode", (num_threads,), DecodeTime, measure)
+    return found.ms, told
 
 
 class PrefillRate(msgspec.Struct, frozen=True):

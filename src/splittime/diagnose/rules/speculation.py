@@ -86,7 +86,7 @@ def _costs(books: Books, rows: GuessedRows, prices: "Line", without: Share, fewe
         share_interval=without.interval,
         confidence=LIKELY,
         confidence_from="the drafts of each row, and a line fitted to the steps' lengths: an estimate",
-        cure=Cure(sentence=f"Leave {FLAG} out.") if fewer is None else _take_fewer(books, fewer[0]),
+        cure=_guess_nothing() if fewer is None else _take_fewer(books, fewer[0]),
         cost=f"Tokens that were guessed right, {num_right} here, take a step each."
         if fewer is None
         else "Text that repeats itself for long is answered in more steps.",
@@ -128,6 +128,11 @@ def less(share: Share) -> str:
     """Returns by how much the requests' time falls, with the interval, in words."""
     low, high = share.interval or (share.value, share.value)
     return f"{-share.value:+.0%} ({-high:+.0%} to {-low:+.0%})"
+
+
+def _guess_nothing() -> Cure:
+    theirs = OtherCure(sentence=f"Leave {FLAG} out.")
+    return Cure(sentence="Guess nothing.", flags=(FLAG, typed({"method": "none"})), elsewhere={"vllm": theirs})
 
 
 def _take_fewer(books: Books, most: int) -> Cure:
