@@ -69,7 +69,7 @@ def main() -> None:
     limits = {"max_num_seqs": max(AT_ONCE, *sizes), "max_model_len": 512, "num_threads": arguments.threads}
     llm = LLM(arguments.model, **asked, **limits, speculative_config='{"method": "none"}')
     say: Callable[[str], None] = (lambda text: None) if arguments.json else print
-    figures = {"speed": [speed(llm, size, tokens, repeats, say) for size in sizes]}
+    figures: dict[str, Any] = {"speed": [speed(llm, size, tokens, repeats, say) for size in sizes]}
     drawn = schemas(count)
     figures |= {"schemas": answers(llm, drawn, say), "masks": masks(arguments.tokenizer, drawn, say)}
     path = file_result("forms", figures, vars(arguments), arguments.json)
