@@ -4,7 +4,7 @@
 
 `admit` is the wait for a place (its cause says so), `route` the decision and the pauses between attempts. `upstream`
 begins when the request is sent; what of the time until the answer's end has been read is `network`,
-`request_account` says.
+`request_account` says. `forwarding` brings it to upstreams; this is what comes before and after.
 """
 
 import asyncio
@@ -13,31 +13,24 @@ import time
 from functools import partial
 
 from splittime.core.errors import (
-    DeadlineExceeded,
     EngineError,
     ErrorInfo,
     Overloaded,
-    Refused,
     SplittimeError,
     error_from_info,
 )
 from splittime.core.request import FinishReason
-from splittime.gateway.blame import blame
 from splittime.gateway.cache.giving import Giving
 from splittime.gateway.cache.turn import CacheTurn
-from splittime.gateway.degrade.lesser import Lesser, MarkedAnswer, lesser, template_answer
-from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
-from splittime.gateway.fair_queue import QUEUE_TIMEOUT
+from splittime.gateway.degrade.lesser import Lesser, lesser, template_answer
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
-from splittime.gateway.relay import Deadline, Relay
+from splittime.gateway.forwarding import Forwarding
+from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
-from splittime.gateway.resume.resumption import Resumption
-from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
 from splittime.gateway.sign_of_life import SignOfLife
-from splittime.gateway.upstreams import Routed
 from splittime.ledger.account import REFUSED
-from splittime.ledger.stages import Cause, Stage
+from splittime.ledger.stages import Stage
 from splittime.web import http
 from splittime.web.tenants import Quota, tenant_of
 
@@ -62,12 +55,11 @@ class GatewayVisit:
         self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger)
         self._turn = CacheTurn(gateway.cache, scope, self.account, self.tenant.name, send, self._headers)
         self._first_token_by_ns: int | None = None
-        self._relay: Relay | Giving | None = None  # the latest
+        self._given: Giving | None = None  # the cache's answer
+        self._forwarding: Forwarding | None = None
         self._work: asyncio.Task[None] | None = None
         self._quota: Quota | None = None  # that of its tenant, once it has let the request in
-        self._was_granted = False
         self._ending: ErrorInfo | None = None  # why it is ended from outside
-        self._upstream_name = ""
         self._lesser: Lesser | None = None
         self._sign = SignOfLife(send, self._headers, None)
         self._draw: float = scope.setdefault(SHED_DRAW, random.random())  # the same when it is looked at again
@@ -132,7 +124,7 @@ class GatewayVisit:
         gone = loop.create_task(self._until_gone())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not (self._relay is not None and self._relay.is_answered):
+            if not work.done() and not (self._source is not None and self._source.is_answered):
                 self.account.cancelled_ns = now_ns()
                 self._turn.goes_on(work.cancel) or work.cancel()
             await asyncio.wait({work})
@@ -158,6 +150,11 @@ class GatewayVisit:
                 return made.request
         return request
 
+    @property
+    def _source(self) -> Relay | Giving | None:
+        """Where the answer comes from, as far as that is known."""
+        return self._given or (self._forwarding.relay if self._forwarding is not None else None)
+
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -178,143 +175,34 @@ class GatewayVisit:
         if self._lesser is not None and self._lesser.answer is not None:
             return await self._answer_by_template(self._lesser)
         if self._lesser is None:
-            given = self._relay = await self._turn.given(request)
+            given = self._given = await self._turn.given(request)
             self._send = self._turn.send
             if given is not None:
                 await given.run()
                 return self.account.close_answered(given, None)
         if request.is_stream and not self._turn.leads:  # whose comments would be given to others
             self._sign = SignOfLife(self._send, self._headers, self.gateway.config.queue.sign_of_life_s)
-        await self._forward(request)
-
-    async def _forward(self, request: ForwardedRequest) -> None:
-        """Attempt after attempt, until one is answered or no other may be made."""
-        gateway, tried, resumption = self.gateway, list[str](), Resumption(request)
-        gateway.retry_budget.note_request(now_ns())
-        failure: UpstreamFailure | None = None
-        while True:
-            try:
-                routed = await self._admitted(request, resumption.tried(gateway.router, tried))
-            except Overloaded:
-                if failure is None:
-                    raise
-                break
-            if not resumption.suits(routed.upstream):
-                gateway.queue.give_back(routed, self.tenant.name, request.tokens)
-                break
-            try:
-                await self._attempt(request, routed, resumption)
-                return
-            except UpstreamFailure as latest:
-                failure = latest
-            tried.append(routed.upstream.name)
-            if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
-                break
-            if not isinstance(failure, Interrupted):
-                await self._pause(len(tried))
-        await self._tell_failure(failure)
-
-    async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
-        """Returns the upstream that has a place for it."""
-        at_ns, client_ns = now_ns(), self.account.deadline_ns
-        until_ns = at_ns + int(self.gateway.config.queue.max_wait_s * 1e9)
-        until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
-        self.account.enter(Stage.ADMIT, at_ns)
-        try:
-            entering = self.gateway.queue.enter(
-                self.tenant.name,
-                request.pool,
-                request.tokens,
-                until_ns=until_ns,
-                tried=tried,
-                draw=self._draw,
-                on_wait=lambda: self.account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
-            )
-            routed = await self._sign.during(entering, until_ns)
-        except Refused as refused:
-            if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
-                raise DeadlineExceeded.before("an upstream had room for it") from None
-            raise
-        self._was_granted = True
-        self.account.enter(Stage.ROUTE, now_ns())
-        return routed
-
-    def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
-        """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
-        upstream that dies has done its part of the work, and all its streams break off at once."""
-        gateway, at_ns = self.gateway, now_ns()
-        if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.pool, at_ns):
-            return False
-        if self.account.deadline_ns is not None and at_ns >= self.account.deadline_ns:
-            return False
-        return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
-
-    async def _pause(self, num_attempts: int) -> None:
-        """A random moment, so that requests that failed together do not come back together."""
-        longest_s = self.gateway.config.retries.pause_s * 2 ** (num_attempts - 1)
-        self.account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
-        await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
-
-    async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
-        """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
-        try:
-            await self._asked(request, routed, resumption)
-        finally:
-            self.gateway.queue.leave(routed, self.tenant.name, request.tokens)
-
-    async def _asked(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
-        gateway, upstream = self.gateway, routed.upstream
-        self._upstream_name = upstream.name
-        deadline = self._deadline(upstream.config.total_s)
-        self.account.begin_attempt()
-        account = self.account
-        headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
-        begin_ns = now_ns()
-        relay = self._relay = Relay(
-            gateway.session,
-            upstream,
-            headers,
-            deadline,
-            resumption,
-            max_answer_bytes=gateway.config.max_answer_bytes,
+        self._forwarding = Forwarding(
+            self.gateway,
+            self.account,
+            self._scope,
+            tenant=self.tenant.name,
+            draw=self._draw,
+            first_token_by_ns=self._first_token_by_ns,
             send=self._send,
-            answer_headers=self._headers,
-            on_read=lambda: account.note_read(upstream, relay, begin_ns),
-            mark=MarkedAnswer(self._lesser.mark if self._lesser is not None else {}),
-            has_begun=self._sign.has_begun,
+            headers=self._headers,
+            sign=self._sign,
+            mark=self._lesser.mark if self._lesser is not None else {},
         )
-        self.account.enter(Stage.UPSTREAM, begin_ns)
-        error: SplittimeError | None = None
-        ending = "cancelled"
-        try:
-            await relay.run()
-            ending = ""
-            upstream.breaker.note_success()
-        except (UpstreamFailure, BrokenStream) as failure:
-            error, ending = failure.error, failure.error.info.code
-            blame(upstream.breaker, failure, is_own=gateway.lag.explains(ending, begin_ns))
-            if isinstance(failure, UpstreamFailure):
-                raise
-        finally:
-            if ending == "cancelled":
-                upstream.breaker.note_nothing()
-            self.account.keep_attempt(routed, relay, begin_ns, ending)
-            gateway.metrics.count_attempt(upstream.name, ending or "answered")
-        self.account.close_answered(relay, error)
-
-    def _deadline(self, total_s: float) -> Deadline:
-        config_ns, client_ns = self.account.start_ns + int(total_s * 1e9), self.account.deadline_ns
-        if client_ns is not None and client_ns <= config_ns:
-            return Deadline(client_ns, is_clients=True)
-        return Deadline(config_ns, is_clients=False)
+        await self._forwarding.run(request)
 
     # ---- out
 
     def _headers(self) -> http.Headers:
         """Returns the headers that every answer has."""
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
-        if self._upstream_name:
-            headers.append((b"x-splittime-upstream", self._upstream_name.encode()))
+        if self._forwarding is not None and self._forwarding.upstream_name:
+            headers.append((b"x-splittime-upstream", self._forwarding.upstream_name.encode()))
         headers += self._lesser.headers if self._lesser is not None else []
         return [*headers, *self._turn.headers, (b"server-timing", self.account.timing())]
 
@@ -325,20 +213,11 @@ class GatewayVisit:
         await http.respond(self._send, body, content_type=kind, headers=self._headers(), until_taken=True)
         self.account.close(FinishReason.STOP, None)
 
-    async def _tell_failure(self, failure: UpstreamFailure | None) -> None:
-        """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
-        assert failure is not None, "an attempt has failed"
-        self.account.enter(Stage.DELIVER, now_ns())
-        if failure.answer is None or not isinstance(self._relay, Relay) or self._relay.has_begun:
-            raise failure.error
-        await self._relay.give_answer(failure.answer)
-        self.account.close(reason_of(failure.error), failure.error.info)
-
     async def _refuse(self, error: SplittimeError) -> None:
         self.account.enter(Stage.DELIVER, now_ns())
         if isinstance(error, Overloaded):
             self.gateway.metrics.count_refusal(error.info.code)
-        if self._sign.has_begun or (self._relay is not None and self._relay.has_begun):
+        if self._sign.has_begun or (self._source is not None and self._source.has_begun):
             last = http.error_event(error.info)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
@@ -351,13 +230,16 @@ class GatewayVisit:
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
         used = 0
         try:
-            self._turn.leave(self._relay)
-            used = self.account.used_tokens(self._relay)
+            self._turn.leave(self._source)
+            used = self.account.used_tokens(self._source)
         finally:
-            if self._was_granted and self.account.request is not None:
+            was_granted = self._forwarding is not None and self._forwarding.was_granted
+            if was_granted and self.account.request is not None:
                 self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
             if self._quota is not None:
                 self._quota.leave(used, now_ns())
                 self.gateway.budgets.use(self.tenant.name, used)
             self.gateway.leave(self)
-            self._relay = self._work = self._quota = None  # no circle is left for the garbage collector
+            self._given = self._forwarding = self._work = self._quota = (
+                None  # no circle is left for the garbage collector
+            )
