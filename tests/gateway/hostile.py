@@ -273,7 +273,9 @@ class Hostile:
         return True
 
     async def do_ending(self, reader, writer, body) -> bool:
-        """Goes on with them."""
+        """Goes on with them; the model `held` when it is let go."""
+        while body["model"] == "held" and not self.hold.is_set():
+            await asyncio.sleep(0.005)
         usage = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
         last = text_chunk("ending", "") | {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
         told = (

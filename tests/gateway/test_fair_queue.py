@@ -360,3 +360,25 @@ def test_places_and_counts_never_leak(moves):
         assert (queue.requests, queue.tokens) == (0, 0)
 
     asyncio.run(run())
+
+
+def test_a_retry_does_not_hide_who_has_waited_longest():
+    """It stands in front, and came last."""
+
+    async def run() -> None:
+        queue = FairQueue(QueueConfig(), router_of(1), {})
+        await queue.enter("a", "m", 1, until_ns=FAR_NS)
+        begin_ns = now_ns()
+        waiting = [asyncio.ensure_future(queue.enter("a", "m", 1, until_ns=FAR_NS))]
+        await asyncio.sleep(0.02)
+        waiting += [asyncio.ensure_future(queue.enter("a", "m", 1, until_ns=FAR_NS, tried=["u0"])) for _ in range(2)]
+        waiting.append(asyncio.ensure_future(queue.enter("a", "m", 1, until_ns=FAR_NS)))
+        await asyncio.sleep(0)
+        at_ns = begin_ns + 10**9
+        assert 0.98e9 < queue.longest_wait_ns(at_ns) <= 1e9
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert queue.longest_wait_ns(at_ns) == 0
+
+    asyncio.run(run())

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
 from .test_chaos import metric, sums
+from .test_degrade import wait_until
 from .test_endings import assert_nothing_is_left
 from .test_relay import events
 
@@ -227,3 +229,26 @@ def test_one_that_may_not_go_on_is_not_asked_to(hostile, tmp_path):
         assert json.loads(told[-1])["error"]["code"] == "upstream_died"
         assert len(account.attempts) == 1
         assert_nothing_is_left(gateway)
+
+
+def test_a_stream_that_waits_to_go_on_is_told_so(hostile, tmp_path):
+    """Comments follow its tokens, and no second head; then the rest comes."""
+    hostile.hold.clear()
+    text = "[queue]\nsign_of_life_s = 0.05\n[breaker]\nfailures = 100\n"
+    text += upstream("telling", hostile.url("telling"), "m", resume=True)
+    text += upstream("ending", hostile.url("ending"), "m", "held", resume=True, max_in_flight=1)
+    with gateway_of(tmp_path, text) as gateway:
+        holding = threading.Thread(target=gateway.ask, args=("held", None, COMPLETIONS), kwargs={"stream": True})
+        holding.start()
+        wait_until(lambda: gateway.get("/stats")["upstreams"][1]["requests"] == 1)
+        letting_go = threading.Timer(0.4, hostile.hold.set)
+        letting_go.start()
+        told = json.dumps({"model": "m", "prompt": "Count: ", "max_tokens": 10, "stream": True}).encode()
+        _, headers, answer = gateway.ask("m", {"x-request-id": "waits"}, COMPLETIONS, raw=told)
+        holding.join()
+        sums(account_from_json(gateway.account("waits")))
+    assert headers["x-splittime-upstream"] == "telling"
+    assert 2 <= answer.count(b": queued;") <= 20
+    assert answer.index(b'"2"') < answer.index(b": queued;") < answer.index(b'" 3"')
+    assert b"HTTP/1.1" not in answer
+    assert text_of(events(answer)) == "1 2 3 4"

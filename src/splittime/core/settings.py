@@ -98,12 +98,17 @@ def settings_of(config: type[msgspec.Struct]) -> tuple[Setting, ...]:
     """Returns the settings that a struct declares, in the order of its fields."""
     hints = typing.get_type_hints(config, include_extras=True)
     fields = {field.name: field for field in msgspec.structs.fields(config)}
-    found = ((name, hints[name], _doc(hints[name]), field.default) for name, field in fields.items())
+    found = ((name, hints[name], _doc(hints[name]), _default_of(field)) for name, field in fields.items())
     return tuple(
         Setting(name, _kind(name, _plain_type(hint)), default, doc, _choices(_plain_type(hint)))
         for name, hint, doc, default in found
         if doc is not None
     )
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:
+    """Returns what a field is where nobody gives it; NODEFAULT for one that must be given."""
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def check(config: msgspec.Struct) -> None:

@@ -139,7 +139,7 @@ class FairQueue:
     def longest_wait_ns(self, at_ns: int) -> int:
         """Returns how long whoever has waited longest has waited; 0 if nobody waits."""
         lines = (line for share in self._shares.values() for line in share.by_model.values())
-        since = min((min(line[0].since_ns, line[-1].since_ns) for line in lines), default=at_ns)
+        since = min((_oldest_ns(line) for line in lines), default=at_ns)
         return at_ns - since
 
     def dispatch(self) -> None:
@@ -304,3 +304,14 @@ class FairQueue:
             return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
         message = f"no upstream of {model!r} answers"
         return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))
+
+
+def _oldest_ns(line: deque[QueuedRequest]) -> int:
+    """Returns since when whoever has waited longest waits. Those who try again stand in front, the newest first, and
+    behind them the others in the order in which they came."""
+    oldest_ns = line[0].since_ns
+    for waiting in line:
+        oldest_ns = min(oldest_ns, waiting.since_ns)
+        if not waiting.is_retry:
+            break
+    return oldest_ns

@@ -17,7 +17,8 @@ HEAD: http.Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b
 
 
 class SignOfLife:
-    """every_s: between two comments; None for none. has_begun: the client has the head."""
+    """every_s: between two comments; None for none. has_begun: the client has the head, by this or by a stream that
+    broke off behind a whole event."""
 
     def __init__(self, send: http.Send, headers: Callable[[], http.Headers], every_s: float | None) -> None:
         self._send, self._headers, self._every_s = send, headers, every_s

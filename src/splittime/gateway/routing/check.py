@@ -8,7 +8,7 @@ from splittime.gateway.config import GatewayConfig, RuleConfig
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
 
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
-SECRET_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key")  # they would stand in accounts
+_SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|password|cookie|signature)(-|$)")
 
 
 def check_routing(config: GatewayConfig) -> None:
@@ -47,7 +47,7 @@ def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
 
 
 def _check_header(param: str, name: str, value: str) -> None:
-    if name in SECRET_HEADERS:
+    if _SECRET.search(name):
         hint = "its value would stand in accounts; a rule can ask for tenants"
         raise ConfigError(f"{param} may hold a secret", param=param, hint=hint)
     if not _HEADER.fullmatch(name):
