@@ -1,0 +1,191 @@
+"""One request brought to upstreams: attempt after attempt, until its client has an answer or no other may be made.
+
+Each attempt waits for a place (`fair_queue`), asks one upstream (`relay`), and gives the place back. What follows a
+failure is decided here: another attempt, that goes on with a stream where one had begun (`resume`), or the failure is
+told.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+from splittime.core.errors import DeadlineExceeded, Overloaded, Refused, SplittimeError
+from splittime.gateway.blame import blame
+from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
+from splittime.gateway.fair_queue import QUEUE_TIMEOUT
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.relay import Deadline, Relay
+from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.sent_headers import sent_headers
+from splittime.gateway.service import GatewayService
+from splittime.gateway.sign_of_life import SignOfLife
+from splittime.gateway.upstreams import Routed
+from splittime.ledger.stages import Cause, Stage
+from splittime.web import http
+
+now_ns = time.monotonic_ns
+MAX_PAUSE_S = 2.0
+
+
+class Forwarding:
+    """tenant: its name. draw: of chance, for shedding. headers: returns those that every answer has. mark: what an
+    answer says of itself that is less than was asked for. first_token_by_ns: when the client wants a first token.
+
+    relay: the latest attempt's, which has the answer. upstream_name: whom the latest attempt asked, "" before one.
+    was_granted: whether it ever had a place."""
+
+    def __init__(
+        self,
+        gateway: GatewayService,
+        account: RequestAccount,
+        scope: http.Scope,
+        *,
+        tenant: str,
+        draw: float,
+        first_token_by_ns: int | None,
+        send: http.Send,
+        headers: Callable[[], http.Headers],
+        sign: SignOfLife,
+        mark: dict[str, str],
+    ) -> None:
+        self._gateway, self._account, self._scope = gateway, account, scope
+        self._tenant, self._draw, self._first_token_by_ns = tenant, draw, first_token_by_ns
+        self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
+        self.relay: Relay | None = None
+        self.upstream_name = ""
+        self.was_granted = False
+
+    async def run(self, request: ForwardedRequest) -> None:
+        """Raises what the client must be told where no attempt was answered."""
+        gateway, tried, resumption = self._gateway, list[str](), Resumption(request)
+        gateway.retry_budget.note_request(now_ns())
+        failure: UpstreamFailure | None = None
+        while True:
+            try:
+                routed = await self._admitted(request, resumption.tried(gateway.router, tried))
+            except Overloaded:
+                if failure is None:
+                    raise
+                break
+            if not resumption.suits(routed.upstream):
+                gateway.queue.give_back(routed, self._tenant, request.tokens)
+                break
+            try:
+                await self._attempt(request, routed, resumption)
+                return
+            except UpstreamFailure as latest:
+                failure = latest
+            tried.append(routed.upstream.name)
+            if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
+                break
+            if isinstance(failure, Interrupted):
+                self._sign.has_begun = True  # the head, and tokens behind it
+            else:
+                await self._pause(len(tried))
+        await self._tell_failure(failure)
+
+    async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
+        """Returns the upstream that has a place for it."""
+        at_ns, client_ns = now_ns(), self._account.deadline_ns
+        until_ns = at_ns + int(self._gateway.config.queue.max_wait_s * 1e9)
+        until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
+        self._account.enter(Stage.ADMIT, at_ns)
+        try:
+            entering = self._gateway.queue.enter(
+                self._tenant,
+                request.pool,
+                request.tokens,
+                until_ns=until_ns,
+                tried=tried,
+                draw=self._draw,
+                on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
+            )
+            routed = await self._sign.during(entering, until_ns)
+        except Refused as refused:
+            if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
+                raise DeadlineExceeded.before("an upstream had room for it") from None
+            raise
+        self.was_granted = True
+        self._account.enter(Stage.ROUTE, now_ns())
+        return routed
+
+    def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
+        """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
+        upstream that dies has done its part of the work, and all its streams break off at once."""
+        gateway, at_ns = self._gateway, now_ns()
+        if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.pool, at_ns):
+            return False
+        if self._account.deadline_ns is not None and at_ns >= self._account.deadline_ns:
+            return False
+        return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
+
+    async def _pause(self, num_attempts: int) -> None:
+        """A random moment, so that requests that failed together do not come back together."""
+        longest_s = self._gateway.config.retries.pause_s * 2 ** (num_attempts - 1)
+        self._account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
+        await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
+
+    async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
+        """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
+        try:
+            await self._asked(request, routed, resumption)
+        finally:
+            self._gateway.queue.leave(routed, self._tenant, request.tokens)
+
+    async def _asked(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
+        gateway, upstream = self._gateway, routed.upstream
+        self.upstream_name = upstream.name
+        deadline = self._deadline(upstream.config.total_s)
+        account = self._account
+        account.begin_attempt()
+        headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
+        begin_ns = now_ns()
+        relay = self.relay = Relay(
+            gateway.session,
+            upstream,
+            headers,
+            deadline,
+            resumption,
+            max_answer_bytes=gateway.config.max_answer_bytes,
+            send=self._send,
+            answer_headers=self._headers,
+            on_read=lambda: account.note_read(upstream, relay, begin_ns),
+            mark=MarkedAnswer(self._mark),
+            has_begun=self._sign.has_begun,
+        )
+        account.enter(Stage.UPSTREAM, begin_ns)
+        error: SplittimeError | None = None
+        ending = "cancelled"
+        try:
+            await relay.run()
+            ending = ""
+            upstream.breaker.note_success()
+        except (UpstreamFailure, BrokenStream) as failure:
+            error, ending = failure.error, failure.error.info.code
+            blame(upstream.breaker, failure, is_own=gateway.lag.explains(ending, begin_ns))
+            if isinstance(failure, UpstreamFailure):
+                raise
+        finally:
+            if ending == "cancelled":
+                upstream.breaker.note_nothing()
+            account.keep_attempt(routed, relay, begin_ns, ending)
+            gateway.metrics.count_attempt(upstream.name, ending or "answered")
+        account.close_answered(relay, error)
+
+    def _deadline(self, total_s: float) -> Deadline:
+        config_ns, client_ns = self._account.start_ns + int(total_s * 1e9), self._account.deadline_ns
+        if client_ns is not None and client_ns <= config_ns:
+            return Deadline(client_ns, is_clients=True)
+        return Deadline(config_ns, is_clients=False)
+
+    async def _tell_failure(self, failure: UpstreamFailure | None) -> None:
+        """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
+        assert failure is not None, "an attempt has failed"
+        self._account.enter(Stage.DELIVER, now_ns())
+        if failure.answer is None or self.relay is None or self.relay.has_begun:
+            raise failure.error
+        await self.relay.give_answer(failure.answer)
+        self._account.close(reason_of(failure.error), failure.error.info)
