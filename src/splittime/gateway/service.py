@@ -22,6 +22,7 @@ from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
+from splittime.gateway.tied import TiedRequests
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
@@ -39,7 +40,7 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
-TOLD = ("queue", "retries", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
+TOLD = ("queue", "retries", "tied", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -58,6 +59,7 @@ class GatewayService:
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget = RetryBudget(config.retries)
+        self.tied = TiedRequests(config.tied)
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.lag = LoopLag()
         self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
@@ -161,6 +163,7 @@ class GatewayService:
             "policy": self.policy.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
+            "tied": dict(self.tied.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
         }
