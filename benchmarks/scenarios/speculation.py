@@ -36,7 +36,7 @@ from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.host_time import freeze_heap
 from splittime.engine.engine import Engine
-from splittime.runner import compose
+from splittime.runner import compose, draft_sources
 from splittime.runner.config import RunnerConfig
 from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
 from splittime.runner.speculative import SpeculativeConfig
@@ -107,7 +107,7 @@ class Bench:
         self._runner.config = msgspec.structs.replace(
             self._runner.config, speculative_config=msgspec.json.encode(asked).decode(), draft_model_path=path
         )
-        drafter = compose.model_drafter(self._runner, asked)
+        drafter = draft_sources.model_drafter(self._runner, asked)
         if self._right is not None:
             drafter.runner.execution = Replaying(drafter.runner.execution, self.replaying.answers, self._right)  # type: ignore[assignment]
         return drafter
