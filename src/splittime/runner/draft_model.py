@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
-from splittime.models.head import Features
+from splittime.models.head import HiddenFeatures
 from splittime.runner.by_tenant import ByTenant
 from splittime.runner.draft_record import TenantRecord
 from splittime.runner.draft_steps import DraftSteps
@@ -53,7 +53,7 @@ class ModelDrafter:
         num_blocks: int,
         most_tokens: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
-        features: Features | None = None,
+        features: HiddenFeatures | None = None,
     ) -> None:
         self.runner, self._most, self._most_tokens = runner, most, most_tokens
         self._most_behind = most + 2  # drafts in spare blocks, the token before them, and the one behind

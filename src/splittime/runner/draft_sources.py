@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.step import Runner
-from splittime.models.head import Features
+from splittime.models.head import HiddenFeatures
 from splittime.models.weights.head import load_head
 from splittime.models.weights.load import read_config
 from splittime.runner import machine, start_memory
@@ -108,7 +108,7 @@ def head_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
     path, most = Path(config.draft_model_path or config.model_path), asked.num_speculative_tokens
     model = read_config(path)
     num_blocks = resolved.num_blocks + num_spare_blocks(most, config.block_size, config.max_num_seqs)
-    features = Features(num_blocks, config.block_size, model.hidden_size)
+    features = HiddenFeatures(num_blocks, config.block_size, model.hidden_size)
     plan = machine.choose_weights(
         msgspec.structs.replace(config, quantization=asked.quantization or config.quantization),
         resolved.dtype,
@@ -133,14 +133,14 @@ def head_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
     return drafter
 
 
-def _leave_drafts(features: Features, batch: Batch, states: Tensor) -> None:
-    """Of a row that gives a draft, the head's own features of its last token, which the model has not computed. Of
+def _leave_drafts(features: HiddenFeatures, batch: Batch, states: Tensor) -> None:
+    """Leave the head's own features of the last token of each row that gives a draft: the model has not computed it. Of
     texts the model's remain."""
     ends = [batch.attention.query_begins[index + 1] - 1 for index, row in enumerate(batch.rows) if row.num_samples]
     if ends:
         _leave(features, batch, states, torch.tensor(ends))
 
 
-def _leave(features: Features, batch: Batch, states: Tensor, which: Tensor | slice) -> None:
+def _leave(features: HiddenFeatures, batch: Batch, states: Tensor, which: Tensor | slice) -> None:
     attention = batch.attention
     features.write(attention.token_blocks[which], attention.token_offsets[which], states[which])

@@ -12,7 +12,7 @@ from math import exp
 import msgspec
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan
-from splittime.models.head import Features
+from splittime.models.head import HiddenFeatures
 from splittime.runner.draft_blocks import DraftBlocks, spare_blocks
 from splittime.runner.draft_worth import LEAST_TEXT, DraftCosts
 from splittime.runner.drafted_answer import DraftedAnswer
@@ -34,7 +34,7 @@ class DraftSteps:
         most: int,
         num_blocks: int,
         now_ns: Callable[[], int],
-        features: Features | None = None,
+        features: HiddenFeatures | None = None,
     ) -> None:
         self._runner, self._most, self._now_ns, self._features = runner, most, now_ns, features
         self._block_size = runner.store.block_size

@@ -25,7 +25,7 @@ WORD = "mtp"  # what `--student` says, and the method's name
 
 
 class HeadLayer(LlamaLayer):
-    """Features and tokens joined, a layer, and the norm behind it."""
+    """HiddenFeatures and tokens joined, a layer, and the norm behind it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)

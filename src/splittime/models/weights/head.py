@@ -10,7 +10,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
-from splittime.models.head import PREFIX, Features, HeadDecoder
+from splittime.models.head import PREFIX, HeadDecoder, HiddenFeatures
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.layer import LayerBuilder
 from splittime.models.weights.load import open_source, runnable
@@ -18,7 +18,7 @@ from splittime.models.weights.packing import Packer, WeightRows
 
 
 def load_head(
-    path: Path, config: ModelConfig, plan: WeightPlan, model: Callable[[], Decoder], features: Features
+    path: Path, config: ModelConfig, plan: WeightPlan, model: Callable[[], Decoder], features: HiddenFeatures
 ) -> HeadDecoder:
     """path, config: of the folder that has the head; model: returns the decoder that it is a head of. Raises
     `ConfigError` naming a tensor that is missing or does not fit."""
