@@ -27,7 +27,7 @@ DTYPE = torch.bfloat16
 NO_TOKEN = 1  # up to this position a token has no embedding: the layer was trained so
 
 
-class Features:
+class HiddenFeatures:
     """data: [num_blocks + 1, block_size, hidden]; the last block is what padding reads."""
 
     def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
@@ -54,7 +54,7 @@ class HeadDecoder(Decoder):
     joined: packed [hidden, 2 * hidden], features first."""
 
     model: Callable[[], Decoder]
-    features: Features
+    features: HiddenFeatures
     feature_norm: PackedNorm
     token_norm: PackedNorm
     joined: PackedWeight
