@@ -13,9 +13,13 @@ from test_draft_model import FEW_BLOCKS, AllTaken, assert_alike
 from test_drafted_engine import generate
 from test_engine_equivalence import MODEL, load_runner
 
+from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
+from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
+from splittime.drive.crank import Crank, EngineParts
+from splittime.engine.engine import Engine
 from splittime.lab.distill.head import Head
 from splittime.lab.distill.student import StudentPlan, read_plan, write_folder
 from splittime.runner import draft_sources
@@ -23,6 +27,8 @@ from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_sources import drafting_of, head_drafter
 from splittime.runner.speculative import speculative_config
 from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
 
@@ -169,3 +175,35 @@ def test_a_checkpoint_may_have_its_head_in_it(plain: dict[str, list], tmp_path: 
     runner = load_runner(model_path=str(whole), speculative_config='{"method": "mtp"}')
     assert msgspec.structs.asdict(speculative_config(runner.config.speculative_config))["model"] is None
     assert generate(drafting_of(runner), 200)[0] == plain
+
+
+def test_mimo_is_served_with_its_head(tmp_path: Path) -> None:
+    """A Qwen2 with biases, a head beside its layers, and the names of MiMo-7B's checkpoints."""
+    import tiny_checkpoint
+    from safetensors.torch import save_file
+
+    tensors = tiny_checkpoint.write(tmp_path, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+    source = torch.Generator().manual_seed(1)
+    layer = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    head = {name: torch.randn(tensor.shape, generator=source) * 0.3 for name, tensor in layer.items()}
+    head |= {f"{name}_layernorm.weight": torch.ones(32) for name in ("token", "hidden", "final")}
+    head["input_proj.weight"] = torch.randn(32, 64, generator=source) * 0.2
+    tensors |= {f"model.mtp_layers.0.{name}": tensor for name, tensor in head.items()}
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        bias = torch.randn(tensors[name].shape[0], generator=source)
+        tensors[name.replace(".weight", ".bias")] = bias
+    save_file(tensors, tmp_path / "model.safetensors")
+    path = {"model_path": str(tmp_path), "max_model_len": 128}
+    asked, prompt = {**path, "speculative_config": '{"method": "mtp"}'}, tuple(range(3, 20))
+    answers = []
+    for runner in (load_runner(**path), drafting_of(load_runner(**asked))):
+        scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_model_len=128, num_blocks=16))
+        crank, told = Crank(EngineParts(Engine(scheduler), runner), SystemClock()), []
+        sampling = SamplingParams(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
+        crank.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=sampling, submitted_ns=0), 0)
+        while crank.has_work:
+            output = crank.turn()
+            told += [token for one in (output.outputs if output else ()) for token in one.token_ids]
+        answers.append(told)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 40

@@ -9,7 +9,7 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.models.config import ModelConfig
-from splittime.models.decoder import Decoder
+from splittime.models.decoder import Decoder, position_of
 from splittime.models.head import PREFIX, HeadDecoder, HiddenFeatures
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.layer import LayerBuilder
@@ -24,6 +24,9 @@ def load_head(
     `ConfigError` naming a tensor that is missing or does not fit."""
     whole, hidden_size = model(), config.hidden_size
     one, ops = head_config(config, whole.config), whole.ops
+    if position_of(one.layers[0]) not in whole.turns:
+        said = f"the head's rotary positions are {one.layers[0].mixer.position}, which no layer of the model has"
+        raise ConfigError(said, param="speculative_config", value=str(path), hint="train a head for this model")
     packer = Packer(ops, open_source(path, config), None)
     source = packer.source
 
