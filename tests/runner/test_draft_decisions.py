@@ -197,3 +197,20 @@ def test_a_row_that_fails_in_the_draft_model_ends_the_drafts_of_its_request_alon
     world.release("a")
     world.admit("a")
     assert any(world.step()["a"] for _ in range(10)), "a request of the same name begins anew"
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_a_head_computes_again_what_it_made_of_its_own_drafts(is_head: bool) -> None:
+    """A model keeps what it computed of the drafts that were right: its next row is the newest tokens alone. A head
+    made them of its own features, and the model's are there now."""
+    world = World(0.001, most=4, is_head=is_head)
+    world.admit("a")
+    world.steps(2)
+    world.model.given = []
+    assert world.steps(4) == [4] * 4
+    firsts = world.model.given[::4]
+    if is_head:
+        assert set(firsts) == {5}
+    else:  # the last draft is computed by nobody before; those in spare blocks are computed again
+        assert firsts.count(2) >= 3
+    assert {length for number, length in enumerate(world.model.given) if number % 4} == {1}
