@@ -91,10 +91,18 @@ class World:
         self._tables: dict[str, list[int]] = {}
         self._drafts: dict[str, tuple[int, ...]] = {}
 
-    def admit(self, name: str, num_prompt: int = 3, salt: str = "", num_outputs: int = 0, most: int = 2000) -> None:
+    def admit(
+        self,
+        name: str,
+        num_prompt: int = 3,
+        salt: str = "",
+        num_outputs: int = 0,
+        most: int = 2000,
+        stop_ids: tuple[int, ...] = (),
+    ) -> None:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=most)
         known = (1,) * num_prompt + (RIGHT,) * num_outputs
-        self.drafter.admit(Admitted(name, known, num_outputs, sampling, (), salt))
+        self.drafter.admit(Admitted(name, known, num_outputs, sampling, stop_ids, salt))
         self._known[name], self._outputs[name], self._tables[name] = len(known), num_outputs, []
 
     def release(self, name: str, is_preempted: bool = False) -> None:

@@ -7,7 +7,7 @@ that takes 1 ms gives 1.8 tokens in 12 ms, and none gives one in 10.
 from itertools import pairwise
 
 import pytest
-from draft_world import World
+from draft_world import WRONG, World
 
 
 def test_no_draft_before_the_second_token() -> None:
@@ -214,3 +214,26 @@ def test_a_head_computes_again_what_it_made_of_its_own_drafts(is_head: bool) -> 
     else:  # the last draft is computed by nobody before; those in spare blocks are computed again
         assert firsts.count(2) >= 3
     assert {length for number, length in enumerate(world.model.given) if number % 4} == {1}
+
+
+def test_the_last_token_of_an_answer_is_not_drafted() -> None:
+    """Behind its second token there may be two more, of which the draft model may guess the first; then none."""
+    world = World(0.001)
+    world.is_right = lambda name, number: False
+    world.admit("a", most=4)
+    assert world.steps(2) == [0, 1]
+    world.model.sampled = []
+    assert world.steps(1) == [0]
+    assert world.model.sampled == []
+
+
+def test_an_answer_that_has_ended_is_not_drafted() -> None:
+    """The scheduler releases it in the next plan."""
+    world = World(0.001)
+    world.is_right = lambda name, number: number != 1
+    for name, stop_ids in (("a", (WRONG,)), ("b", ())):
+        world.admit(name, stop_ids=stop_ids)
+    world.steps(1)
+    found = world.step()
+    assert found["a"] == 0 < found["b"]
+    assert set(world.model.sampled) == {1}
