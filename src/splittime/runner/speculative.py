@@ -38,7 +38,7 @@ FIELDS: dict[str, set[str]] = {  # beside num_speculative_tokens, which every me
 }
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """num_speculative_tokens: drafts of a row, at most. prompt_lookup_min: matching tokens that drafts need. model: of
     drafts, as `--model` takes it, or the folder of a head. quantization: of its weights, "int8" or "int4"; None is the
     model's own, and "int4" for the method "self"."""
