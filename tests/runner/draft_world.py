@@ -43,6 +43,9 @@ class TimedModel:
         self.given: list[int] = []
         self.failing: set[str] = set()
 
+    def slow_down_texts(self, times: float) -> None:
+        self._text_ns *= times
+
     def run(self, plan: StepPlan) -> StepResult:
         num_text = sum(row.num_tokens for row in plan.rows if row.num_tokens > 2)
         self.now_ns += round(self._draft_ns + num_text * self._text_ns)

@@ -237,3 +237,26 @@ def test_an_answer_that_has_ended_is_not_drafted() -> None:
     found = world.step()
     assert found["a"] == 0 < found["b"]
     assert set(world.model.sampled) == {1}
+
+
+def test_texts_of_a_step_share_its_time() -> None:
+    """What one request's text takes is not there for another's."""
+    world = World(0.1, batch_tokens=64)
+    for name in "ab":
+        world.admit(name, 200)
+    world.steps(1)
+    for _ in range(4):
+        world.model.read = []
+        world.step()
+        assert 0 < sum(world.model.read) <= 64
+
+
+def test_what_a_text_takes_is_learnt_from_texts() -> None:
+    """A step reads for about as long as a step of the model takes: so less, once texts take longer than was measured."""
+    world = World(0.1, batch_tokens=2048)
+    world.model.slow_down_texts(10)
+    world.admit("a", 4000)
+    world.steps(6)
+    first, *others = world.model.read
+    assert first > 600
+    assert others[-1] < 0.5 * first
