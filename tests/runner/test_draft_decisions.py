@@ -260,3 +260,15 @@ def test_what_a_text_takes_is_learnt_from_texts() -> None:
     first, *others = world.model.read
     assert first > 600
     assert others[-1] < 0.5 * first
+
+
+def test_of_drafts_behind_a_wrong_one_nothing_is_learnt() -> None:
+    """Nobody knows whether they would have been right."""
+    world = World(0.1)
+    world.is_right = lambda name, number: number < 2
+    world.admit("a")
+    assert world.steps(2)[-1] > 2
+    confidence = world.drafter.record_of("").confidence
+    before = confidence.chance(0.9)
+    world.step()
+    assert confidence.chance(0.9) == pytest.approx(before * 4 / 5, rel=0.05), "as one more that was wrong beside four"
