@@ -1,0 +1,331 @@
+"""Configs that change under a running gateway: whole, by SIGHUP, and as a canary that goes forward or back by itself;
+with real processes and under load."""
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from splittime.cli.gateway_versions import compare_arms, share_of
+from splittime.core.errors import ConfigError, ErrorInfo
+from splittime.gateway.config import CanaryConfig
+from splittime.gateway.versions.canary import CanaryTrial, chosen
+from splittime.gateway.versions.carried import FIXED, check_canary, check_change
+from splittime.ledger.account_json import account_from_json
+
+from .conftest import DEAD, gateway_of, upstream
+from .test_chaos import kept, sums
+from .test_limits import bearer
+from .test_rehearse import account, config, tenant
+
+NAMES = ("ops", "a", "b", "c")
+KEYS = {f"{name.upper()}_KEY": f"of-{name}" for name in NAMES}
+TENANTS = "".join(
+    f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}_KEY"\noperator = {json.dumps(name == "ops")}\n'
+    for name in NAMES
+)
+CANARY = "[canary]\nmin_requests = 10\nmargin = 0.9\nmax_s = 60\n"
+
+
+def text_of(hostile, way: str, more: str = CANARY) -> str:
+    return 'ledger_file = "gateway.sqlite"\n' + upstream("one", hostile.url(way), "m") + TENANTS + more
+
+
+def admin(gateway, path="config", key="of-ops", **body):
+    """Returns status and answer of a change; without a body, of the question."""
+    data = json.dumps(body).encode() if body or path != "config" else None
+    asked = urllib.request.Request(f"{gateway.url}/admin/{path}", data, method="PATCH" if data else "GET")
+    asked.add_header("authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+def until(gateway, what: str, limit_s: float = 30.0):
+    """The latest change, which must come to be `what`."""
+    deadline_s = time.monotonic() + limit_s
+    while (last := admin(gateway)[1]["changes"][-1])["what"] != what:
+        assert time.monotonic() < deadline_s, last
+        time.sleep(0.05)
+    return last
+
+
+@contextmanager
+def load(gateway, **body):
+    """Everybody asks again and again, until the block ends; yields the statuses by tenant."""
+    told, stopping = {name: [] for name in NAMES}, threading.Event()
+
+    def ask(name: str) -> None:
+        while not stopping.is_set():
+            told[name].append(gateway.ask("m", bearer(f"of-{name}"), **body)[0])
+
+    asking = [threading.Thread(target=ask, args=(name,)) for name in NAMES for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    try:
+        yield told
+    finally:
+        stopping.set()
+        for thread in asking:
+            thread.join()
+
+
+def version_of(account) -> int:
+    return int(account.config_version.partition(":")[0])
+
+
+def test_nothing_is_lost_in_swaps_under_load(hostile, tmp_path):
+    with gateway_of(tmp_path, text_of(hostile, "fine"), **KEYS) as gateway:
+        with load(gateway) as told:
+            for number in range(6):
+                new = text_of(hostile, ("second", "fine")[number % 2])
+                assert admin(gateway, toml="port = 0\n" + new)[0] == 200
+                time.sleep(0.1)
+        assert {status for statuses in told.values() for status in statuses} == {200}
+        assert gateway.get("/stats", "of-ops")["config"].startswith("7:")
+    accounts = [one for found in kept(tmp_path / "gateway.sqlite").values() for one in found]
+    assert len(accounts) == sum(len(statuses) for statuses in told.values())
+    assert {version_of(one) for one in accounts} == set(range(1, 8))
+    for one in accounts:
+        sums(one)
+        assert (one.finish_reason, one.routing.policy) == ("stop", one.config_version.partition(":")[2])
+
+
+def test_a_request_ends_under_the_config_that_it_began_with_and_its_place_is_counted(hostile, tmp_path):
+    """One place, taken by a request of the version before: who comes in by the next waits for it."""
+    hostile.hold.clear()
+    text = upstream("one", hostile.url("held"), "m", max_in_flight=1) + TENANTS
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        answers = []
+        for number in range(2):
+            thread = threading.Thread(target=lambda: answers.append(gateway.ask("m", bearer("of-a"))[0]))
+            thread.start()
+            answers.append(thread)
+            while gateway.get("/stats", "of-ops")["open_requests"] <= number:
+                time.sleep(0.01)
+            if not number:
+                status, told = admin(gateway, toml="port = 0\n" + text + "[queue]\nmax_requests = 5\n")
+                assert (status, told["version"][:2]) == (200, "2:")
+        (one,) = gateway.get("/stats", "of-ops")["upstreams"]
+        assert (one["requests"], gateway.get("/stats", "of-ops")["queue"]["requests"]) == (1, 1)
+        hostile.hold.set()
+        for thread in [one for one in answers if isinstance(one, threading.Thread)]:
+            thread.join(10)
+        assert answers.count(200) == 2
+        found = [account_from_json(one) for one in gateway.get("/ledger/requests", "of-ops")["accounts"]]
+        assert sorted(version_of(one) for one in found) == [1, 2]
+
+
+def test_sighup_reads_the_file_again_and_a_wrong_one_changes_nothing(hostile, tmp_path):
+    with gateway_of(tmp_path, upstream("one", hostile.url("broken"), "m")) as gateway:
+        assert gateway.ask("m")[0] == 500
+        file = tmp_path / "gateway.toml"
+        file.write_text("port = 0\n" + upstream("one", hostile.url("fine"), "m"))
+        gateway.process.send_signal(signal.SIGHUP)
+        changed(gateway, "applied")
+        assert gateway.ask("m")[0] == 200
+        for wrong, why in (("port = \n", "cannot read"), ("port = 1\n" + upstream("x", DEAD), "port cannot change")):
+            file.write_text(wrong)
+            gateway.process.send_signal(signal.SIGHUP)
+            assert why in changed(gateway, "refused")["why"]
+            file.write_text("port = 0\n" + upstream("one", hostile.url("fine"), "m"))
+            gateway.process.send_signal(signal.SIGHUP)
+            changed(gateway, "applied")
+        assert gateway.ask("m")[0] == 200
+
+
+def changed(gateway, what: str):
+    deadline_s = time.monotonic() + 10
+    while (last := gateway.get("/admin/config")["changes"][-1])["what"] != what:
+        assert time.monotonic() < deadline_s, last
+        time.sleep(0.02)
+    return last
+
+
+# ---- the drill
+
+
+@pytest.mark.parametrize("way", ["broken", "late"])
+def test_a_canary_that_fails_or_is_slow_rolls_back_by_itself_and_others_never_notice(way, hostile, tmp_path):
+    with gateway_of(tmp_path, text_of(hostile, "fine"), **KEYS) as gateway, load(gateway, stream=True) as told:
+        time.sleep(0.5)  # something before it, to compare with
+        status, answer = admin(gateway, toml="port = 0\n" + text_of(hostile, way), canary=0.25)
+        assert status == 200
+        (tried,) = answer["canary"]["tenants"]
+        assert admin(gateway, toml="port = 0\n" + text_of(hostile, way))[1]["code"] == "canary_runs"
+        assert "worse" in until(gateway, "rolled_back")["why"]
+        others = {status for name, statuses in told.items() if name != tried for status in statuses}
+        assert others == {200}
+        count = len(told[tried])
+        while len(told[tried]) < count + 6:  # two of which may have been under way
+            time.sleep(0.02)
+        assert told[tried][-1] == 200
+        assert admin(gateway)[1]["canary"] is None
+    accounts = [one for found in kept(tmp_path / "gateway.sqlite", 100_000).values() for one in found]
+    assert len(accounts) == sum(len(statuses) for statuses in told.values())
+    assert {one.tenant for one in accounts if version_of(one) == 2} == {tried}
+
+
+def test_a_canary_that_is_as_good_is_given_to_all_and_can_be_taken_back(hostile, tmp_path):
+    with gateway_of(tmp_path, text_of(hostile, "paced"), **KEYS) as gateway:
+        with load(gateway, real_tokens=500) as told:
+            new = text_of(hostile, "paced", CANARY + "[queue]\nmax_requests = 5\n")
+            assert admin(gateway, toml="port = 0\n" + new, canary=0.5)[0] == 200
+            until(gateway, "promoted")
+        assert {status for statuses in told.values() for status in statuses} == {200}
+        assert admin(gateway)[1]["version"].startswith("2:")
+        first = admin(gateway, "rollback", "of-ops")[1]["version"]
+        assert first.startswith("3:")
+        assert admin(gateway, toml="port = 0\n" + new)[1]["version"].startswith("4:")
+
+
+def test_who_may_change_a_config_and_what(hostile, tmp_path):
+    text = text_of(hostile, "fine")
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        good = "port = 0\n" + text
+        assert admin(gateway, key="of-a", toml=good)[0] == 403
+        assert admin(gateway, key="of-a")[0] == 403
+        assert admin(gateway, "rollback")[1]["code"] == "nothing_before"
+        for wrong, code in (
+            ("port = 1\n" + text, "needs_restart"),
+            ("port =", "invalid_config"),
+            (good.replace("OPS_KEY", "GONE"), "invalid_config"),
+        ):
+            status, error = admin(gateway, toml=wrong)
+            assert (status, error["code"]) == (400, code)
+        assert admin(gateway, toml=good.replace('"c"', '"d"'), canary=0.5)[1]["code"] == "canary_tenants"
+        assert admin(gateway, toml=good, canary=1)[0] == 400
+        assert admin(gateway)[1]["version"].startswith("1:")
+    with gateway_of(tmp_path, upstream("one", DEAD)) as gateway:
+        status, error = admin(gateway, toml=good)
+        assert (status, error["code"]) == (403, "operator_only")
+
+
+def test_a_removed_tenant_is_let_in_no_more_and_limits_that_stay_are_kept(hostile, tmp_path):
+    text = text_of(hostile, "fine").replace('name = "b"', 'requests_per_minute = 2\nname = "b"')
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        assert [gateway.ask("m", bearer("of-b"))[0] for _ in range(3)] == [200, 200, 429]
+        without_c = text.partition('[[tenant]]\nname = "c"')[0] + CANARY
+        assert admin(gateway, toml="port = 0\n" + without_c)[0] == 200
+        assert gateway.ask("m", bearer("of-c"))[0] == 401
+        assert gateway.ask("m", bearer("of-b"))[0] == 429
+
+
+# ---- on made-up accounts
+
+
+def arms(spans, tenant: str, version: str, *, failing=lambda number: False):
+    """Accounts of these durations in s, one a second; those of these numbers failed."""
+    error = ErrorInfo("upstream_error", "x", "upstream_500", 502)
+    return [
+        account(n, n, n + span, tenant=tenant, config_version=version, error=error if failing(n) else None)
+        for n, span in enumerate(spans)
+    ]
+
+
+def spread(middle: float, count: int = 200):
+    return [middle * (1 + 0.02 * (n % 7 - 3)) for n in range(count)]
+
+
+def decided(before, control, tried):
+    trial = CanaryTrial(CanaryConfig(min_requests=50), frozenset({"t"}), before, ("1:x", "2:y"), compare_arms)
+    assert not trial.is_due
+    for one in (*control, *tried):
+        trial.note(one)
+    assert trial.is_due
+    return trial.look()()
+
+
+def test_the_verdict_is_of_both_arms_and_of_the_same_tenants_before():
+    control, slow = arms(spread(1.0), "o", "1:x"), arms(spread(2.0), "t", "2:y")
+    assert decided([], control, arms(spread(1.0), "t", "2:y")).promotes is True
+    assert decided([], control, slow).promotes is False
+    assert decided(arms(spread(1.0), "t", "1:x"), control, slow).promotes is False
+    assert decided(arms(spread(2.0), "t", "1:x"), control, slow).promotes is True  # it always was
+    failing = arms([1.0] * 200, "t", "2:y", failing=lambda n: n % 3 == 0)
+    assert decided([], control, failing).promotes is False
+    assert decided([], control, arms(spread(1.0), "t", "2:y", failing=lambda n: n == 7)).promotes is True
+    at_once = arms(spread(1.0), "t", "2:y", failing=lambda n: n < 60)  # perhaps one accident
+    assert decided([], control, at_once).promotes is None
+    assert decided([], control, arms([0.1, 0.2, 2.8] * 20, "t", "2:y")).promotes is None
+
+
+def test_what_began_under_another_version_counts_for_no_arm():
+    trial = CanaryTrial(CanaryConfig(min_requests=10), frozenset({"t"}), [], ("1:x", "2:y"), compare_arms)
+    for one in (*arms([1] * 20, "t", "1:x"), *arms([1] * 20, "t", "0:z"), *arms([1] * 9, "o", "1:x")):
+        trial.note(one)
+    assert (trial.num_tried, trial.num_control, trial.is_due) == (0, 9, False)
+
+
+def test_each_look_needs_twice_as_many_and_has_less_of_the_chance_of_error():
+    asked = []
+
+    def compare(control, tried, margin, confidence):
+        asked.append((len(tried), round(confidence, 6)))
+        return compare_arms(arms([1, 9] * 9, "o", ""), arms([1, 9] * 9, "t", ""), margin, confidence)
+
+    trial = CanaryTrial(CanaryConfig(min_requests=10), frozenset({"t"}), [], ("1:x", "2:y"), compare)
+    for one, other in zip(arms([1] * 40, "o", "1:x"), arms([1] * 40, "t", "2:y"), strict=True):
+        trial.note(one)
+        trial.note(other)
+        if trial.is_due:
+            assert trial.look()().promotes is None
+    assert asked == [(10, 0.975), (20, 0.9875), (40, 0.99375)]
+
+
+def test_a_share_of_tenants_by_hash():
+    names = [f"t{n}" for n in range(40)]
+    first = chosen(names, 0.1, "digest")
+    assert (len(first), chosen(reversed(names), 0.1, "digest")) == (4, first)
+    assert chosen(names, 0.1, "other") != first
+    assert [len(chosen(names[:2], share, "x")) for share in (0.01, 0.5, 0.99)] == [1, 1, 1]
+    assert first < chosen(names, 0.5, "digest")
+
+
+@pytest.mark.parametrize(("told", "share"), [("10%", 0.1), ("0.25", 0.25)])
+def test_a_share_as_people_write_it(told, share):
+    assert share_of(told) == share
+    for wrong in ("0", "100%", "x", "-1%", "nan"):
+        with pytest.raises(ConfigError, match="no share"):
+            share_of(wrong)
+
+
+def test_what_only_a_restart_changes_and_what_no_canary_can():
+    base = upstream("one", DEAD, "m")
+    two = tenant("ops") + tenant("t")
+    changes = {"grace_s = 1\n": None, "grace_s = 1\nmax_body_bytes = 9\n": None, 'host = "::1"\n': "host"}
+    changes |= {'ledger_file = "x"\n': "ledger_file", "slow_reader_s = 1\n": "slow_reader_s"}
+    for more, name in changes.items():
+        if name is None:
+            check_change(config(base), config(more + base))
+        else:
+            with pytest.raises(ConfigError, match=f"{name} cannot change"):
+                check_change(config(base), config(more + base))
+    assert set(FIXED) <= set(type(config(base)).__struct_fields__)
+    with pytest.raises(ConfigError, match="there are 0"):
+        check_canary(config(base), config(base))
+    with pytest.raises(ConfigError, match="the tenants of the config"):
+        check_canary(config(base + two), config(base + tenant("ops")))
+    check_canary(config(base + two), config("grace_s = 1\n" + base + two))
+
+
+def test_a_stream_that_runs_while_a_config_is_rolled_back_goes_on(hostile, tmp_path):
+    with gateway_of(tmp_path, text_of(hostile, "pausing", ""), **KEYS) as gateway:
+        headers = {**bearer("of-a"), "x-request-id": "mine"}
+        asking = threading.Thread(target=gateway.ask, args=("m", headers), kwargs={"stream": True})
+        asking.start()
+        while not gateway.get("/stats", "of-ops")["open_requests"]:
+            time.sleep(0.01)
+        assert admin(gateway, toml="port = 0\n" + text_of(hostile, "fine", ""))[0] == 200
+        assert admin(gateway, "rollback")[1]["version"].startswith("3:")
+        found = account_from_json(gateway.account("mine", "of-a"))
+        assert (version_of(found), found.finish_reason) == (1, "stop")
+        sums(found)
+        asking.join(10)
