@@ -5,9 +5,10 @@ taken: the same config has the same tenants again, another has others.
 
 Two comparisons, by whoever compares (`CompareArms`, `bench compare`'s statistics): of the canary's tenants with the
 others meanwhile, and with themselves before. A tenant that always asks for more is slow beside the others whatever the
-config is, and an hour that is slow for all makes everybody slower than before; so WORSE counts where it is WORSE in
-both, or in the first where the second cannot be told. Looking again and again would find something by chance in the
-end: looks are taken at twice as many requests each, and the k-th has 1/2^k of the chance of error that is allowed.
+config is, and an hour that is slow for all makes everybody slower than before. So WORSE beside the others is rolled
+back, unless the same tenants are shown to be as well off as before: going back costs little. Looking again and again
+would find something by chance in the end: looks are taken at twice as many requests each, and the k-th has 1/2^k of the
+chance of error that is allowed.
 """
 
 from collections import deque
@@ -113,10 +114,9 @@ class CanaryTrial:
         if len(self._before) < self._config.min_requests:
             return CanaryDecision(False, why)
         itself = self._compare(self._before, tried, self._config.margin, confidence)
-        why += f" Its tenants before: {itself.why}"
-        if itself.verdict == WORSE:
-            return CanaryDecision(False, why)
-        return CanaryDecision(True if itself.verdict in (BETTER, EQUIVALENT) else None, why)
+        more = failed_share(tried) - failed_share(self._before)
+        is_as_before = itself.verdict in (BETTER, EQUIVALENT) and more <= ERROR_MARGIN
+        return CanaryDecision(is_as_before, f"{why} Beside the same tenants before: {itself.why}")
 
     def told(self) -> dict[str, Any]:
         return {
