@@ -80,7 +80,7 @@ def test_it_goes_on_where_it_ended_and_cuts_a_line_that_was_not_finished(tmp_pat
     log.close()
     found = verify_file(path)
     assert (found.lines, found.broken_line, kinds(path)) == (3, None, ["x", "x", "torn"])
-    assert found.end == ChainEnd(log.told()["last_number"], log.told()["last_hash"])
+    assert found.end == ChainEnd(log.stats()["last_number"], log.stats()["last_hash"])
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -143,7 +143,7 @@ lost = log.num_lines - 1
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 log.note("last", {})
 log.close()
-print(log.num_dropped, lost, log.told()["last_number"] - 2, log.num_lines)
+print(log.num_dropped, lost, log.stats()["last_number"] - 2, log.num_lines)
 """
 
 

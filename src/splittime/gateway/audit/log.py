@@ -69,7 +69,7 @@ class AuditLog:
             self.num_dropped += count
             self._untold += count
 
-    def told(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         return {
             "file": self._config.file,
             "lines": self.num_lines,

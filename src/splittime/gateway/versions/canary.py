@@ -118,7 +118,7 @@ class CanaryTrial:
         is_as_before = itself.verdict in (BETTER, EQUIVALENT) and more <= ERROR_MARGIN
         return CanaryDecision(is_as_before, f"{why} Beside the same tenants before: {itself.why}")
 
-    def told(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         return {
             "version": self._new,
             "tenants": sorted(self.tenants),

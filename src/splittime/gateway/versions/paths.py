@@ -29,7 +29,7 @@ class ApplyBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def status(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Which version serves, what the canary has seen, and the latest changes."""
-    await http.respond_json(send, _versions(gateway).told())
+    await http.respond_json(send, _versions(gateway).stats())
 
 
 async def apply(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -47,13 +47,13 @@ async def apply(gateway: "GatewayService", scope: http.Scope, receive: http.Rece
         raise RequestError(
             info.message, code=info.code, param=info.param, value=info.value, limit=info.limit, hint=info.hint
         ) from error
-    await http.respond_json(send, _versions(gateway).told())
+    await http.respond_json(send, _versions(gateway).stats())
 
 
 async def rollback(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """End the canary, or go back to the config before."""
     await _versions(gateway).roll_back(_named_operator(scope))
-    await http.respond_json(send, _versions(gateway).told())
+    await http.respond_json(send, _versions(gateway).stats())
 
 
 def _config(text: str) -> GatewayConfig:

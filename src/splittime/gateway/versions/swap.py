@@ -250,12 +250,12 @@ class GatewayVersions:
     def audit(self) -> AuditLog | None:
         return self.current.audit
 
-    def told(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Returns the version that serves, the canary, the audit log's state and the latest changes, oldest first."""
         return {
             "version": self.current.version,
-            "canary": None if self.trial is None else self.trial.told(),
-            "audit": None if self.audit is None else self.audit.told(),
+            "canary": None if self.trial is None else self.trial.stats(),
+            "audit": None if self.audit is None else self.audit.stats(),
             "changes": msgspec.to_builtins(list(self._changes)),
         }
 
