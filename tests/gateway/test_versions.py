@@ -2,26 +2,24 @@
 with real processes and under load."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from splittime.cli.gateway_versions import compare_arms, share_of
-from splittime.core.errors import ConfigError, ErrorInfo
-from splittime.gateway.config import CanaryConfig
-from splittime.gateway.versions.canary import CanaryTrial, chosen
-from splittime.gateway.versions.carried import FIXED, check_canary, check_change
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
 from .test_chaos import kept, sums
 from .test_limits import bearer
-from .test_rehearse import account, config, tenant
 
 NAMES = ("ops", "a", "b", "c")
 KEYS = {f"{name.upper()}_KEY": f"of-{name}" for name in NAMES}
@@ -46,6 +44,12 @@ def admin(gateway, path="config", key="of-ops", **body):
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]
+
+
+def shell(gateway, folder, *words: str):
+    command = [sys.executable, "-m", "splittime.cli.main", "gateway", *words, "--url", gateway.url]
+    environment = {**os.environ, "SPLITTIME_API_KEY": "of-ops"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment, check=True)
 
 
 def until(gateway, what: str, limit_s: float = 30.0):
@@ -152,6 +156,26 @@ def changed(gateway, what: str):
     return last
 
 
+def test_who_waits_in_a_canary_that_is_rolled_back_is_served(hostile, tmp_path):
+    hostile.hold.clear()
+    text = upstream("one", hostile.url("held"), "m", max_in_flight=1) + TENANTS
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        new = "port = 0\n" + text + "[queue]\nmax_requests = 5\n"
+        (tried,) = admin(gateway, toml=new, canary=0.25)[1]["canary"]["tenants"]
+        answers, asking = [], []
+        for number, name in enumerate((next(one for one in NAMES if one != tried), tried), 1):
+            ask = partial(gateway.ask, "m", bearer(f"of-{name}"))
+            asking.append(threading.Thread(target=lambda ask=ask: answers.append(ask()[0])))
+            asking[-1].start()
+            while gateway.get("/stats", "of-ops")["open_requests"] < number:
+                time.sleep(0.01)
+        assert admin(gateway, "rollback")[1]["canary"] is None
+        hostile.hold.set()
+        for thread in asking:
+            thread.join(10)
+        assert answers == [200, 200]
+
+
 # ---- the drill
 
 
@@ -188,7 +212,10 @@ def test_a_canary_that_is_as_good_is_given_to_all_and_can_be_taken_back(hostile,
         assert admin(gateway)[1]["version"].startswith("2:")
         first = admin(gateway, "rollback", "of-ops")[1]["version"]
         assert first.startswith("3:")
-        assert admin(gateway, toml="port = 0\n" + new)[1]["version"].startswith("4:")
+        (tmp_path / "new.toml").write_text("port = 0\n" + new)
+        told = json.loads(shell(gateway, tmp_path, "apply", "new.toml", "--json").stdout)
+        assert told["version"].startswith("4:")
+        assert "rolled_back 3:" in shell(gateway, tmp_path, "status").stderr
 
 
 def test_who_may_change_a_config_and_what(hostile, tmp_path):
@@ -214,104 +241,3 @@ def test_who_may_change_a_config_and_what(hostile, tmp_path):
         assert admin(gateway, toml="port = 0\n" + without_c)[0] == 200
         assert gateway.ask("m", bearer("of-c"))[0] == 401
         assert gateway.ask("m", bearer("of-b"))[0] == 429
-
-
-# ---- on made-up accounts
-
-
-def arms(spans, tenant: str, version: str, *, failing=lambda number: False):
-    """Accounts of these durations in s, one a second; those of these numbers failed."""
-    error = ErrorInfo("upstream_error", "x", "upstream_500", 502)
-    return [
-        account(n, n, n + span, tenant=tenant, config_version=version, error=error if failing(n) else None)
-        for n, span in enumerate(spans)
-    ]
-
-
-def spread(middle: float, count: int = 200):
-    return [middle * (1 + 0.02 * (n % 7 - 3)) for n in range(count)]
-
-
-def decided(before, control, tried):
-    trial = CanaryTrial(CanaryConfig(min_requests=50), frozenset({"t"}), before, ("1:x", "2:y"), compare_arms)
-    assert not trial.is_due
-    for one in (*control, *tried):
-        trial.note(one)
-    assert trial.is_due
-    return trial.look()()
-
-
-def test_the_verdict_is_of_both_arms_and_of_the_same_tenants_before():
-    control, slow = arms(spread(1.0), "o", "1:x"), arms(spread(2.0), "t", "2:y")
-    assert decided([], control, arms(spread(1.0), "t", "2:y")).promotes is True
-    assert decided([], control, slow).promotes is False
-    assert decided(arms(spread(1.0), "t", "1:x"), control, slow).promotes is False
-    assert decided(arms(spread(2.0), "t", "1:x"), control, slow).promotes is True  # it always was
-    failing = arms([1.0] * 200, "t", "2:y", failing=lambda n: n % 3 == 0)
-    assert decided([], control, failing).promotes is False
-    assert (
-        decided(arms(spread(1.0), "t", "1:x"), control, failing).promotes is False
-    )  # as fast as before, where it works
-    assert decided([], control, arms(spread(1.0), "t", "2:y", failing=lambda n: n == 7)).promotes is True
-    at_once = arms(spread(1.0), "t", "2:y", failing=lambda n: n < 60)  # perhaps one accident
-    assert decided([], control, at_once).promotes is None
-    assert decided([], control, arms([0.1, 0.2, 2.8] * 20, "t", "2:y")).promotes is None
-
-
-def test_what_began_under_another_version_counts_for_no_arm():
-    trial = CanaryTrial(CanaryConfig(min_requests=10), frozenset({"t"}), [], ("1:x", "2:y"), compare_arms)
-    for one in (*arms([1] * 20, "t", "1:x"), *arms([1] * 20, "t", "0:z"), *arms([1] * 9, "o", "1:x")):
-        trial.note(one)
-    assert (trial.num_tried, trial.num_control, trial.is_due) == (0, 9, False)
-
-
-def test_each_look_needs_twice_as_many_and_has_less_of_the_chance_of_error():
-    asked = []
-
-    def compare(control, tried, margin, confidence):
-        asked.append((len(tried), round(confidence, 6)))
-        return compare_arms(arms([1, 9] * 9, "o", ""), arms([1, 9] * 9, "t", ""), margin, confidence)
-
-    trial = CanaryTrial(CanaryConfig(min_requests=10), frozenset({"t"}), [], ("1:x", "2:y"), compare)
-    for one, other in zip(arms([1] * 40, "o", "1:x"), arms([1] * 40, "t", "2:y"), strict=True):
-        trial.note(one)
-        trial.note(other)
-        if trial.is_due:
-            assert trial.look()().promotes is None
-    assert asked == [(10, 0.975), (20, 0.9875), (40, 0.99375)]
-
-
-def test_a_share_of_tenants_by_hash():
-    names = [f"t{n}" for n in range(40)]
-    first = chosen(names, 0.1, "digest")
-    assert (len(first), chosen(reversed(names), 0.1, "digest")) == (4, first)
-    assert chosen(names, 0.1, "other") != first
-    assert [len(chosen(names[:2], share, "x")) for share in (0.01, 0.5, 0.99)] == [1, 1, 1]
-    assert first < chosen(names, 0.5, "digest")
-
-
-@pytest.mark.parametrize(("told", "share"), [("10%", 0.1), ("0.25", 0.25)])
-def test_a_share_as_people_write_it(told, share):
-    assert share_of(told) == share
-    for wrong in ("0", "100%", "x", "-1%", "nan"):
-        with pytest.raises(ConfigError, match="no share"):
-            share_of(wrong)
-
-
-def test_what_only_a_restart_changes_and_what_no_canary_can():
-    base = upstream("one", DEAD, "m")
-    two = tenant("ops") + tenant("t")
-    changes = {"grace_s = 1\n": None, "grace_s = 1\nmax_body_bytes = 9\n": None, 'host = "::1"\n': "host"}
-    changes |= {'ledger_file = "x"\n': "ledger_file", "slow_reader_s = 1\n": "slow_reader_s"}
-    for more, name in changes.items():
-        if name is None:
-            check_change(config(base), config(more + base))
-        else:
-            with pytest.raises(ConfigError, match=f"{name} cannot change"):
-                check_change(config(base), config(more + base))
-    assert set(FIXED) <= set(type(config(base)).__struct_fields__)
-    with pytest.raises(ConfigError, match="there are 0"):
-        check_canary(config(base), config(base))
-    with pytest.raises(ConfigError, match="the tenants of the config"):
-        check_canary(config(base + two), config(base + tenant("ops")))
-    check_canary(config(base + two), config("grace_s = 1\n" + base + two))
