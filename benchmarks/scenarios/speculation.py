@@ -10,6 +10,7 @@ ended. `off` and the modes take turns:
     fixed        eight drafts from the text a row, whatever they cost
     self         what `{"method": "self"}` does
     draft_model  what `{"method": "draft_model"}` does with the packaged draft model
+    mtp          what `{"method": "mtp"}` does with the head in `--head`
 
 Answers are replayed: the model computes every row, drafts included, and then what it chose is replaced by the next
 token of a text (`speculation_texts`). So acceptance is that of real text on any weights, also on random ones. A draft
@@ -36,7 +37,7 @@ from splittime.core.step import Runner, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.host_time import freeze_heap
 from splittime.engine.engine import Engine
-from splittime.runner import compose
+from splittime.runner import compose, draft_sources
 from splittime.runner.config import RunnerConfig
 from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
 from splittime.runner.speculative import SpeculativeConfig
@@ -47,7 +48,7 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.text.tokenizer import Tokenizer
 
 MOST_DRAFTS, FIXED_DRAFTS = 16, 8
-MODES = ("adaptive", "fixed", "self", "draft_model")
+MODES = ("adaptive", "fixed", "self", "draft_model", "mtp")
 BY_A_MODEL = {
     "self": SpeculativeConfig(method="self"),
     "draft_model": SpeculativeConfig(method="draft_model", model="code-draft"),
@@ -87,18 +88,24 @@ class Fixed(SuffixDrafter):
 
 
 class Bench:
-    """right: which share of a draft model's tokens is right; None: what it guesses itself counts."""
+    """right: which share of a draft model's tokens is right; None: what it guesses itself counts. head: its folder."""
 
-    def __init__(self, runner: TorchRunner, lengths: Lengths, right: float | None = None) -> None:
+    def __init__(
+        self, runner: TorchRunner, lengths: Lengths, right: float | None = None, head: str | None = None
+    ) -> None:
         self.replaying = Replaying(runner.execution, {})
         runner.execution = self.replaying  # type: ignore[assignment]
         self._runner, self._lengths, self._right, self._num_runs = runner, lengths, right, 0
+        self._head, self._told = head, {id(runner): runner.on_hidden}  # what each mode wants to be told of steps
 
     def drafting(self, mode: str) -> Runner:
         if mode == "off":
             return self._runner
-        if mode in BY_A_MODEL:
-            return DraftingRunner(self._runner, self._model(BY_A_MODEL[mode]))
+        if mode in BY_A_MODEL or mode == "mtp":
+            asked = BY_A_MODEL.get(mode) or SpeculativeConfig(method="mtp", model=self._head)
+            drafting = DraftingRunner(self._runner, self._model(asked))
+            self._told[id(drafting)] = self._runner.on_hidden
+            return drafting
         made = {"adaptive": SuffixDrafter, "fixed": Fixed}
         return DraftingRunner(self._runner, made[mode](MOST_DRAFTS, self._runner.resolved.max_model_len))
 
@@ -107,7 +114,8 @@ class Bench:
         self._runner.config = msgspec.structs.replace(
             self._runner.config, speculative_config=msgspec.json.encode(asked).decode(), draft_model_path=path
         )
-        drafter = compose.model_drafter(self._runner, asked)
+        make = draft_sources.head_drafter if asked.method == "mtp" else draft_sources.model_drafter
+        drafter = make(self._runner, asked)
         if self._right is not None:
             drafter.runner.execution = Replaying(drafter.runner.execution, self.replaying.answers, self._right)  # type: ignore[assignment]
         return drafter
@@ -124,6 +132,7 @@ class Bench:
             enable_prefix_caching=False,
         )
         scheduler = Scheduler(config)
+        self._runner.on_hidden = self._told.get(id(runner))
         crank, self._num_runs = Crank(EngineParts(Engine(scheduler), runner), SystemClock()), self._num_runs + 1
         sampling = SamplingParams(max_tokens=lengths.answer, temperature=0.0, ignore_eos=True, seed=0)
         for number, ask in enumerate(asks):
@@ -175,6 +184,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["adaptive", "fixed"], metavar="MODE")
+    parser.add_argument("--head", help="the folder of a head, for mtp")
     parser.add_argument("--right", type=float, help="share of a draft model's tokens that are right")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
@@ -198,7 +208,8 @@ def main() -> None:
     runner = compose.load_torch_runner(RunnerConfig(**settings))
     runner.warm_up()
     freeze_heap()  # as a server does
-    tokenizer, bench = Tokenizer.load(model_source.locate(None)), Bench(runner, lengths, arguments.right)
+    tokenizer = Tokenizer.load(model_source.locate(None))
+    bench = Bench(runner, lengths, arguments.right, arguments.head)
     rows = []
     for kind in arguments.kinds:
         asks = KINDS[kind](tokenizer, (repeats + 1) * max(sizes), lengths)

@@ -17,10 +17,11 @@ from test_engine_equivalence import MODEL, load_runner
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
 from splittime.core.step import StepPlan, StepResult
-from splittime.runner.compose import drafting_of, load_torch_runner, model_drafter
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
+from splittime.runner.draft_sources import drafting_of, model_drafter
 from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.speculative import speculative_config
 from splittime.runner.torch_runner import TorchRunner

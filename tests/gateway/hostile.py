@@ -128,6 +128,10 @@ class Hostile:
             return await self._until_gone("keeping", reader)
         return await getattr(self, f"do_{body.get('then', 'fine')}")(reader, writer, body)
 
+    async def do_late(self, reader, writer, body) -> bool:
+        await asyncio.sleep(0.15)
+        return await self.do_fine(reader, writer, body)
+
     async def do_held(self, reader, writer, body) -> bool:
         while not self.hold.is_set():
             await asyncio.sleep(0.005)

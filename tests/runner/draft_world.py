@@ -21,7 +21,8 @@ RIGHT, WRONG = 7, 8  # the draft model always guesses the first
 
 class TimedModel:
     """The draft model, as far as a drafter knows it. draft_ms: of a step, whatever its rows; text_ms: of each token
-    of a row that has more than two. read: tokens of each row of a text; sampled: rows of each step that drafts.
+    of a row that has more than two. read: tokens of each row of a text; sampled: rows of each step that drafts; given:
+    tokens of each row that gives a draft.
     failing: requests whose rows fail, by the id that they have in the draft model."""
 
     def __init__(self, draft_ms: float, text_ms: float, most: int, probability: float, batch_tokens: int) -> None:
@@ -39,7 +40,11 @@ class TimedModel:
         self.slots = Slots(MAX_TOKENS, 100)
         self.read: list[int] = []
         self.sampled: list[int] = []
+        self.given: list[int] = []
         self.failing: set[str] = set()
+
+    def slow_down_texts(self, times: float) -> None:
+        self._text_ns *= times
 
     def run(self, plan: StepPlan) -> StepResult:
         num_text = sum(row.num_tokens for row in plan.rows if row.num_tokens > 2)
@@ -47,6 +52,7 @@ class TimedModel:
         self.read += [row.num_tokens for row in plan.rows if not row.num_samples]
         sampling = [row for row in plan.rows if row.num_samples]
         self.sampled += [len(sampling)] if sampling else []
+        self.given += [row.num_tokens for row in sampling]
         return StepResult(0, tuple(self._result(row) for row in plan.rows))
 
     def _result(self, row: Row) -> RowResult:
@@ -60,7 +66,7 @@ class TimedModel:
 class World:
     """fixed_ms, row_ms: of the model's step, without rows and for each. most: drafts a row. is_right: whether the
     model's token of a request is what is guessed, by the request and the number of the output. verified: the share of
-    drafts that the scheduler has verified."""
+    drafts that the scheduler has verified. is_head: what drafts reads the model's features."""
 
     def __init__(
         self,
@@ -71,10 +77,12 @@ class World:
         batch_tokens: int = 64,
         fixed_ms: float = 9.0,
         row_ms: float = 1.0,
+        is_head: bool = False,
     ) -> None:
         self.model = TimedModel(draft_ms, text_ms, most, probability, batch_tokens)
         made: Any = self.model
-        self.drafter = ModelDrafter(made, most, NUM_BLOCKS, MAX_TOKENS, lambda: self.model.now_ns)
+        features: Any = SimpleNamespace() if is_head else None
+        self.drafter = ModelDrafter(made, most, NUM_BLOCKS, MAX_TOKENS, lambda: self.model.now_ns, features)
         self.drafter.measure()
         self.model.read, self.model.sampled = [], []
         self._fixed_ms, self._row_ms = fixed_ms, row_ms
@@ -86,10 +94,18 @@ class World:
         self._tables: dict[str, list[int]] = {}
         self._drafts: dict[str, tuple[int, ...]] = {}
 
-    def admit(self, name: str, num_prompt: int = 3, salt: str = "", num_outputs: int = 0, most: int = 2000) -> None:
+    def admit(
+        self,
+        name: str,
+        num_prompt: int = 3,
+        salt: str = "",
+        num_outputs: int = 0,
+        most: int = 2000,
+        stop_ids: tuple[int, ...] = (),
+    ) -> None:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=most)
         known = (1,) * num_prompt + (RIGHT,) * num_outputs
-        self.drafter.admit(Admitted(name, known, num_outputs, sampling, (), salt))
+        self.drafter.admit(Admitted(name, known, num_outputs, sampling, stop_ids, salt))
         self._known[name], self._outputs[name], self._tables[name] = len(known), num_outputs, []
 
     def release(self, name: str, is_preempted: bool = False) -> None:

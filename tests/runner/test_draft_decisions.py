@@ -7,7 +7,7 @@ that takes 1 ms gives 1.8 tokens in 12 ms, and none gives one in 10.
 from itertools import pairwise
 
 import pytest
-from draft_world import World
+from draft_world import WRONG, World
 
 
 def test_no_draft_before_the_second_token() -> None:
@@ -197,3 +197,78 @@ def test_a_row_that_fails_in_the_draft_model_ends_the_drafts_of_its_request_alon
     world.release("a")
     world.admit("a")
     assert any(world.step()["a"] for _ in range(10)), "a request of the same name begins anew"
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_a_head_computes_again_what_it_made_of_its_own_drafts(is_head: bool) -> None:
+    """A model keeps what it computed of the drafts that were right: its next row is the newest tokens alone. A head
+    made them of its own features, and the model's are there now."""
+    world = World(0.001, most=4, is_head=is_head)
+    world.admit("a")
+    world.steps(2)
+    world.model.given = []
+    assert world.steps(4) == [4] * 4
+    firsts = world.model.given[::4]
+    if is_head:
+        assert set(firsts) == {5}
+    else:  # the last draft is computed by nobody before; those in spare blocks are computed again
+        assert firsts.count(2) >= 3
+    assert {length for number, length in enumerate(world.model.given) if number % 4} == {1}
+
+
+def test_the_last_token_of_an_answer_is_not_drafted() -> None:
+    """Behind its second token there may be two more, of which the draft model may guess the first; then none."""
+    world = World(0.001)
+    world.is_right = lambda name, number: False
+    world.admit("a", most=4)
+    assert world.steps(2) == [0, 1]
+    world.model.sampled = []
+    assert world.steps(1) == [0]
+    assert world.model.sampled == []
+
+
+def test_an_answer_that_has_ended_is_not_drafted() -> None:
+    """The scheduler releases it in the next plan."""
+    world = World(0.001)
+    world.is_right = lambda name, number: number != 1
+    for name, stop_ids in (("a", (WRONG,)), ("b", ())):
+        world.admit(name, stop_ids=stop_ids)
+    world.steps(1)
+    found = world.step()
+    assert found["a"] == 0 < found["b"]
+    assert set(world.model.sampled) == {1}
+
+
+def test_texts_of_a_step_share_its_time() -> None:
+    """What one request's text takes is not there for another's."""
+    world = World(0.1, batch_tokens=64)
+    for name in "ab":
+        world.admit(name, 200)
+    world.steps(1)
+    for _ in range(4):
+        world.model.read = []
+        world.step()
+        assert 0 < sum(world.model.read) <= 64
+
+
+def test_what_a_text_takes_is_learnt_from_texts() -> None:
+    """A step reads for about as long as a step of the model takes: less, once texts take longer than was measured."""
+    world = World(0.1, batch_tokens=2048)
+    world.model.slow_down_texts(10)
+    world.admit("a", 4000)
+    world.steps(6)
+    first, *others = world.model.read
+    assert first > 600
+    assert others[-1] < 0.5 * first
+
+
+def test_of_drafts_behind_a_wrong_one_nothing_is_learnt() -> None:
+    """Nobody knows whether they would have been right."""
+    world = World(0.1)
+    world.is_right = lambda name, number: number < 2
+    world.admit("a")
+    assert world.steps(2)[-1] > 2
+    confidence = world.drafter.record_of("").confidence
+    before = confidence.chance(0.9)
+    world.step()
+    assert confidence.chance(0.9) == pytest.approx(before * 4 / 5, rel=0.05), "as one more that was wrong beside four"

@@ -152,6 +152,7 @@ def test_a_parser_that_gives_up_ends_its_request_with_an_error(llm: LLM) -> None
         bad, good = llm.generate(["x", "x"], [held(grammar, 0), held("", 0, max_tokens=9)])
         assert bad.finish_reason == "error"
         assert "items" in bad.error.message
+        assert (bad.error.status, bad.error.code) == (400, "grammar")
         assert len(good.token_ids) == 9
 
 
@@ -164,6 +165,7 @@ def test_what_ends_a_request_comes_only_where_its_answer_is_whole(llm: LLM) -> N
     (output,) = llm.generate(["x"], held(grammars.of_lark('start: "a" <[0]> "b"', "g"), 1))
     assert output.finish_reason == "error"
     assert "allows no token" in output.error.message
+    assert output.error.status == 400
 
 
 def test_names_of_properties_are_written_in_one_way(known: Grammars) -> None:

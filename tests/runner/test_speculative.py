@@ -5,8 +5,9 @@ import pytest
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
 from splittime.runner import start_memory
-from splittime.runner.compose import drafting_of, load_torch_runner
+from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
+from splittime.runner.draft_sources import drafting_of
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.honoured import settle_speculation
 from splittime.runner.speculative import (

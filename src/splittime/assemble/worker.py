@@ -56,7 +56,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     tell: called with how far it has come; the warm-up counts as one layer more."""
     begin_ns = time.monotonic_ns()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
-    from splittime.runner import compose  # two seconds of torch: a phase of its own in the timeline
+    from splittime.runner import compose, draft_sources  # two seconds of torch: a phase of its own in the timeline
 
     timeline.append(("import torch", begin_ns, time.monotonic_ns()))
     config = msgspec.json.decode(settings, type=WorkerSettings)
@@ -75,7 +75,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     scheduler_config = _fit(config.scheduler, runner)
     timeline.append(("warm-up", begin_ns, time.monotonic_ns()))
     ahead = compose.overlap_of(runner) if config.runner.async_scheduling else None
-    gauge, answering = compose.gauge_of(runner), ahead or compose.drafting_of(runner, note)
+    gauge, answering = compose.gauge_of(runner), ahead or draft_sources.drafting_of(runner, note)
     return EngineParts(
         engine=Engine(Scheduler(scheduler_config), plans_ahead=ahead is not None),
         runner=answering,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from splittime.lab.distill.fidelity import Scores
+    from splittime.lab.distill.gain import DraftGain
+    from splittime.lab.distill.head_run import HeadResult
     from splittime.lab.distill.run import Hooks, Result
     from splittime.lab.distill.trainer import State, Update
     from splittime.stats.paired import BootstrapEstimate
@@ -33,6 +35,8 @@ Examples:
       --own-outputs 2000 --tokens 50000000 --out ./small
   splittime distill code --student code-draft --text a.jsonl \\
       --held-out b.jsonl --minutes 10 --beside code-draft --out ./draft
+  splittime distill code --student mtp --text a.jsonl --own-outputs 500 \\
+      --minutes 10 --out ./head
   splittime distill code --student code-draft --text a.jsonl --alpha 0 \\
       --minutes 10 --out ./plain
   splittime serve code --speculative-config \\
@@ -56,7 +60,12 @@ Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 class DistillOptions:
     teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")]
     student: Annotated[
-        str, typer.Option("--student", metavar="CONFIG", help="A config.json, a folder with one, or a packaged name.")
+        str,
+        typer.Option(
+            "--student",
+            metavar="CONFIG",
+            help="A config.json, a folder with one, a packaged name; or mtp, a head on the teacher.",
+        ),
     ]
     text: Annotated[
         list[Path],
@@ -108,6 +117,8 @@ def distill(given: DistillOptions) -> None:
         result = local.distill(asked, hooks)
     if given.json:
         sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+    elif isinstance(result, local.HeadResult):
+        _show_head(result)
     else:
         _show(result)
 
@@ -147,17 +158,35 @@ def _show(result: "Result") -> None:
             f"top-1 {_signed(each.top1)}, acceptance {_signed(each.acceptance)}"
         )
     for gain in result.gains:
-        steps = f"{gain.student_step_ns / 1e6:.2f} ms a step, the teacher {gain.teacher_step_ns / 1e6:.2f}"
-        console.print(
-            f"{gain.name} as a draft model, predicted for one greedy request: {gain.gain:.2f} times the tokens/s "
-            f"[{gain.low:.2f}, {gain.high:.2f}]; it takes {steps}"
-        )
+        _show_gain(gain)
     console.print(
         f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "
         f"{result.seen_tokens:,} tokens, updates: {result.updates:,}, {result.seconds:,.0f} s"
     )
     for note in result.notes:
         console.print(f"note: {note}")
+
+
+def _show_head(result: "HeadResult") -> None:
+    console, scores, gain = wide(), result.scores, result.gain
+    shares = ", ".join(f"{share:.0%}" for share in scores.by_depth)
+    console.print(
+        f"On {scores.tokens:,} held-out tokens, a draft is what the teacher says next in {scores.chance:.0%} "
+        f"[{scores.low:.0%}, {scores.high:.0%}]; the first, second and third of those with right ones before: {shares}"
+    )
+    _show_gain(gain)
+    console.print(
+        f"{result.out}: a head of {result.head_parameters:,} parameters, {result.seen_tokens:,} tokens, updates: "
+        f"{result.updates:,}, {result.seconds:,.0f} s"
+    )
+
+
+def _show_gain(gain: "DraftGain") -> None:
+    steps = f"{gain.student_step_ns / 1e6:.2f} ms a step, the teacher {gain.teacher_step_ns / 1e6:.2f}"
+    wide().print(
+        f"{gain.name} as a draft model, predicted for one greedy request: {gain.gain:.2f} times the tokens/s "
+        f"[{gain.low:.2f}, {gain.high:.2f}]; it takes {steps}"
+    )
 
 
 def _table(result: "Result") -> "Table":

@@ -1,8 +1,8 @@
 """The one contract between scheduling and computing: `StepPlan` in, `StepResult` out, `Runner` in between.
 
-Both records hold ints, strings and tuples only, so they cross a process or a file unchanged and a recorded plan can be
-replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of it, and
-decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
+Both records hold ints, strings, tuples and errors as data, so they cross a process or a file unchanged and a recorded
+plan can be replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of
+it, and decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
 
     blocks of a request:   [ 7 ][ 3 ][ 12 ]          block_size = 4
     token positions:        0..3 4..7 8..11          position p lives in block_ids[p // block_size], slot p % block_size
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from splittime.core.errors import ErrorInfo
 from splittime.core.sampling import SamplingParams
 
 THOUSAND = 1000  # chances are whole thousandths
@@ -110,6 +111,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     draft_survival: of each of these the chance that it and all before it are right, in whole thousandths: what a
         ledger keeps is what the scheduler went by. () if nobody knows.
     error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
+        What the request itself is to blame for comes whole, as its client is to be told.
     """
 
     request_id: str
@@ -117,7 +119,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     draft_token_ids: tuple[int, ...] = ()
-    error: str | None = None
+    error: str | ErrorInfo | None = None
     draft_survival: tuple[float, ...] = ()
 
 

@@ -33,12 +33,13 @@ RESULTS = (FIRST, SECOND, NEITHER, CANCELLED)
 
 
 class TiedRequests:
-    """What all ties of a gateway share. results: of ties, by who had a byte first. config: None for no ties."""
+    """What all ties of a gateway share. config: None for no ties. results: of ties, by who had a byte first; those of
+    the config before go on being counted."""
 
-    def __init__(self, config: TiedConfig | None) -> None:
+    def __init__(self, config: TiedConfig | None, results: Counter[str] | None = None) -> None:
         self._config = config
         self._waits_ns: dict[str, deque[int]] = {}  # by line, which only the config names
-        self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
+        self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0)) if results is None else results
 
     @property
     def is_on(self) -> bool:

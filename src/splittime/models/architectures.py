@@ -105,6 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(_llama),
     "MistralForCausalLM": Architecture(_mistral),
     "Qwen2ForCausalLM": Architecture(_qwen2),
+    "MiMoForCausalLM": Architecture(_qwen2),  # with a head beside it (`models.head`)
     "Qwen3ForCausalLM": Architecture(_qwen3),
     "MixtralForCausalLM": Architecture(
         _mixtral,

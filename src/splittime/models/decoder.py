@@ -57,25 +57,38 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv: KvPools, batch: AttentionBatch) -> Tensor:
         """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed."""
-        plans = [
+        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch))
+
+    def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
+        """Returns the attention of a batch: one plan for each of `kv_groups`."""
+        return [
             self.ops.plan_attention(batch, shape, group.window_tokens)
             for group, shape in zip(self.kv_groups, kv.shapes, strict=True)
         ]
-        return self.compute(token_ids, positions, kv.layers, plans)
 
     def compute(
         self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Sequence[AttentionPlan]
     ) -> Tensor:
         """`forward`, with the attention planned: one plan for each of `kv_groups`."""
         hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
+        return self.through(hidden, positions, stores, plans)
+
+    def through(
+        self, hidden: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Sequence[AttentionPlan]
+    ) -> Tensor:
+        """Returns what the layers make of their input, [T, hidden]."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
         for (layer, table, group), store in zip(self._walk, stores, strict=True):
             hidden = layer(hidden, turns[table], store, plans[group])
         return hidden
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Returns what the head is given for rows of what `forward` returned."""
+        return self.ops.rms_norm(hidden, self.final_norm)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""
-        logits = self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.head).float()
+        logits = self.ops.linear(self.normed(hidden), self.head).float()
         return logits if self.ranks is None else self.ranks.join(logits, self.config.vocab_size)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import EngineError, SplittimeError
+from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
 from splittime.runner.marks import to_device
@@ -59,7 +59,7 @@ class Slot:
         self.place = place
         known = len(admitted.token_ids)
         self.admitted = admitted
-        self.error = _why_unservable(admitted, max_tokens, vocab_size)
+        self.error: str | ErrorInfo | None = _why_unservable(admitted, max_tokens, vocab_size)
         self.block_ids: list[int] = []
         self.max_tokens = max_tokens
         self.prompt_len = known - admitted.num_output_tokens
@@ -123,8 +123,8 @@ class Slot:
         outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
         try:
             return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
-        except EngineError as error:
-            self.error = error.info.message
+        except SplittimeError as error:
+            self.error = error.info
         except Exception as error:  # of whatever kind the parser has: it must end this request alone
             self.error = f"the form that the answer is held to: {type(error).__name__}"
         return None
@@ -185,7 +185,7 @@ class Slots:
         try:
             slot.grammar = None if self.grammars is None else self.grammars.walk(slot.admitted.sampling.grammar)
         except SplittimeError as error:
-            slot.error = error.info.message
+            slot.error = error.info
 
 
 @dataclass(frozen=True)

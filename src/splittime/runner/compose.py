@@ -3,7 +3,7 @@
     execution    the kernels of a card: on its stream, decode steps captured; all others: on the host's own time
     ranks        with tensor_parallel_size above 1: this process leads, the others are started and loaded first
     overlap      what carries out steps while the next are planned: the runner itself on a card, else a `RunnerThread`
-    drafting     what guesses tokens for the runner to verify, where that is asked for
+    drafting     what guesses tokens for the runner to verify (`draft_sources`)
     sleeper      what gives its memory away and takes it back; ranks do not sleep
     gauge        what measures the machine's ceilings with its kernels and threads
 
@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import msgspec
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.core.step import AsyncRunner, StepPlan, StepResult
 from splittime.models.decoder import Decoder
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import OnLayer, read_config
@@ -31,25 +31,14 @@ from splittime.runner import machine, start_memory
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
-from splittime.runner.draft_blocks import num_spare_blocks
-from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
 from splittime.runner.honoured import settle_speculation
-from splittime.runner.load import OnPhase, draft_bytes_per_block, load
+from splittime.runner.load import OnPhase, load
 from splittime.runner.ranks.group import RankGroup, RankLost, device_of
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.ranks.members import Members
 from splittime.runner.sleep import TorchSleeper
-from splittime.runner.speculative import (
-    LEAST_LOOKUP,
-    LEAST_STEP_MS,
-    NONE,
-    OWN_BITS,
-    SpeculativeConfig,
-    speculative_config,
-)
-from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 
 Plans = SimpleQueue[StepPlan | None]  # None: end
@@ -235,67 +224,6 @@ def overlap_of(runner: TorchRunner) -> AsyncRunner:
     if runner.execution.is_apart:
         return runner
     return RunnerThread(runner.run, lambda: runner.decoder.ops.set_threads(runner.resolved.num_threads))
-
-
-def drafting_of(runner: TorchRunner, on_phase: OnPhase | None = None) -> Runner:
-    """Returns the runner, with a drafter if its settings ask for one; a draft model is loaded now, and warmed up.
-    on_phase: told of that, as of the parts of `load_torch_runner`. Raises ConfigError."""
-    asked = _settled(runner)
-    if asked is None:
-        return runner
-    told = msgspec.json.encode(asked).decode()
-    runner.resolved = msgspec.structs.replace(runner.resolved, speculative_config=told)
-    if asked.has_model:
-        begin_ns = time.monotonic_ns()
-        drafting = DraftingRunner(runner, model_drafter(runner, asked))
-        if on_phase is not None:
-            on_phase("draft model", begin_ns, time.monotonic_ns())
-        return drafting
-    most, least = asked.num_speculative_tokens, asked.prompt_lookup_min or LEAST_LOOKUP
-    return DraftingRunner(runner, SuffixDrafter(most, runner.resolved.max_model_len, least, asked.method == "suffix"))
-
-
-def _settled(runner: TorchRunner) -> SpeculativeConfig | None:
-    """Returns what tokens are guessed with. Where that is "auto", a decode step is timed: keeping and searching texts
-    takes as long for a small model as for a large one, and may cost the small one more than a percent or two."""
-    asked = speculative_config(runner.config.speculative_config)
-    if asked is None or asked.method != "auto":
-        return asked
-    step_ms, told = start_memory.decode_step_ms(runner)
-    is_long = step_ms >= LEAST_STEP_MS
-    words = f"{'at least' if is_long else 'less than'} {LEAST_STEP_MS:g} ms"
-    reason = f"auto: a decode step of one request takes {step_ms:.2f} ms, {words}; {told}"
-    runner.resolved = msgspec.structs.replace(runner.resolved, speculative_reason=reason)
-    return msgspec.structs.replace(asked, method="suffix") if is_long else None
-
-
-def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
-    """Returns what drafts for this runner by a model, which is loaded and warmed up. Raises ConfigError."""
-    config, resolved = runner.config, runner.resolved
-    path, most = config.draft_model_path or config.model_path, asked.num_speculative_tokens
-    most_tokens = min(resolved.max_model_len, read_config(Path(path)).max_position_embeddings)
-    num_blocks = resolved.num_blocks + num_spare_blocks(most, config.block_size, config.max_num_seqs)
-    bytes_per_block = draft_bytes_per_block(config, runner.decoder.config, runner.store.layers[0].data.dtype)
-    is_own = asked.method == "self"
-    drafting = load_torch_runner(
-        msgspec.structs.replace(
-            config,
-            model_path=path,
-            quantization=asked.quantization or (OWN_BITS if is_own else None),
-            load_format=config.load_format if is_own else "auto",
-            activation_dtype="auto",
-            kv_cache_dtype=resolved.kv_cache_dtype,
-            kv_cache_memory_bytes=num_blocks * bytes_per_block,
-            max_model_len=most_tokens,
-            num_threads=resolved.num_threads,
-            speculative_config=NONE,
-            draft_model_path=None,
-        )
-    )
-    drafting.warm_up()
-    drafter = ModelDrafter(drafting, most, resolved.num_blocks, most_tokens)
-    drafter.measure()
-    return drafter
 
 
 def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | None:

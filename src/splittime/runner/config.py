@@ -110,8 +110,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         Doc(
             'Guess tokens and verify several in a step, native kernels: {"method": "suffix"} from the text and past '
             'answers, {"method": "ngram"} from the text, {"method": "self"} by the model in 4 bits, {"method": '
-            '"draft_model", "model": NAME} by another, {"method": "none"} not; "auto": suffix unless steps are short; '
-            "num_speculative_tokens: at most, 16."
+            '"draft_model", "model": NAME} by another, {"method": "mtp", "model": FOLDER} by a head, {"method": '
+            '"none"} not; "auto": suffix unless steps are short; num_speculative_tokens: at most, 16.'
         ),
     ] = AUTO
     draft_model_path: str | None = None
@@ -139,13 +139,17 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         asked = speculative_config(self.speculative_config)
         if asked is None or asked.method == "auto":
             return
-        if asked.method == "draft_model" and self.draft_model_path is None:
+        if asked.model is not None and self.draft_model_path is None:
             message = f"speculative_config names {asked.model!r}, and draft_model_path does not say where it lies"
             raise ConfigError(message, param="draft_model_path", value=None, hint="the folder, or the GGUF file")
         obstacle = "async_scheduling" if self.async_scheduling else "tensor_parallel_size"
         if self.async_scheduling or self.tensor_parallel_size > 1:
             message = f"speculative_config does not go with {obstacle} = {getattr(self, obstacle)}"
             hint = "Leave one of the two out: drafts are verified by one process, a step at a time."
+            raise ConfigError(message, param="speculative_config", value=self.speculative_config, hint=hint)
+        if asked.method == "mtp" and self.kv_offload_memory_bytes:
+            message = f"a head does not go with kv_offload_memory_bytes = {self.kv_offload_memory_bytes}"
+            hint = "Leave one of the two out: what a head reads of a prefix is not kept in host memory."
             raise ConfigError(message, param="speculative_config", value=self.speculative_config, hint=hint)
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.models.head import HiddenFeatures
 from splittime.runner.by_tenant import ByTenant
 from splittime.runner.draft_record import TenantRecord
 from splittime.runner.draft_steps import DraftSteps
@@ -41,8 +42,8 @@ class ModelDrafter:
     its own steps take.
 
     runner: of the draft model; behind the `num_blocks` blocks of the model it has those that `num_spare_blocks` counts.
-    most: drafts a row. most_tokens: that a request may have in either model. now_ns: reads the clock. costs: what
-    steps of both models took.
+    most: drafts a row. most_tokens: that a request may have in either model. now_ns: reads the clock. features: what a
+    head reads; None for a model. costs: what steps of both models took.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class ModelDrafter:
         num_blocks: int,
         most_tokens: int,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        features: HiddenFeatures | None = None,
     ) -> None:
         self.runner, self._most, self._most_tokens = runner, most, most_tokens
         self._most_behind = most + 2  # drafts in spare blocks, the token before them, and the one behind
-        self._steps = DraftSteps(runner, most, num_blocks, now_ns)
+        self._steps = DraftSteps(runner, most, num_blocks, now_ns, features)
         self.costs = self._steps.costs
         self._records = ByTenant(TenantRecord)
         self._num_idle = self._next_try = 0  # steps without drafts, and after how many of them some are tried again

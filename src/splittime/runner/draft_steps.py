@@ -12,6 +12,7 @@ from math import exp
 import msgspec
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan
+from splittime.models.head import HiddenFeatures
 from splittime.runner.draft_blocks import DraftBlocks, spare_blocks
 from splittime.runner.draft_worth import LEAST_TEXT, DraftCosts
 from splittime.runner.drafted_answer import DraftedAnswer
@@ -24,10 +25,18 @@ MEASURED_STEPS = 8
 
 class DraftSteps:
     """runner: of the draft model; behind the `num_blocks` blocks of the model it has those that `num_spare_blocks`
-    counts. most: drafts a row. now_ns: reads the clock. costs: what steps of both models took."""
+    counts. most: drafts a row. now_ns: reads the clock. features: what a head reads; None for a model. costs: what
+    steps of both models took."""
 
-    def __init__(self, runner: TorchRunner, most: int, num_blocks: int, now_ns: Callable[[], int]) -> None:
-        self._runner, self._most, self._now_ns = runner, most, now_ns
+    def __init__(
+        self,
+        runner: TorchRunner,
+        most: int,
+        num_blocks: int,
+        now_ns: Callable[[], int],
+        features: HiddenFeatures | None = None,
+    ) -> None:
+        self._runner, self._most, self._now_ns, self._features = runner, most, now_ns, features
         self._block_size = runner.store.block_size
         self._blocks = DraftBlocks(num_blocks, range(num_blocks, runner.store.num_blocks), self._block_size)
         self.costs = DraftCosts()
@@ -60,6 +69,7 @@ class DraftSteps:
         self._blocks.forget()
         kept = [layer.data for layer in self._runner.store.layers]
         kept += [layer.scales for layer in self._runner.store.layers if layer.scales is not None]
+        kept += [self._features.data] if self._features is not None else []
         Emptied(kept).free()
 
     def lend(self, answer: DraftedAnswer, row: Row) -> None:
@@ -130,9 +140,11 @@ class DraftSteps:
         return results, took_ns
 
     def _note_computed(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
-        """What lies in spare blocks is computed again once the scheduler has lent blocks for it."""
+        """What lies in spare blocks is computed again once the scheduler has lent blocks for it; so is what a head made
+        of drafts, from its own features: the model's are better, and there by then."""
         answer.is_broken = result.error is not None
         end = min(row.start + row.num_tokens, len(answer.table) * self._block_size)
+        end = end if self._features is None else min(end, len(answer.tokens))
         if end > answer.num_computed and not answer.is_broken:
             self._blocks.set_computed(answer.table, answer.num_computed, end)
             answer.num_computed = end

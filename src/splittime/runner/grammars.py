@@ -44,7 +44,7 @@ class GrammarWalk:
 
     def allowed(self, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> np.ndarray | None:
         """Returns which tokens may follow these outputs, bool [vocab]; None where a draft among them cannot be, so that
-        what follows it is of no interest. Raises EngineError where the parser cannot go on.
+        what follows it is of no interest. Raises RequestError where the parser cannot go on.
 
         outputs: int64 [N]. num_sure: so many of them are known, the others are drafts. end_token_ids: those that end
         the request."""
@@ -55,9 +55,9 @@ class GrammarWalk:
             return None
         if self._matcher.is_error() or self._num_consumed < min(num_sure, len(outputs)):
             words = _said(self._matcher) or "it does not know this answer"
-            raise EngineError(f"the form that the answer is held to: {words}", code="grammar")
+            raise _too_much(f"the form that the answer is held to: {words}")
         if found is not None and not found.any():
-            raise EngineError("the form that the answer is held to allows no token here", code="grammar")
+            raise _too_much("the form that the answer is held to allows no token here")
         return found
 
     def _start_again(self) -> None:
@@ -163,6 +163,11 @@ def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
     if not made:
         raise EngineError("the compiler of forms failed", code="grammar")
     return made[0]
+
+
+def _too_much(said: str) -> RequestError:
+    hint = "make the form simpler: fewer alternatives that begin alike, shorter repetitions"
+    return RequestError(said, code="grammar", param="grammar", hint=hint)
 
 
 def _said(matcher: llguidance.LLMatcher) -> str:

@@ -15,8 +15,10 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.layer import kv_groups
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
+from splittime.models.head import DTYPE as FEATURES_DTYPE
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
+from splittime.models.weights.head import head_config
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder, read_config
 from splittime.models.weights.shards import counted, own_config
 from splittime.runner import machine
@@ -216,6 +218,10 @@ def draft_bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dty
     if asked is None or not asked.has_model:
         return 0
     path = config.draft_model_path
+    if asked.method == "mtp":
+        one = head_config(model if path is None else read_config(Path(path)), model)
+        features_bytes = config.block_size * model.hidden_size * FEATURES_DTYPE.itemsize
+        return _bytes_per_block(config, one, kv_cache_dtype) + features_bytes
     return _bytes_per_block(config, model if path is None else read_config(Path(path)), kv_cache_dtype)
 
 

@@ -282,8 +282,11 @@ def choose_num_blocks(
             num_blocks, reason = most, f"no more than {most} blocks for so small a model, of {reason}"
     else:
         drafts = speculative_config(config.speculative_config)
-        free_bytes = max(0, free_memory_bytes() - (0 if drafts is None else drafts.memory_bytes))
-        budget = int(free_bytes // config.tensor_parallel_size * FREE_MEMORY_SHARE)
+        free_bytes = free_memory_bytes()
+        kept_bytes = 0 if drafts is None else drafts.memory_bytes
+        if drafts is not None and drafts.method == "auto":  # nobody has asked for it: it takes no model's last memory
+            kept_bytes = min(kept_bytes, free_bytes // 4)
+        budget = int(max(0, free_bytes - kept_bytes) // config.tensor_parallel_size * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)
         reason = f"max_num_seqs={config.max_num_seqs} full contexts"
         if num_blocks < wanted:

@@ -7,6 +7,7 @@
     {"method": "ngram", "prompt_lookup_min": 4}              only behind so many tokens that stood there before
     {"method": "draft_model", "model": "code-draft"}         a smaller model with the same vocabulary
     {"method": "self", "quantization": "int4"}               the model itself, in fewer bits
+    {"method": "mtp", "model": "./head"}                     a head on the model; without `model` the checkpoint's own
 
 How many of the drafts a step really verifies, the scheduler decides (`scheduler.speculation`).
 """
@@ -33,15 +34,16 @@ FIELDS: dict[str, set[str]] = {  # beside num_speculative_tokens, which every me
     "ngram": {"prompt_lookup_min"},
     "draft_model": {"model", "quantization"},
     "self": {"quantization"},
+    "mtp": {"model", "quantization"},
 }
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """num_speculative_tokens: drafts of a row, at most. prompt_lookup_min: matching tokens that drafts need. model: of
-    drafts, as `--model` takes it. quantization: of that model's weights, "int8" or "int4"; None is the model's own, and
-    "int4" for the method "self"."""
+    drafts, as `--model` takes it, or the folder of a head. quantization: of its weights, "int8" or "int4"; None is the
+    model's own, and "int4" for the method "self"."""
 
-    method: Literal["auto", "none", "suffix", "ngram", "draft_model", "self"]
+    method: Literal["auto", "none", "suffix", "ngram", "draft_model", "self", "mtp"]
     num_speculative_tokens: int = 16
     prompt_lookup_min: int | None = None
     model: str | None = None
@@ -64,8 +66,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_model(self) -> bool:
-        """Whether a model makes the drafts."""
-        return self.method in ("draft_model", "self")
+        """Whether a model, or a head, makes the drafts."""
+        return self.method in ("draft_model", "self", "mtp")
 
     @property
     def memory_bytes(self) -> int:
@@ -82,8 +84,8 @@ def speculative_config(text: str | None) -> SpeculativeConfig | None:
     except msgspec.DecodeError as error:
         message = f"speculative_config is not understood: {error}"
         hint = f"Can be: {AUTO}, {NONE}, "
-        hint += '{"method": "suffix"}, {"method": "ngram"}, {"method": "self"} or {"method": "draft_model", '
-        hint += '"model": NAME}, with num_speculative_tokens.'
+        hint += '{"method": "suffix"}, {"method": "ngram"}, {"method": "self"}, {"method": "draft_model", "model": '
+        hint += 'NAME} or {"method": "mtp", "model": FOLDER}, with num_speculative_tokens.'
         raise ConfigError(message, param="speculative_config", value=text, hint=hint) from error
     config.check()
     return None if config.method == "none" else config

@@ -229,6 +229,8 @@ def end_output(
 
 
 def row_error(row_result: RowResult) -> ErrorInfo:
+    if isinstance(row_result.error, ErrorInfo):
+        return row_result.error
     return EngineError(f"request {row_result.request_id} failed: {row_result.error}", code="row_failed").info
 
 

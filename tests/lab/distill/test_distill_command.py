@@ -57,6 +57,34 @@ def test_a_student_is_made_measured_and_served(school, tmp_path):
     assert made[0].error is None
 
 
+def test_a_head_is_trained_measured_and_served(school, tmp_path):
+    """It learns, is written in the layout that is served, and changes no answer."""
+    out, words = tmp_path / "head", ["--student", "mtp", "--text", school / "text.jsonl", "--workers", 1, "--json"]
+
+    def made(*more):
+        return CliRunner().invoke(app, [str(word) for word in (school / "teacher", *words, *more)])
+
+    budget = ("--tokens", 24_000, "--step-tokens", 512)
+    found = made("--held-out", school / "held.jsonl", *budget, "--out", out)
+    assert found.exit_code == 0, found.stderr
+    result = json.loads(found.stdout)
+    assert result == json.loads((out / "distillation.json").read_text())
+    scores = result["scores"]
+    assert len(scores["by_depth"]) == 3
+    assert 0 <= scores["low"] <= scores["chance"] <= scores["high"] <= 1
+    assert result["gain"]["gain"] >= 1
+    short = json.loads(made("--held-out", school / "held.jsonl", "--tokens", 1, "--out", tmp_path / "short").stdout)
+    assert scores["chance"] > 1.3 * short["scores"]["chance"]
+    asked = SamplingParams(temperature=0.0, max_tokens=24)
+    answers = []
+    for config in ({"method": "none"}, {"method": "mtp", "model": str(out)}):
+        answers.append(LLM(school / "teacher", num_threads=1, speculative_config=config).generate("def f", asked)[0])
+    assert answers[0].token_ids == answers[1].token_ids
+    refused = made("--beside", "x", *budget, "--out", tmp_path / "never")
+    assert refused.exit_code != 0
+    assert not (tmp_path / "never").exists()
+
+
 def test_weights_to_start_from_and_a_student_that_is_no_smaller(school, tmp_path):
     words = ("--alpha", 0, "--tokens", 1, "--step-tokens", 1, "--matrix-rate", 1e-9, "--other-rate", 1e-9)
     words = (*words, "--start-from", school / "teacher", "--out", tmp_path / "out")

@@ -33,8 +33,9 @@ class DraftGain(msgspec.Struct, frozen=True):
     student_step_ns: int
 
 
-def draft_gain(teacher: TorchRunner, student: TorchRunner, scores: Scores) -> DraftGain:
-    """Times steps of both, and returns what their scores then say."""
+def draft_gain(teacher: TorchRunner, student: TorchRunner, name: str, chances: tuple[float, float, float]) -> DraftGain:
+    """Times steps of both, and returns what they gain then. chances: that a draft is right: the value, and the ends of
+    its interval."""
     costs = DraftCosts()
     with Probe(teacher.run, teacher.resolved, 1, ROWS) as probe:
         teacher_ns, served_ns = _median_ns(probe.decode), _median_ns(probe.decode_served)
@@ -44,11 +45,12 @@ def draft_gain(teacher: TorchRunner, student: TorchRunner, scores: Scores) -> Dr
     with Probe(student.run, student.resolved, 1, 1) as probe:
         student_ns = _median_ns(probe.decode)
     costs.draft.learn(1, student_ns)
-    value, low, high = (costs.gain(1, chance, MOST_DRAFTS) for chance in _chances(scores))
-    return DraftGain(scores.name, value, low, high, teacher_ns, student_ns)
+    value, low, high = (costs.gain(1, chance, MOST_DRAFTS) for chance in chances)
+    return DraftGain(name, value, low, high, teacher_ns, student_ns)
 
 
-def _chances(scores: Scores) -> tuple[float, float, float]:
+def chances_of(scores: Scores) -> tuple[float, float, float]:
+    """Returns how often a draft of a student with these scores is right, with the interval."""
     return scores.top1.value, scores.top1.low, scores.top1.high
 
 

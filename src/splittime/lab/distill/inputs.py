@@ -11,6 +11,7 @@ from splittime.assemble import model_source
 from splittime.core.errors import ConfigError
 from splittime.lab.distill import student, text
 from splittime.lab.distill.fidelity import STUDENT, TEACHER
+from splittime.lab.distill.head import WORD
 from splittime.lab.distill.job import window_limit
 from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.student import StudentPlan
@@ -68,8 +69,7 @@ def read(asked: DistillRequest) -> Inputs:
     asked.settings.checked()
     folder = folder_of(asked.teacher)
     config = load_config(folder)
-    named = asked.student in model_source.PACKAGED and not Path(asked.student).exists()
-    shape = student.read_plan(folder_of(asked.student) if named else Path(asked.student))
+    shape = _plan(asked, folder)
     student.same_vocabulary(shape.shape.vocab_size, config.vocab_size)
     for name in asked.beside:
         if name in (TEACHER, STUDENT):
@@ -84,6 +84,20 @@ def read(asked: DistillRequest) -> Inputs:
     limit = window_limit(shape, config.max_position_embeddings)
     refuse_short(sum(len(document.ids) for document in learnt), limit)
     return Inputs(folder, config, tokenizer, shape, split, learnt, held_out, limit)
+
+
+def _plan(asked: DistillRequest, teacher: Path) -> StudentPlan:
+    """Returns what is trained; of a head, the teacher's own shape."""
+    if asked.student == WORD:
+        for name, value in (("beside", asked.beside), ("start_from", asked.start_from)):
+            if value:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not go with a head", param=name, hint="leave it out"
+                )
+        plan = student.read_plan(teacher)
+        return StudentPlan(plan.shape, {**plan.values, "num_nextn_predict_layers": 1})
+    named = asked.student in model_source.PACKAGED and not Path(asked.student).exists()
+    return student.read_plan(folder_of(asked.student) if named else Path(asked.student))
 
 
 def identity(asked: DistillRequest, inputs: Inputs, learnt: np.ndarray, memory: Path) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.lab.distill import student
-from splittime.lab.distill.llama import Llama
+from splittime.lab.distill.llama import Llama, Shape
 from splittime.lab.distill.loss import Distillation, Objective, Teaching, TextLoss
 from splittime.lab.distill.optimizer import Optimizer
 from splittime.lab.distill.settings import DistillSettings
@@ -38,7 +38,8 @@ OnCheckpoint = Callable[[State], None]
 @dataclass(frozen=True)
 class Task:
     """What is trained, on what, by whom. folder: for checkpoints. teacher_folder: its tokenizer files are the
-    student's. teacher: None where alpha is 0. limit: the longest window."""
+    student's. teacher: None where alpha is 0. limit: the longest window. model: made of the plan's shape. goal: None is
+    what the settings say of a student."""
 
     settings: DistillSettings
     plan: StudentPlan
@@ -48,6 +49,8 @@ class Task:
     teacher: Teaching | None
     start: dict[str, Tensor] | None
     limit: int
+    model: Callable[[Shape], nn.Module] = Llama
+    goal: Objective | None = None
 
 
 def window_limit(plan: StudentPlan, teacher_tokens: int) -> int:
@@ -70,11 +73,11 @@ class DistillRun:
         self.task, self.state = task, State()
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(settings.seed)
-            self.model = Llama(task.plan.shape)
+            self.model = task.model(task.plan.shape)
         optimizer = Optimizer(self.model, "muon", settings.matrix_rate, settings.other_rate)
         windows = Windows(task.tokens, settings.seed)
         self.workers = make_workers(settings.workers)
-        goal = objective(settings, task.teacher)
+        goal = task.goal or objective(settings, task.teacher)
         self.trainer = Trainer(
             self.model, optimizer, windows, goal, self.workers, settings.workers, settings.step_tokens
         )

@@ -17,7 +17,7 @@ torch's own.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from splittime.lab.distill.llama import Llama
+
+if TYPE_CHECKING:
+    from splittime.lab.distill.head import Head
 
 CHUNK_ELEMENTS = 1 << 23
 
@@ -47,7 +50,7 @@ class Objective(Protocol):
     def before(self, windows: Tensor) -> Tensor | None:
         """What is computed once for the windows [count, context + 1] of an update; the first dimension is theirs."""
 
-    def __call__(self, model: Llama, windows: Tensor, beside: Tensor | None) -> tuple[Tensor, LossParts]:
+    def __call__(self, model: Any, windows: Tensor, beside: Tensor | None) -> tuple[Tensor, LossParts]:
         """The loss over some of them with their share of what `before` gave; from any thread."""
 
 
@@ -104,7 +107,7 @@ def task_and_divergence(logits: Tensor, teacher_logits: Tensor, targets: Tensor,
     return torch.stack((F.nll_loss(logprobs, targets), kl * temperature**2))
 
 
-def over_rows(model: Llama, mean_of: Callable[[slice], Tensor], hidden: Tensor) -> Tensor:
+def over_rows(model: "Llama | Head", mean_of: Callable[[slice], Tensor], hidden: Tensor) -> Tensor:
     """The mean over all rows of `hidden` of what `mean_of` says of some; in chunks where the vocabulary is large."""
     count, size = len(hidden), max(1, CHUNK_ELEMENTS // model.shape.vocab_size)
     if count <= size:

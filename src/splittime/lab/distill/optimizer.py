@@ -19,7 +19,7 @@ from torch import Tensor, nn
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
-LAYERS = "model.layers."
+LAYERS = ("model.layers.", "model.mtp_layers.")
 
 
 def learning_rate_scale(progress: float, warmup: float = 0.03, floor: float = 0.01) -> float:

@@ -16,7 +16,9 @@ from splittime.core.errors import EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.lab.distill import fidelity, own, student, text
 from splittime.lab.distill.fidelity import STUDENT, TEACHER, BytesOf, FidelityDifference, Scores
-from splittime.lab.distill.gain import DraftGain, draft_gain
+from splittime.lab.distill.gain import DraftGain, chances_of, draft_gain
+from splittime.lab.distill.head import WORD
+from splittime.lab.distill.head_run import HeadResult, head_loss, head_result, head_task
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
 from splittime.lab.distill.job import DistillRun, OnCheckpoint, OnUpdate, Task
 from splittime.lab.distill.llama import parameter_count
@@ -70,18 +72,22 @@ class Hooks:
     every: int | None = None
 
 
-def distill(asked: DistillRequest, hooks: Hooks) -> Result:
+def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
     """The whole of it. What was begun with the same arguments goes on; with others it is refused."""
     inputs = read(asked)
     work = Work(asked.out)
+    result: Result | HeadResult
     try:
         learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
         work.adopt(identity(asked, inputs, learnt, work.folder), asked.settings.workers)
         said = _own_outputs(asked.settings, inputs, work.folder, hooks.tell)
         run = _train(asked, inputs, np.concatenate((learnt, said)), work.folder, hooks)
-        out = work.begin_result()
+        out, num_tokens = work.begin_result(), (len(learnt), len(said))
         student.write_folder(out, inputs.plan, run.model.state_dict(), inputs.folder)
-        result = _report(asked, inputs, out, run, (len(learnt), len(said)), hooks.tell)
+        if asked.student == WORD:
+            result = head_result((str(asked.out), asked.teacher), inputs, asked.settings, out, run, num_tokens)
+        else:
+            result = _report(asked, inputs, out, run, num_tokens, hooks.tell)
         tensor_file.write_json(out / REPORT, msgspec.to_builtins(result))
         work.finish()
         return result
@@ -126,15 +132,21 @@ class _Writer:
 
 
 def _train(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Path, hooks: Hooks) -> DistillRun:
-    settings, shape = asked.settings, inputs.plan.shape
-    teacher = Teacher.load(inputs.folder, inputs.limit, settings.workers) if settings.alpha > 0 else None
-    start = student.read_weights(asked.start_from, shape) if asked.start_from else None
-    run = DistillRun(Task(settings, inputs.plan, tokens, folder, inputs.folder, teacher, start, inputs.limit))
+    run = DistillRun(_task(asked, inputs, tokens, folder))
     try:
         run.train(hooks.on_update, hooks.on_checkpoint, hooks.every)
     finally:
         run.close()
     return run
+
+
+def _task(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Path) -> Task:
+    settings = asked.settings
+    if asked.student == WORD:
+        return head_task(inputs, settings, tokens, folder, head_loss(inputs, settings))
+    teacher = Teacher.load(inputs.folder, inputs.limit, settings.workers) if settings.alpha > 0 else None
+    start = student.read_weights(asked.start_from, inputs.plan.shape) if asked.start_from else None
+    return Task(settings, inputs.plan, tokens, folder, inputs.folder, teacher, start, inputs.limit)
 
 
 def _report(
@@ -167,7 +179,9 @@ def _report(
         notes=_notes(inputs, sizes, tokens, run.state),
         scores=scores,
         differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
-        gains=tuple(draft_gain(teacher.runner, students[one.name].runner, one) for one in scores[1:]),
+        gains=tuple(
+            draft_gain(teacher.runner, students[one.name].runner, one.name, chances_of(one)) for one in scores[1:]
+        ),
     )
 
 

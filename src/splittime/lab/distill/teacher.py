@@ -53,6 +53,13 @@ class Teacher:
         with self._one_at_a_time:
             return self.runner.decoder.logits(hidden.contiguous())
 
+    @torch.no_grad()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> what the model's head is given, float32 of the same shape; from any thread."""
+        with self._one_at_a_time:
+            rows = hidden.flatten(0, -2).contiguous()
+            return self.runner.decoder.normed(rows).float().view(hidden.shape)
+
     def _group(self, tokens: Tensor, blocks: int) -> Tensor:
         """As many windows as fit the cache."""
         names = [f"window-{number}" for number in range(len(tokens))]

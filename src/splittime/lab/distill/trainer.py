@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.loss import LossParts, Objective
 from splittime.lab.distill.optimizer import Optimizer, learning_rate_scale
 from splittime.lab.distill.windows import Windows
@@ -61,14 +60,14 @@ def make_workers(count: int) -> ThreadPoolExecutor:
 
 
 def gradients(
-    model: Llama, objective: Objective, windows: Tensor, beside: Tensor | None
+    model: nn.Module, objective: Objective, windows: Tensor, beside: Tensor | None
 ) -> tuple[LossParts, tuple[Tensor, ...]]:
     """Mean loss and its gradients over windows [count, context + 1]."""
     loss, parts = objective(model, windows, beside)
     return parts, torch.autograd.grad(loss, list(model.parameters()))
 
 
-def accumulate(model: Llama, objective: Objective, windows: Tensor, workers: Executor) -> LossParts:
+def accumulate(model: nn.Module, objective: Objective, windows: Tensor, workers: Executor) -> LossParts:
     """Leave the mean gradient over all windows in `.grad`, the micro-batches shared among the workers."""
     size = max(1, MICRO_BATCH_TOKENS // (windows.shape[1] - 1))
     cut = windows.split(size)
@@ -84,7 +83,7 @@ def accumulate(model: Llama, objective: Objective, windows: Tensor, workers: Exe
 class Trainer:
     """What an update needs. At least one window for each worker goes into each."""
 
-    model: Llama
+    model: nn.Module
     optimizer: Optimizer
     windows: Windows
     objective: Objective

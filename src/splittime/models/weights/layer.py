@@ -27,7 +27,8 @@ from splittime.models.weights.packing import Packer, WeightRows, pair_rows
 class LayerBuilder:
     """Takes the tensors of one layer and packs them."""
 
-    def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, index: int) -> None:
+    def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, index: int, prefix: str = "") -> None:
+        """prefix: of its tensors' names, where it is no layer of the model's trunk."""
         self.packer = packer
         self.spec = config.layers[index]
         self.hidden_size = config.hidden_size
@@ -35,7 +36,7 @@ class LayerBuilder:
         self.ops = packer.ops
         self.plan = plan
         self.index = index
-        self.prefix = f"model.layers.{index}."
+        self.prefix = prefix or f"model.layers.{index}."
 
     def build(self) -> LayerWeights:
         spec, names = self.spec.feed_forward, self.names

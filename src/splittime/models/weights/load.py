@@ -20,6 +20,7 @@ from torch import Tensor
 
 from splittime.kernels.api import NotFused, Ops, RunnableLayer
 from splittime.kernels.compose import ComposedLayer
+from splittime.kernels.layer import LayerWeights
 from splittime.models import rope
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.decoder import Decoder, position_of
@@ -125,6 +126,12 @@ def load_decoder(
     )
 
 
+def runnable(ops: Ops, weights: LayerWeights) -> RunnableLayer:
+    """Returns the layer as one call of the backend, or part by part."""
+    fused = ops.fuse(weights)
+    return ComposedLayer(ops, weights, fused.reason) if isinstance(fused, NotFused) else fused
+
+
 def _told_layers(layers: Sequence[RunnableLayer]) -> str:
     """As in "fused", or "4 fused, 12 as parts: " and why."""
     reasons = Counter(layer.parts_reason for layer in layers)
@@ -212,10 +219,7 @@ class _Model:
     def _layer(self, index: int) -> RunnableLayer:
         ops, weights = self.packer.ops, LayerBuilder(self.packer, self.config, self.plan, index).build()
         self.on_layer(index + 1, self.config.num_layers, self.packer.found.num_bytes)
-        if self.ranks is not None:
-            return SharedLayer(ops, weights, self.ranks)
-        fused = ops.fuse(weights)
-        return ComposedLayer(ops, weights, fused.reason) if isinstance(fused, NotFused) else fused
+        return SharedLayer(ops, weights, self.ranks) if self.ranks is not None else runnable(ops, weights)
 
     def _head(self) -> Tensor | StoredWeight:
         source, config = self.packer.source, self.config
