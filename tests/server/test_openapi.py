@@ -24,7 +24,7 @@ NOT_DRAWN = ("/sleep", "/wake", "/wake_up")  # they change what every later requ
 
 
 def test_every_sampling_parameter_is_described() -> None:
-    fields = set(SamplingParams.__struct_fields__) - {"prompt_logprobs", "grammar"}
+    fields = set(SamplingParams.__struct_fields__) - {"prompt_logprobs", "grammar", "bad_token_ids"}
     assert fields <= set(CompletionBody.__struct_fields__)
     schemas = document(ServerConfig())["components"]["schemas"]
     for kind in (CompletionBody, ChatBody):
