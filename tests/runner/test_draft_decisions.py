@@ -252,7 +252,7 @@ def test_texts_of_a_step_share_its_time() -> None:
 
 
 def test_what_a_text_takes_is_learnt_from_texts() -> None:
-    """A step reads for about as long as a step of the model takes: so less, once texts take longer than was measured."""
+    """A step reads for about as long as a step of the model takes: less, once texts take longer than was measured."""
     world = World(0.1, batch_tokens=2048)
     world.model.slow_down_texts(10)
     world.admit("a", 4000)

@@ -1,8 +1,8 @@
 """The one contract between scheduling and computing: `StepPlan` in, `StepResult` out, `Runner` in between.
 
 Both records hold ints, strings, tuples and errors as data, so they cross a process or a file unchanged and a recorded
-plan can be replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of it, and
-decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
+plan can be replayed. A row says "compute tokens [start, start + len(token_ids)) of this request"; prefill, a chunk of
+it, and decode are all rows. The KV cache of tokens [0, start) is already in the request's blocks when a row runs.
 
     blocks of a request:   [ 7 ][ 3 ][ 12 ]          block_size = 4
     token positions:        0..3 4..7 8..11          position p lives in block_ids[p // block_size], slot p % block_size

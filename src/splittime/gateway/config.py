@@ -101,6 +101,16 @@ class RetryConfig(Strictly, frozen=True, kw_only=True):
     pause_s: Annotated[float, Doc("The longest pause before the second attempt; doubles with each.", 0, 60)] = 0.05
 
 
+class TiedConfig(Strictly, frozen=True, kw_only=True):
+    """`[tied]`: a stream of which no byte has come for a while is sent to a second upstream too; whoever gives a byte
+    first has the client. It counts as an attempt, and in the budget of retries. One of the two keys says how long."""
+
+    after_s: Annotated[float | None, Doc("How long no byte has come.", 0.001, 3600)] = None
+    quantile: Annotated[
+        float | None, Doc("Longer than such a share of the model's latest streams waited for theirs.", 0.5, 0.999)
+    ] = None
+
+
 class BreakerConfig(Strictly, frozen=True, kw_only=True):
     """`[breaker]`: an upstream that fails again and again is left alone for a while."""
 
@@ -153,6 +163,23 @@ class DegradationConfig(Strictly, frozen=True, kw_only=True):
     answer: Annotated[str | None, Doc("This text is the answer, and no upstream is asked.")] = None
 
 
+class CanaryConfig(Strictly, frozen=True, kw_only=True):
+    """`[canary]`: what decides on a config that a share of tenants tries (`splittime gateway apply --canary`)."""
+
+    min_requests: Annotated[int, Doc("Requests of each arm at the first look; twice as many at each next.", 10)] = 100
+    max_s: Annotated[float, Doc("What is not decided by then is rolled back.", 1, 10**6)] = 3600.0
+    margin: Annotated[float, Doc("A difference that does not matter, as of `bench compare`.", 0.001, 0.999)] = 0.1
+    confidence: Annotated[float, Doc("That nothing is found where there is nothing.", 0.5, 0.9999)] = 0.95
+
+
+class AuditConfig(Strictly, frozen=True, kw_only=True):
+    """`[audit]`: a file of who asked for what, in lines that are chained by their hashes."""
+
+    file: Annotated[str, Doc("The file; it is gone on with.")]
+    prompts: Annotated[bool, Doc("Bodies of requests too, 64 KiB of each.")] = False
+    max_queue: Annotated[int, Doc("Records that may wait to be written; more are dropped, and counted.", 1)] = 10_000
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -162,12 +189,15 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
+    tied: TiedConfig | None = None
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
     cache: CacheConfig = CacheConfig()
     cache_route: tuple[CacheRoute, ...] = ()
     embedder: EmbedderConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
+    canary: CanaryConfig = CanaryConfig()
+    audit: AuditConfig | None = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

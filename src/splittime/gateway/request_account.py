@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import NestedAccount
+from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
@@ -33,10 +34,19 @@ MAX_MODEL_CHARS = 256
 
 class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
-    when its client went away. deadline_ns: the client's own."""
+    when its client went away. deadline_ns: the client's own. version: of the config, in the account."""
 
-    def __init__(self, path: str, scope: http.Scope, tenant: str, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        path: str,
+        scope: http.Scope,
+        tenant: str,
+        ledger: Ledger,
+        version: str = "",
+        audit: AuditLog | None = None,
+    ) -> None:
         self._path, self._scope, self._tenant, self._ledger = path, scope, tenant, ledger
+        self._version, self._audit = version, audit
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self._started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self._account = Account("", self.start_ns, Stage.RECEIVE)
@@ -67,8 +77,9 @@ class RequestAccount:
 
     # ---- attempts
 
-    def begin_attempt(self) -> None:
-        self._nested, self.attempt_id = NestedAccount(), http.new_request_id()
+    def begin_attempt(self, attempt_id: str) -> None:
+        """What is read from now on is this attempt's answer."""
+        self._nested, self.attempt_id = NestedAccount(), attempt_id
 
     def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
@@ -105,15 +116,26 @@ class RequestAccount:
             self._account.enter(Stage.CLIENT_WAIT, upstream_ns)
         self._account.enter(Stage.NETWORK, upstream_ns + blocked_ns)
 
-    def keep_attempt(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
+    def keep_attempt(
+        self,
+        routed: Routed,
+        relay: Relay,
+        begin_ns: int,
+        error: str,
+        *,
+        attempt_id: str,
+        tied_to: str = "",
+        lost_tokens: int = 0,
+    ) -> None:
         """Write down an attempt that is over."""
-        usage, nested, at_ns = relay.events.read(), self._nested, now_ns()
+        nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
+        usage, at_ns = relay.events.read(), now_ns()
         if nested.stages and (adapted := routed.upstream.adapted) is not None:
             adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,
-                request_id=self.attempt_id,
+                request_id=attempt_id,
                 considered=routed.considered,
                 begin_ns=begin_ns,
                 end_ns=at_ns,
@@ -126,6 +148,8 @@ class RequestAccount:
                 nested_fault=nested.fault,
                 resumed_by=relay.resumed_by,
                 resumed_after=relay.resumed_after,
+                tied_to=tied_to,
+                lost_tokens=lost_tokens,
             )
         )
 
@@ -155,7 +179,7 @@ class RequestAccount:
         at_ns = now_ns() if at_ns is None else at_ns
         self._account.close(at_ns)
         usage, request = usage or AnswerReader(), self.request
-        self._ledger.add_account(
+        self._keep(
             ClosedAccount(
                 request_id=self.request_id,
                 group_id=self.own_id,
@@ -180,8 +204,14 @@ class RequestAccount:
                 parent_id=self._trace.span_id,
                 degraded=self.degraded,
                 routing=None if request is None else request.decision,
+                config_version=self._version,
             )
         )
+
+    def _keep(self, account: ClosedAccount) -> None:
+        self._ledger.add_account(account)
+        if self._audit is not None:
+            self._audit.note_request(account, None if self.request is None else self.request.body)
 
 
 def reason_of(error: SplittimeError) -> str:
