@@ -5,7 +5,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
     honoured          the answer depends on it
     no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
-                      any other is refused by name, with the reason in `UNSUPPORTED`
+                      any other is refused by name, with the reason in `foreign.UNSUPPORTED`
 
 Fields of vLLM's and llama.cpp's own APIs (`ForeignFields`) are taken at the value that changes nothing, since clients
 made for those servers send them at their defaults; any other value is refused by name, with what to do instead.
@@ -19,7 +19,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from splittime.core.sampling import MAX_BAD_WORDS
+
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORD_CHARS = 64
+MAX_ALLOWED = 2**14  # token ids in one list
 MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
 
 
@@ -58,10 +62,8 @@ class ForeignFields(Strict, kw_only=True):
     include_stop_str_in_output: Annotated[Literal[False] | None, no_effect("the text ends before it.")] = None
     detokenize: Annotated[Literal[True] | None, no_effect("every answer has its text.")] = None
     return_tokens_as_token_ids: Annotated[Literal[False] | None, no_effect("logprobs name tokens by text.")] = None
-    bad_words: Annotated[list[Any], Meta(max_length=0)] | None = None
     prompt_logprobs: None = None
     truncate_prompt_tokens: None = None
-    allowed_token_ids: None = None
     logits_processors: None = None
     structured_outputs: Annotated[StructuredOutputs | None, Meta(description=A_FORM)] = None
     guided_json: Annotated[dict[str, Any] | str | None, Meta(description=A_FORM)] = None
@@ -159,6 +161,14 @@ class GenerationBody(ForeignFields, kw_only=True):
     frequency_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
     repetition_penalty: Annotated[float | None, _number("1 is off.", exclusiveMinimum=0, maximum=10)] = None
     logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id to bias, -100 to 100.")] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[int], Meta(max_length=MAX_ALLOWED)] | None,
+        Meta(description="No other token comes; not even an end that is not in it. Not with a form."),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None,
+        Meta(description="Their tokens do not come, as a text begins or behind a space. Not with a form."),
+    ] = None
     n: Annotated[int | None, _number("Answers to each prompt.", minimum=1)] = None
     stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
     stop_token_ids: list[int] | None = None
@@ -258,57 +268,3 @@ class DetokenizeBody(Strict, kw_only=True):
     model: str | None = None
     tokens: Annotated[list[int], Meta(max_length=MAX_DETOKENIZED)]
     skip_special_tokens: bool = False
-
-
-UNSUPPORTED = {
-    **dict.fromkeys(
-        (
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-        ),
-        "there is one way to hold answers to a form; white space between JSON's parts is bounded",
-    ),
-    **dict.fromkeys(
-        ("tool_calls", "tool_call_id", "function_call", "functions", "tools", "tool_choice"),
-        "tool calls are not supported",
-    ),
-    "best_of": "no answers are drawn to choose from; n asks for several",
-    "use_beam_search": "beam search is not supported; temperature 0 takes the likeliest token at each place",
-    "skip_special_tokens": "texts are without special tokens; return_token_ids gives the ids of all",
-    "include_stop_str_in_output": "the text ends before a stop string; append it",
-    "detokenize": "every answer has its text; return_token_ids gives its ids beside it",
-    "return_tokens_as_token_ids": "logprobs name tokens by their text; return_token_ids gives the ids",
-    "bad_words": "words cannot be forbidden; logit_bias -100 forbids a token",
-    "prompt_logprobs": "echo with logprobs gives those of the prompt, at /v1/completions",
-    "truncate_prompt_tokens": "prompts are never cut; /tokenize counts and cuts them",
-    "allowed_token_ids": "tokens cannot be listed; logit_bias 100 and -100 chooses among them",
-    "logits_processors": "logits processors are not supported; logit_bias is",
-    "kv_transfer_params": "KV caches are not transferred between servers",
-    "vllm_xargs": "there are no extensions to read it",
-    "request_id": "the header X-Request-Id names a request",
-    "cache_prompt": "prefixes are shared; a cache_salt of its own keeps a request from finding any",
-    "n_predict": "max_tokens says how many tokens",
-    "repeat_penalty": "repetition_penalty, presence_penalty and frequency_penalty are the ones here",
-    "mirostat": "mirostat is not supported; temperature, top_p, top_k and min_p are",
-    "typical_p": "typical_p is not supported; temperature, top_p, top_k and min_p are",
-    "dynatemp_range": "the temperature does not change within an answer",
-    "xtc_probability": "XTC is not supported; temperature, top_p, top_k and min_p are",
-    "dry_multiplier": "DRY is not supported; repetition_penalty and frequency_penalty are",
-    "timings_per_token": "the header X-Include-Timing, or stream_options.include_timing, asks for times",
-    "echo": "a chat is not echoed; /v1/completions echoes its prompt",
-    "include_reasoning": "reasoning is part of the text; it is not told apart",
-    "chat_template": "the model's own template is used; chat_template_kwargs are its variables",
-    "documents": "no template is given documents but as chat_template_kwargs",
-    "mm_processor_kwargs": "only texts are supported",
-    "add_special_tokens": "a prompt given as a text gets special tokens, a chat gets its template's; give token ids",
-    "store": "answers are not stored",
-    "suffix": "infilling is not supported",
-    "refusal": "refusals are not supported",
-    "annotations": "annotations are not supported",
-    "audio": "audio is not supported",
-    "modalities": "only text is supported",
-    "type": "only text parts are supported",
-    "prediction": "predicted outputs are not supported",
-    "verbosity": "verbosity is not supported",
-    "web_search_options": "web search is not supported",
-}
