@@ -199,6 +199,7 @@ def test_a_quantile_of_the_waits_that_were_seen():
         tied.note_wait("m", 10**9)
     assert tied.after_s("m") == 1  # what is old is forgotten
     assert TiedRequests(TiedConfig(after_s=0.5)).after_s("m") == 0.5
+    assert TiedRequests(None, tied.results).results is tied.results  # of another config's
     assert TiedRequests(None).after_s("m") is None
 
 
