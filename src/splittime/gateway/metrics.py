@@ -94,6 +94,17 @@ class GatewayMetrics(Collector):
     def count_attempt(self, upstream: str, result: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
 
+    def refusals(self) -> dict[str, float]:
+        """Returns how many requests were refused since the start, by reason."""
+        return {reason: count for (reason,), count in self._counts["splittime_gateway_refusals_total"].items()}
+
+    def attempts(self) -> list[tuple[str, str, float]]:
+        """Returns upstream, result and how many attempts had it since the start."""
+        return [
+            (upstream, result, count)
+            for (upstream, result), count in self._counts["splittime_gateway_attempts_total"].items()
+        ]
+
     def render(self) -> bytes:
         text = "".join(line for spec in _HISTOGRAMS for line in self._histograms[spec.name].lines(spec))
         return text.encode() + generate_latest(self._registry)

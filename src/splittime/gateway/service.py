@@ -19,6 +19,7 @@ from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
@@ -62,6 +63,7 @@ class GatewayService:
         self.lag = LoopLag()
         self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
         self.metrics = GatewayMetrics(self)
+        self.page_answers = PageAnswers(self)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         self.started_ns = time.monotonic_ns()
         self.started_unix_s = int(time.time())
