@@ -151,8 +151,9 @@ def gateway_page() -> str:
     )
     refused = _table(("key", "what there is"), [(f"`{name}`", why) for name, why in NOT_BUILT.items()])
     return (
-        "# The gateway's config\n\n`splittime gateway --config FILE` reads it once, at the start. A key that is not "
-        f"here is an error.\n{tables}\n## What is refused by name\n\nThese are not built.\n\n{refused}"
+        "# The gateway's config\n\n`splittime gateway --config FILE` reads it at the start, and "
+        "again when it is told to. A key that is not here "
+        f"is an error.\n{tables}\n## What is refused by name\n\nThese are not built.\n\n{refused}"
     )
 
 

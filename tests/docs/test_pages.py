@@ -19,6 +19,10 @@ NOT_RUN = {
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
     "docs/guides/gateway.md": ["splittime gateway --config gateway.toml"],
+    "docs/guides/gateway-config.md": [
+        "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite   # what would be different",
+        "splittime gateway apply new.toml --canary 10%",
+    ],
     "docs/guides/gateway-routing.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
     ],

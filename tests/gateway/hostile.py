@@ -122,6 +122,10 @@ class Hostile:
     async def do_pausing(self, reader, writer, body) -> bool:
         return await self.do_fine(reader, writer, {**body, "pause_s": 0.2})
 
+    async def do_late(self, reader, writer, body) -> bool:
+        await asyncio.sleep(0.15)
+        return await self.do_fine(reader, writer, body)
+
     async def do_held(self, reader, writer, body) -> bool:
         while not self.hold.is_set():
             await asyncio.sleep(0.005)

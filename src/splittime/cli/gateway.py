@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import gateway_inventory, gateway_rehearse
+from splittime.cli import gateway_audit, gateway_inventory, gateway_rehearse, gateway_versions
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
 
@@ -23,6 +23,7 @@ Examples:
   splittime gateway --config gateway.toml --check    say what is wrong with it
   splittime gateway inventory --config gateway.toml  list each hop
   splittime gateway rehearse new.toml --config gateway.toml --ledger FILE
+  splittime gateway apply new.toml --canary 10%      of a running one
 
 \b
 The smallest gateway.toml:
@@ -42,13 +43,19 @@ Exit codes:
 """
 
 
-app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[inventory|rehearse]")
+app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[COMMAND]")
 app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
     gateway_inventory.inventory
 )
 app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
     gateway_rehearse.rehearse
 )
+app.command(name="apply", epilog=gateway_versions.EXAMPLES, short_help="Give a running gateway another config.")(
+    gateway_versions.apply
+)
+app.command(name="status", short_help="Which config a running gateway has, and its canary.")(gateway_versions.status)
+app.command(name="rollback", short_help="End the canary, or go back to the config before.")(gateway_versions.rollback)
+app.add_typer(gateway_audit.app, name="audit", short_help="Check an audit log's chain.")
 
 
 @app.callback()
@@ -75,12 +82,13 @@ def gateway(
     if check:
         _say(told, "the config is good", json)
         return
-    _serve(told, secrets, json)
+    _serve(config, told, secrets, json)
 
 
-def _serve(config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
+def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
     import uvloop
 
+    from splittime.cli.gateway_versions import compare_arms
     from splittime.cli.serve import check_port_is_free
     from splittime.gateway.app import run
     from splittime.ledger.store import Ledger
@@ -93,7 +101,8 @@ def _serve(config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
         _say(config, f"{scheme}://{host}:{port}", as_json)
 
     with closing(Ledger(config.ledger_file, max_file_accounts=config.max_file_accounts)) as ledger:
-        uvloop.run(run(config, secrets, ledger, on_listening=on_listening))
+        serving = run(config, secrets, ledger, path=path, compare=compare_arms, on_listening=on_listening)
+        uvloop.run(serving)
 
 
 def _say(config: "GatewayConfig", what: str, as_json: bool) -> None:

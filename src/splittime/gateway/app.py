@@ -1,8 +1,10 @@
 """The gateway's application: which path is answered by what (`GatewayApp`), and the same on a socket (`run`)."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,9 @@ from splittime.gateway.config_file import Secrets
 from splittime.gateway.page import paths as page_paths
 from splittime.gateway.page.files import page
 from splittime.gateway.service import GatewayService
+from splittime.gateway.versions import paths as version_paths
+from splittime.gateway.versions.canary import CompareArms
+from splittime.gateway.versions.swap import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web import http, serving
@@ -29,12 +34,17 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ALIVE = {"status": "ok"}
 
 
+def _arm(gateway: GatewayService, scope: http.Scope) -> GatewayService:
+    """Returns the version of the config that a request comes in by."""
+    return gateway if gateway.versions is None else gateway.versions.arm_of(tenant_of(scope))
+
+
 async def chat(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await GatewayVisit(gateway, CHAT, scope, receive, send).serve()
+    await GatewayVisit(_arm(gateway, scope), CHAT, scope, receive, send).serve()
 
 
 async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await GatewayVisit(gateway, COMPLETIONS, scope, receive, send).serve()
+    await GatewayVisit(_arm(gateway, scope), COMPLETIONS, scope, receive, send).serve()
 
 
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -134,6 +144,9 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/facts", facts),
     ("POST", "/ledger/hops", routes_hops.post_hops),
     ("GET", "/ledger/hops/{trace_id}", routes_hops.hops),
+    ("GET", version_paths.CONFIG, version_paths.status),
+    ("PATCH", version_paths.CONFIG, version_paths.apply),
+    ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
 )
 HINTS = {
     "/v1/embeddings": "not passed on: chats and completions are",
@@ -145,12 +158,19 @@ HINTS = {
 
 
 class GatewayApp:
-    """The ASGI application; `service` is what it serves with (open it inside the event loop)."""
+    """The ASGI application; `versions` is what it serves with (open it inside the event loop)."""
 
-    def __init__(self, service: GatewayService) -> None:
-        self.service, config = service, service.config
+    def __init__(self, versions: GatewayVersions) -> None:
+        self._versions = versions
+        versions.on_swap = self._lead
+        self._lead()
+
+    def _lead(self) -> None:
+        """Lead what comes from now on to the version that serves."""
+        service = self._versions.current
         paths = PathTable(PATHS, service, HINTS, "GET /")
-        self._edge = Edge(paths.answer, Names(config.host, config.allowed_hosts), service.keys, pages=page().urls)
+        names = Names(service.config.host, service.config.allowed_hosts)
+        self._edge = Edge(paths.answer, names, service.keys, pages=page().urls)
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         await self._edge(scope, receive, send)
@@ -164,7 +184,7 @@ class GatewayApp:
         return None
 
     def _refuse_at_once(self, scope: http.Scope) -> http.AtOnce | None:
-        return GatewayVisit(self.service, scope["path"], scope).refuse_at_once()
+        return GatewayVisit(self._versions.arm_of(tenant_of(scope)), scope["path"], scope).refuse_at_once()
 
 
 async def run(
@@ -172,12 +192,28 @@ async def run(
     secrets: Secrets,
     ledger: Ledger,
     *,
+    path: Path | None = None,
+    compare: CompareArms | None = None,
     on_listening: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serve until a signal has drained it. on_listening: is told the port."""
-    service = GatewayService(config, secrets, ledger)
-    await service.open()
+    """Serve until a signal has drained it. path: of the config, which SIGHUP reads again. compare: decides on canaries.
+    on_listening: is told the port."""
+    versions = GatewayVersions(config, secrets, ledger, path=path, compare=compare)
+    await versions.open()
+    if path is not None:
+        _on_hangup(versions)
     try:
-        await serving.run(GatewayApp(service), config, service.drain, on_listening=on_listening)
+        await serving.run(GatewayApp(versions), config, versions.drain, on_listening=on_listening)
     finally:
-        await service.close()
+        await versions.close()
+
+
+def _on_hangup(versions: GatewayVersions) -> None:
+    loop, reading = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    def reread() -> None:
+        task = loop.create_task(versions.reread())
+        reading.add(task)
+        task.add_done_callback(reading.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reread)

@@ -14,7 +14,7 @@ class Breaker:
     """Times are ns of one monotonic clock, given by the caller."""
 
     def __init__(self, config: BreakerConfig) -> None:
-        self._config = config
+        self.config = config
         self._failures = 0  # in a row
         self._open_until_ns: int | None = None
         self._busy_until_ns = 0
@@ -45,20 +45,20 @@ class Breaker:
     def note_begun(self) -> None:
         """A stream has begun: one that tries has succeeded, however long it lasts, and one failure opens it again."""
         if self._is_trying:
-            self._failures, self._open_until_ns, self._is_trying = self._config.failures - 1, None, False
+            self._failures, self._open_until_ns, self._is_trying = self.config.failures - 1, None, False
 
     def note_success(self) -> None:
         self._failures, self._open_until_ns, self._is_trying = 0, None, False
 
     def note_failure(self, now_ns: int) -> None:
         self._failures += 1
-        if self._failures >= self._config.failures:  # as it is, where one tried an open breaker
-            self._open_until_ns = now_ns + int(self._config.open_s * 1e9)
+        if self._failures >= self.config.failures:  # as it is, where one tried an open breaker
+            self._open_until_ns = now_ns + int(self.config.open_s * 1e9)
         self._is_trying = False
 
     def note_busy(self, now_ns: int, retry_after_s: float | None) -> None:
         asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
-        self._busy_until_ns = now_ns + int(min(asked_s, self._config.max_backoff_s) * 1e9)
+        self._busy_until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
         self._is_trying = False
 
     def note_nothing(self) -> None:

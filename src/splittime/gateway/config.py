@@ -153,6 +153,23 @@ class DegradationConfig(Strictly, frozen=True, kw_only=True):
     answer: Annotated[str | None, Doc("This text is the answer, and no upstream is asked.")] = None
 
 
+class CanaryConfig(Strictly, frozen=True, kw_only=True):
+    """`[canary]`: what decides on a config that a share of tenants tries (`splittime gateway apply --canary`)."""
+
+    min_requests: Annotated[int, Doc("Requests of each arm at the first look; twice as many at each next.", 10)] = 100
+    max_s: Annotated[float, Doc("What is not decided by then is rolled back.", 1, 10**6)] = 3600.0
+    margin: Annotated[float, Doc("A difference that does not matter, as of `bench compare`.", 0.001, 0.999)] = 0.1
+    confidence: Annotated[float, Doc("That nothing is found where there is nothing.", 0.5, 0.9999)] = 0.95
+
+
+class AuditConfig(Strictly, frozen=True, kw_only=True):
+    """`[audit]`: a file of who asked for what, in lines that are chained by their hashes."""
+
+    file: Annotated[str, Doc("The file; it is gone on with.")]
+    prompts: Annotated[bool, Doc("Bodies of requests too, 64 KiB of each.")] = False
+    max_queue: Annotated[int, Doc("Records that may wait to be written; more are dropped, and counted.", 1)] = 10_000
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -168,6 +185,8 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     cache_route: tuple[CacheRoute, ...] = ()
     embedder: EmbedderConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
+    canary: CanaryConfig = CanaryConfig()
+    audit: AuditConfig | None = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

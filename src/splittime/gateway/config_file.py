@@ -18,9 +18,11 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import check
 from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
+    AuditConfig,
     BreakerConfig,
     CacheConfig,
     CacheRoute,
+    CanaryConfig,
     DegradationConfig,
     EmbedderConfig,
     GatewayConfig,
@@ -48,12 +50,12 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[cache_route]]", CacheRoute),
     ("[embedder]", EmbedderConfig),
     ("[[degradation]]", DegradationConfig),
+    ("[canary]", CanaryConfig),
+    ("[audit]", AuditConfig),
 )
 NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
-    "audit": "there is no audit log; ledger_file keeps every account, without prompts",
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
-    "canary": "a config is read at the start, whole",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
     "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
@@ -170,7 +172,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 def _check_bounds(config: GatewayConfig) -> None:
     lists = {name: getattr(config, name) for name in ("upstream", "tenant", "rule", "cache_route", "degradation")}
     _check_table("", config)
-    for name in ("queue", "retries", "breaker", "cache", "embedder"):
+    for name in ("queue", "retries", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
             _check_table(name, getattr(config, name))
     for name, tables in lists.items():

@@ -75,6 +75,7 @@ class FairQueue:
         self.shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
         self.requests = self.tokens = 0  # that wait
+        self.on_leave: Callable[[], None] = lambda: None  # where others wait for places at the same upstreams
 
     async def enter(
         self,
@@ -116,6 +117,7 @@ class FairQueue:
         routed.upstream.leave(tokens)
         self._share(tenant).in_flight -= 1
         self.dispatch()
+        self.on_leave()
 
     def give_back(self, routed: Routed, tenant: str, tokens: int) -> None:
         """A request that was granted a place does not use it."""

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
+from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.histogram import Histogram
@@ -68,6 +69,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
     *CACHE_METRICS,
+    *VERSION_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
 _COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded", "routed")
@@ -81,7 +83,7 @@ class GatewayMetrics(Collector):
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, gateway: "GatewayService") -> None:
-        self._gateway = gateway
+        self.gateway = gateway  # the version that serves
         self._histograms = {spec.name: Histogram() for spec in _HISTOGRAMS}
         self._counts: dict[str, Series] = {f"splittime_gateway_{name}_total": {} for name in _COUNTED}
         self._registry = CollectorRegistry(auto_describe=False)
@@ -110,7 +112,7 @@ class GatewayMetrics(Collector):
         return text.encode() + generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        values = {**self._counts, **self._totals(), **self._gauges(), **cache_series(self._gateway.cache)}
+        values = {**self._counts, **self._totals(), **self._gauges(), **self._extras()}
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -119,25 +121,28 @@ class GatewayMetrics(Collector):
                     family.add_metric(labels, value)
                 yield family
 
+    def _extras(self) -> dict[str, Series]:
+        return {**cache_series(self.gateway.cache), **version_series(self.gateway)}
+
     def _totals(self) -> dict[str, Series]:
-        counts, hops = self._gateway.ledger.counts(), self._gateway.ledger.hop_book.counts()
+        counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()
         return {
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
-            "splittime_gateway_retries_total": {(): self._gateway.retry_budget.num_taken},
+            "splittime_gateway_retries_total": {(): self.gateway.retry_budget.num_taken},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
         }
 
     def _gauges(self) -> dict[str, Series]:
-        upstreams, queue = self._gateway.router.upstreams, self._gateway.queue
+        upstreams, queue = self.gateway.seen_upstreams.items(), self.gateway.queue
         return {
-            "splittime_gateway_requests_in_flight": {(one.name,): one.requests for one in upstreams},
-            "splittime_gateway_in_flight_limit": {(one.name,): one.limit for one in upstreams},
-            "splittime_gateway_tokens_in_flight": {(one.name,): one.tokens for one in upstreams},
-            "splittime_gateway_breaker_open": {(one.name,): int(one.breaker.is_open) for one in upstreams},
-            "splittime_gateway_degradation_level": {(): self._gateway.ladder.observe(time.monotonic_ns())},
-            "splittime_gateway_budget_used_tokens": self._gateway.budgets.used(),
-            "splittime_gateway_loop_lag_seconds": {(): self._gateway.lag.longest_ns / 1e9},
+            "splittime_gateway_requests_in_flight": {(name,): one.requests for name, one in upstreams},
+            "splittime_gateway_in_flight_limit": {(name,): one.limit for name, one in upstreams},
+            "splittime_gateway_tokens_in_flight": {(name,): one.tokens for name, one in upstreams},
+            "splittime_gateway_breaker_open": {(name,): int(one.breaker.is_open) for name, one in upstreams},
+            "splittime_gateway_degradation_level": {(): self.gateway.ladder.observe(time.monotonic_ns())},
+            "splittime_gateway_budget_used_tokens": self.gateway.budgets.used(),
+            "splittime_gateway_loop_lag_seconds": {(): self.gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): queue.requests},
             "splittime_gateway_queued_tokens": {(): queue.tokens},
         }

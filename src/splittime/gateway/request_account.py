@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import NestedAccount
+from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
@@ -33,10 +34,19 @@ MAX_MODEL_CHARS = 256
 
 class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
-    when its client went away. deadline_ns: the client's own."""
+    when its client went away. deadline_ns: the client's own. version: of the config, in the account."""
 
-    def __init__(self, path: str, scope: http.Scope, tenant: str, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        path: str,
+        scope: http.Scope,
+        tenant: str,
+        ledger: Ledger,
+        version: str = "",
+        audit: AuditLog | None = None,
+    ) -> None:
         self._path, self._scope, self._tenant, self._ledger = path, scope, tenant, ledger
+        self._version, self._audit = version, audit
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self._started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self._account = Account("", self.start_ns, Stage.RECEIVE)
@@ -155,7 +165,7 @@ class RequestAccount:
         at_ns = now_ns() if at_ns is None else at_ns
         self._account.close(at_ns)
         usage, request = usage or AnswerReader(), self.request
-        self._ledger.add_account(
+        self._keep(
             ClosedAccount(
                 request_id=self.request_id,
                 group_id=self.own_id,
@@ -180,8 +190,14 @@ class RequestAccount:
                 parent_id=self._trace.span_id,
                 degraded=self.degraded,
                 routing=None if request is None else request.decision,
+                config_version=self._version,
             )
         )
+
+    def _keep(self, account: ClosedAccount) -> None:
+        self._ledger.add_account(account)
+        if self._audit is not None:
+            self._audit.note_request(account, None if self.request is None else self.request.body)
 
 
 def reason_of(error: SplittimeError) -> str:

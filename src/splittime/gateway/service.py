@@ -12,6 +12,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
+from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, Secrets
@@ -24,12 +25,14 @@ from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.upstreams import Router, Upstream
+from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
 from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
 
 if TYPE_CHECKING:
     from splittime.gateway.cache.service import ResponseCache
+    from splittime.gateway.versions.swap import GatewayVersions
     from splittime.gateway.visit import GatewayVisit
 
 log = logging.getLogger("splittime.gateway")
@@ -47,30 +50,61 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 class GatewayService:
     """`open` begins, inside the event loop; `drain` and `close` end."""
 
-    def __init__(self, config: GatewayConfig, secrets: Secrets, ledger: Ledger) -> None:
-        self.config, self.ledger = config, ledger
+    def __init__(
+        self,
+        config: GatewayConfig,
+        secrets: Secrets,
+        ledger: Ledger,
+        version: str = "",
+        before: "GatewayService | None" = None,
+    ) -> None:
+        """before: the version that this one follows: they share what is one of a process, and what has not changed."""
+        self.config, self.ledger, self.version, self._before = config, ledger, version, before
+        self.versions: GatewayVersions | None = None
+        self.num_open = 0
         self.keys = ApiKeys(holders=secrets.holders)
-        self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
-        self.budgets = TokenBudgets(config.tenant, config.budget_file)
+        self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
+        self.budgets: TokenBudgets = before.budgets if before else TokenBudgets(config.tenant, config.budget_file)
         keys: Mapping[str, str] = secrets.upstream_keys
         self.policy = RoutePolicy(config)
-        upstreams = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
+        made = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
+        upstreams = [upstream_of(before, one) for one in made]
         self.router = Router(upstreams, pools=self.policy.pools)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
-        self.retry_budget = RetryBudget(config.retries)
-        self.cache = self._cache(config, keys.get(EMBEDDER))
-        self.lag = LoopLag()
-        self._queue_polls = QueuePolls(self.router.upstreams, self.queue.dispatch)
-        self.metrics = GatewayMetrics(self)
+        has_same_retries = before is not None and before.config.retries == config.retries
+        self.retry_budget: RetryBudget = (
+            before.retry_budget if before and has_same_retries else RetryBudget(config.retries)
+        )
+        self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
+        self.is_draining: bool = before.is_draining if before else False
+        self.cache: ResponseCache | None = before.cache if before else self._cache(config, keys.get(EMBEDDER))
+        self.lag: LoopLag = before.lag if before else LoopLag()
+        self.audit: AuditLog | None = (
+            before.audit if before else None if config.audit is None else AuditLog(config.audit)
+        )
+        self.metrics: GatewayMetrics = before.metrics if before else GatewayMetrics(self)
         self.page_answers = PageAnswers(self)
-        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
-        self.started_ns = time.monotonic_ns()
-        self.started_unix_s = int(time.time())
-        self.is_draining = False
-        self.visits: set[GatewayVisit] = set()
-        self._session: aiohttp.ClientSession | None = None
-        ledger.describe_by(self.facts)
+        self.pool: ThreadPoolExecutor = (
+            before.pool if before else ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
+        )
+        self.started_ns: int = before.started_ns if before else time.monotonic_ns()
+        self.started_unix_s: int = before.started_unix_s if before else int(time.time())
+        self.visits: set[GatewayVisit] = before.visits if before else set()
+        self._session: aiohttp.ClientSession | None = before.session if before else None
+        if before is None:
+            ledger.describe_by(self.facts)
+
+    def _on_room(self) -> None:
+        self.queue.dispatch()
+        self.queue.on_leave()
+
+    @property
+    def seen_upstreams(self) -> dict[str, Upstream]:
+        """The upstreams by the name that metrics have; a canary's own ones have `@canary` behind theirs."""
+        canary = self.versions.canary if self.versions is not None else None
+        others = [one for one in canary.router.upstreams if one not in self.router.upstreams] if canary else []
+        return {one.name: one for one in self.router.upstreams} | {f"{one.name}@canary": one for one in others}
 
     def _cache(self, config: GatewayConfig, embedder_key: str | None) -> "ResponseCache | None":
         if not config.cache_route:
@@ -82,6 +116,10 @@ class GatewayService:
     async def open(self) -> None:
         """Make the connections' pool. No proxy of the environment, no cookies, no redirects: only the config says
         where requests go."""
+        if self._before is not None:
+            self._before = None  # no chain of them is kept
+            self._queue_polls.begin(self.session)
+            return
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -117,13 +155,15 @@ class GatewayService:
         self.budgets.check(tenant.name)
 
     def quota(self, tenant: Tenant) -> Quota:
-        return self._quotas[tenant.name]
+        return self.quotas[tenant.name]
 
     def enter(self, visit: "GatewayVisit") -> None:
         self.visits.add(visit)
+        self.num_open += 1
 
     def leave(self, visit: "GatewayVisit") -> None:
         self.visits.discard(visit)
+        self.num_open -= 1
         self.ladder.observe(time.monotonic_ns())
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
@@ -161,10 +201,11 @@ class GatewayService:
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
             "policy": self.policy.version,
+            "config": self.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
-            "upstreams": [_upstream_stats(upstream, at_ns) for upstream in self.router.upstreams],
+            "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }
 
     # ---- the end
@@ -187,9 +228,15 @@ class GatewayService:
         while self.visits and time.monotonic() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
 
+    async def retire(self) -> None:
+        """Another version has taken its place: it asks nobody any more how long their queues are."""
+        await self._queue_polls.end()
+
     async def close(self) -> None:
         self.lag.end()
         await self._queue_polls.end()
+        if self.audit is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
         if self._session is not None:
             await self._session.close()
@@ -198,10 +245,10 @@ class GatewayService:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _upstream_stats(upstream: Upstream, at_ns: int) -> dict[str, Any]:
+def _upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
     breaker = upstream.breaker
     return {
-        "name": upstream.name,
+        "name": name,
         "requests": upstream.requests,
         "tokens": upstream.tokens,
         "limit": upstream.limit,

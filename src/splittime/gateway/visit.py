@@ -52,7 +52,7 @@ class GatewayVisit:
     ) -> None:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
         self.tenant = tenant_of(scope)
-        self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger)
+        self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger, gateway.version, gateway.audit)
         self._turn = CacheTurn(gateway.cache, scope, self.account, self.tenant.name, send, self._headers)
         self._first_token_by_ns: int | None = None
         self._given: Giving | None = None  # the cache's answer

@@ -131,7 +131,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
         of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
     degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
-    routing: what a gateway's rules said of it.
+    routing: what a gateway's rules said of it. config_version: number and hash of the gateway's config that it was
+        served under.
     """
 
     request_id: str
@@ -172,6 +173,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     parent_id: str = ""
     degraded: str = ""
     routing: RouteDecision | None = None
+    config_version: str = ""
 
     @property
     def is_refused(self) -> bool:

@@ -65,6 +65,7 @@ def account_json(account: ClosedAccount) -> dict[str, Any]:
         "degraded": account.degraded,
         "attempts": [_attempt_json(attempt, account.start_ns) for attempt in account.attempts],
         "routing": msgspec.to_builtins(account.routing),
+        "config_version": account.config_version,
         "derived": _derived_json(account),
     }
 
@@ -112,6 +113,7 @@ def account_from_json(data: dict[str, Any]) -> ClosedAccount:
         degraded=data.get("degraded", ""),
         attempts=tuple(_attempt(entry, start_ns) for entry in data.get("attempts", ())),
         routing=msgspec.convert(data.get("routing"), RouteDecision | None),
+        config_version=data.get("config_version", ""),
     )
 
 

@@ -21,7 +21,7 @@ function onAnswer({ now, recent, words }) {
   showRefusals(byId("refusal-rows"), now);
   showSlowest(byId("slowest-rows"), recent);
   say(byId("time-note"), recent.is_cut ? `of the latest ${count(recent.requests)} requests` : `${count(recent.requests)} requests that ended in the last ${recent.seconds} s`);
-  say(byId("model"), `${count(now.upstreams.length)} upstreams, ${count(now.models)} models`);
+  say(byId("model"), `${count(now.upstreams.length)} upstreams, ${count(now.models)} models${now.config ? ` · config ${now.config}` : ""}`);
   document.title = `${now.open_requests} open · splittime gateway`;
   showState(now);
 }

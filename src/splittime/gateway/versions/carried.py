@@ -1,0 +1,58 @@
+"""What a new version takes over from the one before: upstreams, limits and retries that are configured alike keep their
+state, so a swap forgets no request in flight, no open breaker and no used-up limit."""
+
+from typing import TYPE_CHECKING
+
+from splittime.core.errors import ConfigError
+from splittime.gateway.budgets import budgets_of
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.upstreams import Upstream
+from splittime.web.tenants import Quota, Tenant
+
+if TYPE_CHECKING:
+    from splittime.gateway.service import GatewayService
+
+FIXED = (
+    *("host", "port", "ssl_certfile", "ssl_keyfile", "body_timeout_s", "slow_reader_s"),
+    *("ledger_file", "max_file_accounts", "budget_file", "audit", "cache", "cache_route", "embedder"),
+)
+
+
+def check_change(old: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` for a key that only a restart can change."""
+    for name in FIXED:
+        if getattr(old, name) != getattr(new, name):
+            raise _fixed(name)
+    if budgets_of(old.tenant) != budgets_of(new.tenant):
+        raise _fixed("tenant.tokens_per_day or tokens_per_month")
+
+
+def _fixed(name: str) -> ConfigError:
+    hint = "leave it as it is, or restart the gateway with the new file"
+    return ConfigError(f"{name} cannot change while the gateway runs", code="needs_restart", param=name, hint=hint)
+
+
+def check_canary(old: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` where a share of tenants cannot try this config."""
+    if old.tenant != new.tenant:
+        message = "a canary has the tenants of the config that it is compared with"
+        hint = "apply the [[tenant]] tables first, whole, and then the rest as a canary"
+        raise ConfigError(message, code="canary_tenants", param="tenant", hint=hint)
+    if len(old.tenant) < 2:
+        hint = "apply it whole, or give keys to two tenants or more"
+        message = f"a canary is a share of tenants, and there are {len(old.tenant)}"
+        raise ConfigError(message, code="canary_tenants", param="canary", value=len(old.tenant), limit=2, hint=hint)
+
+
+def upstream_of(before: "GatewayService | None", made: Upstream) -> Upstream:
+    """Returns the earlier version's where that is configured alike, key included; else the new one."""
+    for old in before.router.upstreams if before is not None else ():
+        if (old.config, old.key) == (made.config, made.key) and old.breaker.config == made.breaker.config:
+            return old
+    return made
+
+
+def quota_of(before: "GatewayService | None", tenant: Tenant) -> Quota:
+    """Returns the earlier version's where its limits are the same; one whose limits have changed begins anew."""
+    old = None if before is None else before.quotas.get(tenant.name)
+    return old if old is not None and old.tenant == tenant else Quota(tenant)

@@ -1,0 +1,275 @@
+"""The versions of a running gateway: the one that serves, the one that a canary's tenants try, and how they change.
+
+Each version is a `GatewayService` of its own; a request keeps the one it came in by, so it ends under the config that
+it began with. A change is one assignment in the event loop: no request sees half of it. A file that is wrong changes
+nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import Conflict, RequestError, SplittimeError
+from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.config import GatewayConfig
+from splittime.gateway.config_file import Secrets, read_config, secrets_of
+from splittime.gateway.service import GatewayService
+from splittime.gateway.versions.canary import CanaryDecision, CanaryTrial, CompareArms, chosen
+from splittime.gateway.versions.carried import check_canary, check_change
+from splittime.gateway.versions.version import ConfigChange, numbered
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger
+from splittime.web.tenants import Tenant
+
+log = logging.getLogger("splittime.gateway")
+
+KEPT_CHANGES = 32
+MAX_BEFORE = 2048  # accounts that a canary's tenants had before
+WATCH_S = 0.1
+CHANGES = ("started", "applied", "canary", "promoted", "rolled_back", "refused")
+
+
+class Applied(NamedTuple):
+    """What a version was made of."""
+
+    config: GatewayConfig
+    secrets: Secrets
+
+
+class GatewayVersions:
+    """compare: says whether a canary is worse; without it there are none. path: of the file that SIGHUP reads again.
+    current: the version that serves; `on_swap` is called when it has changed."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        secrets: Secrets,
+        ledger: Ledger,
+        *,
+        path: Path | None = None,
+        compare: CompareArms | None = None,
+    ) -> None:
+        self._ledger, self._path, self._compare = ledger, path, compare
+        self._applied, self._previous = Applied(config, secrets), list[Applied]()  # at most one
+        self._number = 1
+        self.current = GatewayService(config, secrets, ledger, str(numbered(1, config)))
+        self.canary: GatewayService | None = None
+        self.trial: CanaryTrial | None = None
+        self._trying: Applied | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._retired: list[GatewayService] = []
+        self._ending = set[asyncio.Task[None]]()
+        self._lock = asyncio.Lock()
+        self._changes: deque[ConfigChange] = deque(maxlen=KEPT_CHANGES)
+        self.counts = dict.fromkeys(CHANGES, 0)
+        self.on_swap: Callable[[], None] = lambda: None
+        self._adopt(self.current)
+        ledger.subscribe(self._on_record)
+
+    async def open(self) -> None:
+        await self.current.open()
+        self._note("started", self.current.version, "")
+
+    def arm_of(self, tenant: Tenant) -> GatewayService:
+        """Returns the version that a request of this tenant comes in by now."""
+        if self.trial is not None and self.canary is not None and tenant.name in self.trial.tenants:
+            return self.canary
+        return self.current
+
+    @property
+    def living(self) -> list[GatewayService]:
+        """The current version, a canary's, and those that still have requests."""
+        return [self.current, *([] if self.canary is None else [self.canary]), *self._retired]
+
+    # ---- changes
+
+    async def apply(self, config: GatewayConfig, by: str, share: float | None = None) -> None:
+        """Change to this config: for all, or for a share of the tenants first. Raises `ConfigError` and changes
+        nothing where it cannot be, and `Conflict` while a canary runs."""
+        async with self._lock:
+            if self.trial is not None:
+                hint = "splittime gateway rollback ends it; then apply"
+                raise Conflict("a canary is running", code="canary_runs", param="canary", hint=hint)
+            try:
+                check_change(self._applied.config, config)
+                if share is not None:
+                    check_canary(self._applied.config, config)
+                loop = asyncio.get_running_loop()
+                secrets = await loop.run_in_executor(self.current.pool, secrets_of, config)
+                made = self._made(Applied(config, secrets))
+            except SplittimeError as error:
+                self._note("refused", "", by, error.info.message)
+                raise
+            if share is None:
+                await self._swap(made, Applied(config, secrets), "applied", by)
+            else:
+                await self._try(made, Applied(config, secrets), share, by)
+
+    async def reread(self) -> None:
+        """As `apply` of the file that the gateway was started with; what is wrong with it is logged, and counted."""
+        assert self._path is not None, "a gateway that is told of SIGHUP has a file"
+        try:
+            config = await asyncio.get_running_loop().run_in_executor(self.current.pool, read_config, self._path)
+        except SplittimeError as error:
+            self._note("refused", "", "SIGHUP", error.info.message)
+            return
+        try:
+            await self.apply(config, "SIGHUP")
+        except Conflict as error:
+            self._note("refused", "", "SIGHUP", error.info.message)
+        except SplittimeError:
+            return  # noted there
+
+    async def roll_back(self, by: str) -> None:
+        """End the canary, or go back to the config before this one. Raises `RequestError` where there is neither."""
+        async with self._lock:
+            if self.trial is not None:
+                await self._end_trial(CanaryDecision(False, "asked for"), by)
+                return
+            if not self._previous:
+                raise RequestError("there is no config before this one", code="nothing_before", status=409)
+            (back,) = self._previous
+            await self._swap(self._made(back), back, "rolled_back", by)
+
+    def _made(self, applied: Applied) -> GatewayService:
+        version = str(numbered(self._number + 1, applied.config))
+        made = GatewayService(applied.config, applied.secrets, self._ledger, version, self.current)
+        self._number += 1
+        return made
+
+    async def _swap(self, made: GatewayService, applied: Applied, what: str, by: str, why: str = "") -> None:
+        if made is not self.canary:
+            await made.open()
+        old, self.current = self.current, made
+        self._previous, self._applied = [self._applied], applied
+        self._adopt(made)
+        self._retire(old)
+        self._ledger.describe_by(made.facts)
+        made.metrics.gateway = made
+        self.on_swap()
+        self._note(what, made.version, by, why)
+
+    def _adopt(self, service: GatewayService) -> None:
+        service.versions, service.queue.on_leave = self, self._dispatch
+
+    def _retire(self, service: GatewayService) -> None:
+        """The version takes no more requests; those it has go on."""
+        self._retired = [one for one in (*self._retired, service) if one.num_open]
+        ending = asyncio.get_running_loop().create_task(service.retire())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _dispatch(self) -> None:
+        """A place at an upstream is free, which versions may share."""
+        for service in self.living:
+            service.queue.dispatch()
+        if self._retired:
+            self._retired = [one for one in self._retired if one.num_open]
+
+    # ---- the canary
+
+    async def _try(self, made: GatewayService, applied: Applied, share: float, by: str) -> None:
+        if self._compare is None:
+            raise RequestError("this gateway cannot compare: it was started without", code="no_comparison")
+        config, version = self._applied.config, self.current.version
+        tenants = chosen([tenant.name for tenant in config.tenant], share, made.policy.version)
+        loop = asyncio.get_running_loop()
+        read = partial(self._before, tenants, version)
+        before = await loop.run_in_executor(self.current.pool, read)
+        await made.open()
+        self._adopt(made)
+        trial = CanaryTrial(config.canary, tenants, before, (version, made.version), self._compare)
+        self.trial, self.canary, self._trying = trial, made, applied
+        self._watching = loop.create_task(self._watch(trial, time.monotonic() + config.canary.max_s))
+        self._note("canary", made.version, by, f"{len(tenants)} of {len(config.tenant)} tenants")
+
+    def _before(self, tenants: frozenset[str], version: str) -> list[ClosedAccount]:
+        latest = self._ledger.accounts(limit=MAX_BEFORE)
+        return [one for one in latest if one.tenant in tenants and one.config_version == version]
+
+    def _on_record(self, record: ClosedAccount | StepRecord) -> None:
+        if self.trial is not None and isinstance(record, ClosedAccount):
+            self.trial.note(record)
+
+    async def _watch(self, trial: CanaryTrial, until_s: float) -> None:
+        """Look whenever both arms have enough; what is not decided in time is rolled back."""
+        decision = CanaryDecision(None, "")
+        while decision.promotes is None and time.monotonic() < until_s:
+            if trial.is_due:
+                decision = await self._looked(trial)
+            else:
+                await asyncio.sleep(WATCH_S)
+        if decision.promotes is None:
+            decision = CanaryDecision(False, f"not decided in time. {trial.last_look}")
+        async with self._lock:
+            if self.trial is trial:
+                await self._end_trial(decision, "")
+
+    async def _looked(self, trial: CanaryTrial) -> CanaryDecision:
+        """A comparison that fails decides nothing good."""
+        try:
+            decision = await asyncio.get_running_loop().run_in_executor(self.current.pool, trial.look())
+        except Exception as error:
+            log.exception("the canary's comparison failed")
+            decision = CanaryDecision(False, f"the comparison failed: {type(error).__name__}")
+        trial.last_look = decision.why
+        return decision
+
+    async def _end_trial(self, decision: CanaryDecision, by: str) -> None:
+        made, applied, watching = self.canary, self._trying, self._watching
+        assert made is not None
+        assert applied is not None
+        if decision.promotes:
+            await self._swap(made, applied, "promoted", by, decision.why)
+        else:
+            self._retire(made)
+            self._note("rolled_back", made.version, by, decision.why)
+        self.trial = self.canary = self._trying = self._watching = None
+        if watching is not None and watching is not asyncio.current_task():
+            watching.cancel()
+
+    # ---- what is told
+
+    def _note(self, what: str, version: str, by: str, why: str = "") -> None:
+        change = ConfigChange(at_unix_s=round(time.time(), 3), what=what, version=version, by=by, why=why[:1000])
+        self._changes.append(change)
+        self.counts[what] += 1
+        log.warning("config %s %s by %s: %s", what, version, by or "the gateway", why or "-")
+        if self.audit is not None:
+            self.audit.note("config", msgspec.to_builtins(change))
+
+    @property
+    def audit(self) -> AuditLog | None:
+        return self.current.audit
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the version that serves, the canary, the audit log's state and the latest changes, oldest first."""
+        return {
+            "version": self.current.version,
+            "canary": None if self.trial is None else self.trial.stats(),
+            "audit": None if self.audit is None else self.audit.stats(),
+            "changes": msgspec.to_builtins(list(self._changes)),
+        }
+
+    # ---- the end
+
+    async def drain(self) -> None:
+        for service in self.living:
+            service.is_draining = True
+        await self.current.drain()
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        for service in self.living:
+            await service.retire()
+        await asyncio.gather(*self._ending)
+        await self.current.close()

@@ -1,0 +1,210 @@
+"""The audit log: a chain that tells the first broken line, drops that are counted and told, and no secrets."""
+
+import json
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime
+
+import pytest
+
+from splittime.core.errors import ConfigError, NotFound
+from splittime.gateway.audit.chain import FIRST, ChainEnd, link, verify, verify_file
+from splittime.gateway.audit.log import AuditLog, AuditRecord
+from splittime.gateway.config import AuditConfig
+
+from .conftest import gateway_of, upstream
+from .test_limits import bearer
+from .test_versions import KEYS, TENANTS, admin
+
+AT = datetime(2026, 11, 27, tzinfo=UTC)
+
+
+def lines(count: int, end: ChainEnd = ChainEnd()):  # noqa: B008
+    made = []
+    for number in range(count):
+        line, end = link(end, {"kind": "request", "tenant": f"t{number}"})
+        made.append(line)
+    return made, end
+
+
+def test_a_chain_that_is_whole():
+    made, end = lines(5)
+    found = verify(made)
+    assert (found.lines, found.end, found.broken_line, found.begins_after) == (5, end, None, FIRST)
+    more, last = lines(3, end)
+    assert verify(made + more).end == last
+    assert verify(more).begins_after == end.digest  # a file that goes on where another ended
+    assert verify([]).lines == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        (lambda made: [*made[:2], made[2].replace(b"t2", b"t9"), *made[3:]], 3),
+        (lambda made: [*made[:2], *made[3:]], 3),
+        (lambda made: [*made[:2], made[3], made[2], made[4]], 3),
+        (lambda made: [*made[:3], made[2], *made[3:]], 4),
+        (lambda made: [*made[:2], b"\n", *made[2:]], 3),
+        (lambda made: [*made[:4], made[4][:-20]], 5),
+        (lambda made: [*made[:4], made[4][:-1]], 5),
+        (lambda made: [b"x" + made[0], *made[1:]], 1),
+        (lambda made: [*made[:1], made[1].replace(b'"hash":"', b'"hash":"0', 1), *made[2:]], 2),
+        (lambda made: [*made[:2], lines(3)[0][2].replace(b"t2", b"t5"), *made[3:]], 3),
+        (lambda made: [*made[:2], link(verify(made[:2]).end, {"kind": "other"})[0], *made[3:]], 4),
+        (lambda made: [link(ChainEnd(4, FIRST), {})[0]], 1),
+    ],
+)
+def test_the_first_broken_line_is_told(change, broken):
+    found = verify(change(lines(5)[0]))
+    assert (found.broken_line, found.lines) == (broken, broken - 1)
+    assert found.why
+
+
+def opened(path, **more) -> AuditLog:
+    return AuditLog(AuditConfig(file=str(path), **more))
+
+
+def kinds(path):
+    return [json.loads(line)["kind"] for line in path.read_bytes().splitlines()]
+
+
+def test_it_goes_on_where_it_ended_and_cuts_a_line_that_was_not_finished(tmp_path):
+    path = tmp_path / "audit.jsonl"
+    for _ in range(2):
+        log = opened(path)
+        log.note("x", {})
+        log.close()
+    path.write_bytes(path.read_bytes() + b'{"n":3,"pr')
+    log = opened(path)
+    log.close()
+    found = verify_file(path)
+    assert (found.lines, found.broken_line, kinds(path)) == (3, None, ["x", "x", "torn"])
+    assert found.end == ChainEnd(log.stats()["last_number"], log.stats()["last_hash"])
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_no_log_or_is_written_by_another_is_left_as_it_is(tmp_path):
+    path = tmp_path / "other"
+    for text in (b"hello\n", b"hello", b"\x00" * 9):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match="cannot go on"):
+            opened(path)
+        assert path.read_bytes() == text
+    first = opened(tmp_path / "audit.jsonl")
+    with pytest.raises(ConfigError, match="cannot go on"):
+        opened(tmp_path / "audit.jsonl")
+    first.close()
+    with pytest.raises(NotFound):
+        verify_file(tmp_path / "nowhere")
+
+
+def test_what_the_queue_does_not_hold_is_dropped_counted_and_told(tmp_path):
+    path, is_writing, may_go_on = tmp_path / "audit.jsonl", threading.Event(), threading.Event()
+    log = opened(path, max_queue=2)
+
+    def held():
+        is_writing.set()
+        may_go_on.wait(10)
+        return {}
+
+    log.put(AuditRecord(AT, "held", held))
+    assert is_writing.wait(10)
+    for _ in range(5):
+        log.note("x", {})
+    assert log.num_dropped == 3
+    may_go_on.set()
+    log.close()
+    assert kinds(path) == ["held", "dropped", "x", "x"]
+    found = verify_file(path)
+    assert (found.broken_line, found.dropped, log.num_lines) == (None, 3, 4)
+
+
+def test_a_full_disk_drops_counts_and_tells_when_there_is_room_again(tmp_path):
+    """In a process of its own, which may write no more than so many bytes to a file."""
+    done = subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["40", "0", "1", "3"], done.stderr
+    assert kinds(tmp_path / "audit.jsonl") == ["first", "dropped", "last"]
+    found = verify_file(tmp_path / "audit.jsonl")
+    assert (found.broken_line, found.dropped) == (None, 40)
+
+
+FULL = """
+import resource, time
+from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.config import AuditConfig
+log = AuditLog(AuditConfig(file="audit.jsonl"))
+log.note("first", {})
+while log.num_lines < 1: time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
+for _ in range(40): log.note("lost", {"text": "x" * 300})
+while log.num_dropped < 40: time.sleep(0.01)
+lost = log.num_lines - 1
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.note("last", {})
+log.close()
+print(log.num_dropped, lost, log.stats()["last_number"] - 2, log.num_lines)
+"""
+
+
+def text_of(hostile, **more) -> str:
+    audit = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
+    one = upstream("one", hostile.url("fine"), "m", key_env="UP_KEY")
+    return one + TENANTS + '[audit]\nfile = "audit.jsonl"\n' + audit
+
+
+def verified(folder, *more: str):
+    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "audit", "verify", "audit.jsonl", *more]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def ask(gateway, key: str, **body):
+    messages = [{"role": "user", "content": "the-prompt"}]
+    return gateway.ask("m", {**bearer(key), "x-request-id": f"r-{key}", "x-secret": "told-nobody"}, messages=messages)[
+        0
+    ]
+
+
+def test_who_asked_for_what_is_in_the_file_and_no_prompt_and_no_key(hostile, tmp_path):
+    keys = {**KEYS, "UP_KEY": "of-upstream"}
+    with gateway_of(tmp_path, text_of(hostile), **keys) as gateway:
+        assert ask(gateway, "of-a") == 200
+        assert admin(gateway, toml="port = 0\n" + text_of(hostile) + "[queue]\nmax_requests = 9\n")[0] == 200
+        assert ask(gateway, "of-b") == 200
+        gateway.account("r-of-b", "of-ops")
+        assert metric_of(gateway, "splittime_gateway_audit_drops_total") == 0
+        gateway.kill()
+    with gateway_of(tmp_path, text_of(hostile), **keys) as gateway:
+        assert ask(gateway, "of-c") == 200
+    data = (tmp_path / "audit.jsonl").read_text()
+    told = [json.loads(line) for line in data.splitlines()]
+    requests = {one["tenant"]: one for one in told if one["kind"] == "request"}
+    assert {name: one["config"][:2] for name, one in requests.items()} == {"a": "1:", "b": "2:", "c": "1:"}
+    assert (requests["a"]["upstreams"], requests["a"]["finish_reason"]) == (["one"], "stop")
+    changes = [(one["what"], one["by"]) for one in told if one["kind"] == "config"]
+    assert changes == [("started", ""), ("applied", "ops"), ("started", "")]
+    assert not [word for word in ("the-prompt", "told-nobody", "of-upstream", *KEYS.values()) if f'"{word}' in data]
+    assert "the-prompt" not in data
+    assert "told-nobody" not in data
+    assert verified(tmp_path).returncode == 0
+    (tmp_path / "audit.jsonl").write_text(data.replace('"tenant":"b"', '"tenant":"a"'))
+    done = verified(tmp_path, "--json")
+    assert (done.returncode, json.loads(done.stdout)["broken_line"]) == (1, told.index(requests["b"]) + 1)
+
+
+def metric_of(gateway, name: str) -> float:
+    from urllib.request import Request, urlopen
+
+    asked = Request(gateway.url + "/metrics", headers=bearer("of-ops"))
+    with urlopen(asked, timeout=10) as answer:
+        text = answer.read().decode()
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name + " ")))
+
+
+def test_prompts_are_kept_where_the_config_says_so(hostile, tmp_path):
+    with gateway_of(tmp_path, text_of(hostile, prompts=True), **KEYS, UP_KEY="of-upstream") as gateway:
+        assert ask(gateway, "of-a") == 200
+    data = (tmp_path / "audit.jsonl").read_text()
+    (body,) = [told["body"] for told in map(json.loads, data.splitlines()) if told["kind"] == "request"]
+    assert json.loads(body)["messages"][0]["content"] == "the-prompt"
+    assert "told-nobody" not in data
