@@ -142,6 +142,7 @@ class Forwarding:
         account = self._account
         account.begin_attempt()
         headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
+        headers |= {} if gateway.tracing is None else {"traceparent": account.attempt_traceparent()}
         begin_ns = now_ns()
         relay = self.relay = Relay(
             gateway.session,

@@ -55,6 +55,12 @@ GATEWAY_METRICS = (
         ("result",),
         "Hops posted by clients: kept, known (posted before), forgotten (by age or bound)",
     ),
+    MetricSpec(
+        "splittime_gateway_spans_total",
+        "counter",
+        ("result",),
+        "Spans of [tracing]: sent, queue_full (dropped), not_taken (by the collector: dropped)",
+    ),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
     MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
@@ -128,10 +134,15 @@ class GatewayMetrics(Collector):
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()
         return {
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
+            "splittime_gateway_spans_total": self._spans(),
             "splittime_gateway_retries_total": {(): self.gateway.retry_budget.num_taken},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
         }
+
+    def _spans(self) -> Series:
+        exporter = self.gateway.tracing
+        return {} if exporter is None else {(result,): count for result, count in exporter.spans.items()}
 
     def _gauges(self) -> dict[str, Series]:
         upstreams, queue = self.gateway.seen_upstreams.items(), self.gateway.queue

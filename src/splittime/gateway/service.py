@@ -15,7 +15,7 @@ from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import EMBEDDER, Secrets
+from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.loop_lag import LoopLag
@@ -24,6 +24,7 @@ from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
+from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -83,6 +84,7 @@ class GatewayService:
         self.audit: AuditLog | None = (
             before.audit if before else None if config.audit is None else AuditLog(config.audit)
         )
+        self.tracing: SpanExporter | None = before.tracing if before else self._tracing(keys.get(TRACING))
         self.metrics: GatewayMetrics = before.metrics if before else GatewayMetrics(self)
         self.page_answers = PageAnswers(self)
         self.pool: ThreadPoolExecutor = (
@@ -94,6 +96,13 @@ class GatewayService:
         self._session: aiohttp.ClientSession | None = before.session if before else None
         if before is None:
             ledger.describe_by(self.facts)
+
+    def _tracing(self, key: str | None) -> SpanExporter | None:
+        if self.config.tracing is None:
+            return None
+        exporter = SpanExporter(self.config.tracing, key)
+        self.ledger.subscribe(exporter.note)
+        return exporter
 
     def _on_room(self) -> None:
         self.queue.dispatch()
@@ -131,6 +140,8 @@ class GatewayService:
         self._queue_polls.begin(self._session)
         self.budgets.open(self.pool)
         self.lag.begin()
+        if self.tracing is not None:
+            self.tracing.open(self._session, self.pool)
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -239,6 +250,8 @@ class GatewayService:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
         if self._session is not None:
+            if self.tracing is not None:
+                await self.tracing.close(self._session, self.pool)
             await self._session.close()
         if self.cache is not None:
             self.cache.close()
