@@ -16,6 +16,7 @@ from splittime.gateway import routes_hops
 from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
+from splittime.gateway.lint import paths as lint_paths
 from splittime.gateway.page import paths as page_paths
 from splittime.gateway.page.files import page
 from splittime.gateway.service import GatewayService
@@ -136,6 +137,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),
     ("GET", "/stats", stats),
+    ("GET", lint_paths.LINT, lint_paths.send_lint),
     ("GET", page_paths.DATA, page_paths.send_data),
     ("GET", PREFIX + "{name}", page_paths.send_file),
     ("GET", "/ledger/requests", requests),

@@ -181,6 +181,12 @@ class TracingConfig(Strictly, frozen=True, kw_only=True):
     max_queue: Annotated[int, Doc("Spans that may wait to be sent; more are dropped, and counted.", 1)] = 20_000
 
 
+class LintConfig(Strictly, frozen=True, kw_only=True):
+    """`[lint]`: what prompts carry for nothing (`splittime gateway lint`). They are looked at and not kept."""
+
+    share: Annotated[float, Doc("Of the requests, by chance, that are looked at.", 0, 1)] = 0.01
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -197,6 +203,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     embedder: EmbedderConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
     tracing: TracingConfig | None = None
+    lint: LintConfig | None = None
     canary: CanaryConfig = CanaryConfig()
     audit: AuditConfig | None = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"

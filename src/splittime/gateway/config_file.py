@@ -26,6 +26,7 @@ from splittime.gateway.config import (
     DegradationConfig,
     EmbedderConfig,
     GatewayConfig,
+    LintConfig,
     QueueConfig,
     RetryConfig,
     RuleConfig,
@@ -52,6 +53,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[embedder]", EmbedderConfig),
     ("[[degradation]]", DegradationConfig),
     ("[tracing]", TracingConfig),
+    ("[lint]", LintConfig),
     ("[canary]", CanaryConfig),
     ("[audit]", AuditConfig),
 )

@@ -62,6 +62,8 @@ class Forwarding:
         """Raises what the client must be told where no attempt was answered."""
         gateway, tried, resumption = self._gateway, list[str](), Resumption(request)
         gateway.retry_budget.note_request(now_ns())
+        if gateway.lint is not None:
+            gateway.lint.note(request)
         failure: UpstreamFailure | None = None
         while True:
             try:

@@ -18,6 +18,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.lint.sampler import PromptLint
 from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
@@ -85,6 +86,9 @@ class GatewayService:
             before.audit if before else None if config.audit is None else AuditLog(config.audit)
         )
         self.tracing: SpanExporter | None = before.tracing if before else self._tracing(keys.get(TRACING))
+        self.lint: PromptLint | None = (
+            before.lint if before else None if config.lint is None else PromptLint(config.lint)
+        )
         self.metrics: GatewayMetrics = before.metrics if before else GatewayMetrics(self)
         self.page_answers = PageAnswers(self)
         self.pool: ThreadPoolExecutor = (
@@ -255,6 +259,8 @@ class GatewayService:
             await self._session.close()
         if self.cache is not None:
             self.cache.close()
+        if self.lint is not None:
+            self.lint.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
