@@ -12,7 +12,6 @@ from splittime.gateway.forwarded import forwarded
 from splittime.gateway.lint import sampler
 from splittime.gateway.lint.faults import PromptText, changing_prefix, faults_of, texts_of
 from splittime.gateway.lint.sampler import PromptLint
-
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import Attempt, NestedStage
 from splittime.ledger.stages import Stage

@@ -17,7 +17,8 @@ async def send_lint(gateway: "GatewayService", scope: http.Scope, receive: http.
     """The report. Raises `NotFound` where no prompt is looked at."""
     lint = gateway.lint
     if lint is None:
-        raise NotFound("no prompts are looked at", code="lint_off", hint="a table [lint] in the config turns it on")
+        message = "no prompts are looked at: a table [lint] in the config turns that on"
+        raise NotFound(message, code="lint_off", hint="add [lint] and restart the gateway")
 
     def work() -> dict[str, Any]:
         return lint.report(gateway.ledger.accounts(None, ACCOUNTS))

@@ -28,7 +28,7 @@ MAX_PREFIXES = 1024
 
 
 class ModelFaults:
-    """Of one model: requests looked at, their bytes, and by kind how many had a fault and what it cost in bytes."""
+    """What one model's prompts showed: requests looked at, their bytes, and by kind how many had a fault, in bytes too."""
 
     def __init__(self) -> None:
         self.requests = self.num_bytes = 0
@@ -96,7 +96,7 @@ class PromptLint:
         """Returns what was found by model. accounts: whose upstreams told what a token of a prompt takes."""
         ns_per_token = prefill_ns_per_token(accounts)
         with self._lock:
-            models = {model: _told(found, ns_per_token) for model, found in self._models.items()}
+            models = {model: _model_report(found, ns_per_token) for model, found in self._models.items()}
             skipped = self.num_skipped
         return {"share": self._share, "skipped": skipped, "prefill_ns_per_token": ns_per_token, "models": models}
 
@@ -115,7 +115,7 @@ def prefill_ns_per_token(accounts: Iterable[ClosedAccount]) -> float | None:
     return lasted_ns / tokens if tokens > 0 else None
 
 
-def _told(found: ModelFaults, ns_per_token: float | None) -> dict[str, Any]:
+def _model_report(found: ModelFaults, ns_per_token: float | None) -> dict[str, Any]:
     faults = {
         kind: {
             "requests": found.having[kind],
