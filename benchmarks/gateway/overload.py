@@ -35,7 +35,20 @@ from benchmarks.report import file_result
 SLOTS, CHUNK = 16, 8
 LENGTHS = {"one": (16, 48), "two": (48, 112), "four": (24, 72)}  # of answers
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
-TENANTS = [{"name": name, "key": f"key-of-{name}", "least": low, "most": high} for name, (low, high) in LENGTHS.items()]
+PROMPT = "one two three four five six seven eight"
+PROMPT_TOKENS = 8  # as the mock server counts them
+BODY = {"model": "mock", "prompt": PROMPT, "stream_options": {"include_usage": True}}
+TENANTS: list[dict[str, Any]] = [
+    {
+        "name": name,
+        "key": f"key-of-{name}",
+        "least": least,
+        "most": most,
+        "prompt_tokens": PROMPT_TOKENS,
+        "body": BODY,
+    }
+    for name, (least, most) in LENGTHS.items()
+]
 FLOOD = 400
 GOALS = {"share": 0.05, "refusal_p99_ms": 5.0}
 
@@ -45,8 +58,8 @@ def config_of(upstream: str, wait_s: float, rate: int) -> str:
     text += f'[[upstream]]\nname = "mock"\nurl = "{upstream}"\nmodels = ["mock"]\nmax_in_flight = {SLOTS}\n'
     text += f'[[tenant]]\nname = "operator"\noperator = true\nsha256 = "{sha256(b"operator").hexdigest()}"\n'
     for tenant in TENANTS:
-        name, digest = tenant["name"], sha256(str(tenant["key"]).encode()).hexdigest()
-        text += f'[[tenant]]\nname = "{name}"\nsha256 = "{digest}"\nweight = {WEIGHTS[str(name)]}\n'
+        name, digest = tenant["name"], sha256(tenant["key"].encode()).hexdigest()
+        text += f'[[tenant]]\nname = "{name}"\nsha256 = "{digest}"\nweight = {WEIGHTS[name]}\n'
     return text
 
 
@@ -61,8 +74,8 @@ def gateway(upstream: str, wait_s: float, rate: int) -> Iterator[tuple[str, int]
 
 def load(url: str, *arguments: object) -> dict[str, Any]:
     """Returns what the load's process tells."""
-    command = [sys.executable, "-m", "benchmarks.gateway.overload_client", url.rpartition(":")[2]]
-    command += ["--tenants", json.dumps(TENANTS), *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.overload_client", url.rpartition(":")[2]]
+    command += ["--kinds", json.dumps(TENANTS), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -97,7 +110,7 @@ def show(figures: dict[str, Any], rate: int) -> None:
     made = f"{overload['output_tokens_per_s']:.0f} of {rate} tokens/s generated"
     lines = [f"{overload['sent_per_s']:.0f} requests/s sent, {made}"]
     for name, share in figures["shares"].items():
-        told = overload["tenants"][name]
+        told = overload["kinds"][name]
         waited, e2e = told["waited_ms"], told["e2e_ms"]
         lines.append(
             f"  {name:>5}: {share['share']:.3f} of the tokens, {share['of_weights']:.3f} of the weights"

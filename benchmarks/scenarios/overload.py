@@ -30,11 +30,12 @@ from benchmarks.server_process import get_json, served
 SLOTS = 64
 LEAST_S = 3.0  # of the capacity: some requests must end in it
 WAITING = 32
+WARM_UP_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def start_client(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.scenarios.overload_client", *map(str, arguments)]
+def start_client(name: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -86,18 +87,24 @@ def timed(into: dict[str, Any]) -> Iterator[None]:
     into["cores_used"] = {name: (after[name] - before[name]) / wall_s for name in after}
 
 
+def load_of(port: int, seconds: float, tokens: int, *more: object) -> subprocess.Popen[str]:
+    """Starts a load of requests of this many tokens, every other on a connection of its own."""
+    body = {"prompt": "def read_json(path):\n", "ignore_eos": True}
+    kinds = json.dumps([{"name": "any", "body": body, "least": tokens, "most": tokens}])
+    timed = ("--seconds", seconds, "--warm-up", WARM_UP_S)
+    return start_client("overload_client", port, "--kinds", kinds, "--new-ones", *timed, *more)
+
+
 def measure(port: int, seconds: float, times: float, tokens: int) -> dict[str, Any]:
     capacity: dict[str, Any] = {}
     with timed(capacity):
-        closed = start_client(
-            "load", port, "--in-flight", SLOTS + WAITING, "--seconds", max(LEAST_S, seconds / 2), "--tokens", tokens
-        )
+        closed = load_of(port, max(LEAST_S, seconds / 2), tokens, "--in-flight", SLOTS + WAITING)
         capacity |= result_of(closed)
     per_s = capacity["served_per_s"] * times
     overload: dict[str, Any] = {}
     with timed(overload):
-        load = start_client("load", port, "--per-s", per_s, "--seconds", seconds, "--tokens", tokens)
-        probes = start_client("probe", port, "--seconds", seconds)
+        load = load_of(port, seconds, tokens, "--per-s", per_s)
+        probes = start_client("probe_client", port, "--seconds", seconds, "--warm-up", WARM_UP_S)
         overload["probes"] = result_of(probes)
         overload |= result_of(load)
     ratio = overload["served_per_s"] / capacity["served_per_s"]
@@ -107,7 +114,7 @@ def measure(port: int, seconds: float, times: float, tokens: int) -> dict[str, A
 def goal_figures(run: dict[str, Any]) -> dict[str, float]:
     probes = run["overload"]["probes"]
     return {
-        "refusal_p99_ms": run["overload"]["refusal_ms"].get("p99", math.nan),
+        "refusal_p99_ms": run["overload"]["refusal_since_due_ms"].get("p99", math.nan),
         "health_p99_ms": probes["/health"].get("p99", math.nan),
         "metrics_p99_ms": probes["/metrics"].get("p99", math.nan),
         "served_over_capacity": run["served_over_capacity"],

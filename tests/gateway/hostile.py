@@ -122,6 +122,12 @@ class Hostile:
     async def do_pausing(self, reader, writer, body) -> bool:
         return await self.do_fine(reader, writer, {**body, "pause_s": 0.2})
 
+    async def do_keeping(self, reader, writer, body) -> bool:
+        """Keeps the model `kept` until its client leaves; any other is treated in the way that its body names."""
+        if body["model"] == "kept":
+            return await self._until_gone("keeping", reader)
+        return await getattr(self, f"do_{body.get('then', 'fine')}")(reader, writer, body)
+
     async def do_late(self, reader, writer, body) -> bool:
         await asyncio.sleep(0.15)
         return await self.do_fine(reader, writer, body)

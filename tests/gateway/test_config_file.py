@@ -45,6 +45,11 @@ def test_the_least_is_taken():
         (UPSTREAM + '[cache]\nfile = "f"\nvalkey = "redis://h"\n', "cache.file", "f", None),
         (UPSTREAM + '[embedder]\nurl = "ftp://h"\nmodel = "e"\n', "embedder.url", "ftp://h", None),
         ("", "upstream", None, None),
+        (UPSTREAM + "[tied]\n", "tied.after_s", None, None),
+        (UPSTREAM + "[tied]\nafter_s = 1\nquantile = 0.9\n", "tied.after_s", None, None),
+        (UPSTREAM + "[tied]\nquantile = 0.1\n", "tied.quantile", 0.1, [0.5, 0.999]),
+        (UPSTREAM + "[tied]\nafter_s = 1\n", "tied", None, None),  # one upstream
+        (UPSTREAM + "[tied]\nafter_s = 1\n[retries]\nmax_attempts = 1\n", "retries.max_attempts", 1, 2),
         ('ssl_keyfile = "k.pem"\n' + UPSTREAM, "ssl_keyfile", "k.pem", None),
     ],
 )

@@ -119,7 +119,8 @@ def test_a_wall_clock_that_steps_changes_no_account(hostile, tmp_path, stepping_
             account = account_from_json(gateway.account(request_id))
             sums(account)
             assert status == 200
-            assert 0.05e9 < account.end_ns - account.start_ns <= lasted_ns
+            # the gateway may note the end a moment after its client has read it; the wall clock steps by an hour
+            assert 0.05e9 < account.end_ns - account.start_ns <= lasted_ns + 0.5e9
             dates.add(round((account.started_at_unix_ns / 1e9 - time.time()) / 3600))
         assert dates == {-1, 1}  # it did step
         assert gateway.ask("slow")[0] == 504  # limits are neither cut short nor never met

@@ -12,13 +12,14 @@ from splittime.gateway.config_file import config_of
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.rehearse import features_of, rehearse
 from splittime.ledger.account import ClosedAccount, StageInterval
-from splittime.ledger.attempts import RouteDecision
+from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Stage
 
 from .conftest import gateway_of, upstream
 from .test_routing import BASE, rule
 
 S = 10**9
+ASKED = Attempt(upstream="a", request_id="x", considered=(), begin_ns=0, end_ns=0)
 
 
 def tenant(name: str, **limits) -> str:
@@ -42,7 +43,7 @@ def account(number: int, begin_s: float, end_s: float, policy: str = "", tokens:
         end_ns=end_ns,
         intervals=(StageInterval(Stage.RECEIVE, None, begin_ns, end_ns),),
         output_tokens=tokens,
-        **told,
+        **{"attempts": (ASKED,), **told},
     )
 
 
@@ -82,6 +83,26 @@ def test_limits_are_replayed_in_the_ledgers_time(limits, reason, refused):
     differences = rehearse(reversed(accounts), old, new).differences
     assert [one.new for one in differences] == [f"refused: {reason}"] * bool(refused)
     assert [name for one in differences for name in one.examples] == refused
+
+
+def test_what_no_upstream_answered_is_not_charged():
+    """A hit of the cache tells the tokens of the answer that was kept."""
+    accounts = [account(n, n, n + 0.5, tokens=100, tenant="t", attempts=() if n else (ASKED,)) for n in range(4)]
+    limited = config(BASE + tenant("ops") + tenant("t", tokens_per_minute=150))
+    assert rehearse(accounts, limited, limited).new == {"big": 4}
+    charged = [msgspec.structs.replace(one, attempts=(ASKED,)) for one in accounts]
+    assert rehearse(charged, limited, limited).new == {"big": 2, "refused: tokens_per_minute": 2}
+
+
+def test_budgets_are_replayed_by_the_ledgers_dates():
+    day_s = 86_400.0
+    begins_s = (0.0, 10.0, 20.0, day_s - 1, day_s + 2, day_s + 20, 32 * day_s)
+    accounts = [account(n, begin_s, begin_s + 2, tokens=100, tenant="t") for n, begin_s in enumerate(begins_s)]
+    old = config(BASE + tenant("ops") + tenant("t"))
+    for limits, refused in (({"tokens_per_day": 200}, ["r2", "r3"]), ({"tokens_per_month": 300}, ["r3", "r4", "r5"])):
+        new = config('budget_file = "not-made.sqlite"\n' + BASE + tenant("ops") + tenant("t", **limits))
+        (found,) = rehearse(accounts, old, new).differences
+        assert (found.new, list(found.examples)) == (f"refused: {next(iter(limits))}", refused)
 
 
 def test_what_the_ledger_cannot_tell_is_said():

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import RouteDecision
+from splittime.ledger.attempts import TIED_LOST, RouteDecision
 from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -117,6 +117,9 @@ def _attempts(account: ClosedAccount) -> str:
             lines.append(
                 f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
             )
+        if attempt.tied_to:
+            lost = f", and lost: it had a prompt of about {attempt.lost_tokens} tokens"
+            lines.append(f"  it raced with {attempt.tied_to}{lost if attempt.error == TIED_LOST else ''}")
         totals_ns: dict[Stage, int] = {}
         for stage in attempt.nested:
             totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns

@@ -81,7 +81,9 @@ class Calendar:
 
 
 class TokenBudgets:
-    """`open` begins inside the event loop, `close` ends. Raises `ConfigError` for a file that cannot be used."""
+    """`open` begins inside the event loop, `close` ends. Raises `ConfigError` for a file that cannot be used.
+
+    file: None for counts in memory alone, as a rehearsal keeps them."""
 
     def __init__(self, tenants: Sequence[TenantConfig], file: str | None, calendar: Calendar | None = None) -> None:
         self._calendar, self._file = calendar or Calendar(), file
@@ -92,7 +94,7 @@ class TokenBudgets:
         self._unwritten: Counter[Account] = Counter()
         self._is_broken = False
         self._task: asyncio.Task[None] | None = None
-        if self._by_tenant:
+        if self._by_tenant and file is not None:
             self._begin()
 
     def check(self, tenant: str) -> None:
@@ -117,7 +119,7 @@ class TokenBudgets:
     # ---- the file
 
     def open(self, executor: Executor) -> None:
-        if self._by_tenant:
+        if self._by_tenant and self._file is not None:
             self._task = asyncio.create_task(self._write_on(executor))
 
     async def close(self) -> None:

@@ -101,6 +101,16 @@ class RetryConfig(Strictly, frozen=True, kw_only=True):
     pause_s: Annotated[float, Doc("The longest pause before the second attempt; doubles with each.", 0, 60)] = 0.05
 
 
+class TiedConfig(Strictly, frozen=True, kw_only=True):
+    """`[tied]`: a stream of which no byte has come for a while is sent to a second upstream too; whoever gives a byte
+    first has the client. It counts as an attempt, and in the budget of retries. One of the two keys says how long."""
+
+    after_s: Annotated[float | None, Doc("How long no byte has come.", 0.001, 3600)] = None
+    quantile: Annotated[
+        float | None, Doc("Longer than such a share of the model's latest streams waited for theirs.", 0.5, 0.999)
+    ] = None
+
+
 class BreakerConfig(Strictly, frozen=True, kw_only=True):
     """`[breaker]`: an upstream that fails again and again is left alone for a while."""
 
@@ -196,6 +206,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
+    tied: TiedConfig | None = None
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
     cache: CacheConfig = CacheConfig()

@@ -31,11 +31,13 @@ from splittime.gateway.config import (
     RetryConfig,
     RuleConfig,
     TenantConfig,
+    TiedConfig,
     TracingConfig,
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
 from splittime.gateway.routing.check import check_routing
+from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
@@ -47,6 +49,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[rule]]", RuleConfig),
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
+    ("[tied]", TiedConfig),
     ("[breaker]", BreakerConfig),
     ("[cache]", CacheConfig),
     ("[[cache_route]]", CacheRoute),
@@ -64,7 +67,7 @@ NOT_BUILT = {
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
     "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
     "health_check": "upstreams are not probed; requests and the breaker tell",
-    "hedge": "no request is sent twice at once; [retries] tries again before the first byte",
+    "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "prefix_affinity": "upstreams of one model are chosen by load alone",
     "region": "upstreams of one model are chosen by load alone",
@@ -72,7 +75,6 @@ NOT_BUILT = {
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
-    "tied": "no request is sent twice at once; [retries] tries again before the first byte",
 }
 TRACING = "[tracing]"
 EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
@@ -110,6 +112,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
     check_cache(config)
+    check_tied(config)
     _check_names("degradation", [stage.name for stage in config.degradation])
     check_ladder(config)
     check_budgets(config)
@@ -180,7 +183,7 @@ def _struct_of(table: str) -> type[msgspec.Struct]:
 def _check_bounds(config: GatewayConfig) -> None:
     lists = {name: getattr(config, name) for name in ("upstream", "tenant", "rule", "cache_route", "degradation")}
     _check_table("", config)
-    for name in ("queue", "retries", "breaker", "cache", "embedder", "canary", "audit"):
+    for name in ("queue", "retries", "tied", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
             _check_table(name, getattr(config, name))
     for name, tables in lists.items():

@@ -20,50 +20,14 @@ from collections.abc import Callable, Collection, Mapping
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
-from splittime.gateway.shedding import GrantRate, chance, part_of, retry_after_s
+from splittime.gateway.shedding import chance, part_of, retry_after_s
+from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
 from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
 RETRY_AFTER_S = 1.0
 NEVER_SHED = 1.0  # a draw
 QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
-
-
-class QueuedRequest:
-    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
-
-    __slots__ = ("granted", "is_retry", "model", "since_ns", "tenant", "tokens", "tried")
-
-    def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
-        self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
-        self.is_retry, self.since_ns = bool(tried), now_ns()
-        self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
-
-
-class TenantShare:
-    """What one tenant has: of the queue now, of upstreams' tokens so far (by weight), and in flight."""
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.counter = 0.0
-        self.requests = self.tokens = 0  # that wait
-        self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
-        self.by_model: dict[str, deque[QueuedRequest]] = {}
-        self.rate = GrantRate()
-
-    @property
-    def is_active(self) -> bool:
-        return self.requests > 0 or self.in_flight > 0
-
-    @property
-    def least_counter(self) -> float:
-        """The counter if nothing of what is not settled were used: what is known."""
-        return self.counter - self.unsettled / self.weight
-
-    def latest(self) -> QueuedRequest | None:
-        """Returns the request that came last, as far as the models' queues tell: of the longest one."""
-        longest = max(self.by_model.values(), key=len, default=None)
-        return longest[-1] if longest else None
 
 
 class FairQueue:
@@ -112,6 +76,17 @@ class FairQueue:
             self._abandon(waiting)
             raise
 
+    def place_at_another(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> Routed | None:
+        """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
+        tokens are charged for it. Whoever waits comes first."""
+        self.dispatch()
+        routed = self._router.choose(model, now_ns(), tried)
+        if routed is None or routed.upstream.name in tried:
+            return None
+        routed.upstream.enter(tokens)
+        self._share(tenant).in_flight += 1
+        return routed
+
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
         """A request that had a place at an upstream gives it back."""
         routed.upstream.leave(tokens)
@@ -141,7 +116,7 @@ class FairQueue:
     def longest_wait_ns(self, at_ns: int) -> int:
         """Returns how long whoever has waited longest has waited; 0 if nobody waits."""
         lines = (line for share in self.shares.values() for line in share.by_model.values())
-        since = min((_oldest_ns(line) for line in lines), default=at_ns)
+        since = min((oldest_ns(line) for line in lines), default=at_ns)
         return at_ns - since
 
     def dispatch(self) -> None:
@@ -306,14 +281,3 @@ class FairQueue:
             return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
         message = f"no upstream of {model!r} answers"
         return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))
-
-
-def _oldest_ns(line: deque[QueuedRequest]) -> int:
-    """Returns since when whoever has waited longest waits. Those who try again stand in front, the newest first, and
-    behind them the others in the order in which they came."""
-    oldest_ns = line[0].since_ns
-    for waiting in line:
-        oldest_ns = min(oldest_ns, waiting.since_ns)
-        if not waiting.is_retry:
-            break
-    return oldest_ns

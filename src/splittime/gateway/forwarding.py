@@ -1,6 +1,7 @@
 """One request brought to upstreams: attempt after attempt, until its client has an answer or no other may be made.
 
-Each attempt waits for a place (`fair_queue`), asks one upstream (`relay`), and gives the place back. What follows a
+Each attempt waits for a place (`fair_queue`), asks one upstream (`running_attempt`), and gives the place back; a second
+one may race with it (`tied`). What follows a
 failure is decided here: another attempt, that goes on with a stream where one had begun (`resume`), or the failure is
 told.
 """
@@ -9,20 +10,22 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
-from splittime.core.errors import DeadlineExceeded, Overloaded, Refused, SplittimeError
-from splittime.gateway.blame import blame
+from splittime.core.errors import DeadlineExceeded, Overloaded, Refused
 from splittime.gateway.degrade.lesser import MarkedAnswer
-from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
+from splittime.gateway.failures import Interrupted, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.running_attempt import RunningAttempt
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
 from splittime.gateway.sign_of_life import SignOfLife
-from splittime.gateway.upstreams import Routed
+from splittime.gateway.tied import TiedRace
+from splittime.gateway.upstreams import Routed, Upstream
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 
@@ -54,33 +57,35 @@ class Forwarding:
         self._gateway, self._account, self._scope = gateway, account, scope
         self._tenant, self._draw, self._first_token_by_ns = tenant, draw, first_token_by_ns
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
+        self._tried: list[str] = []  # whom it was sent to
+        self._resumption: Resumption
         self.relay: Relay | None = None
         self.upstream_name = ""
         self.was_granted = False
 
     async def run(self, request: ForwardedRequest) -> None:
         """Raises what the client must be told where no attempt was answered."""
-        gateway, tried, resumption = self._gateway, list[str](), Resumption(request)
+        gateway, tried = self._gateway, self._tried
+        self._resumption = Resumption(request)
         gateway.retry_budget.note_request(now_ns())
         if gateway.lint is not None:
             gateway.lint.note(request)
         failure: UpstreamFailure | None = None
         while True:
             try:
-                routed = await self._admitted(request, resumption.tried(gateway.router, tried))
+                routed = await self._admitted(request, self._resumption.tried(gateway.router, tried))
             except Overloaded:
                 if failure is None:
                     raise
                 break
-            if not resumption.suits(routed.upstream):
+            if not self._resumption.suits(routed.upstream):
                 gateway.queue.give_back(routed, self._tenant, request.tokens)
                 break
             try:
-                await self._attempt(request, routed, resumption)
+                await self._attempt(request, routed)
                 return
             except UpstreamFailure as latest:
                 failure = latest
-            tried.append(routed.upstream.name)
             if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
                 break
             if isinstance(failure, Interrupted):
@@ -130,53 +135,90 @@ class Forwarding:
         self._account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
         await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
 
-    async def _attempt(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
+    async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
         """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
-        try:
-            await self._asked(request, routed, resumption)
-        finally:
-            self._gateway.queue.leave(routed, self._tenant, request.tokens)
+        attempt = self._sent(request, routed, self._resumption)
+        self._account.enter(Stage.UPSTREAM, attempt.begin_ns)
+        self._attend(attempt)
+        if self._gateway.tied.is_on and request.is_stream and not self._resumption.is_continuing:
+            attempt = await self._first_of_two(request, attempt)
+        await attempt.run()
 
-    async def _asked(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> None:
-        gateway, upstream = self._gateway, routed.upstream
-        self.upstream_name = upstream.name
+    def _attend(self, attempt: RunningAttempt) -> None:
+        """This attempt's answer is the client's."""
+        self.relay, self.upstream_name, self._resumption = (
+            attempt.relay,
+            attempt.routed.upstream.name,
+            attempt.resumption,
+        )
+        self._account.begin_attempt(attempt.attempt_id)
+
+    async def _first_of_two(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt:
+        """Returns who has the first byte of an answer: this one, or a second that is sent if none comes for a while."""
+        race = TiedRace(self._gateway.tied, request.pool, first, partial(self._second, request))
+        try:
+            await race.run()
+        finally:
+            if race.decisive is not first:
+                self._attend(race.decisive)
+        return race.decisive
+
+    def _second(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt | None:
+        """Returns an attempt beside the first one, already sent; None if there may be no other now."""
+        gateway, at_ns = self._gateway, now_ns()
+        if len(self._tried) >= gateway.config.retries.max_attempts:
+            return None
+        routed = gateway.queue.place_at_another(self._tenant, request.pool, request.tokens, self._tried)
+        if routed is None:
+            return None
+        if not gateway.retry_budget.take(at_ns):
+            gateway.queue.give_back(routed, self._tenant, request.tokens)
+            return None
+        second = self._sent(request, routed, Resumption(request))
+        first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
+        return second
+
+    def _sent(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> RunningAttempt:
+        """Returns an attempt that has its place, and is about to be sent."""
+        attempt_id, begin_ns = http.new_request_id(), now_ns()
+        self._tried.append(routed.upstream.name)
+        try:
+            relay = self._relay(routed.upstream, resumption, attempt_id, begin_ns)
+        except BaseException:
+            self._gateway.queue.give_back(routed, self._tenant, request.tokens)
+            raise
+        return RunningAttempt(
+            self._gateway,
+            self._account,
+            routed,
+            relay,
+            resumption,
+            attempt_id=attempt_id,
+            begin_ns=begin_ns,
+            tenant=self._tenant,
+            tokens=request.tokens,
+            prompt_tokens=request.prompt_tokens,
+        )
+
+    def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:
         deadline = self._deadline(upstream.config.total_s)
-        account = self._account
-        account.begin_attempt()
-        headers = sent_headers(self._scope, upstream, account.attempt_id, deadline.at_ns, self._first_token_by_ns)
-        headers |= {} if gateway.tracing is None else {"traceparent": account.attempt_traceparent()}
-        begin_ns = now_ns()
-        relay = self.relay = Relay(
-            gateway.session,
+        headers = sent_headers(self._scope, upstream, attempt_id, deadline.at_ns, self._first_token_by_ns)
+        if self._gateway.tracing is not None:
+            headers["traceparent"] = self._account.attempt_traceparent(attempt_id)
+        relay = Relay(
+            self._gateway.session,
             upstream,
             headers,
             deadline,
             resumption,
-            max_answer_bytes=gateway.config.max_answer_bytes,
+            max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: account.note_read(upstream, relay, begin_ns),
+            on_read=lambda: self._account.note_read(upstream, relay, begin_ns),
             mark=MarkedAnswer(self._mark),
             has_begun=self._sign.has_begun,
         )
-        account.enter(Stage.UPSTREAM, begin_ns)
-        error: SplittimeError | None = None
-        ending = "cancelled"
-        try:
-            await relay.run()
-            ending = ""
-            upstream.breaker.note_success()
-        except (UpstreamFailure, BrokenStream) as failure:
-            error, ending = failure.error, failure.error.info.code
-            blame(upstream.breaker, failure, is_own=gateway.lag.explains(ending, begin_ns))
-            if isinstance(failure, UpstreamFailure):
-                raise
-        finally:
-            if ending == "cancelled":
-                upstream.breaker.note_nothing()
-            account.keep_attempt(routed, relay, begin_ns, ending)
-            gateway.metrics.count_attempt(upstream.name, ending or "answered")
-        account.close_answered(relay, error)
+        return relay
 
     def _deadline(self, total_s: float) -> Deadline:
         config_ns, client_ns = self._account.start_ns + int(total_s * 1e9), self._account.deadline_ns

@@ -16,6 +16,7 @@ from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.attempts import TIED_LOST, Attempt
 from splittime.ledger.export.histogram import Histogram
 from splittime.ledger.export.metrics import MetricSpec
 from splittime.ledger.steps import StepRecord
@@ -38,7 +39,21 @@ GATEWAY_METRICS = (
         ("upstream", "result"),
         "Attempts ended: answered, cancelled, or the code of the failure",
     ),
-    MetricSpec("splittime_gateway_retries_total", "counter", (), "Attempts beyond a request's first"),
+    MetricSpec(
+        "splittime_gateway_retries_total",
+        "counter",
+        (),
+        "Second attempts and later that the budget allowed, tied ones among them; streams that went on are no retries",
+    ),
+    MetricSpec(
+        "splittime_gateway_tied_total", "counter", ("result",), "Tied requests, by who had a byte first, if anybody"
+    ),
+    MetricSpec(
+        "splittime_gateway_tied_lost_seconds_total", "counter", ("upstream",), "Time of the attempts that lost a tie"
+    ),
+    MetricSpec(
+        "splittime_gateway_tied_lost_tokens_total", "counter", ("upstream",), "Tokens of their prompts, as estimated"
+    ),
     MetricSpec("splittime_gateway_degraded_total", "counter", ("stage",), "Requests that a stage has changed"),
     MetricSpec(
         "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
@@ -78,7 +93,16 @@ GATEWAY_METRICS = (
     *VERSION_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = ("requests", "attempts", "refusals", "resumes", "degraded", "routed")
+_COUNTED = (
+    "requests",
+    "attempts",
+    "refusals",
+    "resumes",
+    "degraded",
+    "routed",
+    "tied_lost_seconds",
+    "tied_lost_tokens",
+)
 
 Series = dict[tuple[str, ...], float]
 
@@ -136,6 +160,7 @@ class GatewayMetrics(Collector):
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
             "splittime_gateway_spans_total": self._spans(),
             "splittime_gateway_retries_total": {(): self.gateway.retry_budget.num_taken},
+            "splittime_gateway_tied_total": {(name,): count for name, count in self.gateway.tied.results.items()},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
         }
@@ -166,6 +191,8 @@ class GatewayMetrics(Collector):
         for attempt in record.attempts:
             if attempt.resumed_by:
                 self._count("splittime_gateway_resumes_total", attempt.resumed_by)
+            if attempt.error == TIED_LOST:
+                self._count_lost(attempt)
             if attempt.first_byte_ns is not None:
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
@@ -175,9 +202,14 @@ class GatewayMetrics(Collector):
             self._count("splittime_gateway_routed_total", record.routing.rule)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
-    def _count(self, name: str, *labels: str) -> None:
+    def _count_lost(self, attempt: Attempt) -> None:
+        lasted_s = (attempt.end_ns - attempt.begin_ns) / 1e9
+        self._count("splittime_gateway_tied_lost_seconds_total", attempt.upstream, by=lasted_s)
+        self._count("splittime_gateway_tied_lost_tokens_total", attempt.upstream, by=attempt.lost_tokens)
+
+    def _count(self, name: str, *labels: str, by: float = 1) -> None:
         series = self._counts[name]
-        series[labels] = series.get(labels, 0) + 1
+        series[labels] = series.get(labels, 0) + by
 
 
 KNOWN_REASONS = frozenset(

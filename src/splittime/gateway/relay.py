@@ -60,6 +60,7 @@ class Relay:
     has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
     mark: what the answer says of itself if it is a lesser one.
+    is_refused: an answer has begun that says "try another" or is a fault, which the client is not given.
     """
 
     def __init__(
@@ -90,10 +91,25 @@ class Relay:
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
         self.is_answered = False
+        self._opened: tuple[aiohttp.ClientResponse, bytes] | None = None
+
+    async def open(self) -> None:
+        """Returns when the first byte of an answer is there: for who waits to see whether it comes. Raises
+        `UpstreamFailure`."""
+        self._opened = await self._open()
+
+    @property
+    def is_refused(self) -> bool:
+        return self.status is not None and not _is_for_client(self.status)
+
+    def close(self) -> None:
+        """Nobody wants the answer that has begun."""
+        if self._opened is not None:
+            self._opened[0].close()
 
     async def run(self) -> None:
         """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
-        response, first = await self._open()
+        response, first = self._opened or await self._open()
         try:
             if response.status == 200 and response.content_type == EVENT_STREAM:
                 await self._stream(response, first)
@@ -280,9 +296,9 @@ class Relay:
         return b"".join(pieces)
 
     def _judged(self, answer: PassedAnswer) -> UpstreamFailure | None:
-        """Returns the failure that an answer is; None for one that the client shall have: 2xx, and 4xx but 429."""
+        """Returns the failure that an answer is; None for one that the client shall have."""
         name, status = self._upstream.name, answer.status
-        if 200 <= status < 300 or (400 <= status < 500 and status != BUSY):
+        if _is_for_client(status):
             return None
         if status < 400:
             error = UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer")
@@ -290,6 +306,11 @@ class Relay:
         error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
         is_retryable = status in TRY_ANOTHER or status == BUSY
         return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
+
+
+def _is_for_client(status: int) -> bool:
+    """Whether an answer is the client's whatever others would say: 2xx, and 4xx but 429."""
+    return 200 <= status < 300 or (400 <= status < 500 and status != BUSY)
 
 
 def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:

@@ -80,15 +80,16 @@ class RequestAccount:
 
     # ---- attempts
 
-    def begin_attempt(self) -> None:
-        self._nested, self.attempt_id = NestedAccount(), http.new_request_id()
+    def begin_attempt(self, attempt_id: str) -> None:
+        """What is read from now on is this attempt's answer."""
+        self._nested, self.attempt_id = NestedAccount(), attempt_id
 
-    def attempt_traceparent(self) -> str:
-        """Returns what the latest attempt's upstream is told, where spans are made: of the client's trace, or of one
+    def attempt_traceparent(self, attempt_id: str) -> str:
+        """Returns what an attempt's upstream is told, where spans are made: of the client's trace, or of one
         that begins here."""
         if self._trace == NO_TRACE:
             self._trace = TraceContext(secrets.token_hex(16), "")
-        return attempt_context(self._trace.trace_id, self.attempt_id).traceparent
+        return attempt_context(self._trace.trace_id, attempt_id).traceparent
 
     def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
@@ -125,15 +126,26 @@ class RequestAccount:
             self._account.enter(Stage.CLIENT_WAIT, upstream_ns)
         self._account.enter(Stage.NETWORK, upstream_ns + blocked_ns)
 
-    def keep_attempt(self, routed: Routed, relay: Relay, begin_ns: int, error: str) -> None:
+    def keep_attempt(
+        self,
+        routed: Routed,
+        relay: Relay,
+        begin_ns: int,
+        error: str,
+        *,
+        attempt_id: str,
+        tied_to: str = "",
+        lost_tokens: int = 0,
+    ) -> None:
         """Write down an attempt that is over."""
-        usage, nested, at_ns = relay.events.read(), self._nested, now_ns()
+        nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
+        usage, at_ns = relay.events.read(), now_ns()
         if nested.stages and (adapted := routed.upstream.adapted) is not None:
             adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,
-                request_id=self.attempt_id,
+                request_id=attempt_id,
                 considered=routed.considered,
                 begin_ns=begin_ns,
                 end_ns=at_ns,
@@ -146,6 +158,8 @@ class RequestAccount:
                 nested_fault=nested.fault,
                 resumed_by=relay.resumed_by,
                 resumed_after=relay.resumed_after,
+                tied_to=tied_to,
+                lost_tokens=lost_tokens,
             )
         )
 

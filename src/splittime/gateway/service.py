@@ -25,6 +25,7 @@ from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
+from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
@@ -45,7 +46,7 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
-TOLD = ("queue", "retries", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
+TOLD = ("queue", "retries", "tied", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -77,6 +78,12 @@ class GatewayService:
         has_same_retries = before is not None and before.config.retries == config.retries
         self.retry_budget: RetryBudget = (
             before.retry_budget if before and has_same_retries else RetryBudget(config.retries)
+        )
+        has_same_tied = before is not None and before.config.tied == config.tied
+        self.tied: TiedRequests = (
+            before.tied
+            if before and has_same_tied
+            else TiedRequests(config.tied, before.tied.results if before else None)
         )
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
         self.is_draining: bool = before.is_draining if before else False
@@ -219,6 +226,7 @@ class GatewayService:
             "config": self.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
+            "tied": dict(self.tied.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }

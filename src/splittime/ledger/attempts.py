@@ -10,6 +10,8 @@ import msgspec
 
 from splittime.ledger.stages import Cause, Stage
 
+CANCELLED, TIED_LOST = "cancelled", "tied_lost"  # ends of attempts that did not fail: their client left, another won
+
 
 class NestedStage(msgspec.Struct, frozen=True, gc=False):
     """One stage of an upstream's account, in ns from that account's own beginning."""
@@ -62,6 +64,9 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     nested: the upstream's own stages; () if it keeps none. nested_fault: why they could not be nested.
     resumed_by: how it goes on with the stream of the attempt before it, `token_ids` or `text`; "" if it does not.
     resumed_after: after how many tokens (by `text`: pieces) of it.
+    tied_to: the `request_id` of the attempt that was under way at the same time, for the client to have whichever had a
+    byte first; the other's `error` is `tied_lost`. lost_tokens: of one that lost, the prompt's as estimated: with the
+    time from its begin to its end, what it cost its upstream at most.
     """
 
     upstream: str
@@ -78,3 +83,5 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     nested_fault: str = ""
     resumed_by: str = ""
     resumed_after: int = 0
+    tied_to: str = ""
+    lost_tokens: int = 0

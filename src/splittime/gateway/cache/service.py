@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class ResponseCache:
         self.wrong: Counter[str] = Counter()  # by kind
         self.num_errors = self._num_waiting = 0
         self._purged_ns: dict[str | None, int] = {}  # by tenant; None: everybody's
+        self._purging: tuple[Purge, ...] = ()  # what they take is not given, though it may still be there
         self._draw = random.Random()
         if any(route.semantic for route in config.cache_route):
             self._thread.submit(self._index_all)
@@ -109,6 +110,8 @@ class ResponseCache:
             return None
         if answer is None:
             self._questions.discard(key)
+            return None
+        if any(which.takes(answer) for which in self._purging):
             return None
         most_s = route.max_age_s if wishes.max_age_s is None else min(route.max_age_s, wishes.max_age_s)
         return answer if answer.age_s(time.time()) <= most_s else None
@@ -188,15 +191,26 @@ class ResponseCache:
     # ---- taking out
 
     async def purge(self, which: Purge) -> int:
-        """Take answers out, and what is under way now is not kept; returns how many there were."""
+        """Take answers out, and what is under way now is not kept; returns how many there were. They go by parts, and
+        look-ups come between these; none finds what is to go."""
         self._purged_ns[which.tenant] = time.monotonic_ns()
-        return await self._in_thread(partial(self._purge, which))
+        self._purging += (which,)
+        parts, count = self.store.purge(which), 0
+        try:
+            while (gone := await self._in_thread(partial(self._purge_part, parts))) is not None:
+                count += gone
+        finally:
+            others = list(self._purging)
+            others.remove(which)
+            self._purging = tuple(others)
+        return count
 
-    def _purge(self, which: Purge) -> int:
-        gone = self.store.purge(which)
-        for key in gone:
+    def _purge_part(self, parts: Iterator[list[str]]) -> int | None:
+        """Returns how many went; None when there are no more parts."""
+        gone = next(parts, None)
+        for key in gone or ():
             self._questions.discard(key)
-        return len(gone)
+        return None if gone is None else len(gone)
 
     # ---- what it knows of itself
 

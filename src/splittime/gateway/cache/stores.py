@@ -1,7 +1,8 @@
 """Where answers are kept. One interface, for rows in SQLite (`SqliteAnswers`) and for Valkey (`valkey`).
 
 Each call may wait for a disk or a network, so that all are made on the cache's own thread. Each may raise one of
-`STORE_ERRORS`, which is a miss: an answer that cannot be read or kept is asked of an upstream.
+`STORE_ERRORS`, which is a miss: an answer that cannot be read or kept is asked of an upstream. None takes longer the
+more answers there are: a purge goes by parts, so that what is looked up meanwhile waits for one of them.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from splittime.gateway.cache.kept import KeptAnswer, from_bytes, to_bytes
 
 STORE_ERRORS = (sqlite3.Error, OSError, ValueError)
 FORMAT = 1  # of a row; a file of another is emptied
+LAST_ROW = 2**63 - 1
+PART = 64  # answers that are looked at, or go, in one turn of the thread
 
 
 class Purge(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,10 +31,13 @@ class Purge(msgspec.Struct, frozen=True, kw_only=True):
     older_than_unix_s: float | None = None
 
     def takes(self, answer: KeptAnswer) -> bool:
-        named = ((self.tenant, answer.tenant), (self.model, answer.model), (self.key, answer.key))
+        return self.takes_one(answer.tenant, answer.model, answer.key, answer.created_unix_s)
+
+    def takes_one(self, tenant: str, model: str, key: str, created_unix_s: float) -> bool:
+        named = ((self.tenant, tenant), (self.model, model), (self.key, key))
         if any(wanted is not None and wanted != found for wanted, found in named):
             return False
-        return self.older_than_unix_s is None or answer.created_unix_s < self.older_than_unix_s
+        return self.older_than_unix_s is None or created_unix_s < self.older_than_unix_s
 
 
 class AnswerStore(Protocol):
@@ -51,8 +57,8 @@ class AnswerStore(Protocol):
     def put(self, answer: KeptAnswer, max_age_s: float) -> list[str]:
         """Keep an answer for so long; returns the keys of those that went for it."""
 
-    def purge(self, which: Purge) -> list[str]:
-        """Take answers out; returns their keys."""
+    def purge(self, which: Purge) -> Iterator[list[str]]:
+        """Take answers out, of those that are there now; yields the keys of those that went, after each part."""
 
     def each(self) -> Iterator[KeptAnswer]:
         """Yields every answer that an index at the start needs, the oldest first."""
@@ -85,7 +91,8 @@ class SqliteAnswers:
             return []
         self._delete([answer.key])
         now_s = answer.created_unix_s
-        old = self._rows.execute("SELECT key FROM answers WHERE expires_unix_s < ?", (now_s,)).fetchall()
+        words = "SELECT key FROM answers WHERE expires_unix_s < ? LIMIT ?"
+        old = self._rows.execute(words, (now_s, PART)).fetchall()  # the rest goes with the next ones
         gone = self._delete([key for (key,) in old])
         while self.num_bytes + size > self._max_bytes:
             gone += self._delete_least_used()
@@ -96,17 +103,21 @@ class SqliteAnswers:
         self.num_bytes += size
         return gone
 
-    def purge(self, which: Purge) -> list[str]:
-        wanted = {
-            "tenant = ?": which.tenant,
-            "model = ?": which.model,
-            "key = ?": which.key,
-            "created_unix_s < ?": which.older_than_unix_s,
-        }
-        asked = {words: value for words, value in wanted.items() if value is not None}
-        where = " AND ".join(asked) or "1"
-        found = self._rows.execute(f"SELECT key FROM answers WHERE {where}", tuple(asked.values())).fetchall()
-        return self._delete([key for (key,) in found])
+    def purge(self, which: Purge) -> Iterator[list[str]]:
+        if which.key is not None:
+            yield self._delete_taken("key = ?", (which.key,), which)[1]
+            return
+        at, last = 0, self._rows.execute("SELECT coalesce(max(rowid), 0) FROM answers").fetchone()[0]
+        while at < last:
+            at, gone = self._delete_taken("rowid > ? AND rowid <= ?", (at, last), which)
+            yield gone
+
+    def _delete_taken(self, where: str, values: tuple[object, ...], which: Purge) -> tuple[int, list[str]]:
+        """Delete what is to go of one part of the rows; returns the last row that was looked at, and the keys."""
+        words = f"SELECT rowid, key, tenant, model, created_unix_s FROM answers WHERE {where} ORDER BY rowid LIMIT ?"
+        rows = self._rows.execute(words, (*values, PART)).fetchall()
+        taken = [key for _, key, tenant, model, made_s in rows if which.takes_one(tenant, model, key, made_s)]
+        return (rows[-1][0] if rows else LAST_ROW), self._delete(taken)
 
     def each(self) -> Iterator[KeptAnswer]:
         for (body,) in self._rows.execute("SELECT body FROM answers ORDER BY used"):

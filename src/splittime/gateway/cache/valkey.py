@@ -10,11 +10,12 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from itertools import islice
 from urllib.parse import urlsplit
 
 from splittime.core.errors import ConfigError
 from splittime.gateway.cache.kept import KeptAnswer, from_bytes, to_bytes
-from splittime.gateway.cache.stores import Purge
+from splittime.gateway.cache.stores import PART, Purge
 
 PREFIX = b"splittime:answer:1:"
 TIMEOUT_S, PAUSE_S = 0.25, 5.0
@@ -98,15 +99,18 @@ class ValkeyAnswers:
         self.num_bytes += answer.size
         return []
 
-    def purge(self, which: Purge) -> list[str]:
-        names = [PREFIX + which.key.encode()] if which.key is not None else list(self._names())
-        gone = []
-        for name in names:
-            found = self._connection.ask(b"GET", name)
-            with contextlib.suppress(ValueError):  # another version's
-                if isinstance(found, bytes) and which.takes(answer := from_bytes(found)):
-                    gone += [answer.key] if self._connection.ask(b"DEL", name) else []
-        return gone
+    def purge(self, which: Purge) -> Iterator[list[str]]:
+        names = iter([PREFIX + which.key.encode()]) if which.key is not None else self._names()
+        while part := list(islice(names, PART)):
+            yield [key for name in part if (key := self._purged(name, which)) is not None]
+
+    def _purged(self, name: bytes, which: Purge) -> str | None:
+        """Returns the key of an answer that was to go and went."""
+        found = self._connection.ask(b"GET", name)
+        with contextlib.suppress(ValueError):  # another version's
+            if isinstance(found, bytes) and which.takes(answer := from_bytes(found)):
+                return answer.key if self._connection.ask(b"DEL", name) else None
+        return None
 
     def each(self) -> Iterator[KeptAnswer]:
         """Yields none: whose questions they are, each gateway knows of itself."""

@@ -28,7 +28,7 @@ MAX_PREFIXES = 1024
 
 
 class ModelFaults:
-    """What one model's prompts showed: requests looked at, their bytes, and by kind how many had a fault, in bytes too."""
+    """What one model's prompts showed: requests looked at, their bytes, and by kind how many had it, in bytes too."""
 
     def __init__(self) -> None:
         self.requests = self.num_bytes = 0

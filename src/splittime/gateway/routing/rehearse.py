@@ -1,9 +1,11 @@
 """What another config would have done with a ledger's requests: rules, aliases and the limits of keys, replayed.
 
 Both configs are replayed, so that what differs is due to the configs. A request comes when it came, lasts as long as it
-lasted and uses the tokens that it used; one that would have been refused frees its place. What depends on the upstreams
-of that day, queueing, shedding and breakers, is not replayed. A request that was refused before its body was read has
-no features: the limits of both see it, as one of no tokens, the rules do not.
+lasted and uses the tokens that it used, which are none where no upstream was asked (the cache or a template answered);
+one that would have been refused frees its place. Budgets of a day and a month are those of the ledger's dates, unused
+when it begins: what `budget_file` held then, nobody knows. What depends on the upstreams of that day, queueing,
+shedding and breakers, and on the answers that were kept, is not replayed. A request that was refused before its body
+was read has no features: the limits of both see it, as one of no tokens, the rules do not.
 """
 
 from collections import Counter, defaultdict
@@ -13,6 +15,7 @@ from heapq import heappop, heappush
 import msgspec
 
 from splittime.core.errors import Refused
+from splittime.gateway.budgets import Calendar, TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy
 from splittime.ledger.account import ClosedAccount
@@ -58,7 +61,9 @@ class RehearsedConfig:
         self.policy = RoutePolicy(config)
         named = [_tenant(config, number) for number in range(len(config.tenant))]
         self._quotas = {tenant.name: Quota(tenant) for tenant in named or [ANYBODY]}
-        self._open: list[tuple[int, str, int]] = []  # ends in ns, whose, and tokens
+        self._unix_s = 0.0  # the ledger's date
+        self._budgets = TokenBudgets(config.tenant, None, Calendar(lambda: self._unix_s))
+        self._open: list[tuple[int, str, int, float]] = []  # ends in ns, whose, tokens, and the end's date
 
     def outcome(self, account: ClosedAccount) -> str:
         """Returns what becomes of the next request, in the order of their coming."""
@@ -66,20 +71,25 @@ class RehearsedConfig:
         if quota is None:
             return NO_TENANT
         self._leave_until(account.start_ns)
+        self._unix_s = account.started_at_unix_ns / 1e9
         try:
             quota.check(account.start_ns)
+            self._budgets.check(account.tenant)
         except Refused as refused:
             return f"refused: {refused.reason}"
         quota.enter(account.start_ns)
         routed = self._routed(account)
-        tokens = 0 if routed == NO_MODEL else account.prompt_tokens + account.output_tokens
-        heappush(self._open, (account.start_ns if routed == NO_MODEL else account.end_ns, account.tenant, tokens))
+        lasted_ns = 0 if routed == NO_MODEL else account.end_ns - account.start_ns
+        tokens = 0 if routed == NO_MODEL else _used_tokens(account)
+        end_unix_s = (account.started_at_unix_ns + lasted_ns) / 1e9
+        heappush(self._open, (account.start_ns + lasted_ns, account.tenant, tokens, end_unix_s))
         return routed
 
     def _leave_until(self, at_ns: int) -> None:
         while self._open and self._open[0][0] <= at_ns:
-            end_ns, tenant, tokens = heappop(self._open)
+            end_ns, tenant, tokens, self._unix_s = heappop(self._open)
             self._quotas[tenant].leave(tokens, end_ns)
+            self._budgets.use(tenant, tokens)
 
     def _routed(self, account: ClosedAccount) -> str:
         if account.routing is None:
@@ -89,6 +99,11 @@ class RehearsedConfig:
             return NO_MODEL
         where = f" at {', '.join(decision.upstreams)}" if decision.upstreams else ""
         return f"{decision.model}{where}"
+
+
+def _used_tokens(account: ClosedAccount) -> int:
+    """Returns what its tenant was charged: nothing where no upstream was asked."""
+    return account.prompt_tokens + account.output_tokens if account.attempts else 0
 
 
 def features_of(account: ClosedAccount) -> RouteFeatures:

@@ -83,10 +83,10 @@ class _SpanMaker:
             yield from self._attempt(attempt)
 
     def _by_attempt(self) -> dict[int, Attempt]:
-        """Returns the attempt that a stage lies in, by the stage's number."""
+        """Returns the attempt that a stage lies in, by its number: of two at once, the one that did not fail."""
         found = {}
         for number, one in enumerate(self._account.intervals):
-            for attempt in self._account.attempts:
+            for attempt in sorted(self._account.attempts, key=lambda attempt: not attempt.error):
                 is_inside = attempt.begin_ns <= one.begin_ns and one.end_ns <= attempt.end_ns
                 if is_inside and one.stage in AT_UPSTREAM:
                     found[number] = attempt

@@ -1,0 +1,96 @@
+"""One attempt while it runs: a place at an upstream, the relay to it, and what is written down when it ends.
+
+It ends once, however many say so, and then its place is free, the breaker and the metrics know, and the account has it.
+"""
+
+import time
+
+from splittime.gateway.blame import blame
+from splittime.gateway.failures import BrokenStream, UpstreamFailure
+from splittime.gateway.relay import Relay
+from splittime.gateway.request_account import RequestAccount
+from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.service import GatewayService
+from splittime.gateway.upstreams import Routed
+from splittime.ledger.attempts import CANCELLED, TIED_LOST
+
+now_ns = time.monotonic_ns
+
+
+class RunningAttempt:
+    """attempt_id: by which the upstream knows it. begin_ns: when it was sent. tokens, prompt_tokens: of its request, as
+    estimated. tied_to: the id of the attempt that it races with; "" for none."""
+
+    def __init__(
+        self,
+        gateway: GatewayService,
+        account: RequestAccount,
+        routed: Routed,
+        relay: Relay,
+        resumption: Resumption,
+        *,
+        attempt_id: str,
+        begin_ns: int,
+        tenant: str,
+        tokens: int,
+        prompt_tokens: int,
+    ) -> None:
+        self._gateway, self._account, self._tenant = gateway, account, tenant
+        self._tokens, self._prompt_tokens = tokens, prompt_tokens
+        self.routed, self.relay, self.resumption = routed, relay, resumption
+        self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
+        self.is_ended = False
+
+    async def open(self) -> None:
+        """Returns when it has the first byte of an answer that the client shall have; `run` gives it on. Raises
+        `UpstreamFailure`, and has ended then."""
+        try:
+            await self.relay.open()
+            if self.relay.is_refused:
+                await self.relay.run()  # which raises what it is told
+        except UpstreamFailure as failure:
+            self.end(failure.error.info.code, failure)
+            raise
+
+    async def run(self) -> None:
+        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`."""
+        ending, error, failure = CANCELLED, None, None
+        try:
+            await self.relay.run()
+            ending = ""
+        except (UpstreamFailure, BrokenStream) as caught:
+            failure, error, ending = caught, caught.error, caught.error.info.code
+            if isinstance(caught, UpstreamFailure):
+                raise
+        finally:
+            self.end(ending, failure)
+        self._account.close_answered(self.relay, error)
+
+    def give_up(self, ending: str) -> None:
+        """It is not needed any more: its connection is closed, if it has an answer that nobody reads."""
+        self.relay.close()
+        self.end(ending)
+
+    def end(self, ending: str, failure: UpstreamFailure | BrokenStream | None = None) -> None:
+        """ending: "" for an answer, or else a code. failure: where it failed by itself."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        upstream = self.routed.upstream
+        if failure is not None:
+            blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
+        elif ending:
+            upstream.breaker.note_nothing()
+        else:
+            upstream.breaker.note_success()
+        self._account.keep_attempt(
+            self.routed,
+            self.relay,
+            self.begin_ns,
+            ending,
+            attempt_id=self.attempt_id,
+            tied_to=self.tied_to,
+            lost_tokens=self._prompt_tokens if ending == TIED_LOST else 0,
+        )
+        self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
+        self._gateway.queue.leave(self.routed, self._tenant, self._tokens)

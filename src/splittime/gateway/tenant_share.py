@@ -1,0 +1,59 @@
+"""What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Collection
+
+from splittime.gateway.shedding import GrantRate
+from splittime.gateway.upstreams import Routed
+
+now_ns = time.monotonic_ns
+
+
+class QueuedRequest:
+    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
+
+    __slots__ = ("granted", "is_retry", "model", "since_ns", "tenant", "tokens", "tried")
+
+    def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
+        self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
+        self.is_retry, self.since_ns = bool(tried), now_ns()
+        self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+
+
+class TenantShare:
+    """What one tenant has: of the queue now, of upstreams' tokens so far (by weight), and in flight."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.counter = 0.0
+        self.requests = self.tokens = 0  # that wait
+        self.in_flight = self.unsettled = 0  # requests, and tokens that were charged by an estimate
+        self.by_model: dict[str, deque[QueuedRequest]] = {}
+        self.rate = GrantRate()
+
+    @property
+    def is_active(self) -> bool:
+        return self.requests > 0 or self.in_flight > 0
+
+    @property
+    def least_counter(self) -> float:
+        """The counter if nothing of what is not settled were used: what is known."""
+        return self.counter - self.unsettled / self.weight
+
+    def latest(self) -> QueuedRequest | None:
+        """Returns the request that came last, as far as the models' queues tell: of the longest one."""
+        longest = max(self.by_model.values(), key=len, default=None)
+        return longest[-1] if longest else None
+
+
+def oldest_ns(line: deque[QueuedRequest]) -> int:
+    """Returns since when whoever has waited longest waits. Those who try again stand in front, the newest first, and
+    behind them the others in the order in which they came."""
+    oldest_ns = line[0].since_ns
+    for waiting in line:
+        oldest_ns = min(oldest_ns, waiting.since_ns)
+        if not waiting.is_retry:
+            break
+    return oldest_ns
