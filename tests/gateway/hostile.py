@@ -231,6 +231,12 @@ class Hostile:
         writer.write(whole(200, WHOLE | {"timing": {"start_ns": 5, "sealed_ns": 5 + hour_ns, "stages": stages}}))
         return False
 
+    async def do_honest(self, reader, writer, body) -> bool:
+        """It tells an account that may be true."""
+        stages = [{"stage": "decode", "cause": None, "begin_ns": 0, "end_ns": 1000}]
+        writer.write(whole(200, WHOLE | {"timing": {"start_ns": 5, "sealed_ns": 1005, "stages": stages}}))
+        return False
+
     async def do_gappy(self, reader, writer, body) -> bool:
         """It tells an account with a hole, stages that run backwards, or numbers that are none; a word for each."""
         lies = {

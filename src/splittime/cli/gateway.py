@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import gateway_audit, gateway_inventory, gateway_rehearse, gateway_versions
+from splittime.cli import gateway_audit, gateway_inventory, gateway_lint, gateway_rehearse, gateway_versions
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
 
@@ -47,6 +47,7 @@ app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metav
 app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
     gateway_inventory.inventory
 )
+app.command(name="lint", epilog=gateway_lint.EXAMPLES, short_help="What prompts carry for nothing.")(gateway_lint.lint)
 app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
     gateway_rehearse.rehearse
 )

@@ -16,6 +16,9 @@ from splittime.gateway import routes_hops
 from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
+from splittime.gateway.lint import paths as lint_paths
+from splittime.gateway.page import paths as page_paths
+from splittime.gateway.page.files import page
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions import paths as version_paths
 from splittime.gateway.versions.canary import CompareArms
@@ -24,6 +27,7 @@ from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web import http, serving
 from splittime.web.edge import Edge, Names
+from splittime.web.page_files import PREFIX
 from splittime.web.paths import Handler, PathTable
 from splittime.web.tenants import tenant_of
 
@@ -45,6 +49,9 @@ async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Rec
 
 
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The page for a browser, a few words in JSON for everybody else."""
+    if http.wants_html(scope):
+        return await page_paths.send_page(scope, send)
     about = {"name": "splittime gateway", "version": __version__, "models": gateway.policy.names}
     await http.respond_json(send, {**about, "paths": [f"{method} {path}" for method, path, _ in PATHS]})
 
@@ -130,6 +137,9 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),
     ("GET", "/stats", stats),
+    ("GET", lint_paths.LINT, lint_paths.send_lint),
+    ("GET", page_paths.DATA, page_paths.send_data),
+    ("GET", PREFIX + "{name}", page_paths.send_file),
     ("GET", "/ledger/requests", requests),
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
@@ -161,7 +171,8 @@ class GatewayApp:
         """Lead what comes from now on to the version that serves."""
         service = self._versions.current
         paths = PathTable(PATHS, service, HINTS, "GET /")
-        self._edge = Edge(paths.answer, Names(service.config.host, service.config.allowed_hosts), service.keys)
+        names = Names(service.config.host, service.config.allowed_hosts)
+        self._edge = Edge(paths.answer, names, service.keys, pages=page().urls)
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         await self._edge(scope, receive, send)

@@ -180,6 +180,23 @@ class AuditConfig(Strictly, frozen=True, kw_only=True):
     max_queue: Annotated[int, Doc("Records that may wait to be written; more are dropped, and counted.", 1)] = 10_000
 
 
+class TracingConfig(Strictly, frozen=True, kw_only=True):
+    """`[tracing]`: OpenTelemetry spans of each request's stages, to a collector (OTLP over HTTP, JSON)."""
+
+    url: Annotated[str, Doc("Base URL of the collector, as http://127.0.0.1:4318; /v1/traces is added.")]
+    key_env: Annotated[str | None, Doc("The environment variable that holds its API key, if it asks for one.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
+    service_name: Annotated[str, Doc("The name of the gateway in traces.")] = "splittime-gateway"
+    share: Annotated[float, Doc("Of the traces, chosen by their ids.", 0, 1)] = 1.0
+    max_queue: Annotated[int, Doc("Spans that may wait to be sent; more are dropped, and counted.", 1)] = 20_000
+
+
+class LintConfig(Strictly, frozen=True, kw_only=True):
+    """`[lint]`: what prompts carry for nothing (`splittime gateway lint`). They are looked at and not kept."""
+
+    share: Annotated[float, Doc("Of the requests, by chance, that are looked at.", 0, 1)] = 0.01
+
+
 class GatewayConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables."""
 
@@ -196,6 +213,8 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     cache_route: tuple[CacheRoute, ...] = ()
     embedder: EmbedderConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
+    tracing: TracingConfig | None = None
+    lint: LintConfig | None = None
     canary: CanaryConfig = CanaryConfig()
     audit: AuditConfig | None = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"

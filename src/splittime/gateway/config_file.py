@@ -26,11 +26,13 @@ from splittime.gateway.config import (
     DegradationConfig,
     EmbedderConfig,
     GatewayConfig,
+    LintConfig,
     QueueConfig,
     RetryConfig,
     RuleConfig,
     TenantConfig,
     TiedConfig,
+    TracingConfig,
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
@@ -53,6 +55,8 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[cache_route]]", CacheRoute),
     ("[embedder]", EmbedderConfig),
     ("[[degradation]]", DegradationConfig),
+    ("[tracing]", TracingConfig),
+    ("[lint]", LintConfig),
     ("[canary]", CanaryConfig),
     ("[audit]", AuditConfig),
 )
@@ -71,8 +75,8 @@ NOT_BUILT = {
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
-    "tracing": "spans are not exported; the ledger has every stage",
 }
+TRACING = "[tracing]"
 EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
@@ -114,6 +118,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_budgets(config)
     _check_names("rule", [rule.name for rule in config.rule])
     check_routing(config)
+    if config.tracing is not None:
+        _check_url("tracing.url", config.tracing.url)
     if not is_loopback(config.host) and not config.tenant:
         hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
         message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
@@ -134,6 +140,8 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
             keys[upstream.name] = key
     if config.embedder is not None and (key := _key_of(config.embedder, "embedder", environment)) is not None:
         keys[EMBEDDER] = key
+    if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
+        keys[TRACING] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
     return Secrets(keys, tuple(holders))
 
@@ -248,7 +256,7 @@ def _join(path: str | None, name: str) -> str:
 
 
 def _key_of(
-    table: UpstreamConfig | TenantConfig | EmbedderConfig, path: str, environment: Mapping[str, str]
+    table: UpstreamConfig | TenantConfig | EmbedderConfig | TracingConfig, path: str, environment: Mapping[str, str]
 ) -> str | None:
     """Returns the key that a table points at; None if it points at none."""
     if table.key_env is not None and table.key_file is not None:

@@ -31,12 +31,12 @@ QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
 class FairQueue:
-    """weights: by tenant; one that is not named has 1."""
+    """weights: by tenant; one that is not named has 1. shares: by tenant, what each has."""
 
     def __init__(self, config: QueueConfig, router: Router, weights: Mapping[str, float] | None = None) -> None:
         self._config, self._router = config, router
         self._weights = dict(weights or {})
-        self._shares: dict[str, TenantShare] = {}
+        self.shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
         self.requests = self.tokens = 0  # that wait
         self.on_leave: Callable[[], None] = lambda: None  # where others wait for places at the same upstreams
@@ -115,7 +115,7 @@ class FairQueue:
 
     def longest_wait_ns(self, at_ns: int) -> int:
         """Returns how long whoever has waited longest has waited; 0 if nobody waits."""
-        lines = (line for share in self._shares.values() for line in share.by_model.values())
+        lines = (line for share in self.shares.values() for line in share.by_model.values())
         since = min((oldest_ns(line) for line in lines), default=at_ns)
         return at_ns - since
 
@@ -127,9 +127,9 @@ class FairQueue:
     # ---- in
 
     def _share(self, tenant: str) -> TenantShare:
-        share = self._shares.get(tenant)
+        share = self.shares.get(tenant)
         if share is None:
-            share = self._shares[tenant] = TenantShare(self._weights.get(tenant, 1.0))
+            share = self.shares[tenant] = TenantShare(self._weights.get(tenant, 1.0))
         return share
 
     def _is_full(self, tokens: int) -> bool:
@@ -142,7 +142,7 @@ class FairQueue:
         if share.requests:
             waiting = share.requests + 0.5  # with half of a newcomer, which is taken to be as long as the others
             held = waiting * max(1 / config.max_requests, share.tokens / share.requests / config.max_tokens)
-            filled = held / part_of(share, self._shares.values())
+            filled = held / part_of(share, self.shares.values())
             if draw < chance(filled, config.shed_from):
                 raise self._refused("shed", f"this key has {min(filled, 1):.0%} of its part of the queue", tenant)
 
@@ -171,7 +171,7 @@ class FairQueue:
         """Returns the latest request of the tenant that has most of the queue by weight, if it has more than the
         newcomer's would."""
         own = self._share(tenant)
-        others = [share for name, share in self._shares.items() if name != tenant and share.requests]
+        others = [share for name, share in self.shares.items() if name != tenant and share.requests]
         most = max(others, key=lambda share: share.tokens / share.weight, default=None)
         if most is None or most.tokens / most.weight <= (own.tokens + tokens) / own.weight:
             return None
@@ -180,7 +180,7 @@ class FairQueue:
     def _add(self, waiting: QueuedRequest) -> None:
         share = self._share(waiting.tenant)
         if not share.is_active:
-            active = [other.least_counter for other in self._shares.values() if other.is_active]
+            active = [other.least_counter for other in self.shares.values() if other.is_active]
             share.counter = max(share.counter, min(active, default=self._least))
         line = share.by_model.setdefault(waiting.model, deque())
         line.appendleft(waiting) if waiting.is_retry else line.append(waiting)
@@ -193,7 +193,7 @@ class FairQueue:
         self.tokens += sign * waiting.tokens
 
     def _remove(self, waiting: QueuedRequest) -> None:
-        share = self._shares[waiting.tenant]
+        share = self.shares[waiting.tenant]
         line = share.by_model[waiting.model]
         line.remove(waiting)
         if not line:
@@ -203,7 +203,7 @@ class FairQueue:
     # ---- out
 
     def _grant_one(self) -> bool:
-        shares = sorted((share for share in self._shares.values() if share.requests), key=lambda share: share.counter)
+        shares = sorted((share for share in self.shares.values() if share.requests), key=lambda share: share.counter)
         return any(self._grant_first(share) for share in shares)
 
     def _grant_first(self, share: TenantShare) -> bool:
@@ -246,7 +246,7 @@ class FairQueue:
             if not waiting.is_retry:
                 self.settle(waiting.tenant, waiting.tokens, 0)
             self.leave(granted.result(), waiting.tenant, waiting.tokens)
-        elif waiting in self._shares[waiting.tenant].by_model.get(waiting.model, ()):
+        elif waiting in self.shares[waiting.tenant].by_model.get(waiting.model, ()):
             self._remove(waiting)
             self.dispatch()
 

@@ -68,6 +68,8 @@ class Forwarding:
         gateway, tried = self._gateway, self._tried
         self._resumption = Resumption(request)
         gateway.retry_budget.note_request(now_ns())
+        if gateway.lint is not None:
+            gateway.lint.note(request)
         failure: UpstreamFailure | None = None
         while True:
             try:
@@ -200,10 +202,13 @@ class Forwarding:
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:
         deadline = self._deadline(upstream.config.total_s)
+        headers = sent_headers(self._scope, upstream, attempt_id, deadline.at_ns, self._first_token_by_ns)
+        if self._gateway.tracing is not None:
+            headers["traceparent"] = self._account.attempt_traceparent(attempt_id)
         relay = Relay(
             self._gateway.session,
             upstream,
-            sent_headers(self._scope, upstream, attempt_id, deadline.at_ns, self._first_token_by_ns),
+            headers,
             deadline,
             resumption,
             max_answer_bytes=self._gateway.config.max_answer_bytes,

@@ -70,6 +70,12 @@ GATEWAY_METRICS = (
         ("result",),
         "Hops posted by clients: kept, known (posted before), forgotten (by age or bound)",
     ),
+    MetricSpec(
+        "splittime_gateway_spans_total",
+        "counter",
+        ("result",),
+        "Spans of [tracing]: sent, queue_full (dropped), not_taken (by the collector: dropped)",
+    ),
     MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
     MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
@@ -120,6 +126,17 @@ class GatewayMetrics(Collector):
     def count_attempt(self, upstream: str, result: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
 
+    def refusals(self) -> dict[str, float]:
+        """Returns how many requests were refused since the start, by reason."""
+        return {reason: count for (reason,), count in self._counts["splittime_gateway_refusals_total"].items()}
+
+    def attempts(self) -> list[tuple[str, str, float]]:
+        """Returns upstream, result and how many attempts had it since the start."""
+        return [
+            (upstream, result, count)
+            for (upstream, result), count in self._counts["splittime_gateway_attempts_total"].items()
+        ]
+
     def render(self) -> bytes:
         text = "".join(line for spec in _HISTOGRAMS for line in self._histograms[spec.name].lines(spec))
         return text.encode() + generate_latest(self._registry)
@@ -141,11 +158,16 @@ class GatewayMetrics(Collector):
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()
         return {
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
+            "splittime_gateway_spans_total": self._spans(),
             "splittime_gateway_retries_total": {(): self.gateway.retry_budget.num_taken},
             "splittime_gateway_tied_total": {(name,): count for name, count in self.gateway.tied.results.items()},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
         }
+
+    def _spans(self) -> Series:
+        exporter = self.gateway.tracing
+        return {} if exporter is None else {(result,): count for result, count in exporter.spans.items()}
 
     def _gauges(self) -> dict[str, Series]:
         upstreams, queue = self.gateway.seen_upstreams.items(), self.gateway.queue

@@ -5,16 +5,19 @@ divided by lengths, not by instants of two clocks: first the account's length, t
 (`client_wait`, as far as there is a difference), and the rest is `network` (ADR 23).
 """
 
+import secrets
 import time
 from typing import TYPE_CHECKING
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
+from splittime.core.trace_context import NO_TRACE, TraceContext
 from splittime.gateway.answer_events import NestedAccount
 from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
+from splittime.gateway.tracing.spans import attempt_context
 from splittime.gateway.upstreams import Routed, Upstream
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
 from splittime.ledger.attempts import Attempt
@@ -80,6 +83,13 @@ class RequestAccount:
     def begin_attempt(self, attempt_id: str) -> None:
         """What is read from now on is this attempt's answer."""
         self._nested, self.attempt_id = NestedAccount(), attempt_id
+
+    def attempt_traceparent(self, attempt_id: str) -> str:
+        """Returns what an attempt's upstream is told, where spans are made: of the client's trace, or of one
+        that begins here."""
+        if self._trace == NO_TRACE:
+            self._trace = TraceContext(secrets.token_hex(16), "")
+        return attempt_context(self._trace.trace_id, attempt_id).traceparent
 
     def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""

@@ -27,12 +27,21 @@ class RetryBudget:
     def take(self, now_ns: int) -> bool:
         """Returns whether one more retry may be had, which is then counted."""
         part = self._part(now_ns)
-        if self._retries + 1 > self._config.ratio * self._requests + self._config.spare:
+        if self._retries + 1 > self._allowed:
             return False
         part[2] += 1
         self._retries += 1
         self.num_taken += 1
         return True
+
+    def used(self, now_ns: int) -> tuple[int, float]:
+        """Returns the retries of the window, and how many it allows."""
+        self._part(now_ns)
+        return self._retries, self._allowed
+
+    @property
+    def _allowed(self) -> float:
+        return self._config.ratio * self._requests + self._config.spare
 
     def _part(self, now_ns: int) -> list[int]:
         number = now_ns // self._part_ns

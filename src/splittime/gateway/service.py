@@ -15,15 +15,18 @@ from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import EMBEDDER, Secrets
+from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.lint.sampler import PromptLint
 from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
+from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.tied import TiedRequests
+from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -89,7 +92,12 @@ class GatewayService:
         self.audit: AuditLog | None = (
             before.audit if before else None if config.audit is None else AuditLog(config.audit)
         )
+        self.tracing: SpanExporter | None = before.tracing if before else self._tracing(keys.get(TRACING))
+        self.lint: PromptLint | None = (
+            before.lint if before else None if config.lint is None else PromptLint(config.lint)
+        )
         self.metrics: GatewayMetrics = before.metrics if before else GatewayMetrics(self)
+        self.page_answers = PageAnswers(self)
         self.pool: ThreadPoolExecutor = (
             before.pool if before else ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         )
@@ -99,6 +107,13 @@ class GatewayService:
         self._session: aiohttp.ClientSession | None = before.session if before else None
         if before is None:
             ledger.describe_by(self.facts)
+
+    def _tracing(self, key: str | None) -> SpanExporter | None:
+        if self.config.tracing is None:
+            return None
+        exporter = SpanExporter(self.config.tracing, key)
+        self.ledger.subscribe(exporter.note)
+        return exporter
 
     def _on_room(self) -> None:
         self.queue.dispatch()
@@ -136,6 +151,8 @@ class GatewayService:
         self._queue_polls.begin(self._session)
         self.budgets.open(self.pool)
         self.lag.begin()
+        if self.tracing is not None:
+            self.tracing.open(self._session, self.pool)
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -245,9 +262,13 @@ class GatewayService:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
         if self._session is not None:
+            if self.tracing is not None:
+                await self.tracing.close(self._session, self.pool)
             await self._session.close()
         if self.cache is not None:
             self.cache.close()
+        if self.lint is not None:
+            self.lint.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 

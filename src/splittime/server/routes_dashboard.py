@@ -2,15 +2,14 @@
 
 What is read of the ledger and of the requests in flight is taken in the event loop, in one turn, so that a record is in
 exactly one answer and a request is either open or closed; what is made of it, in a thread beside. That thread is one,
-whoever looks, and is started by the first look: a server that nobody looks at does nothing. While it works it holds the
-interpreter's lock for `TURN_S` at a time, not for Python's 5 ms, since a token may be waiting to be written.
+whoever looks, and is started by the first look: a server that nobody looks at does nothing. It works in short turns
+(`web.short_turns`).
 An answer is bounded (`MAX_ROWS`, `MAX_STEPS`, `MAX_OPEN`) and says what it left out. The cursor is of this process: one
 from before a restart gets everything anew, with `reset`.
 """
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +32,12 @@ from splittime.server.books import KeepsBooks, OpenBook
 from splittime.server.dashboard import bins, files, rows
 from splittime.server.service import Service
 from splittime.web import http
+from splittime.web.page_files import NO_STORE
+from splittime.web.short_turns import in_short_turns
 
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
 DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
-TURN_S = 0.0005
 PROCESS = secrets.token_hex(6)
-NO_STORE: http.Headers = [(b"cache-control", b"no-store"), *files.HEADERS[:2]]
 WORDS = {
     "stages": {stage.value: meaning for stage, meaning in STAGE_MEANING.items()},
     "causes": {cause.value: meaning for cause, meaning in CAUSE_MEANING.items()},
@@ -70,17 +69,8 @@ def _beside() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="dashboard")
 
 
-def _in_short_turns(work: Callable[..., bytes], *args: Any) -> bytes:
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_S)
-    try:
-        return work(*args)
-    finally:
-        sys.setswitchinterval(usual_s)
-
-
 async def _respond(send: http.Send, work: Callable[..., bytes], *args: Any) -> None:
-    body = await asyncio.get_running_loop().run_in_executor(_beside(), _in_short_turns, work, *args)
+    body = await asyncio.get_running_loop().run_in_executor(_beside(), in_short_turns, work, *args)
     await http.respond(send, body, headers=NO_STORE)
 
 

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
 FIXED = (
     *("host", "port", "ssl_certfile", "ssl_keyfile", "body_timeout_s", "slow_reader_s"),
-    *("ledger_file", "max_file_accounts", "budget_file", "audit", "cache", "cache_route", "embedder"),
+    *(
+        "ledger_file",
+        "max_file_accounts",
+        "budget_file",
+        "audit",
+        "cache",
+        "cache_route",
+        "embedder",
+        "tracing",
+        "lint",
+    ),
 )
 
 

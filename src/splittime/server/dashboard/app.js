@@ -1,14 +1,14 @@
 /** The page: what is asked for once a second, and who shows it. */
 
-import { KeyNeeded, Refused, storeKey } from "./api.js";
 import { Charts } from "./charts.js";
 import { Detail } from "./detail.js";
-import { byId, el, say, show } from "./dom.js";
+import { byId, el, say } from "./dom.js";
 import { Findings } from "./findings.js";
 import { count } from "./format.js";
 import { hasFailed } from "./table_row.js";
 import { Playground } from "./playground.js";
 import { Poll } from "./poll.js";
+import { onKey, onTrouble, state } from "./standing.js";
 import { Store } from "./store.js";
 import { Table } from "./table.js";
 import { Tiles } from "./tiles.js";
@@ -60,36 +60,7 @@ function showState({ server, engine }, hasRestarted) {
   else state("live", hasRestarted ? "live again" : "live", "");
 }
 
-function onTrouble(error, retryMs) {
-  if (error instanceof KeyNeeded) askForKey();
-  else if (retryMs && error instanceof Refused) state("down", "trouble", `${error.message}. Asking again in ${retryMs / 1000} s.`);
-  else if (retryMs) state("down", "no answer", `The server does not answer. Asking again in ${retryMs / 1000} s; what is shown is the last that was known.`);
-}
-
-function state(kind, word, sentence) {
-  byId("state").dataset.kind = kind;
-  say(byId("state-word"), word);
-  say(byId("banner"), sentence);
-  show(byId("banner"), Boolean(sentence));
-}
-
-// ---- the API key
-
-function askForKey() {
-  state("down", "key needed", "");
-  const dialog = byId("key-dialog");
-  if (!dialog.open) dialog.showModal();
-}
-
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  storeKey(byId("key-input").value.trim());
-  byId("key-input").value = "";
-  byId("key-dialog").close();
-  poll.wake();
-  findings.wake();
-  whatIf.wake();
-});
+onKey(() => [poll, findings, whatIf].forEach((asker) => asker.wake()));
 
 // ---- what the bars' colours mean
 

@@ -4,19 +4,19 @@
  */
 
 const ORDER = [
-  "receive", "tokenize_queue", "tokenize", "admit", "handoff", "queue", "prefill", "prefill_stall", "preempted",
+  "receive", "tokenize_queue", "tokenize", "admit", "cache", "route", "upstream", "network", "handoff", "queue", "prefill", "prefill_stall", "preempted",
   "recompute", "decode", "decode_stall", "deliver", "client_wait", "unattributed",
 ];
 const CAUSES = [
   "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight",
-  "engine_loop", "measuring", "engine_died", "not_told",
+  "engine_loop", "measuring", "engine_died", "upstream_slots", "retry_pause", "same_request", "replay_pace", "not_told",
 ];
 const BEFORE = new Set(["receive", "tokenize", "admit", "handoff"]);
 const OURS = {
   before: "The server reads, tokenises and admits it, and hands it to the engine.",
   not_told: "why it waits is told once it leaves the queue",
 };
-const meanings = { stages: {}, causes: {} };
+const meanings = { stages: {}, causes: {}, before: "before the engine" };
 
 export const WAITS = new Set(["tokenize_queue", "queue", "prefill_stall", "decode_stall", "preempted"]);
 
@@ -47,7 +47,7 @@ const spoken = (word) => word.replaceAll("_", " ");
 /** `queue · batch slots` */
 export function label(key) {
   const { stage, cause } = parts(key);
-  if (stage === "before") return "before the engine";
+  if (stage === "before") return meanings.before;
   if (cause === "not_told") return "waiting";
   return cause ? `${spoken(stage)} · ${spoken(cause)}` : spoken(stage);
 }

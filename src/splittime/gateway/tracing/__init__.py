@@ -1,0 +1,1 @@
+"""OpenTelemetry: closed accounts as spans (`spans`), told to a collector off the path (`exporter`)."""
