@@ -17,15 +17,14 @@ TOOLS = [Tool("weather", CITY, False), Tool("now", {"type": "object"}, False)]
 NAMES = {"weather", "now"}
 ARGUMENTS = '{"city": "a } \\" <tool_call> [é"}'
 QWEN = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
-within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}{% endif %}"""
+within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>,
+"arguments": <args-json-object>}{% endif %}"""
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
 
 
 def written(family: str, *calls: tuple[str, str]) -> str:
     form = FAMILIES[family]
-    one = [
-        f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls
-    ]
+    one = [f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls]
     return form.between.join(one)
 
 
@@ -37,10 +36,10 @@ def parsed(family: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
         content += found.content
         for delta in found.calls:
             if delta.name is not None:
-                assert delta.index == len(calls)
+                assert delta.number == len(calls)
                 calls.append((delta.name, ""))
-            name, before = calls[delta.index]
-            calls[delta.index] = (name, before + delta.arguments)
+            name, before = calls[delta.number]
+            calls[delta.number] = (name, before + delta.arguments)
     return content, calls
 
 

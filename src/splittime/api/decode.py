@@ -19,7 +19,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from splittime.api.schema import UNSUPPORTED, Strict
+from splittime.api.schema import Strict
+from splittime.api.unsupported import UNSUPPORTED
 from splittime.core.errors import RequestError
 
 MAX_NAME_CHARS = 64

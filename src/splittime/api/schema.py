@@ -5,7 +5,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
     honoured          the answer depends on it
     no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
-                      any other is refused by name, with the reason in `UNSUPPORTED`
+                      any other is refused by name, with the reason in `unsupported`
 
 Fields of vLLM's and llama.cpp's own APIs (`ForeignFields`) are taken at the value that changes nothing, since clients
 made for those servers send them at their defaults; any other value is refused by name, with what to do instead.
@@ -192,6 +192,27 @@ class TextPart(Strict, kw_only=True):
     cache_control: CacheControl = None
 
 
+class GivenFunction(Strict, kw_only=True):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON, as it came in the answer.")]
+
+
+class GivenCall(Strict, kw_only=True):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: GivenFunction
+    index: Annotated[int | None, no_effect("its place in the list says it.")] = None
+
+    def to_template(self) -> dict[str, Any]:
+        """As templates read it: with the arguments as an object, where they are one."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "function": function, **({} if self.id is None else {"id": self.id})}
+
+
 class Message(Strict, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
@@ -201,17 +222,48 @@ class Message(Strict, kw_only=True):
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_call_id: None = None
+    tool_calls: Annotated[list[GivenCall] | None, Meta(description="Of an answer: what it called.")] = None
+    tool_call_id: Annotated[str | None, Meta(description="Of a tool's answer: the call's id.")] = None
     function_call: None = None
 
     def to_template(self) -> dict[str, Any]:
         """As templates read it: text parts joined by line breaks, absent fields absent."""
         content = self.content if self.content is not None else ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional["tool_call_id"] = self.tool_call_id
+        optional["tool_calls"] = [call.to_template() for call in self.tool_calls] if self.tool_calls else None
         given = {name: value for name, value in optional.items() if value is not None}
         return {"role": self.role, "content": text, **given}
+
+
+class FunctionTool(Strict, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Annotated[str | None, Meta(description="For the model.")] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema; default: any object.")] = None
+    strict: Annotated[bool | None, Meta(description="Calls are held to the schema even if the model chose them.")] = (
+        None
+    )
+
+
+class ToolGiven(Strict, kw_only=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ToolName(Strict, kw_only=True):
+    name: str
+
+
+class NamedTool(Strict, kw_only=True):
+    """This tool is called."""
+
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+TOOL_CHOICE = "auto (the default): the model chooses; required: it calls some; an object: it calls this one; none."
+PARALLEL = "false: at most one call."
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -224,9 +276,9 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any] | None, no_effect("taken empty, or with tool_choice none.")] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, no_effect("no tool is called.")] = None
-    parallel_tool_calls: Annotated[bool | None, no_effect("no tool is called.")] = None
+    tools: Annotated[list[ToolGiven] | None, Meta(description="Functions that the model may call.")] = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Meta(description=TOOL_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description=PARALLEL)] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
     include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
     chat_template: None = None
@@ -258,57 +310,3 @@ class DetokenizeBody(Strict, kw_only=True):
     model: str | None = None
     tokens: Annotated[list[int], Meta(max_length=MAX_DETOKENIZED)]
     skip_special_tokens: bool = False
-
-
-UNSUPPORTED = {
-    **dict.fromkeys(
-        (
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-        ),
-        "there is one way to hold answers to a form; white space between JSON's parts is bounded",
-    ),
-    **dict.fromkeys(
-        ("tool_calls", "tool_call_id", "function_call", "functions", "tools", "tool_choice"),
-        "tool calls are not supported",
-    ),
-    "best_of": "no answers are drawn to choose from; n asks for several",
-    "use_beam_search": "beam search is not supported; temperature 0 takes the likeliest token at each place",
-    "skip_special_tokens": "texts are without special tokens; return_token_ids gives the ids of all",
-    "include_stop_str_in_output": "the text ends before a stop string; append it",
-    "detokenize": "every answer has its text; return_token_ids gives its ids beside it",
-    "return_tokens_as_token_ids": "logprobs name tokens by their text; return_token_ids gives the ids",
-    "bad_words": "words cannot be forbidden; logit_bias -100 forbids a token",
-    "prompt_logprobs": "echo with logprobs gives those of the prompt, at /v1/completions",
-    "truncate_prompt_tokens": "prompts are never cut; /tokenize counts and cuts them",
-    "allowed_token_ids": "tokens cannot be listed; logit_bias 100 and -100 chooses among them",
-    "logits_processors": "logits processors are not supported; logit_bias is",
-    "kv_transfer_params": "KV caches are not transferred between servers",
-    "vllm_xargs": "there are no extensions to read it",
-    "request_id": "the header X-Request-Id names a request",
-    "cache_prompt": "prefixes are shared; a cache_salt of its own keeps a request from finding any",
-    "n_predict": "max_tokens says how many tokens",
-    "repeat_penalty": "repetition_penalty, presence_penalty and frequency_penalty are the ones here",
-    "mirostat": "mirostat is not supported; temperature, top_p, top_k and min_p are",
-    "typical_p": "typical_p is not supported; temperature, top_p, top_k and min_p are",
-    "dynatemp_range": "the temperature does not change within an answer",
-    "xtc_probability": "XTC is not supported; temperature, top_p, top_k and min_p are",
-    "dry_multiplier": "DRY is not supported; repetition_penalty and frequency_penalty are",
-    "timings_per_token": "the header X-Include-Timing, or stream_options.include_timing, asks for times",
-    "echo": "a chat is not echoed; /v1/completions echoes its prompt",
-    "include_reasoning": "reasoning is part of the text; it is not told apart",
-    "chat_template": "the model's own template is used; chat_template_kwargs are its variables",
-    "documents": "no template is given documents but as chat_template_kwargs",
-    "mm_processor_kwargs": "only texts are supported",
-    "add_special_tokens": "a prompt given as a text gets special tokens, a chat gets its template's; give token ids",
-    "store": "answers are not stored",
-    "suffix": "infilling is not supported",
-    "refusal": "refusals are not supported",
-    "annotations": "annotations are not supported",
-    "audio": "audio is not supported",
-    "modalities": "only text is supported",
-    "type": "only text parts are supported",
-    "prediction": "predicted outputs are not supported",
-    "verbosity": "verbosity is not supported",
-    "web_search_options": "web search is not supported",
-}

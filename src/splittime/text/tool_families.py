@@ -17,8 +17,8 @@ MAX_TOOLS = 128
 
 
 class ToolFamily(NamedTuple):
-    """begin, end: what stands around a call; with an empty `begin` a call begins the answer, and no text can come before
-    it. between: two calls. arguments: the name that arguments have."""
+    """begin, end: what stands around a call; with an empty `begin` a call begins the answer, without a
+    text before it. between: two calls. arguments: the name that arguments have."""
 
     name: str
     begin: str
@@ -62,7 +62,7 @@ def family_of_template(template: str) -> ToolFamily:
 
 
 def grammar_of_calls(family: ToolFamily, tools: Sequence[Tool], *, may_answer: bool, may_repeat: bool) -> str:
-    """Returns the grammar of answers that call these tools. may_answer: or that are a text, or (where the family marks
+    """Returns the grammar of answers that call tools. may_answer: or that are a text, or (where the family marks
     calls) have one before them. may_repeat: more than one call. Raises RequestError, which names the tool, for a schema
     that is too large or too deep."""
     calls = " | ".join(f"call_{index}" for index in range(len(tools)))

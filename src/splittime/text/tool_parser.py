@@ -17,9 +17,9 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 class CallDelta(NamedTuple):
-    """What is new of the `index`-th call. name: only where it begins."""
+    """What is new of a call. number: of the call, from 0. name: only where it begins."""
 
-    index: int
+    number: int
     name: str | None
     arguments: str
 
@@ -188,7 +188,7 @@ class _Head(NamedTuple):
 
 
 def _read_head(text: str, arguments: str) -> _Head | None:
-    """Reads `{"name": "f", "arguments": ` before an object. Returns None if the text is the beginning of no such head."""
+    """Reads `{"name": "f", "arguments": ` before an object. Returns None where the text begins no such head."""
     at, name = 0, ""
     for part in ("{", '"name"', ":", None, ",", f'"{arguments}"', ":"):
         at += len(text[at:]) - len(text[at:].lstrip())
@@ -224,7 +224,7 @@ def _joined(deltas: list[CallDelta]) -> tuple[CallDelta, ...]:
     """Puts together what is new of the same call."""
     found: dict[int, CallDelta] = {}
     for delta in deltas:
-        before = found.get(delta.index)
+        before = found.get(delta.number)
         arguments = delta.arguments if before is None else before.arguments + delta.arguments
-        found[delta.index] = CallDelta(delta.index, delta.name if before is None else before.name, arguments)
+        found[delta.number] = CallDelta(delta.number, delta.name if before is None else before.name, arguments)
     return tuple(found.values())
