@@ -14,8 +14,8 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """An answer that may call tools. told: as the chat template reads them. grammar: what the answer is held to; "" where
-    the model is free."""
+    """An answer that may call tools. told: as the chat template reads them. grammar: what the answer is held to; ""
+    where the model is free."""
 
     family: ToolFamily
     names: frozenset[str]

@@ -83,8 +83,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text. tools: as OpenAI's API has them. variables: what a request wants the template to see besides. Raises `RequestError`, with
-        the template's own words if it refuses the messages."""
+        """The prompt's text. variables: what a request wants the template to see besides. tools: as OpenAI's API has
+        them. Raises `RequestError`, with the template's own words if it refuses the messages."""
         options = {**self._checked(variables or {}), "add_generation_prompt": add_generation_prompt}
         options["tools"] = tools
         if not continue_final_message:
