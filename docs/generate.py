@@ -15,6 +15,7 @@ import click
 import msgspec
 import typer
 
+from splittime.api.foreign import OF_SERVERS, UNSUPPORTED, WAYS_OUT
 from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
@@ -85,6 +86,31 @@ def fields_page() -> str:
         "A running server describes itself, with its model's limits, at `/docs` and `/openapi.json`.\n\n"
         + "\n".join(parts)
     )
+
+
+def foreign_fields_page() -> str:
+    """What becomes of each field that vLLM's and llama.cpp's APIs add to OpenAI's."""
+    schemas = document(BodyLimits())["components"]["schemas"]
+    known = {**schemas["ChatBody"]["properties"], **schemas["CompletionBody"]["properties"]}
+    parts = [
+        f"## Of {server}\n\n" + _table(("field", "here", "why, or instead"), [_foreign(n, known.get(n)) for n in names])
+        for server, names in OF_SERVERS.items()
+    ]
+    return (
+        "# Fields of other servers\n\nWhat this server does with the fields that vLLM's and llama.cpp's APIs add to "
+        "OpenAI's. *Honoured* fields mean what they mean there; a *refused* one gets a 400 that names it, unless its "
+        "value changes nothing.\n\n" + "\n".join(parts)
+    )
+
+
+def _foreign(name: str, schema: dict[str, Any] | None) -> tuple[str, ...]:
+    """A row: fields at whose default nothing changes are refused at any other value."""
+    if schema is not None and name not in UNSUPPORTED:
+        words = schema.get("description", "").removeprefix("No effect: ")
+        return f"`{name}`", _treatment(schema), words
+    if schema is not None and name in ("echo", "add_special_tokens"):
+        return f"`{name}`", "in part", UNSUPPORTED[name]
+    return f"`{name}`", "refused", UNSUPPORTED.get(name) or WAYS_OUT[name]
 
 
 def _treatment(schema: dict[str, Any]) -> str:
@@ -273,6 +299,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "stages.md": stages_page,
     "errors.md": errors_page,
     "fields.md": fields_page,
+    "foreign_fields.md": foreign_fields_page,
     "metrics.md": metrics_page,
     "findings.md": findings_page,
     "exit_codes.md": exit_codes_page,

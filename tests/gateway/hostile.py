@@ -125,7 +125,7 @@ class Hostile:
     async def do_keeping(self, reader, writer, body) -> bool:
         """Keeps the model `kept` until its client leaves; any other is treated in the way that its body names."""
         if body["model"] == "kept":
-            return await self._until_gone("keeping", reader)
+            return await self._until_gone("keeping", reader, limit_s=300)
         return await getattr(self, f"do_{body.get('then', 'fine')}")(reader, writer, body)
 
     async def do_late(self, reader, writer, body) -> bool:

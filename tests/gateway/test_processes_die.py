@@ -115,8 +115,8 @@ def test_a_wall_clock_that_steps_changes_no_account(hostile, tmp_path, stepping_
             request_id = uuid.uuid4().hex
             sent_ns = time.monotonic_ns()
             status, *_ = gateway.ask("fine", {"x-request-id": request_id}, stream=True, pause_s=0.01)
-            lasted_ns = time.monotonic_ns() - sent_ns
             account = account_from_json(gateway.account(request_id))
+            lasted_ns = time.monotonic_ns() - sent_ns  # a client may have the end before the gateway knows that it has
             sums(account)
             assert status == 200
             assert 0.05e9 < account.end_ns - account.start_ns <= lasted_ns

@@ -9,12 +9,13 @@ import time
 import uuid
 from contextlib import contextmanager
 from itertools import takewhile
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
 from splittime.gateway.config import TiedConfig
-from splittime.gateway.tied import LEAST_SEEN, WINDOW, TiedRequests
+from splittime.gateway.tied import LEAST_SEEN, WINDOW, TiedRace, TiedRequests
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
@@ -23,6 +24,7 @@ from .test_chaos import metric, sums
 from .test_endings import assert_nothing_is_left, send
 from .test_relay import events
 
+AFTER_NS = 0.098e9  # as `after_s`, by a timer that is a millisecond coarse
 PATIENT = "[breaker]\nfailures = 1000\nmax_backoff_s = 0.01\n"
 MANY = "[retries]\nspare = 1000\nmax_attempts = 2\npause_s = 0.01\n"
 
@@ -39,9 +41,9 @@ def two(hostile, folder, retries: str, *firsts: str, **more):
     """Yields a gateway with a model for each way to misbehave, that of its first upstream; all have the second."""
     text = f"[tied]\nafter_s = 0.1\n{retries}{PATIENT}"
     for way in firsts:
-        limit_s = 0.4 if way == "stalling" else 20.0
+        limit_s = 0.4 if way == "stalling" else 300.0
         text += upstream(way, hostile.url("slow" if way == "stalling" else way), first_byte_s=limit_s)
-    text += upstream("second", hostile.url("keeping"), "kept", *firsts, first_byte_s=30.0, **more)
+    text += upstream("second", hostile.url("keeping"), "kept", *firsts, first_byte_s=300.0, **more)
     with gateway_of(folder, text) as gateway:
         asked = len(hostile.asked["keeping"])
         _, connection = send(gateway, "kept", stream=True)
@@ -101,13 +103,13 @@ def test_the_second_has_a_byte_first(tied, hostile, way):
     assert lost.end_ns <= won.end_ns
     assert lost.lost_tokens > 0 == won.lost_tokens
     waited_ns = won.begin_ns - lost.begin_ns
-    assert waited_ns >= 0.1e9
+    assert waited_ns >= AFTER_NS
     upstream_ns = sum(one.duration_ns for one in account.intervals if one.stage is Stage.UPSTREAM)
     assert upstream_ns >= waited_ns
     until(lambda: len(hostile.gone_s[way]) == gone + 1)  # its connection is cut
     lost_after = metric(tied, "splittime_gateway_tied_lost_tokens_total")
     assert lost_after[way] == lost_before.get(way, 0) + lost.lost_tokens
-    assert metric(tied, "splittime_gateway_tied_lost_seconds_total")[way] > 0.1
+    assert metric(tied, "splittime_gateway_tied_lost_seconds_total")[way] * 1e9 >= AFTER_NS
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,46 @@ def test_a_quantile_of_the_waits_that_were_seen():
         tied.note_wait("m", 10**9)
     assert tied.after_s("m") == 1  # what is old is forgotten
     assert TiedRequests(TiedConfig(after_s=0.5)).after_s("m") == 0.5
+    assert TiedRequests(None, tied.results).results is tied.results  # of another config's
     assert TiedRequests(None).after_s("m") is None
+
+
+class AnAttempt:
+    """Stands in a race for one that has a byte so many turns of the event loop after it was begun."""
+
+    def __init__(self, turns: int) -> None:
+        self.begin_ns, self.relay = time.monotonic_ns(), SimpleNamespace(first_byte_ns=None)
+        self._turns = turns
+        self.endings: list[str] = []
+
+    async def open(self) -> None:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        self.relay.first_byte_ns = time.monotonic_ns()
+
+    def give_up(self, ending: str) -> None:
+        self.endings.append(ending)
+
+
+async def raced(first: AnAttempt, turns: int):
+    """Returns who won, the second, and the waits that were noted; the second is begun after 10 ms."""
+    tied, seconds = TiedRequests(TiedConfig(after_s=0.01)), []
+
+    def send_second(_: AnAttempt) -> AnAttempt:
+        seconds.append(AnAttempt(turns))
+        return seconds[0]
+
+    race = TiedRace(tied, "m", first, send_second)
+    await race.run()
+    return race.decisive, seconds[0], list(tied._waits_ns["m"])
+
+
+def test_of_a_first_that_lost_the_wait_is_known_to_have_been_longer():
+    first = AnAttempt(10**9)
+    winner, second, waits_ns = asyncio.run(raced(first, 5))
+    assert (winner, first.endings, second.endings) == (second, ["tied_lost"], [])
+    assert len(waits_ns) == 2
+    assert waits_ns[0] < waits_ns[1]
 
 
 def test_by_a_quantile_once_enough_were_seen(hostile, tmp_path):

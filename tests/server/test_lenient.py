@@ -2,8 +2,8 @@
 
 import pytest
 
+from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import ModelInfo
-from splittime.api.unsupported import UNSUPPORTED
 from splittime.server.config import ServerConfig
 
 from .conftest import EOS, LiveServer, say
@@ -45,9 +45,8 @@ NEUTRAL = {
 ABSENT = {
     **dict.fromkeys(("truncate_prompt_tokens", "guided_json", "guided_regex", "guided_choice", "guided_grammar")),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs", "request_id")),
-    **dict.fromkeys(("prompt_logprobs", "allowed_token_ids", "logits_processors", "kv_transfer_params", "vllm_xargs")),
+    **dict.fromkeys(("prompt_logprobs", "logits_processors", "kv_transfer_params", "vllm_xargs")),
     "n_predict": None,
-    "bad_words": [],
     "response_format": {"type": "text"},
 }
 OF_CHATS = {"echo": False, "include_reasoning": True, "add_special_tokens": False}
@@ -103,8 +102,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "n_predict"), 7),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), "a"),
     **{key: {"a": "b"} for key in ("kv_transfer_params", "vllm_xargs")},
-    **{key: ["a"] for key in ("logits_processors", "bad_words")},
-    "allowed_token_ids": [1],
+    **{key: ["a"] for key in ("logits_processors",)},
     "request_id": "mine",
 }
 del OTHER_VALUES["spaces_between_special_tokens"]  # between what is left out

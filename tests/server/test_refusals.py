@@ -138,7 +138,6 @@ def test_unknown_models_pages_and_methods(live) -> None:
 @pytest.mark.parametrize(
     ("path", "word"),
     [
-        ("/v1/messages", "OpenAI"),
         ("/api/chat", "OpenAI"),
         ("/chat/completions", "/v1"),
         ("/v1/embeddings", "text"),

@@ -85,6 +85,8 @@ class Renderer:
     def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
         """The chunk that says why a choice ended; `more` goes beside the choices."""
         piece = {**self._piece(choice, choice.take()), "finish_reason": self._finish_word(choice)}
+        if choice.text.stop_string is not None:
+            piece["stop_reason"] = choice.text.stop_string
         if own_timing is not None:
             piece["timing"] = own_timing
         so_far = self._so_far(choice, choice.num_output_tokens)
@@ -158,6 +160,7 @@ class Renderer:
             **more,
             index=choice.index,
             finish_reason=self._finish_word(choice),
+            stop_reason=UNSET if choice.text.stop_string is None else choice.text.stop_string,
             token_ids=list(new.token_ids) if shows_ids else UNSET,
             prompt_token_ids=list(choice.request.prompt_token_ids) if shows_ids else UNSET,
             timing=UNSET if own_timing is None else own_timing,

@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 Timing = Annotated[dict[str, Any], Meta(description="With X-Include-Timing: the account, in nanoseconds.")]
 Notices = Annotated[list[str], Meta(description="What was changed to fit.")]
+StopReason = Annotated[str, Meta(description="The stop string that ended it, if one did.")]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -27,6 +28,7 @@ class CompletionChoice(Struct, kw_only=True):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
@@ -66,6 +68,7 @@ class ChatChoice(Struct, kw_only=True):
     message: AssistantMessage
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
+    stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.params import check_token_ids
+from splittime.api.params import check_lists, check_token_ids
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 
@@ -36,8 +36,7 @@ def _check(prompt: Prompt, sampling: SamplingParams, vocab_size: int) -> None:
         _check_text(prompt)
     else:
         check_token_ids(prompt, vocab_size, "prompts")
-    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
-    check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
+    check_lists(sampling, vocab_size)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from splittime.api.foreign import UNSUPPORTED, WAYS_OUT
 from splittime.api.schema import Strict
-from splittime.api.unsupported import UNSUPPORTED
 from splittime.core.errors import RequestError
 
 MAX_NAME_CHARS = 64
@@ -160,7 +160,7 @@ def _refusal(message: str, kind: type[Strict]) -> RequestError:
     unknown = _UNKNOWN_FIELD.search(message)
     if unknown:
         name = _join(unknown[2], unknown[1][:MAX_NAME_CHARS])
-        hint = None if unknown[2] else _meant(name, kind)
+        hint = None if unknown[2] else WAYS_OUT.get(name) or _meant(name, kind)
         return RequestError(f"{name}: no such field, or not supported", code="unknown_field", param=name, hint=hint)
     missing = _MISSING_FIELD.search(message)
     if missing:

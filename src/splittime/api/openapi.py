@@ -10,6 +10,7 @@ from splittime import __version__
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
@@ -41,6 +42,8 @@ _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
+    "CountTokensBody": {"messages": _HELLO},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -85,7 +88,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Models, Tokens, Text, HopsBody)
+    kinds = (Completion, ChatCompletion, Models, Tokens, Text, HopsBody, MessagesBody, CountTokensBody)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
@@ -99,6 +102,8 @@ def _paths(knobs: Schema) -> Schema:
     return {
         "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
+        "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
+        "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
@@ -146,6 +151,16 @@ def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema
         "summary": summary,
         "requestBody": {"required": True, "content": content},
         "responses": _responses(errors, _json(_ref(answer))),
+    }
+
+
+def _in_words(summary: str, body: str) -> Schema:
+    """Returns an operation of another API, whose answers its own documentation describes."""
+    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": content},
+        "responses": _responses(_GENERATION_ERRORS, _json(OBJECT)),
     }
 
 

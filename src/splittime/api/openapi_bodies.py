@@ -6,7 +6,7 @@ draws bodies from this description and holds the server to it: what is described
 Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
 bounded, and `max_completion_tokens` may repeat `max_tokens`. Two are told in words because with them schemathesis draws
 no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both true, and an answer is held
-to one form at most, and not with `ignore_eos`.
+to one form at most, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`.
 """
 
 from typing import Any
@@ -15,7 +15,14 @@ import msgspec
 
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
-from splittime.api.schema import MAX_STOP_CHARS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from splittime.api.schema import (
+    MAX_BAD_WORD_CHARS,
+    MAX_STOP_CHARS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from splittime.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
@@ -66,6 +73,8 @@ def _bound(properties: Schema, limits: BodyLimits, vocab_size: int | None) -> No
             properties[name].update(more)
     properties["stop"]["anyOf"][1]["items"]["maxLength"] = MAX_STOP_CHARS
     properties["stop_token_ids"]["anyOf"][0]["items"] = _token_id(vocab_size)
+    properties["allowed_token_ids"]["anyOf"][0]["items"] = _token_id(vocab_size)
+    properties["bad_words"]["anyOf"][0]["items"] |= {"maxLength": MAX_BAD_WORD_CHARS, "pattern": r"\S"}
     bias = properties["logit_bias"]["anyOf"][0]
     bias["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
     bias["propertyNames"] = {"pattern": f"^({_below(vocab_size)})$" if vocab_size else "^[0-9]{1,10}$"}

@@ -14,6 +14,7 @@ import msgspec
 from splittime.api.forms import grammar_of
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.schema import (
+    MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
     ChatBody,
     CompletionBody,
@@ -39,6 +40,7 @@ Prompt = str | tuple[int, ...]
 class Ask:
     """One HTTP request for generations.
 
+    bad_words: that may not come; they become token ids where the prompts do.
     prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`, by `template_options`.
     sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
     echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
@@ -50,6 +52,7 @@ class Ask:
     messages: tuple[dict[str, Any], ...] = ()
     template_options: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams
+    bad_words: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -161,9 +164,17 @@ def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
     """What concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, limits.max_choices
     _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
-    check_token_ids(ask.sampling.stop_token_ids, model.vocab_size, "stop_token_ids")
-    check_token_ids(tuple(ask.sampling.logit_bias), model.vocab_size, "logit_bias")
+    check_lists(ask.sampling, model.vocab_size)
     return ask
+
+
+def check_lists(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError for a token id that the model does not have."""
+    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
+    check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    for run in sampling.bad_token_ids:
+        check_token_ids(run, vocab_size, "bad_token_ids")
 
 
 def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
@@ -182,6 +193,7 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimi
         endpoint=endpoint,
         model=body.model or model.name,
         sampling=SamplingParams(),
+        bad_words=_bad_words(body),
         n=n,
         stream=stream,
         include_usage=options is not None and options.include_usage,
@@ -220,9 +232,11 @@ def _sampling(
         prompt_logprobs=logprobs if echo else None,
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
         **given,
     )
     sampling.validate()
+    _require(not (sampling.grammar and body.bad_words), "bad_words", None, "beside a form: write it into the form")
     wrong = limits.strict and max_tokens is not None and sampling.min_tokens > max_tokens
     _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
     return sampling
@@ -233,6 +247,14 @@ def _stop_strings(stop: str | Sequence[str] | None, limits: BodyLimits) -> tuple
     listed = (stop,) if isinstance(stop, str) else tuple(stop or ())
     _require(len(listed) <= MAX_STOP_STRINGS, "stop", len(listed), "has too many strings", MAX_STOP_STRINGS)
     return listed if limits.strict else tuple(text for text in listed if text)
+
+
+def _bad_words(body: GenerationBody) -> tuple[str, ...]:
+    words = tuple(body.bad_words or ())
+    for word in words:
+        _require(bool(word.strip()), "bad_words", word, "has a word that is empty")
+        _require(len(word) <= MAX_BAD_WORD_CHARS, "bad_words", len(word), "has a word too long", MAX_BAD_WORD_CHARS)
+    return words
 
 
 _SAME_NAME = (

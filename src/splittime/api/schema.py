@@ -5,7 +5,7 @@ Each field has one of three fates, which `/docs` and docs/reference/fields.md sh
     honoured          the answer depends on it
     no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
-                      any other is refused by name, with the reason in `unsupported`
+                      any other is refused by name, with the reason in `foreign.UNSUPPORTED`
 
 Fields of vLLM's and llama.cpp's own APIs (`ForeignFields`) are taken at the value that changes nothing, since clients
 made for those servers send them at their defaults; any other value is refused by name, with what to do instead.
@@ -19,7 +19,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from splittime.core.sampling import MAX_BAD_WORDS
+
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORD_CHARS = 64
+MAX_ALLOWED = 2**14  # token ids in one list
 MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
 
 
@@ -58,10 +62,8 @@ class ForeignFields(Strict, kw_only=True):
     include_stop_str_in_output: Annotated[Literal[False] | None, no_effect("the text ends before it.")] = None
     detokenize: Annotated[Literal[True] | None, no_effect("every answer has its text.")] = None
     return_tokens_as_token_ids: Annotated[Literal[False] | None, no_effect("logprobs name tokens by text.")] = None
-    bad_words: Annotated[list[Any], Meta(max_length=0)] | None = None
     prompt_logprobs: None = None
     truncate_prompt_tokens: None = None
-    allowed_token_ids: None = None
     logits_processors: None = None
     structured_outputs: Annotated[StructuredOutputs | None, Meta(description=A_FORM)] = None
     guided_json: Annotated[dict[str, Any] | str | None, Meta(description=A_FORM)] = None
@@ -159,6 +161,14 @@ class GenerationBody(ForeignFields, kw_only=True):
     frequency_penalty: Annotated[float | None, _number("", minimum=-2, maximum=2)] = None
     repetition_penalty: Annotated[float | None, _number("1 is off.", exclusiveMinimum=0, maximum=10)] = None
     logit_bias: Annotated[dict[str, float] | None, Meta(description="Token id to bias, -100 to 100.")] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[int], Meta(max_length=MAX_ALLOWED)] | None,
+        Meta(description="No other token comes; not even an end that is not in it. Not with a form."),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None,
+        Meta(description="Their tokens do not come, as a text begins or behind a space. Not with a form."),
+    ] = None
     n: Annotated[int | None, _number("Answers to each prompt.", minimum=1)] = None
     stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
     stop_token_ids: list[int] | None = None
@@ -201,7 +211,7 @@ class GivenCall(Strict, kw_only=True):
     id: str | None = None
     type: Literal["function"] = "function"
     function: GivenFunction
-    index: Annotated[int | None, no_effect("its place in the list says it.")] = None
+    index: Annotated[int | None, no_effect("its place says it.")] = None
 
     def to_template(self) -> dict[str, Any]:
         """As templates read it: with the arguments as an object, where they are one."""
@@ -241,9 +251,7 @@ class FunctionTool(Strict, kw_only=True):
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: Annotated[str | None, Meta(description="For the model.")] = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema; default: any object.")] = None
-    strict: Annotated[bool | None, Meta(description="Calls are held to the schema even if the model chose them.")] = (
-        None
-    )
+    strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
 
 
 class ToolGiven(Strict, kw_only=True):

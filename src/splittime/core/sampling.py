@@ -8,6 +8,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
 
 
@@ -18,7 +20,9 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     depend on what else is in the batch. `logprobs` is the number of alternatives beside the chosen token (0: only the
     chosen one; None: none at all). `min_tokens` holds back end-of-sequence, stop ids and stop strings until so many are
     out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does. `grammar` is
-    what the answer is held to, in the form of `text.grammars`; "" is none.
+    what the answer is held to, in the form of `text.grammars`; "" is none. `allowed_token_ids`: no other token comes;
+    () is no such list. `bad_token_ids`: none of these runs of tokens comes whole, which is how `bad_words` are held
+    (each is two: at a text's begin and behind a space).
     """
 
     max_tokens: int | None = None
@@ -32,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -46,6 +52,11 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether a list says which tokens may come, or may not."""
+        return bool(self.allowed_token_ids or self.bad_token_ids)
 
     def validate(self) -> None:
         """Raise `RequestError` naming the first parameter out of range, its value and the range."""
@@ -68,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         if self.grammar and self.ignore_eos:
             words = "ignore_eos leaves an answer that is held to a form no end"
             raise RequestError(words, param="ignore_eos", value=True, hint="leave ignore_eos out")
+        self._check_lists()
         if "" in self.stop:
             raise RequestError("stop contains an empty string", param="stop", value="")
         for token_id, bias in self.logit_bias.items():
@@ -78,6 +90,15 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                     value=str(bias),
                     limit=[-100, 100],
                 )
+
+    def _check_lists(self) -> None:
+        _check_count("bad_words", len(self.bad_token_ids), 2 * MAX_BAD_WORDS)
+        for run in self.bad_token_ids:
+            _check_count("bad_words", len(run) or MAX_BAD_WORD_TOKENS + 1, MAX_BAD_WORD_TOKENS)
+        if self.grammar and self.is_listed:
+            name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+            words, hint = f"{name} beside a form could leave no token", "write what is forbidden into the form"
+            raise RequestError(words, param=name, hint=hint)
 
 
 _INT64 = 2**63 - 1

@@ -67,7 +67,7 @@ class RunningAttempt:
         self._account.close_answered(self.relay, error)
 
     def give_up(self, ending: str) -> None:
-        """It is not needed any more: its connection is closed, if it has an answer that nobody reads."""
+        """Nobody needs it any more: an answer that has begun is cut off."""
         self.relay.close()
         self.end(ending)
 

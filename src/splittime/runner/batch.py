@@ -28,7 +28,7 @@ from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
 from splittime.runner.marks import to_device
-from splittime.runner.penalties import TokenCounts
+from splittime.runner.penalties import TokenCounts, listed
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
     from splittime.runner.grammars import Grammars, GrammarWalk
@@ -53,10 +53,11 @@ class Slot:
         "place",
         "prompt_len",
         "tokens",
+        "vocab_size",
     )
 
     def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int, place: int) -> None:
-        self.place = place
+        self.place, self.vocab_size = place, vocab_size
         known = len(admitted.token_ids)
         self.admitted = admitted
         self.error: str | ErrorInfo | None = _why_unservable(admitted, max_tokens, vocab_size)
@@ -117,11 +118,12 @@ class Slot:
         return self.counts.followed_by(self.tokens[self.num_known : end])
 
     def allowed_at(self, num_outputs: int) -> np.ndarray | None:
-        """Which tokens the grammar allows behind so many outputs, drafts among them, bool [vocab]; None: all."""
-        if self.grammar is None:
-            return None
+        """Which tokens the grammar or the request's lists allow behind so many outputs, drafts among them, bool
+        [vocab]; None: all."""
         outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
         try:
+            if self.grammar is None:
+                return listed(self.admitted.sampling, outputs, self.vocab_size)
             return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
         except SplittimeError as error:
             self.error = error.info
@@ -141,7 +143,10 @@ class Slot:
 def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str | None:
     if len(admitted.token_ids) > max_tokens:
         return f"{len(admitted.token_ids)} tokens are more than max_model_len {max_tokens}"
-    for kind, ids in (("prompt", admitted.token_ids), ("logit_bias", admitted.sampling.logit_bias)):
+    sampling = admitted.sampling
+    lists = [("bad_words", run) for run in sampling.bad_token_ids]
+    lists += [("allowed_token_ids", sampling.allowed_token_ids), ("logit_bias", tuple(sampling.logit_bias))]
+    for kind, ids in (("prompt", admitted.token_ids), *lists):
         strange = [token for token in ids if not 0 <= token < vocab_size]
         if strange:
             return f"{kind} holds token id {strange[0]}, outside the vocabulary of {vocab_size}"

@@ -4,8 +4,8 @@ Definitions, as OpenAI's and vLLM's APIs have them: for a token t that occurs c 
 logit -= presence_penalty * (c > 0) + frequency_penalty * c. Repetition (Keskar et al. 2019, CTRL, section 4.1, in the
 sign-aware form that transformers uses) covers *prompt and outputs*: a seen token's logit is divided by the penalty if
 positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
-ids while fewer than `min_tokens` are out, then the grammar's mask, which leaves the stop ids where it leaves nothing
-else.
+ids while fewer than `min_tokens` are out, then the mask of the grammar or of the request's lists (`listed`), which
+leaves the stop ids where it leaves nothing else.
 """
 
 import copy
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,8 +48,27 @@ class TokenCounts:
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether `adjust` would do anything for a request with so many outputs out."""
-    has_mask = bool(sampling.grammar) or num_outputs < sampling.min_tokens
+    has_mask = bool(sampling.grammar) or sampling.is_listed or num_outputs < sampling.min_tokens
     return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
+
+
+def listed(sampling: SamplingParams, outputs: np.ndarray, vocab_size: int) -> np.ndarray | None:
+    """Returns which tokens may follow these outputs, bool [vocab], by `allowed_token_ids` and by `bad_token_ids`, of
+    which none may come to its last token; None where the request has no such list. Raises RequestError where nothing
+    is left.
+
+    outputs: int64 [N], drafts among them; a run that began in the prompt is none."""
+    if not sampling.is_listed:
+        return None
+    found = np.full(vocab_size, not sampling.allowed_token_ids)
+    found[list(sampling.allowed_token_ids)] = True
+    for *begin, last in sampling.bad_token_ids:
+        if len(begin) <= len(outputs) and outputs[len(outputs) - len(begin) :].tolist() == begin:
+            found[last] = False
+    if not found.any():
+        words, hint = "allowed_token_ids and bad_words leave no token here", "allow more tokens, or forbid fewer words"
+        raise RequestError(words, param="bad_words", hint=hint)
+    return found
 
 
 def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
@@ -87,7 +107,7 @@ def adjust(
     num_outputs: int,
     allowed: np.ndarray | None = None,
 ) -> None:
-    """Change one row's logits [vocab] in place. allowed: by the grammar, bool [vocab]; None: all are."""
+    """Change one row's logits [vocab] in place. allowed: by `Slot.allowed_at`, bool [vocab]; None: all are."""
     if counts is not None:
         _penalise(logits, sampling, counts)
     if sampling.logit_bias:

@@ -7,7 +7,7 @@ import uvloop
 from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_sleep, routes_what_if
+from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_messages, routes_sleep, routes_what_if
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
@@ -35,6 +35,8 @@ async def answer_chat(service: Service, scope: http.Scope, receive: http.Receive
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", complete),
     ("POST", "/v1/chat/completions", answer_chat),
+    ("POST", "/v1/messages", routes_messages.create),
+    ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
@@ -72,9 +74,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/docs", routes_info.docs),
 )
 
-OF_OPENAI = "splittime speaks OpenAI's API: POST /v1/chat/completions and /v1/completions"
+OF_OPENAI = "POST /v1/chat/completions and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
 OTHER_APIS = {  # what a client of another API asks for
-    "/v1/messages": OF_OPENAI,  # Anthropic
     "/api/generate": OF_OPENAI,  # Ollama
     "/api/chat": OF_OPENAI,
     "/api/tags": "GET /v1/models lists the models",

@@ -13,7 +13,10 @@ account says which part of the time is waiting for a worker (`tokenize_queue`, w
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import msgspec
 
 from splittime.api.choice import Choice, Echo
 from splittime.api.limits import ModelInfo
@@ -112,6 +115,20 @@ class Prompts:
         done = self._here(self.work) if is_inline else await self._in_worker(self.work, deadline_ns)
         self._service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
         return done.ids
+
+    async def without(self, ask: Ask, deadline_ns: int | None) -> Ask:
+        """Returns the ask with its bad words as token ids: of each, as a text begins and behind a space. Raises what
+        `tokenize` does."""
+        if not ask.bad_words:
+            return ask
+        spelled = tuple(before + word.lstrip() for word in ask.bad_words for before in ("", " "))
+        work = Encode(spelled, add_special_tokens=False)
+        is_inline = self._service.takes_inline(work)
+        done = self._here(work) if is_inline else await self._in_worker(work, deadline_ns)
+        runs = tuple(dict.fromkeys(filter(None, map(tuple, done.ids))))
+        sampling = msgspec.structs.replace(ask.sampling, bad_token_ids=runs)
+        sampling.validate()
+        return replace(ask, sampling=sampling)
 
     def drop(self) -> None:
         """Nobody wants the ids any more: end the work on them, if there is any."""

@@ -102,11 +102,11 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
-    done = await _worked_on(service, _tokenize_work(body, model.max_model_len), receive)
+    done = await worked_on(service, _tokenize_work(body, model.max_model_len), receive)
     await http.respond(send, done.answer)
 
 
-async def _worked_on(service: Service, work: TextWork, receive: http.Receive) -> TextDone:
+async def worked_on(service: Service, work: TextWork, receive: http.Receive) -> TextDone:
     """Given up when the client goes: what it left behind would stand before others' texts."""
     task = service.texts.submit(work)
     watcher = asyncio.get_running_loop().create_task(_drop_when_gone(service, task, receive))
@@ -136,7 +136,7 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     body = decode_body(await _read_body(service, scope, receive), DetokenizeBody)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
-    done = await _worked_on(service, Decode(ids, body.skip_special_tokens), receive)
+    done = await worked_on(service, Decode(ids, body.skip_special_tokens), receive)
     await http.respond(send, msgspec.json.encode(Text(done.text)))
 
 

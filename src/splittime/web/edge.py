@@ -148,7 +148,8 @@ class Edge:
         if path in OPEN_PATHS or is_page:
             return ANYBODY
         scheme, _, key = (http.header(scope, b"authorization") or "").partition(" ")
-        return self._keys.holder(scope, key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+        given = key.strip(" ") if scheme.lower() == "bearer" else http.header(scope, b"x-api-key") or ""
+        return self._keys.holder(scope, given.encode("latin-1"))
 
 
 class BoundedBody:

@@ -1,0 +1,128 @@
+"""Anthropic's Messages API: what goes in, what comes out whole and streamed, what is refused and how."""
+
+import json
+
+import pytest
+
+from splittime.api.limits import ModelInfo
+from splittime.api.messages import MessageEvents
+from splittime.server.config import ServerConfig
+
+from .conftest import LiveServer, say
+from .fake_engine import FakeEngine
+
+ASKED = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def live():
+    engine = FakeEngine(say("héllo wörld"), cached_tokens=3)
+    server = LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,)))
+    server.start()
+    yield server
+    server.stop()
+
+
+def post(live: LiveServer, body: dict, path: str = "/v1/messages", **headers: str):
+    return live.post(path, body, {"x-api-key": "k", "anthropic-version": "2023-06-01", **headers})
+
+
+def streamed(live: LiveServer, **more: object) -> list[dict]:
+    status, _, raw = post(live, {**ASKED, "stream": True, **more})
+    assert status == 200
+    found = [event.split("\n") for event in raw.decode().split("\n\n") if event]
+    told = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name.removeprefix("event: ") for name, _ in found] == [each["type"] for each in told]
+    return told
+
+
+def test_a_message_has_exactly_the_fields_of_the_api(live: LiveServer) -> None:
+    status, headers, answer = post(live, ASKED, **{"X-Request-Id": "m1"})
+    used = answer.pop("usage")
+    assert (status, answer) == (200, {
+        "id": "msg_m1", "type": "message", "role": "assistant", "model": "fake", "stop_reason": "end_turn",
+        "stop_sequence": None, "content": [{"type": "text", "text": "héllo wörld"}],
+    })  # fmt: skip
+    counted = post(live, {"messages": ASKED["messages"]}, "/v1/messages/count_tokens")[2]
+    assert counted == {"input_tokens": used["input_tokens"] + 3}
+    assert (used["cache_read_input_tokens"], used["cache_creation_input_tokens"]) == (3, 0)
+    assert used["output_tokens"] == len("héllo wörld".encode()) + 1
+    assert headers["request-id"] == "m1"
+    assert "decode" in headers["server-timing"]
+
+
+def test_a_stream_says_what_the_whole_says(live: LiveServer) -> None:
+    whole, events = post(live, ASKED)[2], streamed(live)
+    kinds = [each["type"] for each in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert "".join(each["delta"]["text"] for each in events[2:-3]) == "héllo wörld"
+    assert events[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert events[-2] == {
+        "type": "message_delta",
+        "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+        "usage": whole["usage"],
+    }
+
+
+def test_why_it_stopped(live: LiveServer) -> None:
+    stops = {"stop_sequences": ["x", "lo"]}
+    for more, why in (({"max_tokens": 2}, ("max_tokens", None)), (stops, ("stop_sequence", "lo"))):
+        whole, events = post(live, {**ASKED, **more})[2], streamed(live, **more)
+        assert (whole["stop_reason"], whole["stop_sequence"]) == why
+        assert events[-2]["delta"] == {"stop_reason": why[0], "stop_sequence": why[1]}
+
+
+def test_system_blocks_and_an_answer_begun_reach_the_template(live: LiveServer) -> None:
+    blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    begun = [*ASKED["messages"], {"role": "assistant", "content": [{"type": "text", "text": "I", "citations": None}]}]
+    assert post(live, {**ASKED, "system": blocks, "messages": begun, "metadata": {"user_id": "u"}})[0] == 200
+    mine = live.engine.submitted[-1].prompt_token_ids
+    chat = [{"role": "system", "content": "Be brief."}, ASKED["messages"][0], {"role": "assistant", "content": "I"}]
+    body = {"messages": chat, "continue_final_message": True}
+    assert live.post("/v1/chat/completions", body, {"Authorization": "Bearer k"})[0] == 200
+    assert live.engine.submitted[-1].prompt_token_ids == mine
+
+
+@pytest.mark.parametrize(
+    ("more", "word", "kind"),
+    [
+        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools", "invalid_request_error"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "text parts", ""),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text parts", "invalid_request_error"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "invalid_request_error"),
+        ({"model": "none"}, "none", "not_found_error"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_request_error"),
+        ({"n": 2}, "n: no such field", "invalid_request_error"),
+    ],
+)
+def test_refusals_have_the_apis_form(live: LiveServer, more: dict, word: str, kind: str) -> None:
+    status, _, answer = post(live, {**ASKED, **more})
+    assert status in (400, 404)
+    assert answer["type"] == "error"
+    assert answer["error"]["type"] == (kind or "invalid_request_error")
+    assert word in answer["error"]["message"]
+
+
+def test_versions_and_keys(live: LiveServer) -> None:
+    status, _, answer = post(live, ASKED, **{"anthropic-version": "2099-01-01"})
+    assert (status, answer["type"]) == (400, "error")
+    assert "2023-06-01" in answer["error"]["message"]
+    assert post(live, ASKED, **{"x-api-key": "wrong"})[0] == 401
+    assert live.post("/v1/messages", ASKED, {"Authorization": "Bearer k"})[0] == 200
+    assert live.post("/v1/messages", ASKED, {"Authorization": "Bearer no", "x-api-key": "k"})[0] == 401
+
+
+def test_events_do_not_depend_on_how_the_stream_is_cut() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+    chunk = {"id": "chatcmpl-a", "model": "m", "usage": usage}
+    pieces = [({"content": "ä"}, None), ({"content": "b"}, None), ({"content": ""}, "length")]
+    choices = [{"index": 0, "delta": delta, "finish_reason": why} for delta, why in pieces]
+    events = [json.dumps({**chunk, "choices": [choice]}, ensure_ascii=False) for choice in choices]
+    stream = "".join(f"data: {each}\n\n" for each in [*events, '{"error": {"message": "late"}}', "[DONE]"]).encode()
+    whole = MessageEvents().feed(stream)
+    assert whole.count(b"event: ") == 8
+    for size in (1, 7, 64):
+        cut = MessageEvents()
+        assert b"".join(cut.feed(stream[at : at + size]) for at in range(0, len(stream), size)) == whole
