@@ -271,7 +271,6 @@ class NamedTool(Strict, kw_only=True):
 
 
 TOOL_CHOICE = "auto (the default): the model chooses; required: it calls some; an object: it calls this one; none."
-PARALLEL = "false: at most one call."
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -286,7 +285,7 @@ class ChatBody(GenerationBody, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     tools: Annotated[list[ToolGiven] | None, Meta(description="Functions that the model may call.")] = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Meta(description=TOOL_CHOICE)] = None
-    parallel_tool_calls: Annotated[bool | None, Meta(description=PARALLEL)] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
     include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
     chat_template: None = None
