@@ -10,7 +10,6 @@ from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
 
 USER = [{"role": "user", "content": "x"}]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 CACHED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 COMPLETIONS = [
     ({"user": "someone"}, "user"),
@@ -55,8 +54,6 @@ COMPLETIONS += [({name: value}, name) for name, value in {**NEUTRAL, "add_specia
 CHATS = [
     *(({name: value}, name) for name, value in {**NEUTRAL, **OF_CHATS}.items()),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
-    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
     ({"messages": [{"role": "user", "content": [CACHED]}]}, "messages[0].content[0].cache_control"),
     ({"messages": [{**USER[0], "cache_control": {"type": "ephemeral"}}]}, "messages[0].cache_control"),

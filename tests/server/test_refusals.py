@@ -50,9 +50,9 @@ BAD_COMPLETIONS = [
 BAD_CHATS = [
     ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"messages": USER, "max_tokens": -2}, "max_tokens"),
-    ({"messages": USER, "tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+    ({"messages": USER, "tools": [{"type": "function"}], "tool_choice": "auto"}, "tools[0].function"),
     ({"messages": []}, "messages"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ({"messages": USER, "functions": []}, "functions"),
     ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type"),
@@ -61,7 +61,7 @@ BAD_CHATS = [
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": USER, "echo": True}, "echo"),
 ]

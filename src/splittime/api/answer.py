@@ -25,12 +25,14 @@ from splittime.api.answer_structs import (
     PromptTokensDetails,
     Timing,
     TokenUsage,
+    ToolCall,
 )
 from splittime.api.answer_structs import (
     FinishReason as FinishWord,
 )
 from splittime.api.choice import Choice, NewOutput, Scored
 from splittime.api.params import Ask
+from splittime.api.tool_answers import ToolAnswer
 from splittime.core.request import FinishReason
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account_json import stages_json
@@ -51,7 +53,8 @@ class Renderer:
         self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
         self.is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
         self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
-        self._is_preformatted = self.is_plain and not ask.continuous_usage
+        self._is_preformatted = self.is_plain and not ask.continuous_usage and ask.tool_use is None
+        self._tool_answers: dict[int, ToolAnswer] = {}
         self._opened: set[int] = set()
         self._plain_parts = self._preformat()
 
@@ -75,11 +78,13 @@ class Renderer:
             before, between, after = self._plain_parts
             return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(new.text), after)
         piece = {**self._piece(choice, new), "finish_reason": None}
+        if self.ask.tool_use is not None and self.is_plain and not piece["delta"]:
+            return b""  # what came may be a mark's beginning
         return self._opening(choice) + self._event(piece, **self._so_far(choice, choice.num_output_tokens))
 
     def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
         """The chunk that says why a choice ended; `more` goes beside the choices."""
-        piece = {**self._piece(choice, choice.take()), "finish_reason": finish_word(choice)}
+        piece = {**self._piece(choice, choice.take()), "finish_reason": self._finish_word(choice)}
         if choice.text.stop_string is not None:
             piece["stop_reason"] = choice.text.stop_string
         if own_timing is not None:
@@ -106,8 +111,22 @@ class Renderer:
             return {}
         return {"usage": _counted(len(choice.request.prompt_token_ids), output_tokens, choice.cached_tokens)}
 
+    def _tool_answer(self, choice: Choice) -> ToolAnswer | None:
+        """Returns the calls of a choice that may have some."""
+        if self.ask.tool_use is None:
+            return None
+        if choice.index not in self._tool_answers:
+            self._tool_answers[choice.index] = ToolAnswer(self.ask.tool_use.parser())
+        return self._tool_answers[choice.index]
+
+    def _finish_word(self, choice: Choice) -> FinishWord:
+        word, found = finish_word(choice), self._tool_answers.get(choice.index)
+        return "tool_calls" if word == "stop" and found is not None and found.calls else word
+
     def _piece(self, choice: Choice, new: NewOutput) -> dict[str, Any]:
         piece = {"index": choice.index, **self._form.piece(new)}
+        if (tools := self._tool_answer(choice)) is not None:
+            piece["delta"] = tools.delta(tools.push(new.text, is_end=choice.is_done))
         if self.ask.return_token_ids:
             piece["token_ids"] = list(new.token_ids)
             if choice.index not in self._opened:
@@ -132,10 +151,15 @@ class Renderer:
 
     def _whole(self, choice: Choice, own_timing: Timing | None) -> CompletionChoice | ChatChoice:
         new, shows_ids = choice.take(), self.ask.return_token_ids
+        more: dict[str, Any] = {}
+        if (tools := self._tool_answer(choice)) is not None:
+            new = new._replace(text=tools.push(new.text, is_end=True).content)
+            more = {"calls": tools.calls}
         return self._form.whole(
             new,
+            **more,
             index=choice.index,
-            finish_reason=finish_word(choice),
+            finish_reason=self._finish_word(choice),
             stop_reason=UNSET if choice.text.stop_string is None else choice.text.stop_string,
             token_ids=list(new.token_ids) if shows_ids else UNSET,
             prompt_token_ids=list(choice.request.prompt_token_ids) if shows_ids else UNSET,
@@ -235,8 +259,11 @@ class ChatForm(CompletionForm):
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def whole(self, new: NewOutput, **more: Any) -> ChatChoice:
-        return ChatChoice(message=AssistantMessage(content=new.text), logprobs=self._logprobs(new.scored), **more)
+    def whole(self, new: NewOutput, calls: Sequence[ToolCall] = (), **more: Any) -> ChatChoice:
+        message = AssistantMessage(content=new.text)
+        if calls:
+            message = AssistantMessage(content=new.text or None, tool_calls=list(calls))
+        return ChatChoice(message=message, logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:
         return {"delta": {"content": new.text}, "logprobs": self._logprobs(new.scored)}

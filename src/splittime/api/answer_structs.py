@@ -9,7 +9,7 @@ TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 Timing = Annotated[dict[str, Any], Meta(description="With X-Include-Timing: the account, in nanoseconds.")]
 Notices = Annotated[list[str], Meta(description="What was changed to fit.")]
 StopReason = Annotated[str, Meta(description="The stop string that ended it, if one did.")]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct):
@@ -45,10 +45,22 @@ class Completion(Struct, kw_only=True):
     notices: Notices | UnsetType = UNSET
 
 
+class CalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON, unless the answer was cut in it.")]
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Meta(description="Where tools were called.")] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -14,8 +14,8 @@ UNSUPPORTED = {
         "there is one way to hold answers to a form; white space between JSON's parts is bounded",
     ),
     **dict.fromkeys(
-        ("tool_calls", "tool_call_id", "function_call", "functions", "tools", "tool_choice"),
-        "tool calls are not supported",
+        ("function_call", "functions"),
+        "the older form of calls is not supported; tools and tool_choice are",
     ),
     "best_of": "no answers are drawn to choose from; n asks for several",
     "use_beam_search": "beam search is not supported; temperature 0 takes the likeliest token at each place",

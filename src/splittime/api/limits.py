@@ -15,6 +15,9 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     strict: Annotated[bool, Doc("Refuse request fields that have no effect, and clamp nothing.")] = False
     max_n: Annotated[int, Doc("Largest n.", 1, 128)] = 16
     max_choices: int = 128
+    tool_call_parser: Annotated[
+        str | None, Doc("How the model writes calls of tools: hermes or llama3_json. Default: by its chat template.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.foreign import UNSUPPORTED
 from splittime.api.forms import grammar_of
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.schema import (
@@ -22,9 +21,11 @@ from splittime.api.schema import (
     GenerationBody,
     TokenizeBody,
 )
+from splittime.api.tools import ToolUse, tool_use_of
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
 from splittime.text.foreign_code import require_at_most
+from splittime.text.tool_families import family_named, family_of_template
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
@@ -62,6 +63,7 @@ class Ask:
     echo_only: bool = False
     priority: int = 0
     cache_salt: str = ""
+    tool_use: ToolUse | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -78,10 +80,12 @@ class Ask:
         return msgspec.structs.replace(self.sampling, seed=wrapped, max_tokens=max_tokens)
 
 
-def ask_of(body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
-    """timing: a header asks for it. Raises `RequestError`."""
+def ask_of(
+    body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = ""
+) -> Ask:
+    """timing: a header asks for it. template: of the model's chats. Raises `RequestError`."""
     if isinstance(body, ChatBody):
-        return _ask_chat(body, model, limits, timing)
+        return _ask_chat(body, model, limits, timing, template)
     return _ask_completion(body, model, limits, timing)
 
 
@@ -98,17 +102,20 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
     return _check_against_model(ask, model, limits)
 
 
-def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str) -> Ask:
     max_tokens = _to_the_end(_max_tokens(body, limits), limits)
-    _check_tools(body)
+    tool_use = _tool_use(body, limits, template)
     _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ask = _ask("chat", body, model, limits, timing)
+    told = {} if tool_use is None else {"tools": tool_use.told}
+    sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=logprobs, echo=False)
     ask = replace(
         ask,
+        tool_use=tool_use,
         messages=tuple(message.to_template() for message in body.messages),
-        template_options=template_options(body),
-        sampling=_sampling(body, model, limits, max_tokens=max_tokens, logprobs=logprobs, echo=False),
+        template_options=template_options(body) | told,
+        sampling=_held_to_calls(sampling, tool_use),
     )
     return _check_against_model(ask, model, limits)
 
@@ -127,15 +134,20 @@ def _to_the_end(max_tokens: int | None, limits: BodyLimits) -> int | None:
     return None if max_tokens == -1 and not limits.strict else max_tokens
 
 
-def _check_tools(body: ChatBody) -> None:
-    """Tools that the model must not call are no different from none; any others are not supported."""
-    if body.tools and body.tool_choice != "none":
-        raise RequestError(
-            f"tools: {UNSUPPORTED['tools']}",
-            code="unsupported_field",
-            param="tools",
-            hint="leave it out, or send tool_choice none",
-        )
+def _tool_use(body: ChatBody, limits: BodyLimits, template: str) -> ToolUse | None:
+    named = limits.tool_call_parser
+    family = family_of_template(template) if named is None else family_named(named)
+    return tool_use_of(body, family, is_told="tools" in template)
+
+
+def _held_to_calls(sampling: SamplingParams, tool_use: ToolUse | None) -> SamplingParams:
+    """Raises RequestError for an answer that is to have another form besides."""
+    if tool_use is None:
+        return sampling
+    _require(not sampling.grammar, "tools", None, "cannot be called in an answer that is held to another form")
+    held = msgspec.structs.replace(sampling, grammar=tool_use.grammar)
+    held.validate()
+    return held
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:

@@ -202,6 +202,27 @@ class TextPart(Strict, kw_only=True):
     cache_control: CacheControl = None
 
 
+class GivenFunction(Strict, kw_only=True):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON, as it came in the answer.")]
+
+
+class GivenCall(Strict, kw_only=True):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: GivenFunction
+    index: Annotated[int | None, no_effect("its place says it.")] = None
+
+    def to_template(self) -> dict[str, Any]:
+        """As templates read it: with the arguments as an object, where they are one."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "function": function, **({} if self.id is None else {"id": self.id})}
+
+
 class Message(Strict, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
@@ -211,17 +232,45 @@ class Message(Strict, kw_only=True):
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_call_id: None = None
+    tool_calls: Annotated[list[GivenCall] | None, Meta(description="Of an answer: what it called.")] = None
+    tool_call_id: Annotated[str | None, Meta(description="Of a tool's answer: the call's id.")] = None
     function_call: None = None
 
     def to_template(self) -> dict[str, Any]:
         """As templates read it: text parts joined by line breaks, absent fields absent."""
         content = self.content if self.content is not None else ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional["tool_call_id"] = self.tool_call_id
+        optional["tool_calls"] = [call.to_template() for call in self.tool_calls] if self.tool_calls else None
         given = {name: value for name, value in optional.items() if value is not None}
         return {"role": self.role, "content": text, **given}
+
+
+class FunctionTool(Strict, kw_only=True):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Annotated[str | None, Meta(description="For the model.")] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema; default: any object.")] = None
+    strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
+
+
+class ToolGiven(Strict, kw_only=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ToolName(Strict, kw_only=True):
+    name: str
+
+
+class NamedTool(Strict, kw_only=True):
+    """This tool is called."""
+
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
+TOOL_CHOICE = "auto (the default): the model chooses; required: it calls some; an object: it calls this one; none."
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -234,9 +283,9 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number("Needs logprobs.", minimum=0, maximum=20)] = None
     modalities: list[Literal["text"]] | None = None
-    tools: Annotated[list[Any] | None, no_effect("taken empty, or with tool_choice none.")] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, no_effect("no tool is called.")] = None
-    parallel_tool_calls: Annotated[bool | None, no_effect("no tool is called.")] = None
+    tools: Annotated[list[ToolGiven] | None, Meta(description="Functions that the model may call.")] = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Meta(description=TOOL_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
     include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
     chat_template: None = None

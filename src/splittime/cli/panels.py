@@ -19,6 +19,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_model_len",
         "served_model_name",
         "chat_template",
+        "tool_call_parser",
         "generation_config",
         "load_format",
         "max_n",

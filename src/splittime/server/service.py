@@ -75,6 +75,7 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
+        self.template = tokenizer.chat_templates.get("default", "")
         self._shortcuts = tokenizer.shortcuts  # looked at now, not while the first request waits
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False

@@ -163,7 +163,7 @@ class Visit:
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         kind: type[ChatBody | CompletionBody] = ChatBody if self.endpoint == "chat" else CompletionBody
         given = decode_body(body, kind, is_strict=config.strict)
-        return ask_of(given, model, config, http.flag(self.scope, "X-Include-Timing"))
+        return ask_of(given, model, config, http.flag(self.scope, "X-Include-Timing"), self.service.template)
 
     # ---- to the engine
 

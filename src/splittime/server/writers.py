@@ -233,7 +233,7 @@ class StreamWriter:
         if self._is_abandoned:
             return
         rest = [choice for choice in self._choices if choice.index not in self._finished]
-        self._in_write = [(choice, choice.num_untaken, True) for choice in rest]
+        self._in_write += [(choice, choice.num_untaken, True) for choice in rest]
         failed = group.error
         end = self._last_events(rest) if failed is None else http.error_event(failed)
         self._write(end + DONE, more_body=False)

@@ -81,10 +81,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text. variables: what a request wants the template to see besides. Raises `RequestError`, with
-        the template's own words if it refuses the messages."""
+        """The prompt's text. variables: what a request wants the template to see besides. tools: as OpenAI's API has
+        them. Raises `RequestError`, with the template's own words if it refuses the messages."""
         options = {**self._checked(variables or {}), "add_generation_prompt": add_generation_prompt}
+        options["tools"] = tools
         if not continue_final_message:
             return self._render(messages, options)
         if add_generation_prompt or not messages:

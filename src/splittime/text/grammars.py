@@ -21,12 +21,20 @@ MAX_CHOICES = 4096
 def of_json_schema(schema: Mapping[str, Any] | bool, param: str) -> str:
     """Returns the grammar of all JSON values that the schema allows. Raises RequestError, which names `param`, for one
     that is too large or too deep; what its keywords mean is checked when it is compiled."""
-    _require_depth(schema, param)
+    require_depth(schema, param)
     written = json.dumps(schema, ensure_ascii=False)
     _require_at_most(len(written), MAX_SCHEMA_CHARS, "characters", param)
+    return json.dumps({"grammars": [{"json_schema": _with_own_rules(schema)}]}, ensure_ascii=False)
+
+
+def json_schema_rule(schema: Mapping[str, Any]) -> str:
+    """Returns the schema as it stands behind `%json` in a grammar of Lark's form."""
+    return json.dumps(_with_own_rules(schema))
+
+
+def _with_own_rules(schema: Mapping[str, Any] | bool) -> Any:
     own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
-    whole = {**schema, **own} if isinstance(schema, Mapping) else ({**own} if schema else {"not": {}})
-    return json.dumps({"grammars": [{"json_schema": whole}]}, ensure_ascii=False)
+    return {**schema, **own} if isinstance(schema, Mapping) else ({**own} if schema else {"not": {}})
 
 
 def of_json_object() -> str:
@@ -67,7 +75,7 @@ def _require_at_most(count: int, most: int, what: str, param: str) -> None:
         raise RequestError(f"{param} has {count} {what}, more than {most}", param=param, value=count, limit=most)
 
 
-def _require_depth(schema: object, param: str) -> None:
+def require_depth(schema: object, param: str) -> None:
     """Raises RequestError for objects and lists in each other deeper than MAX_SCHEMA_DEPTH."""
     level = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):

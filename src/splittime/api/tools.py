@@ -1,0 +1,81 @@
+"""Which tools an answer may call, of a chat's body: what the template is told, what the answer is held to, and how its
+text is read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from splittime.api.schema import ChatBody, NamedTool
+from splittime.core.errors import RequestError
+from splittime.text.tool_families import MAX_TOOLS, Tool, ToolFamily, grammar_of_calls
+from splittime.text.tool_parser import ToolParser
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """An answer that may call tools. told: as the chat template reads them. grammar: what the answer is held to; ""
+    where the model is free."""
+
+    family: ToolFamily
+    names: frozenset[str]
+    told: tuple[dict[str, Any], ...]
+    grammar: str
+
+    def parser(self) -> ToolParser:
+        return ToolParser(self.family, self.names)
+
+
+def tool_use_of(body: ChatBody, family: ToolFamily, *, is_told: bool) -> ToolUse | None:
+    """Returns None where no tool can be called. is_told: the chat template writes the tools into the prompt. Raises
+    RequestError, which names the field, for tools that cannot be."""
+    choice = "none" if not body.tools and body.tool_choice in (None, "auto") else body.tool_choice or "auto"
+    if choice == "none":
+        return None
+    if not body.tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
+    tools = _checked(body)
+    if choice == "auto" and not is_told:
+        raise RequestError(
+            "tools: the model's chat template does not write them, so that the model would not know of them",
+            code="unsupported_field",
+            param="tools",
+            hint="tool_choice required holds the answer to a call; --chat-template FILE gives another template",
+        )
+    if body.continue_final_message:
+        raise RequestError("continue_final_message goes on with a text, not with calls", param="continue_final_message")
+    may_repeat = body.parallel_tool_calls is not False
+    grammar = ""
+    if choice != "auto" or any(tool.is_strict for tool in tools) or not may_repeat:
+        callable_tools = [_named(tools, choice)] if isinstance(choice, NamedTool) else tools
+        grammar = grammar_of_calls(family, callable_tools, may_answer=choice == "auto", may_repeat=may_repeat)
+    told = tuple({"type": "function", "function": _as_told(each)} for each in body.tools)
+    return ToolUse(family, frozenset(tool.name for tool in tools), told, grammar)
+
+
+def _as_told(given: Any) -> dict[str, Any]:
+    made = {"name": given.function.name, "description": given.function.description or ""}
+    return made | {"parameters": given.function.parameters or ANY_OBJECT}
+
+
+def _checked(body: ChatBody) -> list[Tool]:
+    given = body.tools or []
+    if len(given) > MAX_TOOLS:
+        said = f"tools has {len(given)} entries, more than {MAX_TOOLS}"
+        raise RequestError(said, param="tools", value=len(given), limit=MAX_TOOLS)
+    tools: dict[str, Tool] = {}
+    for index, each in enumerate(given):
+        asked = each.function
+        if asked.name in tools:
+            raise RequestError(f"tools[{index}]: there are two of the name {asked.name!r}", param=f"tools[{index}]")
+        tools[asked.name] = Tool(asked.name, asked.parameters or ANY_OBJECT, bool(asked.strict))
+    return list(tools.values())
+
+
+def _named(tools: list[Tool], choice: NamedTool) -> Tool:
+    name = choice.function.name
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    hint = "tools: " + ", ".join(tool.name for tool in tools)
+    raise RequestError(f"tool_choice: there is no tool {name!r}", param="tool_choice", value=name, hint=hint)
