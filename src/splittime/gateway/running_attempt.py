@@ -67,7 +67,7 @@ class RunningAttempt:
         self._account.close_answered(self.relay, error)
 
     def give_up(self, ending: str) -> None:
-        """Nobody needs it any more: an answer that has begun is cut off."""
+        """End an attempt that nobody needs any more: an answer that has begun is cut off."""
         self.relay.close()
         self.end(ending)
 
