@@ -19,13 +19,17 @@ NOT_RUN = {
     "docs/guides/forms.md": [
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
-    "docs/guides/gateway.md": ["splittime gateway --config gateway.toml"],
+    "docs/guides/gateway.md": ["splittime gateway --config gateway.toml", "splittime gateway lint"],
     "docs/guides/gateway-config.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite   # what would be different",
         "splittime gateway apply new.toml --canary 10%",
+        "splittime gateway audit verify audit.jsonl",
     ],
     "docs/guides/gateway-routing.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
+    ],
+    "docs/guides/tools.md": [
+        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{"
     ],
     "docs/guides/gguf.md": [
         "hf download bartowski/Llama-3.2-1B-Instruct-GGUF Llama-3.2-1B-Instruct-Q4_K_M.gguf --local-dir ."
