@@ -6,7 +6,7 @@ draws bodies from this description and holds the server to it: what is described
 Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
 bounded, and `max_completion_tokens` may repeat `max_tokens`. Two are told in words because with them schemathesis draws
 no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both true, and an answer is held
-to one form at most, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`.
+to one form at most, of which tools are one, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
             components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.names)
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(limits, vocab_size, needs_text)
     components["CompletionBody"]["allOf"] = [_STREAM_OPTIONS, _ZERO_TOKENS_NEED_ECHO]
-    rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _TOOLS, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
+    rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
     components["ChatBody"]["allOf"] = rules
     components["TokenizeBody"]["allOf"] = [_CONTINUES]
     components["DetokenizeBody"]["properties"]["tokens"]["items"] = _token_id(vocab_size)
@@ -134,7 +134,6 @@ def _only(name: str, other: str) -> Schema:
 
 _STREAM_OPTIONS = _needs("stream_options", {"type": "object"}, _is("stream", {"const": True}))
 _TOP_LOGPROBS = _needs("top_logprobs", {"type": "integer"}, _is("logprobs", {"const": True}))
-_TOOLS = _needs("tools", {"type": "array", "minItems": 1}, _is("tool_choice", {"const": "none"}))
 _CONTINUES = {"anyOf": [{"properties": {name: {"enum": [False, None]}}} for name in _TURNS]}
 _ZERO_TOKENS_NEED_ECHO = _needs("max_tokens", {"const": 0}, _is("echo", {"const": True}))
 _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LENGTHS]}}
