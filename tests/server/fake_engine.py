@@ -118,12 +118,17 @@ class FakeEngine:
 
     async def configure(self, knobs, *, lasts=True):
         from splittime.core.errors import ConfigError
+        from splittime.core.settings import settings_of
+        from splittime.scheduler.config import SchedulerConfig
 
         for name in knobs:
             if name not in self.knobs_now:
                 raise ConfigError(f"no knob {name!r}", param=name)
             if type(knobs[name]) is not type(self.knobs_now[name]):
                 raise ConfigError(f"{name} is of another type", param=name)
+            bound = next((one for one in settings_of(SchedulerConfig) if one.name == name), None)
+            if bound is not None and bound.fault(knobs[name]) is not None:  # as the scheduler says
+                raise ConfigError(f"{name} {bound.fault(knobs[name])}", param=name)
         self.knobs_now.update(knobs)
         return dict(self.knobs_now)
 

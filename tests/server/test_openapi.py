@@ -33,7 +33,6 @@ FORMS = (
 NOT_DRAWN = (
     *("/sleep", "/wake", "/wake_up"),  # they change what every later request is answered
     *("/v1/messages", "/v1/messages/count_tokens"),  # test_messages holds another API's
-    "/knobs",  # this engine has none of the scheduler's bounds; test_refusals has what is refused
 )
 
 

@@ -16,6 +16,7 @@ from splittime.api.openapi import document
 from splittime.api.params import check_model, check_token_ids, template_options
 from splittime.api.schema import DetokenizeBody, TokenizeBody
 from splittime.core.errors import ConfigError, RequestError
+from splittime.core.settings import settings_of
 from splittime.core.sleep import FALLING_ASLEEP
 from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
@@ -262,15 +263,16 @@ async def docs(service: Service, scope: http.Scope, receive: http.Receive, send:
 def knob_schemas(names: Iterable[str]) -> dict[str, Any]:
     """Returns the JSON schema of each knob: of these of the engine, and of the admission's bounds."""
     of_engine = msgspec.json.schema(SchedulerConfig)["$defs"]["SchedulerConfig"]["properties"]
+    most = {one.name: one.doc.most for one in settings_of(SchedulerConfig)}
     bound = {"type": "integer", "minimum": 1, "maximum": MAX_BOUND}
     return {
-        **{name: _bounded(of_engine.get(name, {})) for name in names},
+        **{name: _bounded(of_engine.get(name, {}), most.get(name) or MAX_BOUND) for name in names},
         **dict.fromkeys(QueueLimits.__dataclass_fields__, bound),
     }
 
 
-def _bounded(knob: dict[str, Any]) -> dict[str, Any]:
+def _bounded(knob: dict[str, Any], most: float) -> dict[str, Any]:
     """Whole numbers among the engine's knobs are counts."""
     if "anyOf" in knob:
-        return {**knob, "anyOf": [_bounded(kind) for kind in knob["anyOf"]]}
-    return {**knob, "minimum": 1, "maximum": MAX_BOUND} if knob.get("type") == "integer" else knob
+        return {**knob, "anyOf": [_bounded(kind, most) for kind in knob["anyOf"]]}
+    return {**knob, "minimum": 1, "maximum": most} if knob.get("type") == "integer" else knob
