@@ -50,6 +50,12 @@ TOLD = ("queue", "retries", "tied", "breaker", "cache", "cache_route", "degradat
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
+OF_THE_PROCESS = (
+    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns"),
+    *("started_unix_s", "visits", "_session"),
+)
+
+
 class GatewayService:
     """`open` begins, inside the event loop; `drain` and `close` end."""
 
@@ -67,46 +73,45 @@ class GatewayService:
         self.num_open = 0
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
-        self.budgets: TokenBudgets = before.budgets if before else TokenBudgets(config.tenant, config.budget_file)
-        keys: Mapping[str, str] = secrets.upstream_keys
         self.policy = RoutePolicy(config)
-        made = [Upstream(one, config.breaker, keys.get(one.name)) for one in config.upstream]
-        upstreams = [upstream_of(before, one) for one in made]
-        self.router = Router(upstreams, pools=self.policy.pools)
+        made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
+        self.router = Router([upstream_of(before, one) for one in made], pools=self.policy.pools)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
-        has_same_retries = before is not None and before.config.retries == config.retries
-        self.retry_budget: RetryBudget = (
-            before.retry_budget if before and has_same_retries else RetryBudget(config.retries)
-        )
-        has_same_tied = before is not None and before.config.tied == config.tied
-        self.tied: TiedRequests = (
-            before.tied
-            if before and has_same_tied
-            else TiedRequests(config.tied, before.tied.results if before else None)
-        )
+        self.retry_budget, self.tied = self._retries(before)
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
-        self.is_draining: bool = before.is_draining if before else False
-        self.cache: ResponseCache | None = before.cache if before else self._cache(config, keys.get(EMBEDDER))
-        self.lag: LoopLag = before.lag if before else LoopLag()
-        self.audit: AuditLog | None = (
-            before.audit if before else None if config.audit is None else AuditLog(config.audit)
-        )
-        self.tracing: SpanExporter | None = before.tracing if before else self._tracing(keys.get(TRACING))
-        self.lint: PromptLint | None = (
-            before.lint if before else None if config.lint is None else PromptLint(config.lint)
-        )
-        self.metrics: GatewayMetrics = before.metrics if before else GatewayMetrics(self)
-        self.page_answers = PageAnswers(self)
-        self.pool: ThreadPoolExecutor = (
-            before.pool if before else ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
-        )
-        self.started_ns: int = before.started_ns if before else time.monotonic_ns()
-        self.started_unix_s: int = before.started_unix_s if before else int(time.time())
-        self.visits: set[GatewayVisit] = before.visits if before else set()
-        self._session: aiohttp.ClientSession | None = before.session if before else None
         if before is None:
-            ledger.describe_by(self.facts)
+            self._begin(secrets.upstream_keys)
+        else:
+            for name in OF_THE_PROCESS:
+                setattr(self, name, getattr(before, name))
+        self.page_answers = PageAnswers(self)
+
+    def _retries(self, before: "GatewayService | None") -> tuple[RetryBudget, TiedRequests]:
+        """Returns what counts attempts beyond the first: that of the version before, where its config is the same."""
+        config = self.config
+        if before is None:
+            return RetryBudget(config.retries), TiedRequests(config.tied, None)
+        budget = before.retry_budget if before.config.retries == config.retries else RetryBudget(config.retries)
+        has_same_tied = before.config.tied == config.tied
+        return budget, before.tied if has_same_tied else TiedRequests(config.tied, before.tied.results)
+
+    def _begin(self, keys: Mapping[str, str]) -> None:
+        """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
+        config = self.config
+        self.budgets = TokenBudgets(config.tenant, config.budget_file)
+        self.is_draining = False
+        self.cache = self._cache(config, keys.get(EMBEDDER))
+        self.lag = LoopLag()
+        self.audit = None if config.audit is None else AuditLog(config.audit)
+        self.tracing = self._tracing(keys.get(TRACING))
+        self.lint = None if config.lint is None else PromptLint(config.lint)
+        self.metrics = GatewayMetrics(self)
+        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
+        self.started_ns, self.started_unix_s = time.monotonic_ns(), int(time.time())
+        self.visits: set[GatewayVisit] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self.ledger.describe_by(self.facts)
 
     def _tracing(self, key: str | None) -> SpanExporter | None:
         if self.config.tracing is None:
