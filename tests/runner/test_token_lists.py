@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from splittime import LLM, SamplingParams
 from splittime.core.errors import RequestError
-from splittime.runner.penalties import listed
+from splittime.runner.penalties import listed, listed_at_all
 from splittime.text import grammars
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,12 +62,14 @@ def test_a_token_may_come_when_it_is_allowed_and_completes_no_run(
         and not any([*outputs, token][-len(run) :] == run for run in runs if len(run) <= len(outputs) + 1)
         for token in range(VOCAB)
     ]
-    if not any(may):
+    at_all, so_far = listed_at_all(sampling, VOCAB), np.array(outputs, dtype=np.int64)
+    if at_all is None:
+        assert all(may)
+    elif any(may):
+        assert listed(sampling, at_all, so_far).tolist() == may
+    else:
         with pytest.raises(RequestError, match="leave no token"):
-            listed(sampling, np.array(outputs, dtype=np.int64), VOCAB)
-        return
-    found = listed(sampling, np.array(outputs, dtype=np.int64), VOCAB)
-    assert (found is None and all(may)) or found.tolist() == may
+            listed(sampling, at_all, so_far)
 
 
 def test_what_is_forbidden_never_comes(llm: LLM, free: list[tuple[int, ...]], asked: list[SamplingParams]) -> None:

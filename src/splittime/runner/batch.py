@@ -28,7 +28,7 @@ from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
 from splittime.runner.marks import to_device
-from splittime.runner.penalties import TokenCounts, listed
+from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
     from splittime.runner.grammars import Grammars, GrammarWalk
@@ -48,16 +48,16 @@ class Slot:
         "counts",
         "error",
         "grammar",
+        "listed_at_all",
         "max_tokens",
         "num_known",
         "place",
         "prompt_len",
         "tokens",
-        "vocab_size",
     )
 
     def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int, place: int) -> None:
-        self.place, self.vocab_size = place, vocab_size
+        self.place = place
         known = len(admitted.token_ids)
         self.admitted = admitted
         self.error: str | ErrorInfo | None = _why_unservable(admitted, max_tokens, vocab_size)
@@ -68,6 +68,7 @@ class Slot:
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
         self.grammar: GrammarWalk | None = None
+        self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
             self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
@@ -122,8 +123,10 @@ class Slot:
         [vocab]; None: all."""
         outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
         try:
+            if self.listed_at_all is not None:
+                return listed(self.admitted.sampling, self.listed_at_all, outputs)
             if self.grammar is None:
-                return listed(self.admitted.sampling, outputs, self.vocab_size)
+                return None
             return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
         except SplittimeError as error:
             self.error = error.info

@@ -52,16 +52,21 @@ def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
 
 
-def listed(sampling: SamplingParams, outputs: np.ndarray, vocab_size: int) -> np.ndarray | None:
-    """Returns which tokens may follow these outputs, bool [vocab], by `allowed_token_ids` and by `bad_token_ids`, of
-    which none may come to its last token; None where the request has no such list. Raises RequestError where nothing
-    is left.
-
-    outputs: int64 [N], drafts among them; a run that began in the prompt is none."""
+def listed_at_all(sampling: SamplingParams, vocab_size: int) -> np.ndarray | None:
+    """Returns which tokens `allowed_token_ids` has, bool [vocab]; None where the request has no list of tokens."""
     if not sampling.is_listed:
         return None
     found = np.full(vocab_size, not sampling.allowed_token_ids)
     found[list(sampling.allowed_token_ids)] = True
+    return found
+
+
+def listed(sampling: SamplingParams, at_all: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+    """Returns which tokens may follow these outputs, bool [vocab]: those of `listed_at_all`, but for the last token of
+    any of `bad_token_ids` whose others are there. Raises RequestError where nothing is left.
+
+    outputs: int64 [N], drafts among them; a run that began in the prompt is none."""
+    found = at_all.copy()
     for *begin, last in sampling.bad_token_ids:
         if len(begin) <= len(outputs) and outputs[len(outputs) - len(begin) :].tolist() == begin:
             found[last] = False
