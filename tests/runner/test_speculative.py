@@ -42,6 +42,7 @@ def test_what_is_asked_for() -> None:
         (f'{{"method": "suffix", "num_speculative_tokens": {MOST_DRAFTS + 1}}}', "is not in 1 to 64"),
         ('{"method": "suffix", "num_speculative_tokens": "5"}', "not understood"),
         ('{"method": "ngram", "prompt_lookup_min": 1}', "prompt_lookup_min = 1"),
+        ('{"method": "none", "num_speculative_tokens": 4}', "'none' has no use for num_speculative_tokens"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(text: str, words: str) -> None:

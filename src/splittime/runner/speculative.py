@@ -18,7 +18,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 
-MOST_DRAFTS = 64
+MOST_DRAFTS, DEFAULT_DRAFTS = 64, 16
 CORPUS_TOKENS = 2**18  # of a tenant's past answers
 MOST_TOKENS = 2**21  # of all tenants' together
 MOST_TENANTS = 1024  # of whom answers are kept
@@ -44,7 +44,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model's own, and "int4" for the method "self"."""
 
     method: Literal["auto", "none", "suffix", "ngram", "draft_model", "self", "mtp"]
-    num_speculative_tokens: int = 16
+    num_speculative_tokens: int = DEFAULT_DRAFTS
     prompt_lookup_min: int | None = None
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
@@ -56,6 +56,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if value is not None and not least <= value <= most:
                 message = f"{name} = {value} of speculative_config is not in {least} to {most}"
                 raise ConfigError(message, param="speculative_config", value=value, limit=most)
+        if self.method == "none" and self.num_speculative_tokens != DEFAULT_DRAFTS:
+            message = "speculative_config: the method 'none' has no use for num_speculative_tokens"
+            value = self.num_speculative_tokens
+            raise ConfigError(message, param="speculative_config", value=value, hint="leave it out")
         for name in ("prompt_lookup_min", "model", "quantization"):
             if getattr(self, name) is not None and name not in FIELDS[self.method]:
                 message = f"speculative_config: the method {self.method!r} has no use for {name}"
