@@ -131,6 +131,17 @@ def test_holds_still_while_it_is_read(live, visit):
     assert lines(page).first.locator(".id").inner_text() == "newer"
 
 
+def test_time_that_stands_still_is_hatched(live, visit):
+    """Of two stages in one colour the hatched one is the stall."""
+    page = visit(live.url)
+    drawn = """kind => { const i = document.createElement("i"); i.className = "ink " + kind;
+        document.body.append(i); return getComputedStyle(i).backgroundImage; }"""
+    for kind in ("stage-prefill_stall", "stage-decode_stall", "stage-recompute", "cause-not_told"):
+        assert "gradient" in page.evaluate(drawn, kind), kind
+    for kind in ("stage-decode", "cause-upstream_slots"):
+        assert page.evaluate(drawn, kind) == "none", kind
+
+
 def test_two_thousand_requests_are_a_handful_of_elements(live, visit):
     fill(live, books.accounts(1000))
     page = visit(live.url)

@@ -20,6 +20,7 @@ from .fake_engine import FakeEngine
 schemathesis = pytest.importorskip("schemathesis")
 
 FORMS = (
+    "chat_template_kwargs",  # of numbers that 64 bits hold
     "tools",
     "tool_choice",
     "parallel_tool_calls",
