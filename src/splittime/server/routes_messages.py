@@ -1,12 +1,13 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat's `Visit` between two translations
-(`api.messages`), of the body as it is read and of the answer as it is sent. What the account says of a chat, it says of
-a message."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat's `Visit` between two translations, of
+the body as it is read (`api.messages`) and of the answer as it is sent (`api.message_answers`). What the account says
+of a chat, it says of a message."""
 
 from typing import Any
 
-from splittime.api import messages
+from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
 from splittime.api.params import check_model, template_options
+from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
 from splittime.server.routes_info import worked_on
 from splittime.server.service import Service
@@ -33,8 +34,9 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
         given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
         check_model(given.model, model)
         chat = messages.chat_of(given)
-        texts = tuple(message.to_template() for message in chat.messages)
-        done = await worked_on(service, Render(texts, template_options(chat)), receive)
+        tool_use = tool_use_of(chat, service.marks)
+        options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
+        done = await worked_on(service, Render(as_template_reads(chat, service.marks), options), receive)
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
@@ -74,7 +76,7 @@ class AsMessage:
     def __init__(self, send: http.Send) -> None:
         self._send = send
         self._head: dict[str, Any] | None = None  # held back
-        self._events: messages.MessageEvents | None = None
+        self._events: message_answers.MessageEvents | None = None
 
     async def send(self, message: http.Message) -> None:
         if message["type"] == "http.response.start":
@@ -91,7 +93,7 @@ class AsMessage:
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             self._head = head
             return
-        self._events = messages.MessageEvents()
+        self._events = message_answers.MessageEvents()
         await self._send(head)
 
     async def _whole(self, message: dict[str, Any]) -> None:
@@ -106,5 +108,5 @@ class AsMessage:
 
     def _translated(self, status: int, body: bytes) -> bytes:
         if status != 200:
-            return messages.error(status, body)
-        return messages.message(body) if b'"choices":' in body else body
+            return message_answers.error(status, body)
+        return message_answers.message(body) if b'"choices":' in body else body
