@@ -15,7 +15,6 @@ from guessing import Guesser
 from test_engine_equivalence import MODEL, load_runner, make_prompts
 
 from splittime.assemble.model_source import load_tokenizer
-
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
 from splittime.core.request import Request
