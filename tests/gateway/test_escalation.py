@@ -204,7 +204,7 @@ def test_the_tenant_pays_for_both(hostile, tmp_path):
             (used,) = re.findall(r"splittime_gateway_budget_used_tokens\{.*day.*\} (\S+)", response.read().decode())
     assert (
         float(used) == small["lost_tokens"] + 4 + 10
-    )  # the small one's prompt and first tokens, and what `fine` tells
+    )  # prompt and first tokens of the small one, and what `fine` tells
 
 
 def until(condition) -> None:

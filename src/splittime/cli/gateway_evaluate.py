@@ -64,7 +64,9 @@ def _route(config: "GatewayConfig", model: str | None) -> "DifficultyConfig":
         raise ConfigError(f"the config has {len(names)} [[difficulty]]", param="model", hint=hint)
     found = next((route for route in config.difficulty if model in (None, route.model)), None)
     if found is None:
-        raise ConfigError(f"no [[difficulty]] is {model!r}", param="model", value=model, hint=f"there is {names}")
+        raise ConfigError(
+            f"no [[difficulty]] is {model!r}", param="model", value=model, hint=f"there are {', '.join(names)}"
+        )
     return found
 
 
@@ -77,8 +79,8 @@ def _tell(found: "Evaluation") -> None:
     for name, point in (("always small", found.always_small), ("always large", found.always_large)):
         table.add_row(name, "-", *_cells(point)[1:])
     table.add_row("best possible", "-", *_cells(found.best)[1:])
-    _add_curve(table, "by the text", found.by_text, found.chosen)
-    _add_curve(table, "by first tokens", found.by_first_tokens, found.chosen_check)
+    _add_curve(table, "text", found.by_text, found.chosen)
+    _add_curve(table, "first tokens", found.by_first_tokens, found.chosen_check)
     wide().print(table)
     if found.misroutes is not None:
         wrong = found.misroutes
@@ -90,7 +92,7 @@ def _add_curve(table: Table, name: str, points: "tuple[CurvePoint, ...]", chosen
     for point in points:
         table.add_row(name, *_cells(point))
     if chosen is not None:
-        table.add_row(f"{name}: chosen", *_cells(chosen), style="bold")
+        table.add_row(f"{name}, chosen", *_cells(chosen), style="bold")
 
 
 def _cells(point: "CurvePoint") -> tuple[str, ...]:

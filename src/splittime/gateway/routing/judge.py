@@ -80,7 +80,7 @@ class DifficultyJudge:
         return np.array(found)
 
     def _score(self, cosines: NDArray[np.float32], worth: Floats) -> float:
-        rounded: Floats = np.round(cosines.astype(np.float64), COSINE_DECIMALS)
+        rounded = cosines.astype(np.float64).round(COSINE_DECIMALS)
         nearest = nearest_of(rounded, self.neighbours)
         weights = np.maximum(rounded[nearest], 0.0)
         total = float(weights.sum())
