@@ -1,4 +1,4 @@
-"""Routing by a request's text: labelled prompts, scores and thresholds, what stands in an account, and replays of it."""
+"""Routing by a request's text: labelled prompts, scores and thresholds, what an account says of it, and replays."""
 
 import json
 import random
@@ -21,9 +21,8 @@ from .conftest import gateway_of, upstream
 from .test_chaos import metric, sums
 from .test_routing import BASE, rule
 
-EASY = [
-    f"please translate the word {word} into french" for word in "sun moon tree river house bread chair lamp".split()
-]
+WORDS = ("sun", "moon", "tree", "river", "house", "bread", "chair", "lamp")
+EASY = [f"please translate the word {word} into french" for word in WORDS]
 HARD = [f"prove that every {thing} of order {n} is abelian" for thing in ("group", "ring") for n in (2, 3, 5, 7)]
 
 

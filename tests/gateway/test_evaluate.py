@@ -105,7 +105,7 @@ def test_from_a_shell(tmp_path):
     assert told["chosen_check"]["share_small"] == 1.0
     done = shell(tmp_path, "g.toml", "labels.jsonl")
     words = done.stdout
-    for each in ("always small", "always large", "best possible", "text, chosen", "first tokens, chosen"):
+    for each in ("always small", "always large", "best possible", "chosen by text", "chosen by tokens"):
         assert each in words, done.stderr
     assert "large for nothing: 0.0%" in words
     assert "80 of them stand in the labels too" in " ".join(done.stderr.split())

@@ -75,12 +75,12 @@ def _tell(found: "Evaluation") -> None:
     if found.in_labels:
         words = f"{found.in_labels} of them stand in the labels too: the threshold was chosen with them"
         talk().print(words, style="yellow", markup=False)
-    table = Table("", "threshold", "small", "cost", "worth", "gain over chance", box=None)
+    table = Table("", "threshold", "small", "cost", "worth", "gain over chance", box=None, pad_edge=False)
     for name, point in (("always small", found.always_small), ("always large", found.always_large)):
         table.add_row(name, "-", *_cells(point)[1:])
     table.add_row("best possible", "-", *_cells(found.best)[1:])
     _add_curve(table, "text", found.by_text, found.chosen)
-    _add_curve(table, "first tokens", found.by_first_tokens, found.chosen_check)
+    _add_curve(table, "tokens", found.by_first_tokens, found.chosen_check)
     wide().print(table)
     if found.misroutes is not None:
         wrong = found.misroutes
@@ -92,7 +92,7 @@ def _add_curve(table: Table, name: str, points: "tuple[CurvePoint, ...]", chosen
     for point in points:
         table.add_row(name, *_cells(point))
     if chosen is not None:
-        table.add_row(f"{name}, chosen", *_cells(chosen), style="bold")
+        table.add_row(f"chosen by {name}", *_cells(chosen), style="bold")
 
 
 def _cells(point: "CurvePoint") -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _cells(point: "CurvePoint") -> tuple[str, ...]:
 
 
 def _figure(figure: "Figure") -> str:
-    return f"{figure.value:.3f} ({figure.low:.3f} to {figure.high:.3f})"
+    return f"{figure.value:.3f} ({figure.low:.3f}, {figure.high:.3f})"
 
 
 def _share(figure: "Figure") -> str:
