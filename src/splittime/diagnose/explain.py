@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from splittime.diagnose.attempt_words import attempt_lines
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import TIED_LOST, RouteDecision
 from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -95,47 +95,12 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
         text.append_text(_stage_line(account, key, total_ns))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(account, totals_ns))
-    text.append(_attempts(account))
+    text.append("".join(map(_wrapped, attempt_lines(account))))
     in_its_time = steps_of(account, steps)
     text.append_text(_tokens(account, in_its_time))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
     return text if device is None else text.append(_wrapped(sentence(device)))
-
-
-def _attempts(account: ClosedAccount) -> str:
-    """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
-    lines = [] if account.routing is None else [_rule_words(account.routing)]
-    if account.degraded:
-        lines.append(f"a lesser answer, of the stage {account.degraded} of the gateway's ladder")
-    for attempt in account.attempts:
-        others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
-        ending = attempt.error or f"answered {attempt.status}"
-        lasted = _ms(attempt.end_ns - attempt.begin_ns)
-        lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
-        if attempt.resumed_by:
-            lines.append(
-                f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
-            )
-        if attempt.tied_to:
-            lost = f", and lost: it had a prompt of about {attempt.lost_tokens} tokens"
-            lines.append(f"  it raced with {attempt.tied_to}{lost if attempt.error == TIED_LOST else ''}")
-        totals_ns: dict[Stage, int] = {}
-        for stage in attempt.nested:
-            totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns
-        if totals_ns:
-            stages = ", ".join(f"{stage.value} {_ms(ns)}" for stage, ns in totals_ns.items())
-            lines.append(f"  its own account, ms: {stages}")
-        if attempt.nested_fault:
-            lines.append(f"  its own account is not nested: {attempt.nested_fault}")
-    return "".join(f"{_wrapped(line)}" for line in lines)
-
-
-def _rule_words(decision: RouteDecision) -> str:
-    """What a gateway's rules said, and under which config."""
-    rule = f"by the rule {decision.rule}" if decision.rule else "by no rule"
-    model = decision.model if decision.model == decision.asked_model else f"{decision.asked_model} as {decision.model}"
-    return f"routed {rule}: {model} (policy {decision.policy})"
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -20,6 +20,7 @@ from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.running_attempt import RunningAttempt
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
@@ -59,6 +60,7 @@ class Forwarding:
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
+        self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
         self.was_granted = False
@@ -67,6 +69,7 @@ class Forwarding:
         """Raises what the client must be told where no attempt was answered."""
         gateway, tried = self._gateway, self._tried
         self._resumption = Resumption(request)
+        self._prefix = gateway.affinity.seen(request, self._tenant)
         gateway.retry_budget.note_request(now_ns())
         if gateway.lint is not None:
             gateway.lint.note(request)
@@ -107,6 +110,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
@@ -168,7 +172,8 @@ class Forwarding:
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
-        routed = gateway.queue.place_at_another(self._tenant, request.pool, request.tokens, self._tried)
+        tenant, tried, prefix = self._tenant, self._tried, self._prefix
+        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):
@@ -198,6 +203,7 @@ class Forwarding:
             tenant=self._tenant,
             tokens=request.tokens,
             prompt_tokens=request.prompt_tokens,
+            prefix=self._prefix,
         )
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:

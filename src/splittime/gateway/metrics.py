@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
+from splittime.gateway.routing.routing_metrics import ROUTING_METRICS, routing_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -89,6 +90,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    *ROUTING_METRICS,
     *CACHE_METRICS,
     *VERSION_METRICS,
 )
@@ -152,7 +154,8 @@ class GatewayMetrics(Collector):
                 yield family
 
     def _extras(self) -> dict[str, Series]:
-        return {**cache_series(self.gateway.cache), **version_series(self.gateway)}
+        gateway = self.gateway
+        return {**routing_series(gateway), **cache_series(gateway.cache), **version_series(gateway)}
 
     def _totals(self) -> dict[str, Series]:
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()

@@ -160,6 +160,7 @@ class RequestAccount:
                 resumed_after=relay.resumed_after,
                 tied_to=tied_to,
                 lost_tokens=lost_tokens,
+                affinity=routed.affinity,
             )
         )
 
