@@ -57,7 +57,7 @@ class PrefixAffinity:
             self.results[decision.result] += 1
 
     def note_answered(self, prefix: SeenPrefix | None, upstream: str) -> None:
-        """It was the latest to serve this prompt."""
+        """The upstream is the latest to have served this prompt."""
         if self._table is not None and prefix is not None:
             self._table.note_served(prefix.keys, upstream)
 

@@ -1,8 +1,8 @@
 """Who served which beginnings of prompts of late, and which beginnings most conversations share.
 
-A prompt is cut into blocks of `BLOCK_BYTES`. A block's key is a keyed hash of its tenant, the client's `cache_salt`, the
-model, and all of the text up to its end: nobody's prompts say anything of another tenant's, and keys mean nothing to
-another process. Of each block the table knows who served it, the latest first, and how many conversations of its scope
+A prompt is cut into blocks of `BLOCK_BYTES`. A block's key is a keyed hash of its tenant, the client's `cache_salt`,
+the model, and all of the text up to its end: nobody's prompts say anything of another tenant's, and keys mean nothing
+to another process. Of each block the table knows who served it, the latest first, and how many conversations of its scope
 had it, where older ones weigh less (`RECENT`).
 
 A request belongs to a conversation that is known if it goes on where another request ended: in the same blocks, and
@@ -70,6 +70,9 @@ class PrefixTable:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def see(self, scope: bytes, text: bytes) -> SeenPrefix:
         """Returns the blocks of a prompt that has come. scope: within which prompts are compared."""
