@@ -1,9 +1,11 @@
 """Regions: how far an upstream is, how long a request would wait there, and who gets it then."""
 
 import random
+import re
 import socket
 import sys
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -241,3 +243,11 @@ def test_a_request_measures_the_way_that_it_goes(hostile, tmp_path):
         told = {one["name"]: one for one in gateway.get("/stats")["upstreams"]}
         assert (told["one"]["region"], told["two"]["round_trip_ns"]) == ("here", None)
         assert told["one"]["round_trip_ns"] < S
+
+
+def test_the_guides_examples_are_taken():
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "gateway-affinity.md").read_text()
+    affinity, regions = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    config = config_of(tomllib.loads(regions + affinity))
+    assert [one.region for one in config.upstream] == ["fra", "iad"]
+    assert config.affinity == AffinityConfig()

@@ -2,8 +2,8 @@
 
 A prompt is cut into blocks of `BLOCK_BYTES`. A block's key is a keyed hash of its tenant, the client's `cache_salt`,
 the model, and all of the text up to its end: nobody's prompts say anything of another tenant's, and keys mean nothing
-to another process. Of each block the table knows who served it, the latest first, and how many conversations of its scope
-had it, where older ones weigh less (`RECENT`).
+to another process. Of each block the table knows who served it, the latest first, and how many conversations of its
+scope had it, where older ones weigh less (`RECENT`).
 
 A request belongs to a conversation that is known if it goes on where another request ended: in the same blocks, and
 with the same bytes behind the last of them. Anything else is a new conversation. A beginning that more than half of the
