@@ -31,6 +31,7 @@ from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
+from splittime.text.answer_marks import answer_marks
 from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWork
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
@@ -75,7 +76,7 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
-        self.template = tokenizer.chat_templates.get("default", "")
+        self.marks = answer_marks(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._shortcuts = tokenizer.shortcuts  # looked at now, not while the first request waits
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False

@@ -26,7 +26,7 @@ from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, clamp_notices, output_budget, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, begun, clamp_notices, output_budget, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -136,7 +136,7 @@ class Visit:
             first_token_by_ns=self._first_token_by_ns,
         )
         tokenized = await prompts.tokenize(deadline_ns)
-        ask = await prompts.without(ask, deadline_ns)
+        ask = begun(await prompts.without(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
@@ -163,7 +163,7 @@ class Visit:
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         kind: type[ChatBody | CompletionBody] = ChatBody if self.endpoint == "chat" else CompletionBody
         given = decode_body(body, kind, is_strict=config.strict)
-        return ask_of(given, model, config, http.flag(self.scope, "X-Include-Timing"), self.service.template)
+        return ask_of(given, model, config, http.flag(self.scope, "X-Include-Timing"), self.service.marks)
 
     # ---- to the engine
 
