@@ -17,7 +17,9 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
 
 def launched(text: str) -> LiveServer:
     config = ServerConfig(port=0, api_key=("k", "other"))
-    server = LiveServer(FakeEngine(say(text), cached_tokens=1), config, ModelInfo(("fake",), 4096, 257, (256,)), TEMPLATE)
+    server = LiveServer(
+        FakeEngine(say(text), cached_tokens=1), config, ModelInfo(("fake",), 4096, 257, (256,)), TEMPLATE
+    )
     server.start()
     return server
 

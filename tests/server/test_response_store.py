@@ -73,7 +73,10 @@ def test_another_keys_is_told_as_an_unknown_one() -> None:
     store.put("a", "0", b"x", ())
     said = []
     for tenant, name in (("b", "0"), ("a", "1")):
-        for ask in (lambda t=tenant, n=name: store.get(t, n, "response_id"), lambda t=tenant, n=name: store.delete(t, n)):
+        for ask in (
+            lambda t=tenant, n=name: store.get(t, n, "response_id"),
+            lambda t=tenant, n=name: store.delete(t, n),
+        ):
             with pytest.raises(NotFound) as refused:
                 ask()
             said.append({**refused.value.to_body()["error"], "value": "", "message": ""})
@@ -107,7 +110,9 @@ def test_a_store_of_none_keeps_none() -> None:
     assert refused.value.info.code == "previous_response_not_found"
 
 
-steps = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 900), st.integers(0, 400)), max_size=60)
+steps = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 900), st.integers(0, 400)), max_size=60
+)
 
 
 @given(steps)

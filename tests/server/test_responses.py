@@ -114,7 +114,9 @@ def check_items(told: list[dict]) -> None:
 
 def test_a_response_has_exactly_the_fields_of_the_api(live: LiveServer) -> None:
     begin_s = int(time.time())
-    status, headers, answer = post(live, {**PLAIN, "metadata": {"a": "b"}, "temperature": 0.5}, **{"X-Request-Id": "r1"})
+    status, headers, answer = post(
+        live, {**PLAIN, "metadata": {"a": "b"}, "temperature": 0.5}, **{"X-Request-Id": "r1"}
+    )
     made = (answer.pop("created_at"), answer.pop("completed_at"))
     assert all(begin_s <= each <= time.time() for each in made)
     output_tokens = len("héllo wörld".encode()) + 1
@@ -197,7 +199,12 @@ def chunk(delta: dict, why: str | None = None) -> dict:
 
 
 def begun(number: int, arguments: str) -> dict:
-    return {"index": number, "id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {
+        "index": number,
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    }
 
 
 def more_of(number: int, arguments: str) -> dict:
@@ -209,7 +216,9 @@ END = {**chunk({}), "choices": [], "usage": USAGE}
 
 
 def events_of(*chunks: dict, size: int | None = None) -> bytes:
-    stream = "".join(f"data: {json.dumps(each, ensure_ascii=False)}\n\n" for each in chunks).encode() + b"data: [DONE]\n\n"
+    stream = (
+        "".join(f"data: {json.dumps(each, ensure_ascii=False)}\n\n" for each in chunks).encode() + b"data: [DONE]\n\n"
+    )
     events, kept = ResponseEvents({"store": True}, lambda response: None), []
     for at in range(0, len(stream), size or len(stream)):
         kept.append(events.feed(stream[at : at + (size or len(stream))]))
@@ -312,6 +321,8 @@ def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> 
 DEEP: dict = {}
 for _ in range(70):
     DEEP = {"not": DEEP}
+IMAGE = {"type": "input_image", "image_url": "x"}
+GAVE = {"type": "function_call_output", "call_id": "c", "output": ""}
 REFUSED = [
     ({"background": True}, "background", "stream it"),
     ({"include": ["reasoning.encrypted_content"]}, "include", "/v1/chat/completions"),
@@ -332,12 +343,12 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "leave it out"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type", ""),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "str"),
     ({"input": [{"role": "user", "content": "a", "extra": 1}]}, "input[0].extra", "no such field"),
     ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "critic"),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].call_id", "before its output"),
+    ({"input": [GAVE]}, "input[0].call_id", "before its output"),
     ({"input": []}, "input", "length"),
     ({"metadata": {str(n): "x" for n in range(17)}}, "metadata", "16"),
     ({"metadata": {"a": "x" * 513}}, "metadata[...]", "512"),

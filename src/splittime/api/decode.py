@@ -56,7 +56,9 @@ def convert_part(value: Any, kind: type[Body], at: str, *, is_strict: bool = Fal
     try:
         part = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(_PLACE.sub(lambda found: f" - at `$.{at}{found[1] or ''}`", str(error), count=1), kind) from error
+        raise _refusal(
+            _PLACE.sub(lambda found: f" - at `$.{at}{found[1] or ''}`", str(error), count=1), kind
+        ) from error
     if is_strict:
         _refuse_without_effect(part, at)
     return part

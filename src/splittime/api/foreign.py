@@ -1,7 +1,8 @@
 """What is refused by name, and what to do instead: fields of our bodies at a value that would have an effect
-(`UNSUPPORTED`), and fields of other servers' APIs that our bodies do not have (`WAYS_OUT`).
+(`UNSUPPORTED`; `RESPONSES_UNSUPPORTED` of the Responses API's), and fields of other servers' APIs that our bodies do
+not have (`WAYS_OUT`).
 
-`RESPONSES_UNSUPPORTED` is the former of the Responses API. `OF_SERVERS` lists what vLLM's and llama.cpp's APIs add to OpenAI's; docs/reference/foreign_fields.md shows what becomes
+`OF_SERVERS` lists what vLLM's and llama.cpp's APIs add to OpenAI's; docs/reference/foreign_fields.md shows what becomes
 of each here.
 """
 
