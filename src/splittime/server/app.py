@@ -7,7 +7,15 @@ import uvloop
 from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_messages, routes_sleep, routes_what_if
+from splittime.server import (
+    routes_dashboard,
+    routes_info,
+    routes_ledger,
+    routes_messages,
+    routes_responses,
+    routes_sleep,
+    routes_what_if,
+)
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
@@ -37,6 +45,9 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", answer_chat),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
+    ("POST", "/v1/responses", routes_responses.create),
+    ("GET", "/v1/responses/{response_id}", routes_responses.retrieve),
+    ("DELETE", "/v1/responses/{response_id}", routes_responses.delete),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
@@ -74,14 +85,13 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/docs", routes_info.docs),
 )
 
-OF_OPENAI = "POST /v1/chat/completions and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
+OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
 OTHER_APIS = {  # what a client of another API asks for
     "/api/generate": OF_OPENAI,  # Ollama
     "/api/chat": OF_OPENAI,
     "/api/tags": "GET /v1/models lists the models",
     "/completion": OF_OPENAI,  # llama.cpp
     "/generate": OF_OPENAI,  # TGI, SGLang
-    "/v1/responses": "not served here: POST /v1/chat/completions answers a conversation",
     "/v1/embeddings": "not served here: this server generates text only",
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",
@@ -99,6 +109,7 @@ class App:
             ("GET", "/health"): routes_info.health_at_once,
             ("POST", "/v1/completions"): lambda scope: Visit(service, "completions", scope).refuse_at_once(),
             ("POST", "/v1/chat/completions"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
+            ("POST", "/v1/responses"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

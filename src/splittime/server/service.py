@@ -24,11 +24,12 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.store import ID_PREFIXES, Ledger
+from splittime.ledger.store import ANSWER_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
+from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
 from splittime.text.answer_marks import answer_marks
@@ -83,6 +84,9 @@ class Service:
         self.began_draining = asyncio.Event()
         self._reserved: dict[str, asyncio.Event] = {}
         self.simulation = Simulation()
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_s
+        )
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 
@@ -187,7 +191,7 @@ class Service:
         """Whether a request of this id, or of this id in a response, is being served; of another tenant's, only an
         operator is told."""
         whose = self.keys.tenants if tenant.is_operator else ()
-        names = {request_id, *map(request_id.removeprefix, ID_PREFIXES)}
+        names = {request_id, *map(request_id.removeprefix, ANSWER_PREFIXES)}
         return any(self.full_id(name, each) in self.groups for name in names for each in (tenant, *whose))
 
     def _running(self) -> Iterator[Begun]:
