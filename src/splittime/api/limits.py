@@ -38,7 +38,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     created_unix_s: int = 0
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
-    pooling: Pooling = Pooling()
+    pooling: Pooling = field(default_factory=Pooling)
 
     @property
     def name(self) -> str:

@@ -114,7 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
     """Read `config.json`, and where they are there: `generation_config.json`, as `generation` says (see above),
-    what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`), and what says how embeddings are made."""
+    what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`), and what tells how to embed."""
     values = read_json(folder / "config.json")
     for name, method in formats.SIDE_FILES.items():
         if not formats.is_quantised(values) and (folder / name).exists():

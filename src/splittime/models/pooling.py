@@ -5,12 +5,11 @@
     config.json               is_matryoshka, matryoshka_dimensions: may an embedding be cut; as vLLM reads them
     ARCHITECTURE.pooling_type   of a GGUF file, as llama.cpp reads it; its embeddings are normalised
 
-What these ask for and is not implemented (a dense layer behind the pooling, another kind of it) refuses embeddings, with
-its name, and nothing else: the model may generate all the same. Files that cannot be meant are refused at the start.
+What these ask for and is not implemented (a dense layer behind the pooling, another kind of it) refuses embeddings by
+name, and nothing else: the model may generate all the same. Files that cannot be meant are refused at the start.
 """
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,7 +33,7 @@ class _Module(msgspec.Struct):
         return self.type.rpartition(".")[2]
 
 
-def read_pooling(folder: Path, values: dict[str, Any], size: int) -> Pooling:
+def read_pooling(folder: Path, values: dict[str, object], size: int) -> Pooling:
     """values: of the folder's config.json. size: of the model's outputs. Raises `ConfigError` for files that cannot be
     meant."""
     own = Fields(values)
