@@ -69,7 +69,7 @@ def _modules(path: Path) -> list[_Module]:
 
 def _kind(folder: Path, module: _Module) -> tuple[str, str]:
     """Returns the pooling that a module's folder names, "" for one that is not there, and what it is called."""
-    if Path(module.path).name != module.path or not module.path:
+    if Path(module.path).name != module.path or module.path in ("", ".."):
         said = f"{MODULES} names the folder {module.path!r}, must be the plain name of one beside it"
         raise ConfigError(said, param="path", value=module.path)
     fields = Fields(read_json(folder / module.path / "config.json"), file=f"{module.path}/config.json")
