@@ -80,7 +80,7 @@ TEXTS_KEPT = frozenset(  # settings and states that are texts and say how a serv
     ]
 )
 _OUR_ID = re.compile(r"[0-9a-f]{24}(?:-\d{1,4})?")
-_WORD = re.compile(r"(?=.{1,48}$)(?:[a-z]+(?:_[a-z]+)*|http_\d{3})")
+_WORD = re.compile(r"(?=.{1,48}$)(?:[a-z]+(?:_[a-z]+)*|(?:http|upstream)_\d{3})")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,63}")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _VERSION = re.compile(r"\d+:[0-9a-f]+")
