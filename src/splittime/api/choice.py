@@ -62,6 +62,7 @@ class Choice:
     hides_output: bool = False  # echo with max_tokens 0
     prompt_hashes: PromptHashes = NO_HASHES
     reasoning: ReasoningParser | None = None  # of a model that reasons
+    pooled: bytes = b""  # of an embedding, as `RowResult` has it
     token_ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     ready_ns: list[int] = field(default_factory=list)
@@ -178,6 +179,7 @@ class Choice:
             self._say(self.text.flush(), is_end=True)
         self.finish_reason = FinishReason.STOP if self.text.stop_string is not None else output.finish_reason
         self.error = self.error or output.error
+        self.pooled = output.pooled
         if self.account.stage is not Stage.DELIVER:
             self.lose_track()
 
@@ -258,7 +260,7 @@ class Choice:
             prefixes=self.prompt_hashes.prefixes,
             answer_prefixes=answer_hashes(self.request.prompt_token_ids, self.token_ids),
             cache_salt=salt_hash(self.request.cache_salt),
-            computes_prompt=self.request.sampling.prompt_logprobs is not None,
+            computes_prompt=self.request.sampling.computes_prompt,
             max_tokens=self.request.sampling.max_tokens or 0,
             priority=self.request.priority,
             deadline_ns=self.request.deadline_ns,

@@ -1,5 +1,6 @@
 """What is refused by name, and what to do instead: fields of our bodies at a value that would have an effect
-(`UNSUPPORTED`), and fields of other servers' APIs that our bodies do not have (`WAYS_OUT`).
+(`UNSUPPORTED`; `RESPONSES_UNSUPPORTED` of the Responses API's), and fields of other servers' APIs that our bodies do
+not have (`WAYS_OUT`).
 
 `OF_SERVERS` lists what vLLM's and llama.cpp's APIs add to OpenAI's; docs/reference/foreign_fields.md shows what becomes
 of each here.
@@ -55,6 +56,25 @@ UNSUPPORTED = {
     "web_search_options": "web search is not supported",
 }
 
+
+RESPONSES_UNSUPPORTED = {
+    "background": "a response is made while its client waits; stream it",
+    "conversation": "conversations have no names; previous_response_id goes on from a stored response",
+    "include": "nothing is added to a response; /v1/chat/completions answers with logprobs",
+    "reasoning": "how much a model reasons is not set here; chat_template_kwargs at /v1/chat/completions may set it",
+    "truncation": "an input is never cut; send fewer items, and /tokenize counts them",
+    "top_logprobs": "/v1/chat/completions answers with logprobs",
+    "max_tool_calls": "no tool is called here, so that none are counted; parallel_tool_calls false allows one call",
+    "prompt": "prompts are not stored; send instructions and input",
+    "context_management": "an input is never made shorter; send fewer items",
+    "include_obfuscation": "events are not padded",
+    "verbosity": "say in instructions how long an answer is to be",
+    "tool_choice": 'auto, none, required and {"type": "function", "name": ..} are the choices',
+    "annotations": "a text has no annotations",
+    "logprobs": "a text is sent back without logprobs",
+    "namespace": "functions have no namespaces",
+    "caller": "calls are the model's own",
+}
 
 _ONE_SAMPLER = "temperature, top_p, top_k and min_p choose among the tokens"
 _ONE_PENALTY = "repetition_penalty, presence_penalty and frequency_penalty are the ones here"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.api.choice import Choice, Echo
+from splittime.api.embeddings import pooling_notices
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, Prompt
 from splittime.core.errors import DeadlineExceeded, RequestError
@@ -72,7 +73,8 @@ class Prompts:
     in which the stages are entered."""
 
     def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account) -> None:
-        self._service, self._account, self._most_tokens = service, account, max(0, model.max_model_len - 1)
+        self._service, self._account = service, account
+        self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
         self._given = ask.prompts
         self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
@@ -184,26 +186,28 @@ def output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_s
 
     Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
     """
-    room = model.max_model_len - len(prompt_ids)
+    room, least = model.max_model_len - len(prompt_ids), ask.sampling.least_tokens
     wanted = ask.sampling.max_tokens
+    asked = max(wanted or 0, least)
     if not prompt_ids:
         raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
-    if room < 1 or (is_strict and room < (wanted or 1)):
+    if room < least or (is_strict and room < asked):
         raise RequestError(
             f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
-            f"{wanted or 1} were asked for",
+            f"{asked} were asked for",
             code="context_length_exceeded",
             param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
-            value=len(prompt_ids) + (wanted or 1),
+            value=len(prompt_ids) + asked,
             limit=model.max_model_len,
             hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
         )
     return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
 
 
-def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
-    """Says that fewer output tokens are left than were asked for, if so."""
+def notices_of(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
+    """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, and that no
+    file says how its embeddings are made."""
     wanted, least = ask.sampling.max_tokens, min(budgets)
     if wanted is None or least >= wanted:
-        return []
+        return pooling_notices(ask)
     return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
