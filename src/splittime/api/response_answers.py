@@ -9,7 +9,6 @@ answer has all of its text before the calls, as a chat has.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import orjson
