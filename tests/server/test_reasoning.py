@@ -130,6 +130,7 @@ def test_a_form_is_that_of_what_follows_the_reasoning(live, more: dict) -> None:
 def test_a_stop_string_in_the_reasoning_ends_the_answer(live) -> None:
     choice = ask(live, stop=["am"]).choices[0]
     assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == ("I ", "", "stop")
+    assert ask(live, stop=["nk"]).choices[0].message.content == "<thi"
 
 
 def test_each_answer_of_several_is_told_apart(live) -> None:
