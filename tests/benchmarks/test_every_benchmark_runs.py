@@ -32,6 +32,7 @@ WITH_TORCH = {
     "scenarios.routes": ["--windows", "2"],
     "scenarios.ledger_price": ["--repeats", "2"],
     "scenarios.mechanisms": ["--small", "--repeats", "1"],
+    "scenarios.embeddings": ["--small"],
     "scenarios.interval_coverage": ["--small"],
     "scenarios.quality_gate": ["--tokens", "600", "--only", "two halves of a short text"],
     "scenarios.quality_windows": ["--documents", "3"],

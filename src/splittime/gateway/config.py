@@ -77,6 +77,28 @@ class RuleConfig(Strictly, frozen=True, kw_only=True):
     upstreams: Annotated[tuple[str, ...], Doc("The upstreams that may have them; default: all of the model.")] = ()
 
 
+class EscalateConfig(Strictly, frozen=True, kw_only=True):
+    """`escalate` of a `[[difficulty]]`: nothing of the small model's answer is given before its first tokens have been
+    looked at; where it seems unsure, the large one is asked in its place."""
+
+    below: Annotated[float, Doc("The mean log-probability below which the large one is asked.", -100, 0)]
+    tokens: Annotated[int, Doc("Of how many first tokens; of all of a shorter answer.", 1, 256)] = 16
+
+
+class DifficultyConfig(Strictly, frozen=True, kw_only=True):
+    """`[[difficulty]]`: a name for which a small or a large model is asked, by the text of the request."""
+
+    model: Annotated[str, Doc("The name that requests use; no upstream has it.")]
+    small: Annotated[str, Doc("The small model, of an upstream.")]
+    large: Annotated[str, Doc("The large model, of an upstream.")]
+    labels: Annotated[
+        str | None, Doc("JSONL file of prompts and what the small one's answers were worth; default: all go to it.")
+    ] = None
+    target: Annotated[float, Doc("The worth of answers that is to be expected, at the least.", 0, 1)] = 0.95
+    neighbours: Annotated[int, Doc("How many of the file's prompts, the most alike, decide.", 1, 1000)] = 16
+    escalate: EscalateConfig | None = None
+
+
 class QueueConfig(Strictly, frozen=True, kw_only=True):
     """`[queue]`: what waits while every upstream of its model is full."""
 
@@ -215,6 +237,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     upstream: tuple[UpstreamConfig, ...]
     tenant: tuple[TenantConfig, ...] = ()
     rule: tuple[RuleConfig, ...] = ()
+    difficulty: tuple[DifficultyConfig, ...] = ()
     aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()

@@ -267,9 +267,10 @@ class Relay:
             failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
+        edited = answer._replace(body=self._editor.edit_whole(body))
         self.events.take_whole(body)
         self._on_read()
-        await self.give_answer(answer)
+        await self.give_answer(edited)
 
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""

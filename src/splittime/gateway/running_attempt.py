@@ -10,10 +10,11 @@ from splittime.gateway.failures import BrokenStream, UpstreamFailure
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.ledger.attempts import CANCELLED, TIED_LOST
+from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
 
@@ -59,7 +60,8 @@ class RunningAttempt:
             raise
 
     async def run(self) -> None:
-        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`."""
+        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`, or
+        `AskedAnew` where that is not given."""
         ending, error, failure = CANCELLED, None, None
         try:
             await self.relay.run()
@@ -68,6 +70,9 @@ class RunningAttempt:
             failure, error, ending = caught, caught.error, caught.error.info.code
             if isinstance(caught, UpstreamFailure):
                 raise
+        except AskedAnew as asked:
+            ending = asked.verdict
+            raise
         finally:
             self.end(ending, failure)
         self._account.close_answered(self.relay, error)
@@ -95,7 +100,7 @@ class RunningAttempt:
             if failure.is_fault:
                 self._gateway.affinity.note_failed(self._prefix, upstream.name)
             blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
-        elif ending:
+        elif ending and ending != UNSURE:
             upstream.breaker.note_nothing()
         else:
             upstream.breaker.note_success()
@@ -107,7 +112,8 @@ class RunningAttempt:
             ending,
             attempt_id=self.attempt_id,
             tied_to=self.tied_to,
-            lost_tokens=self._prompt_tokens if ending == TIED_LOST else 0,
+            lost_tokens=self._prompt_tokens if ending in (TIED_LOST, UNSURE) else 0,
+            first_tokens=self.resumption.first_tokens,
         )
         self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
         self._gateway.queue.leave(self.routed, self._tenant, self._tokens)

@@ -24,6 +24,7 @@ from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
@@ -50,7 +51,9 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
-TOLD = ("queue", "retries", "tied", "affinity", "breaker", "cache", "cache_route", "degradation")  # tables of its facts
+TOLD = (  # among its facts
+    *("queue", "retries", "tied", "affinity", "breaker", "cache", "cache_route", "difficulty", "degradation"),
+)
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
@@ -78,6 +81,7 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
+        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
         upstreams = [upstream_of(before, one) for one in made]
         self.affinity = self._affinity(before)
@@ -245,6 +249,7 @@ class GatewayService:
             **cache,
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
+            "difficulty": self.difficulty.stats(),
             "policy": self.policy.version,
             "config": self.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
