@@ -46,6 +46,7 @@ ALONE = {
     "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
     "gateway.failover": ["--small"],
     "gateway.overload": ["--small"],
+    "gateway.routing": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],
