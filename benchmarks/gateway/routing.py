@@ -5,7 +5,7 @@
 
 No set of prompts with judged answers comes with this project, so they are made here, with the two models in the
 package: `code-draft` is the small one and `code` the large one. A prompt is a piece of a module of Python's library
-that neither was trained on, cut off within a line; an answer is right if its next 8 characters, greedy, are those of
+that neither was trained on, cut off within a line; an answer is right if its first 4 characters, greedy, are those of
 the module. That is measured and not assumed; but it is a construction: both models are tiny, a prompt is no question,
 and how well n-grams tell easy pieces of code from hard ones says little about questions of people.
 
@@ -51,7 +51,7 @@ from splittime.stats.paired import means
 from training.corpus import load_corpus
 
 SMALL, LARGE = "code-draft", "code"
-PROMPT_CHARS, ANSWER_CHARS, MAX_TOKENS, LOOKED_AT = 400, 8, 8, 4
+PROMPT_CHARS, ANSWER_CHARS, MAX_TOKENS, LOOKED_AT = 400, 4, 8, 2
 LESS = 0.02  # than the large model alone
 SERVED = ("--served-model-name",)
 ROUTES = ("text", "tokens", "both")
