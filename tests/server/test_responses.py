@@ -341,7 +341,7 @@ REFUSED = [
     ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "leave it out"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "null"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),

@@ -1,26 +1,34 @@
 """What a chat's answer becomes in OpenAI's Responses API: a response, whole (`whole`) or in typed events
 (`ResponseEvents`).
 
-A response repeats what was asked (`asked_fields`). Its output is a message, unless there are calls and no text, and an
-item for each call. Streamed, items come in the order in which they are written, one after the other, so that a text
-behind a call is a message of its own; a whole answer has all of its text before the calls, as a chat has.
+A response repeats what was asked (`asked_fields`). Its output is the reasoning of a model that reasons, then a message
+(unless there is no text, and something else), and an item for each call (`open_items`). Streamed, items come in the
+order in which they are written, one after the other, so that a text behind a call is a message of its own; a whole
+answer has all of its text before the calls, as a chat has.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import orjson
 
+from splittime.api.open_items import (
+    OpenCall,
+    OpenItem,
+    OpenMessage,
+    OpenReasoning,
+    Told,
+    call_item,
+    message_item,
+    reasoning_item,
+)
 from splittime.api.responses import OfferedFunction, ResponsesBody
 from splittime.core.sampling import SamplingParams
 
 ID_PREFIX, CHAT_PREFIX = "resp_", "chatcmpl-"
 CUT = {"reason": "max_output_tokens"}
 NEUTRAL = SamplingParams()
-
-Told = dict[str, Any]  # an event, an item or a response, as it is written
 
 
 def asked_fields(
@@ -83,11 +91,13 @@ def whole(asked: Told, body: bytes) -> Told:
     message, status = choice["message"], _status(choice["finish_reason"])
     calls = message.get("tool_calls", ())
     output: list[Told] = []
-    if message["content"] or not calls:
-        output.append(_message(_item_id(chat, "msg", 0), message["content"] or "", "completed"))
+    if reasoning := message.get("reasoning_content"):
+        output.append(reasoning_item(_item_id(chat, "rs", 0), reasoning, "completed"))
+    if message["content"] or not (calls or output):
+        output.append(message_item(_item_id(chat, "msg", len(output)), message["content"] or "", "completed"))
     for call in calls:
         item_id, function = _item_id(chat, "fc", len(output)), call["function"]
-        output.append(_call(item_id, call["id"], function["name"], function["arguments"], "completed"))
+        output.append(call_item(item_id, call["id"], function["name"], function["arguments"], "completed"))
     output[-1]["status"] = status
     return _response(asked, chat, status, output, usage=chat["usage"], timing=chat.get("timing"))
 
@@ -125,11 +135,12 @@ def _response(
 
 def _usage(counted: Told) -> Told:
     cached = counted["prompt_tokens_details"]["cached_tokens"]
+    reasoning = counted.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": counted["total_tokens"],
     }
 
@@ -138,76 +149,7 @@ def _item_id(chat: Told, kind: str, index: int) -> str:
     return f"{kind}_{chat['id'].removeprefix(CHAT_PREFIX)}_{index}"
 
 
-def _text_part(text: str) -> Told:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _message(item_id: str, text: str, status: str) -> Told:
-    return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": [_text_part(text)]}
-
-
-def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) -> Told:
-    given = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"type": "function_call", "id": item_id, "status": status, **given}
-
-
 # ---- streamed
-
-
-class OpenMessage:
-    """A message that is being written. Each method returns events, which get their numbers later."""
-
-    def __init__(self, item_id: str, index: int) -> None:
-        self._id, self._pieces = item_id, list[str]()
-        self._at = {"output_index": index}
-        self._part_at = {"item_id": item_id, **self._at, "content_index": 0}
-
-    def item(self, status: str) -> Told:
-        return _message(self._id, "".join(self._pieces), status)
-
-    def begin(self) -> list[Told]:
-        added = {"type": "response.output_item.added", **self._at, "item": self.item("in_progress") | {"content": []}}
-        return [added, {"type": "response.content_part.added", **self._part_at, "part": _text_part("")}]
-
-    def add(self, text: str) -> list[Told]:
-        self._pieces.append(text)
-        return [{"type": "response.output_text.delta", **self._part_at, "delta": text, "logprobs": []}]
-
-    def end(self, status: str) -> list[Told]:
-        item = self.item(status)
-        (part,) = item["content"]
-        return [
-            {"type": "response.output_text.done", **self._part_at, "text": part["text"], "logprobs": []},
-            {"type": "response.content_part.done", **self._part_at, "part": part},
-            {"type": "response.output_item.done", **self._at, "item": item},
-        ]
-
-
-class OpenCall:
-    """A call that is being written; as `OpenMessage`."""
-
-    def __init__(self, item_id: str, index: int, call_id: str, name: str) -> None:
-        self._id, self._call_id, self._name, self._pieces = item_id, call_id, name, list[str]()
-        self._at = {"output_index": index}
-
-    def item(self, status: str) -> Told:
-        return _call(self._id, self._call_id, self._name, "".join(self._pieces), status)
-
-    def begin(self) -> list[Told]:
-        return [{"type": "response.output_item.added", **self._at, "item": self.item("in_progress")}]
-
-    def add(self, arguments: str) -> list[Told]:
-        self._pieces.append(arguments)
-        kind = "response.function_call_arguments.delta"
-        return [{"type": kind, "item_id": self._id, **self._at, "delta": arguments}]
-
-    def end(self, status: str) -> list[Told]:
-        item, kind = self.item(status), "response.function_call_arguments.done"
-        given = {"name": self._name, "arguments": item["arguments"]}
-        return [
-            {"type": kind, "item_id": self._id, **self._at, **given},
-            {"type": "response.output_item.done", **self._at, "item": item},
-        ]
 
 
 class ResponseEvents:
@@ -220,7 +162,7 @@ class ResponseEvents:
         self._num_events = 0
         self._head: Told | None = None  # the first chunk
         self._done: list[Told] = []  # items
-        self._open: OpenMessage | OpenCall | None = None
+        self._open: OpenItem | None = None
         self._status = "completed"
 
     def feed(self, body: bytes) -> bytes:
@@ -260,14 +202,19 @@ class ResponseEvents:
         for piece in pieces:
             if "id" not in piece and isinstance(self._open, OpenCall):
                 yield from self._open.add(piece["function"]["arguments"])
+        if thought := delta.get("reasoning_content"):
+            yield from self._of_text(OpenReasoning, "rs", thought)
         if text := delta.get("content"):
-            if not isinstance(self._open, OpenMessage):
-                yield from self._begin(OpenMessage(self._next_id("msg"), self._next_index))
-            assert self._open is not None
-            yield from self._open.add(text)
+            yield from self._of_text(OpenMessage, "msg", text)
         for piece in pieces:
             if "id" in piece:
                 yield from self._begin_call(piece)
+
+    def _of_text(self, kind: type[OpenMessage], prefix: str, text: str) -> Iterator[Told]:
+        if type(self._open) is not kind:
+            yield from self._begin(kind(self._next_id(prefix), self._next_index))
+        assert self._open is not None
+        yield from self._open.add(text)
 
     def _begin_call(self, piece: Told) -> Iterator[Told]:
         function = piece["function"]
@@ -276,7 +223,7 @@ class ResponseEvents:
         if function["arguments"]:
             yield from call.add(function["arguments"])
 
-    def _begin(self, item: OpenMessage | OpenCall) -> Iterator[Told]:
+    def _begin(self, item: OpenItem) -> Iterator[Told]:
         yield from self._close("completed")
         self._open = item
         yield from item.begin()

@@ -20,9 +20,8 @@ PART_TYPES = ("input_text", "output_text")
 DESCRIBE_IT = "send texts as input_text; write into them what an image, a file or a sound holds"
 ITEM_WAYS_OUT = {
     "item_reference": "send the item itself, or name its response as previous_response_id",
-    "reasoning": "leave it out: reasoning is part of the text",
 }
-ONLY_ITEMS = "messages, function_call and function_call_output are taken"
+ONLY_ITEMS = "messages, reasoning, function_call and function_call_output are taken"
 
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")]
@@ -56,10 +55,30 @@ class ItemMessage(ResponsesPart, kw_only=True):
         role = "system" if self.role == "developer" else self.role
         if last is not None and role == "system" and len(chat) == 1 and last["role"] == "system":
             last["content"] += f"\n\n{text}"
-        elif last is not None and role == "assistant" and "tool_calls" in last:
+        elif last is not None and role == "assistant" and ("tool_calls" in last or last["content"] is None):
             last["content"] = (last["content"] or "") + text
         else:
             chat.append({"role": role, "content": text})
+
+
+class ReasoningPart(ResponsesPart, kw_only=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ItemReasoning(ResponsesPart, kw_only=True):
+    """What a model thought before what follows, for the templates that write it."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+    summary: Nothing | None = None
+    encrypted_content: None = None
+    id: ItemId = None
+    status: ItemStatus = None
+
+    def add_to(self, chat: list[ChatMessage]) -> None:
+        text = "\n".join(part.text for part in self.content or ())
+        chat.append({"role": "assistant", "content": None, "reasoning_content": text})
 
 
 class ItemCall(ResponsesPart, kw_only=True):
@@ -90,9 +109,10 @@ class ItemCallOutput(ResponsesPart, kw_only=True):
         chat.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
 
 
-Item = ItemMessage | ItemCall | ItemCallOutput
+Item = ItemMessage | ItemReasoning | ItemCall | ItemCallOutput
 KINDS: dict[str, type[Item]] = {
     "message": ItemMessage,
+    "reasoning": ItemReasoning,
     "function_call": ItemCall,
     "function_call_output": ItemCallOutput,
 }
@@ -136,10 +156,11 @@ def _item(given: dict[str, Any], at: str, is_strict: bool) -> Item:
     if kind is None:
         hint = ITEM_WAYS_OUT.get(str(named), ONLY_ITEMS)
         raise _refused(f"{at} is of the type {named!r}, which is not supported", f"{at}.type", named, list(KINDS), hint)
+    types = ("reasoning_text",) if kind is ItemReasoning else PART_TYPES
     for part_at, part_type in _part_types(given, at):
         said = f"{part_at} is of the type {part_type!r}, which is not supported"
-        if part_type not in PART_TYPES:
-            raise _refused(said, f"{part_at}.type", part_type, list(PART_TYPES), DESCRIBE_IT)
+        if part_type not in types:
+            raise _refused(said, f"{part_at}.type", part_type, list(types), DESCRIBE_IT)
     return convert_part(given, kind, at, is_strict=is_strict)
 
 
