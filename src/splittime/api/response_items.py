@@ -30,6 +30,11 @@ ItemId = Annotated[str | None, Meta(description="A label.")]
 ChatMessage = dict[str, Any]
 
 
+def refused(name: str) -> Meta:
+    """Marks a field that is taken only at the value which changes nothing."""
+    return Meta(description=RESPONSES_UNSUPPORTED[name], extra_json_schema={"x-effect": "refused"})
+
+
 class ResponsesPart(Strict, kw_only=True):
     """A part of a body of this API; `refusals` says why a field is not taken at a value that would have an effect."""
 
