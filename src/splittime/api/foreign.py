@@ -40,7 +40,6 @@ UNSUPPORTED = {
     "dry_multiplier": "DRY is not supported; repetition_penalty and frequency_penalty are",
     "timings_per_token": "the header X-Include-Timing, or stream_options.include_timing, asks for times",
     "echo": "a chat is not echoed; /v1/completions echoes its prompt",
-    "include_reasoning": "reasoning is part of the text; it is not told apart",
     "chat_template": "the model's own template is used; chat_template_kwargs are its variables",
     "documents": "no template is given documents but as chat_template_kwargs",
     "mm_processor_kwargs": "only texts are supported",
@@ -104,7 +103,7 @@ WAYS_OUT = {
     "response_fields": "every answer has all its fields",
     "lora": "one model is served",
     "image_data": "only texts are supported",
-    "reasoning_format": "reasoning is part of the text; it is not told apart",
+    "reasoning_format": "include_reasoning false leaves it out; --reasoning-parser none leaves it in the text",
     "parse_tool_calls": "the text is answered as it is",
 }
 

@@ -8,6 +8,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
+from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
@@ -44,6 +45,7 @@ _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    "EmbeddingBody": {"input": "Hello"},
     "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
@@ -93,7 +95,7 @@ def document(
 def _answer_schemas() -> Schema:
     messages = (MessagesBody, CountTokensBody)
     responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
-    kinds = (Completion, ChatCompletion, Models, Tokens, Text, HopsBody, *messages, *responses)
+    kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *messages, *responses)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
@@ -108,6 +110,7 @@ def _paths(knobs: Schema) -> Schema:
     return {
         "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
+        "/v1/embeddings": {"post": _embedding()},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
@@ -154,6 +157,11 @@ def _generation(body: str, summary: str, answer: str) -> Schema:
     described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
     return described
+
+
+def _embedding() -> Schema:
+    described = _post("EmbeddingBody", "Embed texts", "Embeddings", _GENERATION_ERRORS)
+    return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
 def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:

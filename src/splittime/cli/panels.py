@@ -20,6 +20,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "served_model_name",
         "chat_template",
         "tool_call_parser",
+        "reasoning_parser",
         "generation_config",
         "load_format",
         "max_n",

@@ -6,6 +6,7 @@ from typing import Annotated
 from splittime.api.limits import BodyLimits
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, check
+from splittime.text.reasoning import check_reasoning_parser
 from splittime.text.tool_families import family_named
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
@@ -87,6 +88,8 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
             raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
         if self.tool_call_parser is not None:
             family_named(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            check_reasoning_parser(self.reasoning_parser)
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
     @property
