@@ -57,7 +57,7 @@ def test_the_responses_api_is_described() -> None:
     assert set(schemas["ResponsesBody"]["properties"]) == set(ResponsesBody.__struct_fields__)
     _, items = schemas["ResponsesBody"]["properties"]["input"]["anyOf"]
     named = re.findall("schemas/([A-Za-z]+)", f"{items} {schemas['ResponsesBody']['properties']['tools']}")
-    assert named == ["ItemMessage", "ItemCall", "ItemCallOutput", "OfferedFunction"]
+    assert named == ["ItemMessage", "ItemReasoning", "ItemCall", "ItemCallOutput", "OfferedFunction"]
     assert all(schemas[name]["additionalProperties"] is False for name in named)
     for name, field in schemas["ResponsesBody"]["properties"].items():
         assert (field.get("x-effect") == "refused") == (name in RESPONSES_UNSUPPORTED and name != "tool_choice")

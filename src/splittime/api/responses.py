@@ -1,5 +1,5 @@
 """OpenAI's Responses API as an adapter: a body becomes that of a chat (`ResponsesBody.to_chat`). What a chat's answer
-becomes is in `response_answers`, what the input may hold in `response_items`."""
+becomes is in `response_answers`, what the input may hold is in `response_items`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,10 +9,8 @@ from msgspec import Meta
 
 from splittime.api.decode import convert_part
 from splittime.api.response_items import (
+    KINDS,
     Item,
-    ItemCall,
-    ItemCallOutput,
-    ItemMessage,
     Nothing,
     ResponsesPart,
     chat_messages,
@@ -186,6 +184,6 @@ def error(body: bytes) -> bytes:
 def describe(schemas: dict[str, Any]) -> None:
     """Says in a description of the API what the lists of a body hold."""
     fields = schemas["ResponsesBody"]["properties"]
-    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ItemMessage, ItemCall, ItemCallOutput)]
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in KINDS.values()]
     fields["input"]["anyOf"][1]["items"] = {"anyOf": kinds}
     fields["tools"]["anyOf"][0]["items"] = {"$ref": f"#/components/schemas/{OfferedFunction.__name__}"}

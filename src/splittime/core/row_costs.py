@@ -101,7 +101,10 @@ class DraftCosts:
         drafts2, drafted2, both = self._drafts2 + DRAFTS_PRIOR, self._drafted2 + DRAFTED_PRIOR, self._both
         drafts_ns, drafted_ns = self._drafts_ns + DRAFTS_PRIOR * prior_ns, self._drafted_ns
         size = drafts2 * drafted2 - both * both
-        a_draft, a_row = (drafts_ns * drafted2 - drafted_ns * both) / size, (drafted_ns * drafts2 - drafts_ns * both) / size
+        a_draft, a_row = (
+            (drafts_ns * drafted2 - drafted_ns * both) / size,
+            (drafted_ns * drafts2 - drafts_ns * both) / size,
+        )
         if a_row < 0.0:
             a_draft, a_row = drafts_ns / drafts2, 0.0
         elif a_draft < 0.0:
