@@ -20,7 +20,6 @@ from splittime.api.response_answers import (
     text_part,
 )
 
-
 TEXT, REASONING = "output_text", "reasoning_text"  # kinds of a text, in the names of events
 
 

@@ -2,8 +2,8 @@
 
 Items are read one by one, since a message may leave out its type, and each of another type is refused by name. What a
 response had as output may come back as it is: an item's id and status are labels. A chat's messages are made of items:
-those with instructions at the beginning become one, since templates take one; reasoning, text and calls that follow each
-other are one message of the assistant's.
+those with instructions at the beginning become one, since templates take one; reasoning, text and calls that follow
+each other are one message of the assistant's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
