@@ -15,6 +15,7 @@ NOT_RUN = {
         "splittime serve --api-keys-file keys.toml",
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
+    "docs/guides/embeddings.md": ["import openai"],
     "docs/guides/messages.md": ["import anthropic"],
     "docs/guides/responses.md": ["import openai"],
     "docs/guides/forms.md": [
