@@ -13,7 +13,7 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
-from splittime.api.response_items import ItemCall, ItemCallOutput, ItemMessage
+from splittime.api.response_items import KINDS
 from splittime.api.responses import OfferedFunction, ResponsesBody, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
@@ -94,7 +94,7 @@ def document(
 
 def _answer_schemas() -> Schema:
     messages = (MessagesBody, CountTokensBody)
-    responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
+    responses = (ResponsesBody, *KINDS.values(), OfferedFunction)
     kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *messages, *responses)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
