@@ -35,7 +35,7 @@ from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 FOLDER = Path(__file__).parent / "reference"
 BODIES = (
     *("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions"),
-    *("EmbeddingBody", "TokenizeBody", "DetokenizeBody"),
+    *("EmbeddingBody", "RerankBody", "ScoreBody", "TokenizeBody", "DetokenizeBody"),
 )
 SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"

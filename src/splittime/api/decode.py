@@ -169,7 +169,7 @@ def _refusal(message: str, kind: type[Strict]) -> RequestError:
     located = _AT_PATH.match(message)
     param = located[2] if located else None
     for name in re.findall(r"[a-z_]+", param or ""):
-        if name in UNSUPPORTED:
+        if name in UNSUPPORTED and name not in kind.meant:
             why = f"{param}: {UNSUPPORTED[name]}"
             return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
     too_long = _TOO_LONG.search(message)

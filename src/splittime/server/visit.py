@@ -136,7 +136,7 @@ class Visit:
             first_token_by_ns=self._first_token_by_ns,
         )
         tokenized = await prompts.tokenize(deadline_ns)
-        ask = await prompts.without(ask, deadline_ns)
+        ask = await prompts.with_ids(ask, deadline_ns)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
