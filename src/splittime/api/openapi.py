@@ -13,7 +13,7 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
-from splittime.api.ranking import Ranking, Scores
+from splittime.api.ranking import Ranking, ScoreList
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -96,7 +96,7 @@ IN_WORDS = (HopsBody, MessagesBody, CountTokensBody)
 
 
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Embeddings, Ranking, Scores, Models, Tokens, Text, *IN_WORDS)
+    kinds = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text, *IN_WORDS)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
@@ -112,7 +112,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
         "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
         "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
-        "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "Scores")},
+        "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/models": {"get": models},

@@ -92,7 +92,7 @@ class OneScore(msgspec.Struct, kw_only=True):
     score: float
 
 
-class Scores(msgspec.Struct, kw_only=True):
+class ScoreList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     id: str
     created: int
@@ -203,15 +203,15 @@ class ScoreRenderer:
         scores = [score_of(choice.pooled) for choice in choices]
         return msgspec.json.encode(self._answer(scores, id=self._group_id, model=self.ask.model, **more))
 
-    def _answer(self, scores: list[float], **more: Any) -> Ranking | Scores:
+    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
         data = [OneScore(index=index, score=score) for index, score in enumerate(scores)]
-        return Scores(data=data, created=int(time.time()), **more)
+        return ScoreList(data=data, created=int(time.time()), **more)
 
 
 class RankRenderer(ScoreRenderer):
     """Renders the answer to one HTTP request for a ranking, the best first."""
 
-    def _answer(self, scores: list[float], **more: Any) -> Ranking | Scores:
+    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.ask.top_n or None]
         return Ranking(results=[self._ranked(index, scores[index]) for index in best], **more)
 
