@@ -1,7 +1,7 @@
 """Grafana dashboards made of the table of metrics: a panel for each metric, under the heading that `ROWS` puts it.
 
 A histogram is shown as its p50, p95 and p99, a counter as its rate, a gauge as it is.
-`tests/operations/test_dashboards.py` holds that each metric has one panel, that no query names another, and that the files are up to date.
+`tests/operations/test_dashboards.py` holds that each metric has one panel, and that no query names another.
 """
 
 from collections.abc import Iterable

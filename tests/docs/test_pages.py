@@ -16,6 +16,7 @@ NOT_RUN = {
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
     "docs/guides/messages.md": ["import anthropic"],
+    "docs/guides/operate.md": ["promtool test rules deploy/prometheus/server.test.yml"],
     "docs/guides/forms.md": [
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
