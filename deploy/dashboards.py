@@ -70,6 +70,9 @@ GATEWAY_ROWS: Rows = {
         "splittime_gateway_requests_in_flight",
         "splittime_gateway_in_flight_limit",
         "splittime_gateway_tokens_in_flight",
+        "splittime_gateway_round_trip_seconds",
+        "splittime_gateway_expected_wait_seconds",
+        "splittime_gateway_affinity_total",
     ),
     "Queue and lesser answers": (
         "splittime_gateway_queued_requests",

@@ -59,6 +59,12 @@ def test_a_pod_that_ends_has_the_time_that_its_drain_takes():
     assert spec["terminationGracePeriodSeconds"] >= pause_s + grace_s(server()["args"]) + AFTER_GRACE_S
 
 
+def test_the_guide_says_how_long_an_end_takes():
+    guide = (FOLDER.parent / "docs" / "guides" / "operate.md").read_text()
+    assert guide.count(f"{AFTER_GRACE_S:g} seconds") == 2
+    assert f"`--grace-s` ({ServerConfig().grace_s:g})" in guide
+
+
 def test_probes_ask_for_what_they_mean():
     paths = {name: server()[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
