@@ -91,6 +91,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
 )
 
 OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
+OF_EMBEDDINGS = "POST /v1/embeddings speaks OpenAI's API"
+NOT_RANKED = "not served here: POST /v1/embeddings gives vectors to compare"
 OTHER_APIS = {  # what a client of another API asks for
     "/api/generate": OF_OPENAI,  # Ollama
     "/api/chat": OF_OPENAI,
