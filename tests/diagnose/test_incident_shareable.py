@@ -84,7 +84,12 @@ def test_no_text_of_a_client_or_an_upstream_comes_out():
         affinity=AffinityDecision(result=PLANTED, why=PLANTED, upstream=f"{PLANTED}/"),
     )
     routing = RouteDecision(
-        policy="0af3", rule="code", asked_model=PLANTED, model=PLANTED, prompt_tokens=3, headers=(("X-Team", PLANTED),),
+        policy="0af3",
+        rule="code",
+        asked_model=PLANTED,
+        model=PLANTED,
+        prompt_tokens=3,
+        headers=(("X-Team", PLANTED),),
         difficulty=DifficultyDecision(choice=PLANTED, labels=f"{PLANTED} x", score=0.25, threshold=0.5),
     )
     texts = ("request_id", "group_id", "model", "endpoint", "finish_reason", "cache_salt", "tenant", "trace_id")
