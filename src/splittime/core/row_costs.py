@@ -1,17 +1,17 @@
 """How long a decode step takes, by its rows and by the drafts that it verifies, learnt from the latest steps.
 
-Without drafts it is a line over the rows. What drafts take beyond it is learnt apart, since a request's row is more than
-a draft's: it is sampled, told and settled; and a row that has drafts is widened and settled differently, however many
-they are. Both columns decide by it about drafts: the scheduler, how many of them the next step verifies; a draft model,
-how many are worth making.
+Without drafts it is a line over the rows. What drafts take beyond it is learnt apart, since a request's row is more
+than a draft's: it is sampled, told and settled; and a row that has drafts is widened and settled differently, however
+many they are. Both columns decide by it about drafts: the scheduler, how many of them the next step verifies; a draft
+model, how many are worth making.
 
 The line is fitted to steps without drafts alone: a step with drafts that took long does not say which of the two was
 dearer than believed. So whoever drafts in every step leaves one out now and then.
 
 Where steps say nothing, a prior does. For the line: steps with as many rows as the mean change its height alone, and
-before steps have differed the prior says how steep it is. For drafts: one of them takes what a row does, by the line or by
-the prior, whichever is less, and a row's having some takes nothing (ridge regression towards these two). Steps without drafts let it return to that,
-or one slow minute of the machine would end drafts for good.
+before steps have differed the prior says how steep it is. For drafts: one of them takes what a row does, by the line or
+by the prior, whichever is less, and a row's having some takes nothing (ridge regression towards these two). Steps
+without drafts let both return to that, or one slow minute of the machine would end drafts for good.
 """
 
 MEMORY = 0.97  # what is left of a step when another follows
@@ -101,7 +101,8 @@ class DraftCosts:
         drafts2, drafted2, both = self._drafts2 + DRAFTS_PRIOR, self._drafted2 + DRAFTED_PRIOR, self._both
         drafts_ns, drafted_ns = self._drafts_ns + DRAFTS_PRIOR * prior_ns, self._drafted_ns
         size = drafts2 * drafted2 - both * both
-        a_draft, a_row = (drafts_ns * drafted2 - drafted_ns * both) / size, (drafted_ns * drafts2 - drafts_ns * both) / size
+        a_draft = (drafts_ns * drafted2 - drafted_ns * both) / size
+        a_row = (drafted_ns * drafts2 - drafts_ns * both) / size
         if a_row < 0.0:
             a_draft, a_row = drafts_ns / drafts2, 0.0
         elif a_draft < 0.0:

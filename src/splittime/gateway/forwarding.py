@@ -21,8 +21,8 @@ from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
 from splittime.gateway.routing.escalation import AskedAnew
-from splittime.gateway.routing.turn import DifficultyTurn
 from splittime.gateway.routing.prefix_table import SeenPrefix
+from splittime.gateway.routing.turn import DifficultyTurn
 from splittime.gateway.running_attempt import RunningAttempt
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService

@@ -24,8 +24,8 @@ from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
-from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.affinity import PrefixAffinity
+from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import MeasuredConnector, RoundTrips
