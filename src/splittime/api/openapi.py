@@ -13,9 +13,9 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.response_items import KINDS
 from splittime.api.responses import OfferedFunction, ResponsesBody, describe
-from splittime.api.ranking import Ranking, ScoreList
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
