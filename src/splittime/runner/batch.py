@@ -41,6 +41,7 @@ class Slot:
     place: a small number that no other slot has at the time.
     error: why no row of it can be computed, or what was computed does not count; or None.
     dead_end: the position of the first draft of its row behind which nothing may come.
+    pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Slot:
         "max_tokens",
         "num_known",
         "place",
+        "pooled",
         "prompt_len",
         "tokens",
     )
@@ -69,6 +71,7 @@ class Slot:
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
+        self.pooled: Tensor | None = None
         self.grammar: GrammarWalk | None = None
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
