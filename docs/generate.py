@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent / "reference"
 BODIES = (
     *("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions"),
     *("ResponsesBody", "ItemMessage", "ItemReasoning", "ItemCall", "ItemCallOutput", "OfferedFunction"),
-    *("EmbeddingBody", "TokenizeBody", "DetokenizeBody"),
+    *("EmbeddingBody", "RerankBody", "ScoreBody", "TokenizeBody", "DetokenizeBody"),
 )
 SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"

@@ -37,6 +37,7 @@ NOT_DRAWN = (
     *("/sleep", "/wake", "/wake_up"),  # they change what every later request is answered
     *("/v1/messages", "/v1/messages/count_tokens"),  # test_messages holds another API's
     "/v1/responses",  # a call's output needs its call; test_responses holds it
+    *("/v1/rerank", "/v1/score"),  # this vocabulary has no "yes"; test_ranking has one
 )
 
 
@@ -89,7 +90,7 @@ def test_the_pattern_of_numbers_below_a_limit(limit: int) -> None:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
 def live(request):
-    config = ServerConfig(port=0, strict=request.param)
+    config = ServerConfig(port=0, strict=request.param, max_choices=2**20)  # of prompts x n: told in words
     server = LiveServer(FakeEngine(say("ok then"), step_s=0.0001), config, ModelInfo(("fake",), 2**53, 257, (256,)))
     server.start()
     yield server
