@@ -33,7 +33,10 @@ from splittime.ledger.export.vllm import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 
 FOLDER = Path(__file__).parent / "reference"
-BODIES = ("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions", "TokenizeBody", "DetokenizeBody")
+BODIES = (
+    *("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions"),
+    *("EmbeddingBody", "TokenizeBody", "DetokenizeBody"),
+)
 SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"
 

@@ -24,21 +24,23 @@ from rich.progress import Progress
 
 from splittime.api.arguments import Prompt, checked_pairs
 from splittime.api.choice import Choice
+from splittime.api.embeddings import require_pooling, vector_of
+from splittime.api.outputs import Output, Piece
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock
-from splittime.core.errors import ErrorInfo, RequestError
+from splittime.core.errors import RequestError, error_from_info
 from splittime.core.facts import Machine
+from splittime.core.pooling import Pooling
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import Part, SleepReport
-from splittime.core.step import TokenLogprob
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.host_time import machine_time
 from splittime.drive.inline import InlineDriver
 from splittime.drive.known import MAX_SLEEPS
 from splittime.drive.messages import StepOutput
-from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.account import EMBEDDINGS, Account
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
@@ -46,27 +48,6 @@ from splittime.ledger.store import Ledger
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
 from splittime.text.tokenizer import Tokenizer
-
-
-class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one prompt. `error` says why, where `finish_reason` is `error`; the other outputs are unharmed."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
-    finish_reason: str
-    account: ClosedAccount
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    error: ErrorInfo | None = None
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """What is new of one prompt while streaming; its last piece has the whole `output`."""
-
-    index: int
-    text: str
-    output: Output | None = None
 
 
 class LLM:
@@ -97,6 +78,7 @@ class LLM:
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved
         self.default_sampling = msgspec.convert(resolved["default_sampling"], SamplingParams)
+        self._pooling = msgspec.convert(resolved["pooling"], Pooling)
         self._vocab_size = resolved["vocab_size"]
         self.name = model_source.default_name(chosen["model"], folder)
 
@@ -119,6 +101,7 @@ class LLM:
         self._start_parts: tuple[Part, ...] = ()
         self.resolved: dict[str, Any] = {}
         self.default_sampling = SamplingParams()
+        self._pooling = Pooling()
         self._eos_token_ids = eos_token_ids
         self._vocab_size = tokenizer.vocab_size
         self.max_model_len = parts.engine.scheduler.config.max_model_len
@@ -192,6 +175,16 @@ class LLM:
                     outputs[piece.index] = piece.output
                     bars.advance(bar)
         return [outputs[index] for index in sorted(outputs)]
+
+    def embed(self, inputs: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[list[float]]:
+        """Returns an embedding of each text, or list of token ids, made as the model's files say. dimensions: so many
+        first values, normalised again. Raises `RequestError`, and what kept one from being computed."""
+        require_pooling(self._pooling, self.name, dimensions)
+        outputs = self.generate(inputs, SamplingParams(pooling=self._pooling.kind))
+        for output in outputs:
+            if output.error is not None:
+                raise error_from_info(output.error)
+        return [vector_of(output.pooled, self._pooling, dimensions).tolist() for output in outputs]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -292,7 +285,7 @@ class LLM:
             end_ns,
             group_id=choice.request.request_id,
             model=self.name,
-            endpoint="offline",
+            endpoint=EMBEDDINGS if choice.request.sampling.pooling else "offline",
             started_at_unix_ns=started_at_unix_ns,
         )
         account.verify()
@@ -306,6 +299,7 @@ class LLM:
             logprobs=tuple(scored.logprob for scored in choice.scored if scored.logprob is not None),
             prompt_logprobs=tuple(choice.prompt_logprobs),
             error=choice.error,
+            pooled=choice.pooled,
         )
 
     def _clear(self, choices: dict[str, Choice]) -> None:

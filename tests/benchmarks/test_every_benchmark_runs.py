@@ -32,6 +32,7 @@ WITH_TORCH = {
     "scenarios.routes": ["--windows", "2"],
     "scenarios.ledger_price": ["--repeats", "2"],
     "scenarios.mechanisms": ["--small", "--repeats", "1"],
+    "scenarios.embeddings": ["--small"],
     "scenarios.interval_coverage": ["--small"],
     "scenarios.quality_gate": ["--tokens", "600", "--only", "two halves of a short text"],
     "scenarios.quality_windows": ["--documents", "3"],
@@ -45,6 +46,7 @@ ALONE = {
     "gateway.overhead": ["--small"],
     "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
     "gateway.failover": ["--small"],
+    "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],
     "gateway.routing": ["--small"],
     "scenarios.http_edges": ["--small"],

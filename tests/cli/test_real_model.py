@@ -8,7 +8,7 @@ import pytest
 
 import splittime
 from splittime.assemble import model_source
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, RequestError
 from splittime.ledger.account import verify_intervals
 from splittime.ledger.account_json import account_from_json
 
@@ -49,6 +49,14 @@ def test_llm_gives_what_the_command_gives(answer):
     assert llm.resolved["default_sampling"] == advice
     assert llm.default_sampling == splittime.SamplingParams(**advice)
     assert len({output.text for output in llm.generate([PROMPT] * 4)}) > 1  # drawn, and to the end of the context
+    one, other = llm.embed([PROMPT, "import os"])
+    assert (len(one), sum(value * value for value in one)) == (
+        llm.resolved["pooling"]["size"],
+        pytest.approx(1, abs=1e-5),
+    )
+    assert llm.embed("import os") == [other]
+    with pytest.raises(RequestError, match="dimensions is 9999, outside 1 to"):
+        llm.embed(PROMPT, dimensions=9999)
 
 
 def test_unknown_settings_are_refused_with_did_you_mean():

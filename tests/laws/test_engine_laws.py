@@ -107,11 +107,13 @@ class World:
     def records(self) -> list[StepRecord]:
         return self.played.steps
 
-    def submit(self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int, deadline_ns: int | None, priority: int, pooling: str = ""
+    ) -> None:
         request = Request(
             request_id=f"r{len(self.outcomes)}",
             prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=0, pooling=pooling),
             eos_token_ids=(0,),
             submitted_ns=self.at_ns,
             priority=priority,
@@ -244,8 +246,22 @@ class World:
         assert Counter(waits) == stats.waiting_for
         assert len(waits) == stats.num_waiting
 
+    def verify_embedding(self, outcome: RequestOutcome) -> None:
+        """It has no token, and it stops when its prompt has been computed and not before."""
+        request, end = outcome.request, outcome.finish_reasons[0]
+        assert not outcome.token_ids
+        assert end is not FinishReason.LENGTH
+        rows = [row for record in self.records for row in record.rows if row[0] == request.request_id]
+        if end is FinishReason.STOP:
+            assert rows[-1][1] + rows[-1][2] == len(request.prompt_token_ids)
+        if request.sampling.pooling == "mean":
+            assert not outcome.num_cached_tokens
+
     def verify_tokens(self, outcome: RequestOutcome) -> None:
         request, end = outcome.request, outcome.finish_reasons[0]
+        if request.sampling.pooling:
+            self.verify_embedding(outcome)
+            return
         limit = min(request.sampling.max_tokens or 0, MAX_MODEL_LEN - len(request.prompt_token_ids))
         alone = expected_tokens(request.prompt_token_ids, limit, VOCAB_SIZE, EOS_EVERY)
         assert outcome.token_ids == alone[: len(outcome.token_ids)]
@@ -282,6 +298,7 @@ asks = st.tuples(
     st.integers(1, 40),
     st.sampled_from([None, None, 0, 5_000, 60_000]),
     st.integers(-2, 2),
+    st.sampled_from(["", "", "", "last", "mean"]),  # an embedding is asked for
 )
 bursts = st.tuples(st.just("burst"), st.lists(asks, min_size=1, max_size=8))
 events = st.one_of(
@@ -318,8 +335,8 @@ events = st.one_of(
 def play(world: World, event: tuple) -> None:
     match event:
         case ("burst", asked):
-            for group, length, max_tokens, deadline_ns, priority in asked:
-                world.submit([1 + (i // (group + 1)) % 3 for i in range(length)], max_tokens, deadline_ns, priority)
+            for group, length, *rest in asked:
+                world.submit([1 + (i // (group + 1)) % 3 for i in range(length)], *rest)
         case ("steps", count):
             world.at_ns += count * STEP_NS
         case ("abort", number):

@@ -185,3 +185,13 @@ def test_missing_misshapen_and_left_over_tensors_are_named(tmp_path):
     assert checkpoint.not_taken() == ["blk.0.ffn_up_exps.weight", "strange.weight"]
     checkpoint.take_linear("model.layers.0.mlp.experts.1.up_proj", 4, 8)
     assert checkpoint.not_taken() == ["strange.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "named_by"),
+    [(3, "last", "qwen3.pooling_type"), (1, "mean", "qwen3.pooling_type"), (0, "last", "")],
+)
+def test_how_it_embeds(tmp_path, kind, pooling, named_by):
+    path = write(tmp_path, keys_of("qwen3", pooling_type=(4, u32(kind))))
+    said = load_gguf_config(path).pooling
+    assert (said.kind, said.named_by, said.size, said.refusal) == (pooling, named_by, WIDTH, "")

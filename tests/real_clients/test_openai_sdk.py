@@ -130,3 +130,14 @@ def test_64_at_once(live: LiveServer) -> None:
             return await asyncio.gather(*(one(i + 1) for i in range(64)))
 
     assert set(asyncio.run(all_of_them())) == {"héllo wörld, this is it"}
+
+
+def test_embeddings_as_the_client_asks_for_them(client, live: LiveServer) -> None:
+    """It asks for base64 unless it is told otherwise, and reads it itself."""
+    made = client.embeddings.create(model="fake", input=["abc", "de"])
+    told = client.embeddings.create(model="fake", input=["abc", "de"], encoding_format="float")
+    assert [one.embedding for one in made.data] == [pytest.approx(one.embedding, abs=1e-7) for one in told.data]
+    assert (made.usage.prompt_tokens, made.usage.total_tokens, made.object) == (5, 5, "list")
+    assert len(client.embeddings.create(model="fake", input=[[1, 2], [3]], dimensions=4).data[1].embedding) == 4
+    with pytest.raises(openai.BadRequestError, match="129 entries, more than 128"):
+        client.embeddings.create(model="fake", input=["a"] * 129)

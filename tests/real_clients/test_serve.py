@@ -5,6 +5,7 @@ One server for the module; the last tests kill its engine, and end it.
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -113,6 +114,20 @@ def test_chat_and_chat_stream(server: Server) -> None:
     streamed = server.client.chat.completions.create(**ask, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
     assert text == whole.choices[0].message.content
+
+
+def test_embeddings_in_a_batch_are_those_alone(server: Server) -> None:
+    texts = ["read a JSON file", "import os", PROMPT * 40]
+    create = server.client.embeddings.create
+    batch = [one.embedding for one in create(model=server.model, input=texts).data]
+    alone = [create(model=server.model, input=text).data[0].embedding for text in texts]
+    assert batch == alone
+    assert [math.hypot(*values) for values in batch] == pytest.approx([1, 1, 1], abs=1e-5)
+    assert batch[0] != batch[1]
+    accounts = get_json(f"{server.url}/ledger/requests?limit=3")["accounts"]
+    assert [(one["endpoint"], one["output_tokens"], one["stages"][-2]["stage"]) for one in accounts] == [
+        ("embeddings", 0, "prefill")
+    ] * 3
 
 
 def test_logprobs_agree_with_the_choice(server: Server) -> None:

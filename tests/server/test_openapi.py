@@ -38,7 +38,7 @@ NOT_DRAWN = (
 
 
 def test_every_sampling_parameter_is_described() -> None:
-    fields = set(SamplingParams.__struct_fields__) - {"prompt_logprobs", "grammar", "bad_token_ids"}
+    fields = set(SamplingParams.__struct_fields__) - {"prompt_logprobs", "grammar", "bad_token_ids", "pooling"}
     assert fields <= set(CompletionBody.__struct_fields__)
     schemas = document(ServerConfig())["components"]["schemas"]
     for kind in (CompletionBody, ChatBody):
@@ -112,6 +112,11 @@ def without_forms(described: dict) -> dict:
     return described
 
 
+def num_choices(body: dict) -> float:
+    prompt, n = body.get("prompt"), body.get("n")
+    return len(prompt) * n if isinstance(prompt, list) and isinstance(n, int | float) else 0
+
+
 def run_some(operation, mode, live: LiveServer) -> set[int]:
     """Statuses of some drawn requests, each checked; none if this operation has nothing of that kind to draw."""
     statuses = set()
@@ -119,9 +124,11 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
     @settings(max_examples=15, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case) -> None:
-        hops = case.body.get("hops") if isinstance(case.body, dict) else None
+        body = case.body if isinstance(case.body, dict) else {}
+        hops = body.get("hops")
         own = [one for one in hops or () if isinstance(one, dict) and one.get("parent_id", "") == one.get("span_id")]
         assume(not own)  # that a hop does not lie in itself is told in words
+        assume(num_choices(body) <= live.config.max_choices)  # so is this
         statuses.add(case.call_and_validate(base_url=live.url, timeout=60).status_code)
 
     try:

@@ -17,7 +17,7 @@ from splittime.core.sleep import SleepAsk
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, FromEngine, Sleep, StepOutput, Wake
 from splittime.engine.engine import Engine
-from splittime.ledger.account import Account, ClosedAccount
+from splittime.ledger.account import EMBEDDINGS, Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
 from splittime.ledger.stages import Stage
@@ -63,7 +63,8 @@ class AskedBefore:
     """Makes some requests ask what was asked before, or go on with an answer, or end by other tokens, or want the
     log-probabilities of their prompt; and puts some under a salt."""
 
-    def __init__(self, seed: int, eos_every: int, stops: float, after: tuple[int, ...]) -> None:
+    def __init__(self, seed: int, eos_every: int, stops: float, after: tuple[int, ...], embeds: float) -> None:
+        self._embedding, self._embeds = random.Random(seed + 2), embeds
         self._rng, self._eos_every, self._stops, self._after = random.Random(seed + 1), eos_every, stops, after
         self._asked: list[tuple[tuple[int, ...], int]] = []
 
@@ -79,6 +80,8 @@ class AskedBefore:
             "stop_token_ids": tuple(rng.sample(range(1, 1000), 20)) if self._eos_every and rng.random() < 0.2 else (),
             "prompt_logprobs": 0 if rng.random() < 0.1 else None,
         }
+        if self._embedding.random() < self._embeds:
+            more = {"pooling": self._embedding.choice(("last", "mean"))}
         return prompt, msgspec.structs.replace(sampling, **more)
 
     def salt(self) -> str:
@@ -170,7 +173,7 @@ def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_
         request_id=request.request_id,
         group_id=request.request_id,
         model="fake",
-        endpoint="completions",
+        endpoint=EMBEDDINGS if request.sampling.pooling else "completions",
         started_at_unix_ns=0,
         start_ns=account.start_ns,
         end_ns=account.end_ns,
@@ -189,7 +192,7 @@ def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_
         prefixes=prompt_hashes(request.prompt_token_ids).prefixes,
         answer_prefixes=answer_hashes(request.prompt_token_ids, outcome.token_ids[:count]),
         cache_salt=salt_hash(request.cache_salt),
-        computes_prompt=request.sampling.prompt_logprobs is not None,
+        computes_prompt=request.sampling.computes_prompt,
         max_tokens=request.sampling.max_tokens,
         priority=request.priority,
         deadline_ns=request.deadline_ns,
@@ -208,12 +211,14 @@ def record_run(
     plans_ahead: bool = False,
     guess_ns: int | None = None,
     is_crowded: bool = False,
+    embeds: float = 0.0,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed. is_crowded:
-    they come at once, their stop strings are found at once, and no such account waits for the engine's last word."""
+    they come at once, their stop strings are found at once, and no such account waits for the engine's last word.
+    embeds: of what share of them no token is wanted."""
     gaps_ns, after, lengths = BESIDE if is_crowded else APART
-    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after), VirtualClock()
+    rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after, embeds), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)

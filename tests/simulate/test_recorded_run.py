@@ -4,7 +4,7 @@ from bisect import bisect
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from known_runs import CONFIGS, TIGHT, record_run
 from msgspec import UNSET
@@ -26,6 +26,14 @@ def test_a_replay_decides_as_the_recorded_run_did(config: SchedulerConfig, seed:
 @given(CONFIGS, st.integers(0, 10_000))
 def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, seed: int) -> None:
     recorded = record_run(config, seed, plans_ahead=True)
+    verify_steps(recorded.steps)
+    assert replay(recorded) is None
+
+
+@settings(max_examples=25)
+@given(CONFIGS, st.integers(0, 10_000), st.booleans())
+def test_a_replay_decides_as_a_run_with_embeddings_did(config: SchedulerConfig, seed: int, plans_ahead: bool) -> None:
+    recorded = record_run(config, seed, plans_ahead=plans_ahead, embeds=0.5)
     verify_steps(recorded.steps)
     assert replay(recorded) is None
 

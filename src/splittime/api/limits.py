@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc
 
 
@@ -16,7 +17,10 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_n: Annotated[int, Doc("Largest n.", 1, 128)] = 16
     max_choices: int = 128
     tool_call_parser: Annotated[
-        str | None, Doc("How the model writes calls of tools: hermes or llama3_json. Default: by its chat template.")
+        str | None, Doc("How the model writes calls of tools, as hermes or mistral. Default: by its chat template.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Doc("How it marks reasoning: think, or none (it is text). Default: by its chat template.")
     ] = None
 
 
@@ -28,6 +32,7 @@ class ModelInfo:
     eos_token_ids: end a generation unless it asks otherwise.
     default_sampling: of what a request does not say, by the names of `SamplingParams`; what is not in it is neutral.
         Its max_tokens is what a chat gets at most that names no number itself.
+    pooling: how its embeddings are made.
     """
 
     names: tuple[str, ...]
@@ -36,6 +41,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     created_unix_s: int = 0
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    pooling: Pooling = field(default_factory=Pooling)
 
     @property
     def name(self) -> str:

@@ -8,10 +8,13 @@ import msgspec
 
 from splittime import __version__
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
+from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.response_items import ItemCall, ItemCallOutput, ItemMessage
+from splittime.api.responses import OfferedFunction, ResponsesBody, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -42,8 +45,10 @@ _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    "EmbeddingBody": {"input": "Hello"},
     "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
     "CountTokensBody": {"messages": _HELLO},
+    "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -88,22 +93,31 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Models, Tokens, Text, HopsBody, MessagesBody, CountTokensBody)
+    messages = (MessagesBody, CountTokensBody)
+    responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
+    kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *messages, *responses)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
 
 def _paths(knobs: Schema) -> Schema:
     limit = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries; default 100.")
     slower = _query("slower_than_ms", {"type": "number", "minimum": 0}, "Only requests that took longer.")
-    name, request_id = _in_path("name"), _in_path("request_id")
+    name, request_id, response_id = map(_in_path, ("name", "request_id", "response_id"))
     models = _get("The models served", answer="Models", errors=(503,))
     html = {"text/html": {"schema": TEXT}}
     return {
         "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
+        "/v1/embeddings": {"post": _embedding()},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
+        "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
+        "/v1/responses/{response_id}": {
+            "get": _get("A stored response", [response_id], errors=(400, 404)),
+            "delete": _get("Forget it", [response_id], errors=(400, 404)),
+        },
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
@@ -143,6 +157,11 @@ def _generation(body: str, summary: str, answer: str) -> Schema:
     described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
     return described
+
+
+def _embedding() -> Schema:
+    described = _post("EmbeddingBody", "Embed texts", "Embeddings", _GENERATION_ERRORS)
+    return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
 def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from splittime.api.embeddings import EmbeddingBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
 from splittime.api.schema import (
@@ -34,7 +35,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
     """Returns the schema of every body and of what they are made of, by name. Without a model nothing is said of names
     and vocabulary. needs_text: an empty text has no tokens in its vocabulary, so an empty prompt is refused."""
     vocab_size = None if model is None else model.vocab_size
-    kinds = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+    kinds = (CompletionBody, ChatBody, EmbeddingBody, TokenizeBody, DetokenizeBody)
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in (CompletionBody, ChatBody):
         _bound(components[kind.__name__]["properties"], limits, vocab_size)
@@ -42,6 +43,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
         for name in (kind.__name__ for kind in kinds):
             components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.names)
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(limits, vocab_size, needs_text)
+    _bound_embedding(components["EmbeddingBody"]["properties"], limits, model, needs_text)
     components["CompletionBody"]["allOf"] = [_STREAM_OPTIONS, _ZERO_TOKENS_NEED_ECHO]
     rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
     components["ChatBody"]["allOf"] = rules
@@ -78,6 +80,23 @@ def _bound(properties: Schema, limits: BodyLimits, vocab_size: int | None) -> No
     bias = properties["logit_bias"]["anyOf"][0]
     bias["additionalProperties"] = {"type": "number", "minimum": -100, "maximum": 100}
     bias["propertyNames"] = {"pattern": f"^({_below(vocab_size)})$" if vocab_size else "^[0-9]{1,10}$"}
+
+
+def _bound_embedding(properties: Schema, limits: BodyLimits, model: ModelInfo | None, needs_text: bool) -> None:
+    """Adds the bounds that `embeddings.py` checks."""
+    properties["priority"].update(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    properties["cache_salt"].update(maxLength=MAX_CACHE_SALT_CHARS)
+    properties["input"] = _prompt_forms(limits, None if model is None else model.vocab_size, needs_text)
+    properties["input"]["description"] = f"A text, token ids, or a list of either: {limits.max_choices} at most."
+    for form in properties["input"]["anyOf"][2:]:
+        form["maxItems"] = limits.max_choices
+    size = properties["dimensions"]["anyOf"][0]
+    if model is None or not model.pooling.size:
+        size["maximum"] = INT64_MAX
+    elif model.pooling.sizes or not model.pooling.may_be_cut:
+        size["enum"] = sorted({*model.pooling.sizes, model.pooling.size})
+    else:
+        size["maximum"] = model.pooling.size
 
 
 def _token_id(vocab_size: int | None) -> Schema:

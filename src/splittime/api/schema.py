@@ -287,7 +287,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Meta(description=TOOL_CHOICE)] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
-    include_reasoning: Annotated[Literal[True] | None, no_effect("reasoning is part of the text.")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="false: reasoning is counted, and left out.")] = None
     chat_template: None = None
     documents: None = None
     mm_processor_kwargs: None = None

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import orjson
 import typer
 
@@ -26,6 +27,7 @@ from splittime.cli.options import JsonFlag, ModelArgument, with_settings
 from splittime.cli.progress import seconds_of
 from splittime.cli.startup import StartTimeline
 from splittime.core.errors import ConfigError, EngineError
+from splittime.core.pooling import Pooling
 from splittime.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -167,6 +169,7 @@ def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "R
         eos_token_ids=tuple(ready.resolved["eos_token_ids"]),
         created_unix_s=int(time.time()),
         default_sampling=ready.resolved["default_sampling"],
+        pooling=msgspec.convert(ready.resolved["pooling"], Pooling),
     )
 
 

@@ -12,7 +12,7 @@ from splittime.core.sampling import SamplingParams
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string; an embedding: its prompt is computed
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # the client asked, or went away
     DEADLINE = "deadline"  # the request's own deadline passed

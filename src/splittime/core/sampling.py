@@ -11,6 +11,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
+POOLINGS = ("last", "cls", "mean")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -22,7 +23,9 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does. `grammar` is
     what the answer is held to, in the form of `text.grammars`; "" is none. `allowed_token_ids`: no other token comes;
     () is no such list. `bad_token_ids`: none of these runs of tokens comes whole, which is how `bad_words` are held
-    (each is two: at a text's begin and behind a space).
+    (each is two: at a text's begin and behind a space). `pooling`: no token comes; what
+    is answered is the last layer's output for the prompt: of its last token, of its first (`cls`), or the mean of all
+    (`mean`); "" is none of these.
     """
 
     max_tokens: int | None = None
@@ -44,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
+    pooling: str = ""
 
     @property
     def is_greedy(self) -> bool:
@@ -57,6 +61,16 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     def is_listed(self) -> bool:
         """Whether a list says which tokens may come, or may not."""
         return bool(self.allowed_token_ids or self.bad_token_ids)
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether a step computes each token of the prompt, so that none of it is taken from the cache."""
+        return self.prompt_logprobs is not None or self.pooling in ("cls", "mean")
+
+    @property
+    def least_tokens(self) -> int:
+        """Output tokens for which there must be room behind the prompt."""
+        return 0 if self.pooling else 1
 
     def validate(self) -> None:
         """Raise `RequestError` naming the first parameter out of range, its value and the range."""
@@ -80,6 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             words = "ignore_eos leaves an answer that is held to a form no end"
             raise RequestError(words, param="ignore_eos", value=True, hint="leave ignore_eos out")
         self._check_lists()
+        self._check_pooling()
         if "" in self.stop:
             raise RequestError("stop contains an empty string", param="stop", value="")
         for token_id, bias in self.logit_bias.items():
@@ -90,6 +105,11 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                     value=str(bias),
                     limit=[-100, 100],
                 )
+
+    def _check_pooling(self) -> None:
+        if self.pooling and self.pooling not in POOLINGS:
+            words = f"pooling is {self.pooling!r}, and can be {', '.join(POOLINGS)}"
+            raise RequestError(words, param="pooling", value=self.pooling, limit=list(POOLINGS))
 
     def _check_lists(self) -> None:
         _check_count("bad_words", len(self.bad_token_ids), 2 * MAX_BAD_WORDS)

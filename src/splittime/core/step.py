@@ -110,6 +110,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         as many as pay, and as there are tokens and blocks to spare for.
     draft_survival: of each of these the chance that it and all before it are right, in whole thousandths: what a
         ledger keeps is what the scheduler went by. () if nobody knows.
+    pooled: where the row ends the prompt of a request with `sampling.pooling`: what was asked for, as float32 values of
+        the machine's byte order, not normalised. A runner that computes no model leaves it empty.
     error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
         What the request itself is to blame for comes whole, as its client is to be told.
     """
@@ -121,6 +123,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     draft_token_ids: tuple[int, ...] = ()
     error: str | ErrorInfo | None = None
     draft_survival: tuple[float, ...] = ()
+    pooled: bytes = b""
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

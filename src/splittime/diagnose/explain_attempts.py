@@ -3,8 +3,27 @@
 from collections.abc import Iterator
 
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import TIED_LOST, Attempt, DifficultyDecision, FirstTokens, RouteDecision
+from splittime.ledger.attempts import (
+    CAPPED,
+    HIT,
+    TIED_LOST,
+    AffinityDecision,
+    Attempt,
+    Considered,
+    DifficultyDecision,
+    FirstTokens,
+    RouteDecision,
+)
 from splittime.ledger.stages import Stage
+
+WHY = {
+    "over_cap": "which had more to do than [affinity] allows",
+    "no_room": "which had no room",
+    "unseen": "nobody had served its beginning",
+    "shared": "its known beginning is everybody's",
+    "short": "it is too short",
+    "unread": "it was too long to be looked at",
+}
 
 
 def attempt_lines(account: ClosedAccount) -> Iterator[str]:
@@ -22,9 +41,11 @@ def in_ms(duration_ns: float) -> str:
 
 
 def _lines_of(attempt: Attempt) -> Iterator[str]:
-    others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
+    others = ", ".join(map(_considered_words, attempt.considered))
     ending = attempt.error or f"answered {attempt.status}"
     yield f"upstream {attempt.upstream} ({in_ms(attempt.end_ns - attempt.begin_ns)} ms): {ending}; chosen of {others}"
+    if attempt.affinity is not None:
+        yield f"  {_affinity_words(attempt.affinity)}"
     if attempt.first_tokens is not None:
         yield f"  {_first_words(attempt.first_tokens)}"
     if attempt.resumed_by:
@@ -43,6 +64,24 @@ def _stages(attempt: Attempt) -> str:
     for stage in attempt.nested:
         totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns
     return ", ".join(f"{stage.value} {in_ms(ns)}" for stage, ns in totals_ns.items())
+
+
+def _considered_words(one: Considered) -> str:
+    """Returns how much an upstream had to do, how far away it was and how long its queue."""
+    told = {"away": one.rtt_ns, "to wait": one.wait_ns}
+    costs = ", ".join(f"{in_ms(ns)} ms {what}" for what, ns in told.items() if ns is not None)
+    return f"{one.upstream} with {one.requests} requests{f' ({costs})' if costs else ''}"
+
+
+def _affinity_words(decision: AffinityDecision) -> str:
+    """Returns what prefix affinity went by."""
+    why = WHY.get(decision.why, decision.why)
+    if decision.result not in (HIT, CAPPED):
+        return f"its prompt said nothing of whom to choose: {why}"
+    begun = f"{decision.upstream} had served {decision.matched_bytes} bytes of the prompt's beginning"
+    shared = f" ({decision.shared_bytes} of them everybody's)" if decision.shared_bytes else ""
+    load = f"with {decision.tokens} tokens in flight of {decision.cap_tokens} that it might have"
+    return f"{begun}{shared}, {load}" if decision.result == HIT else f"{begun}{shared}, {why}: {load}"
 
 
 def _rule_words(decision: RouteDecision) -> str:

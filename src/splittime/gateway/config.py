@@ -30,6 +30,7 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    region: Annotated[Name | None, Doc("Where it is; requests go to the nearest region.")] = None
     resume: Annotated[
         bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")
     ] = False
@@ -133,6 +134,17 @@ class TiedConfig(Strictly, frozen=True, kw_only=True):
     ] = None
 
 
+class AffinityConfig(Strictly, frozen=True, kw_only=True):
+    """`[affinity]`: a request goes to the upstream that served the longest beginning of its prompt of late, beyond what
+    most conversations share, unless that has much more to do than the others."""
+
+    load_cap: Annotated[float, Doc("It may have so many times the tokens of the least loaded one,", 1, 100)] = 1.25
+    slack_tokens: Annotated[int, Doc("so many beyond that, and those that it need not compute again.", 0)] = 4096
+    max_blocks: Annotated[
+        int, Doc("Pieces of 256 bytes that are remembered, of all prompts; 0.3 KB each.", 4096, 2**22)
+    ] = 65_536
+
+
 class BreakerConfig(Strictly, frozen=True, kw_only=True):
     """`[breaker]`: an upstream that fails again and again is left alone for a while."""
 
@@ -230,6 +242,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     tied: TiedConfig | None = None
+    affinity: AffinityConfig | None = None
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
     cache: CacheConfig = CacheConfig()
@@ -240,6 +253,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     lint: LintConfig | None = None
     canary: CanaryConfig = CanaryConfig()
     audit: AuditConfig | None = None
+    region: Annotated[Name | None, Doc("Where it is: of equally near upstreams, those there come first.")] = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

@@ -18,6 +18,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import check
 from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
+    AffinityConfig,
     AuditConfig,
     BreakerConfig,
     CacheConfig,
@@ -40,6 +41,7 @@ from splittime.gateway.config import (
 from splittime.gateway.degrade.check import check_ladder
 from splittime.gateway.routing.check import check_routing
 from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
@@ -55,6 +57,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[tied]", TiedConfig),
+    ("[affinity]", AffinityConfig),
     ("[breaker]", BreakerConfig),
     ("[cache]", CacheConfig),
     ("[[cache_route]]", CacheRoute),
@@ -73,8 +76,6 @@ NOT_BUILT = {
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
-    "prefix_affinity": "upstreams of one model are chosen by load alone",
-    "region": "upstreams of one model are chosen by load alone",
     "root_path": "the gateway's paths begin at /",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
@@ -125,6 +126,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_budgets(config)
     _check_names("rule", [rule.name for rule in config.rule])
     check_routing(config)
+    check_regions(config)
     if config.tracing is not None:
         _check_url("tracing.url", config.tracing.url)
     if not is_loopback(config.host) and not config.tenant:
@@ -190,7 +192,7 @@ def _check_bounds(config: GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
     _check_table("", config)
-    for name in ("queue", "retries", "tied", "breaker", "cache", "embedder", "canary", "audit"):
+    for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
             _check_table(name, getattr(config, name))
     for name, tables in lists.items():

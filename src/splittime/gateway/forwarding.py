@@ -21,6 +21,7 @@ from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
 from splittime.gateway.routing.escalation import AskedAnew
+from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.routing.turn import DifficultyTurn
 from splittime.gateway.running_attempt import RunningAttempt
 from splittime.gateway.sent_headers import sent_headers
@@ -62,6 +63,7 @@ class Forwarding:
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
         self._difficulty = DifficultyTurn(gateway, account)
+        self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
         self.was_granted = False
@@ -91,6 +93,7 @@ class Forwarding:
     async def _until_answered(self, request: ForwardedRequest) -> None:
         gateway, tried = self._gateway, self._tried
         self._resumption = self._difficulty.resumption(request)
+        self._prefix = gateway.affinity.seen(request, self._tenant)
         failure: UpstreamFailure | None = None
         while True:
             try:
@@ -135,6 +138,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
@@ -196,7 +200,8 @@ class Forwarding:
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
-        routed = gateway.queue.place_at_another(self._tenant, request.pool, request.tokens, self._tried)
+        tenant, tried, prefix = self._tenant, self._tried, self._prefix
+        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):
@@ -226,6 +231,7 @@ class Forwarding:
             tenant=self._tenant,
             tokens=request.tokens,
             prompt_tokens=request.prompt_tokens,
+            prefix=self._prefix,
         )
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
 from splittime.gateway.routing.measured import DIFFICULTY_METRICS, counted
+from splittime.gateway.routing.routing_metrics import ROUTING_METRICS, routing_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -90,6 +91,7 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    *ROUTING_METRICS,
     *CACHE_METRICS,
     *DIFFICULTY_METRICS,
     *VERSION_METRICS,
@@ -155,7 +157,8 @@ class GatewayMetrics(Collector):
                 yield family
 
     def _extras(self) -> dict[str, Series]:
-        return {**cache_series(self.gateway.cache), **version_series(self.gateway)}
+        gateway = self.gateway
+        return {**routing_series(gateway), **cache_series(gateway.cache), **version_series(gateway)}
 
     def _totals(self) -> dict[str, Series]:
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()

@@ -164,6 +164,7 @@ class RequestAccount:
                 tied_to=tied_to,
                 lost_tokens=lost_tokens,
                 first_tokens=first_tokens,
+                affinity=routed.affinity,
             )
         )
 

@@ -13,6 +13,7 @@ from splittime.ledger.stages import Cause, Stage
 CANCELLED, TIED_LOST = "cancelled", "tied_lost"  # ends of attempts that did not fail: their client left, another won
 UNSURE, LOGPROBS_REFUSED = "unsure", "logprobs_refused"  # a small model seemed unsure, or would not say: asked anew
 UNSURE_KEPT = "unsure_kept"  # it seemed unsure, and its answer was given all the same
+HIT, CAPPED, NO_AFFINITY = "hit", "capped", "none"  # results of prefix affinity
 
 
 class NestedStage(msgspec.Struct, frozen=True, gc=False):
@@ -81,11 +82,35 @@ class Considered(msgspec.Struct, frozen=True, gc=False):
     """An upstream that was looked at for a request, with what the gateway had given it at that moment.
 
     tokens: of its requests in flight, prompt and most output, as the gateway estimates them.
+    rtt_ns, wait_ns: the round trip to it, and the wait for a first byte there, as estimated; None where nobody knew, or
+    where upstreams have no regions.
     """
 
     upstream: str
     requests: int
     tokens: int
+    rtt_ns: int | None = None
+    wait_ns: int | None = None
+
+
+class AffinityDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Whether an upstream was chosen for what it had served of the prompt, and what that went by.
+
+    result: `hit`; `capped`, where load decided since who served it had too much to do; `none`, where nobody had.
+    why: of a capped one `over_cap` or `no_room`; of none `unseen`, `shared` (it is everybody's beginning), `short` or
+    `unread`.
+    upstream: who had served most of it, of a hit within the cap; "" for none. matched_bytes: of the prompt's beginning;
+    shared_bytes: of these, what most conversations share. tokens: that it had in flight; cap_tokens: the most that it
+    might have.
+    """
+
+    result: str
+    why: str = ""
+    upstream: str = ""
+    matched_bytes: int = 0
+    shared_bytes: int = 0
+    tokens: int = 0
+    cap_tokens: int = 0
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -104,6 +129,7 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     byte first; the other's `error` is `tied_lost`. lost_tokens: of one that lost, the prompt's as estimated: with the
     time from its begin to its end, what it cost its upstream at most.
     first_tokens: of a small model, where a `[[difficulty]]` has `escalate`; one that is `unsure` has lost tokens too.
+    affinity: by what prefix affinity chose; None where there is none.
     """
 
     upstream: str
@@ -123,3 +149,4 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tied_to: str = ""
     lost_tokens: int = 0
     first_tokens: FirstTokens | None = None
+    affinity: AffinityDecision | None = None

@@ -21,10 +21,12 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError, RequestError
+from splittime.core.pooling import Pooling
 from splittime.core.sampling import SamplingParams
 from splittime.kernels.layer import LayerSpec, MixtureSpec, NormSpec
 from splittime.models import architectures
 from splittime.models.fields import Bounds, Fields, bad, read_json
+from splittime.models.pooling import read_pooling
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
 
@@ -93,6 +95,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     quantization: Recipe | None = None
     sampling: dict[str, float | int] = {}
+    pooling: Pooling = Pooling()
 
     @property
     def num_layers(self) -> int:
@@ -111,7 +114,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
     """Read `config.json`, and where they are there: `generation_config.json`, as `generation` says (see above),
-    and what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`)."""
+    what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`), and what tells how to embed."""
     values = read_json(folder / "config.json")
     for name, method in formats.SIDE_FILES.items():
         if not formats.is_quantised(values) and (folder / name).exists():
@@ -119,7 +122,8 @@ def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
     config = parse_config(values)
     said = read_generation(folder, generation, config.vocab_size)
     ends = tuple(dict.fromkeys(said.eos_token_ids + config.eos_token_ids))
-    return msgspec.structs.replace(config, eos_token_ids=ends, sampling=said.sampling)
+    pooling = read_pooling(folder, values, config.hidden_size)
+    return msgspec.structs.replace(config, eos_token_ids=ends, sampling=said.sampling, pooling=pooling)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
@@ -150,6 +154,8 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     activation = values.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise bad("hidden_act", activation, "silu (the only activation implemented)")
+    if values.get("is_causal") is False:
+        raise bad("is_causal", False, "true: no token attends to those behind it")
 
 
 def _dtype(fields: Fields) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc, StepLimits, check
 from splittime.kernels.choose import Backend
 from splittime.runner.speculative import AUTO, speculative_config
@@ -168,6 +169,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     speculative_config: what tokens are guessed with, None where none are; speculative_reason: why.
     unused_tensors: the first few that the checkpoint holds and the architecture has no place for.
     default_sampling: what the model's makers advise, for requests that do not say, by the names of `SamplingParams`.
+    pooling: how embeddings are made, as the model's files say.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     num_host_slots: blocks of host memory for what is evicted; kv_offload: what that makes, in words.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
@@ -221,3 +223,4 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     rank_pids: tuple[int, ...] = ()
     unused_tensors: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
+    pooling: Pooling = Pooling()

@@ -142,6 +142,7 @@ class ComputedRows:
 
     silent, sampling: rows of the batch, by whether they sample; is_silent_finite and chosen are of these, None where
         there are none.
+    pooled: by request, of the prompts that ended and are pooled: float32 [hidden].
     previous: the end of the step before, where that may have left the device idle. padded_rows: None for a step that
         was not captured. enqueue_ns: what the host took to launch it on a device apart from it.
     """
@@ -154,6 +155,7 @@ class ComputedRows:
     is_silent_finite: Flags | None
     chosen: Chosen | None
     prompt_scores: dict[str, tuple[TokenLogprob, ...]]
+    pooled: dict[str, Tensor]
     end: StreamMark
     padded_rows: int | None
     previous: StreamMark | None = None
@@ -235,7 +237,9 @@ class Launched:
         if slot.error is not None:
             self.results[request_id] = RowResult(request_id, error=slot.error)
             return
-        self.results[request_id] = RowResult(request_id, tokens, logprobs, found.prompt_scores.get(request_id, ()))
+        pooled = found.pooled.get(request_id)
+        vector, scores = b"" if pooled is None else pooled.numpy().tobytes(), found.prompt_scores.get(request_id, ())
+        self.results[request_id] = RowResult(request_id, tokens, logprobs, scores, pooled=vector)
 
     def _fail(self, slot: Slot) -> None:
         request_id = slot.admitted.request_id

@@ -267,6 +267,7 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "vocab_size": model.vocab_size,
         "eos_token_ids": model.eos_token_ids,
         "default_sampling": model.sampling,
+        "pooling": model.pooling,
         "context_length": model.max_position_embeddings,
         "sliding_window": min(model.windows, default=None),
         "num_host_slots": store.num_host_slots,

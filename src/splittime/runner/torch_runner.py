@@ -31,6 +31,7 @@ from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
+from splittime.runner.pooling import pool
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.warm_up import warm_up_plans
 
@@ -178,6 +179,7 @@ class TorchRunner:
             is_silent_finite=self.execution.finite(batch.last_of(made.hidden, silent)) if silent else None,
             chosen=None if raw is None else self._choose(batch, sampling, raw),
             prompt_scores=self._score_prompts(batch, made.hidden),
+            pooled=pool(self.decoder, batch, made.hidden),
             end=StreamMark(self.execution.device),
             padded_rows=made.padded_rows,
         )

@@ -30,3 +30,4 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     freed_ns: int | None = None
     stop_token_id: int | None = None  # the end-of-sequence or stop id that ended it (also the last of token_ids)
     num_host_tokens: int = 0
+    pooled: bytes = b""  # with `sampling.pooling`, in the terminal event: as `RowResult` has it

@@ -129,7 +129,7 @@ class Planner:
             state = running[position]
             num_computed, num_promised = state.num_computed, state.num_promised
             num_tokens = len(state.token_ids) + num_promised
-            if num_tokens - num_computed > 1:
+            if num_tokens - num_computed >= state.least_behind:
                 behind.append(state)
             elif num_tokens < state.plan_until:  # else its last token is being sampled, or its drafts are verified
                 lease = state.lease
@@ -186,7 +186,7 @@ class Planner:
     def _find_blocks(self, state: RequestState, budget: StepBudget) -> Cause | None:
         """Lease the cached prefix, with room for all its known tokens; or why not, with nothing changed."""
         keep_free = max(1, self._requests.config.num_blocks // 100) if self._requests.running else 0
-        if state.request.sampling.prompt_logprobs is None:  # else every position must be computed
+        if not state.request.sampling.computes_prompt:
             state.num_computed = self._requests.cache.match(state.lease, state.token_ids)
         cause = None
         if not self._requests.cache.has_room(state.lease, len(state.token_ids), keep_free):

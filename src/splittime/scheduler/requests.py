@@ -129,6 +129,7 @@ class Requests:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        pooled: bytes = b"",
     ) -> RequestOutput:
         """The one way out: blocks freed, account closed, runner told, terminal event made."""
         if state.pushed:
@@ -141,7 +142,7 @@ class Requests:
         del self.by_id[state.request_id]
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
-        return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs)
+        return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
 
     def _take_back(self, state: RequestState, is_preempted: bool = False) -> None:
         """Return its blocks to the pool, have the runner forget it with the next plan, and ignore what comes of its

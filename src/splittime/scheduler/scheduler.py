@@ -161,12 +161,15 @@ class Scheduler:
         return outputs
 
     def _take_chunk(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput | None:
-        """After a row that sampled nothing. Returns None where there is nothing to tell."""
+        """After a row that sampled nothing. It ends a request for an embedding whose prompt it ends. Returns None where
+        there is nothing to tell."""
         num_computed = row.start + len(row.token_ids)
         self.cache.commit(state.lease, state.token_ids, num_computed)
         prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
         if state.account.stage is Stage.RECOMPUTE and num_computed >= state.recompute_until:
             state.account.enter(Stage.PREFILL, now_ns)
+        if state.request.sampling.pooling and num_computed == state.num_prompt:
+            return self._requests.end(state, FinishReason.STOP, now_ns, pooled=row_result.pooled)
         if prompt_logprobs or state.num_marks_sent < len(state.account.marks):
             return progress_output(state, (), (), prompt_logprobs)
         return None
@@ -293,4 +296,5 @@ class Scheduler:
     def _check_servable(self, request: Request) -> None:
         if request.request_id in self._states:
             raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
-        check_prompt_length(len(request.prompt_token_ids), self.config.max_model_len)
+        least_tokens = request.sampling.least_tokens
+        check_prompt_length(len(request.prompt_token_ids), self.config.max_model_len, least_tokens)

@@ -32,6 +32,8 @@ class RequestState:
         steps that were planned have run; these sample `num_promised` tokens that are not known yet. Of drafts, all
         count as computed and promised until the step's result says how many were accepted.
     draft_token_ids: guesses of what follows `token_ids`, for the next row. draft_survival: as `RowResult` has it.
+    least_behind: with so many pending tokens it catches up, in a chunk. 2, since the last of one that samples is what a
+        decode row computes; 1 where the prompt is pooled, after which nothing follows.
     plan_until: it gets no row while it has so many tokens, promised ones included. The most that it may have, since the
         last of them is never computed; 0 while its next row has to wait for what is accepted.
     recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
@@ -46,6 +48,7 @@ class RequestState:
         "is_known_to_runner",
         "is_overtaken",
         "lease",
+        "least_behind",
         "max_num_tokens",
         "next_cause",
         "num_cached_tokens",
@@ -74,13 +77,15 @@ class RequestState:
         self.rank = rank
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(self.token_ids)
-        self.max_num_tokens = min(self.num_prompt + (sampling.max_tokens or max_model_len), max_model_len)
+        most_output = 0 if sampling.pooling else sampling.max_tokens or max_model_len
+        self.max_num_tokens = min(self.num_prompt + most_output, max_model_len)
         eos_ids = () if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = frozenset(eos_ids) | frozenset(sampling.stop_token_ids)
         self.num_computed = 0
         self.num_promised = 0
         self.draft_token_ids: tuple[int, ...] = ()
         self.draft_survival: tuple[float, ...] = ()
+        self.least_behind = 1 if sampling.pooling else 2
         self.plan_until = self.max_num_tokens
         self.recompute_until = 0
         self.num_preemptions = 0
@@ -121,7 +126,7 @@ class RequestState:
     def next_row(self, num_tokens: int) -> Row:
         """Makes the row for the next `num_tokens` pending tokens, all known; they count as computed from now on."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        num_samples = int(end == len(self.token_ids))
+        num_samples = 0 if self.request.sampling.pooling else int(end == len(self.token_ids))
         self.num_computed, self.num_promised = end, num_samples
         return Row(self.request_id, start, tuple(self.token_ids[start:end]), self.lease.unsent(), num_samples)
 
@@ -210,6 +215,7 @@ def end_output(
     token_ids: tuple[int, ...],
     logprobs: Logprobs,
     prompt_logprobs: Logprobs,
+    pooled: bytes,
 ) -> RequestOutput:
     """The terminal event; its blocks are free, its account is closed."""
     return RequestOutput(
@@ -224,7 +230,8 @@ def end_output(
         num_host_tokens=state.num_host_tokens,
         num_preemptions=state.num_preemptions,
         freed_ns=now_ns,
-        stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+        stop_token_id=token_ids[-1] if token_ids and reason is FinishReason.STOP else None,
+        pooled=pooled,
     )
 
 
@@ -242,15 +249,16 @@ def deadline_error(state: RequestState, late_ns: int) -> ErrorInfo:
     ).info
 
 
-def check_prompt_length(num_prompt: int, max_model_len: int) -> None:
-    """Raise RequestError for an empty prompt, and for one that leaves no room for a token of output."""
+def check_prompt_length(num_prompt: int, max_model_len: int, least_tokens: int = 1) -> None:
+    """Raise RequestError for an empty prompt, and for one that leaves no room for so many tokens of output."""
     if num_prompt == 0:
         raise RequestError("the prompt has no tokens", param="prompt", value=0, limit=1)
-    if num_prompt >= max_model_len:
+    most = max_model_len - least_tokens
+    if num_prompt > most:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens; the model takes at most {max_model_len - 1} and one of output",
+            f"the prompt has {num_prompt} tokens; the model takes at most {most}{' and one of output' * least_tokens}",
             code="context_length_exceeded",
             param="prompt",
             value=num_prompt,
-            limit=max_model_len - 1,
+            limit=most,
         )

@@ -7,7 +7,15 @@ import uvloop
 from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_messages, routes_sleep, routes_what_if
+from splittime.server import (
+    routes_dashboard,
+    routes_info,
+    routes_ledger,
+    routes_messages,
+    routes_responses,
+    routes_sleep,
+    routes_what_if,
+)
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
@@ -31,12 +39,20 @@ async def answer_chat(service: Service, scope: http.Scope, receive: http.Receive
     await Visit(service, "chat", scope, receive, send).serve()
 
 
+async def embed(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await Visit(service, "embeddings", scope, receive, send).serve()
+
+
 # a name in braces, at the end of a path, stands for the rest of it: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", complete),
     ("POST", "/v1/chat/completions", answer_chat),
+    ("POST", "/v1/embeddings", embed),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
+    ("POST", "/v1/responses", routes_responses.create),
+    ("GET", "/v1/responses/{response_id}", routes_responses.retrieve),
+    ("DELETE", "/v1/responses/{response_id}", routes_responses.delete),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
@@ -74,17 +90,26 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/docs", routes_info.docs),
 )
 
-OF_OPENAI = "POST /v1/chat/completions and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
+OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
+OF_EMBEDDINGS = "POST /v1/embeddings speaks OpenAI's API"
+NOT_RANKED = "not served here: POST /v1/embeddings gives vectors to compare"
 OTHER_APIS = {  # what a client of another API asks for
     "/api/generate": OF_OPENAI,  # Ollama
     "/api/chat": OF_OPENAI,
     "/api/tags": "GET /v1/models lists the models",
     "/completion": OF_OPENAI,  # llama.cpp
     "/generate": OF_OPENAI,  # TGI, SGLang
-    "/v1/responses": "not served here: POST /v1/chat/completions answers a conversation",
-    "/v1/embeddings": "not served here: this server generates text only",
+    "/v1/score": NOT_RANKED,
+    "/score": NOT_RANKED,
+    "/v1/rerank": NOT_RANKED,
+    "/v2/rerank": NOT_RANKED,
+    "/rerank": NOT_RANKED,
+    "/api/embed": OF_EMBEDDINGS,  # Ollama
+    "/embedding": OF_EMBEDDINGS,  # llama.cpp
+    "/embed": OF_EMBEDDINGS,  # TEI
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",
+    "/embeddings": "the base URL of an OpenAI client ends with /v1",
     "/models": "the base URL of an OpenAI client ends with /v1",
 }
 
@@ -99,6 +124,8 @@ class App:
             ("GET", "/health"): routes_info.health_at_once,
             ("POST", "/v1/completions"): lambda scope: Visit(service, "completions", scope).refuse_at_once(),
             ("POST", "/v1/chat/completions"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
+            ("POST", "/v1/responses"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
+            ("POST", "/v1/embeddings"): lambda scope: Visit(service, "embeddings", scope).refuse_at_once(),
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

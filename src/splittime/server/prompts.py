@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.api.choice import Choice, Echo
+from splittime.api.embeddings import pooling_notices
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, Prompt
 from splittime.core.errors import DeadlineExceeded, RequestError
@@ -35,6 +36,7 @@ from splittime.text.worker import TextTask
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected
 
+ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
 now_ns = time.monotonic_ns
 
 
@@ -48,9 +50,11 @@ class TokenizedPrompt(NamedTuple):
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
         sampling = request.sampling
-        text = OutputText(tokenizer, self.token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
+        stop, least = sampling.stop, sampling.min_tokens
+        text = OutputText(tokenizer, self.token_ids, stop=stop, min_tokens=least, shown_ids=ask.shown_ids)
         echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
-        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes)
+        reasoning = None if ask.reasoning is None else ask.reasoning.parser()
+        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes, reasoning)
 
     def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
         """The prompt as it was given, and where each of its tokens begins."""
@@ -69,7 +73,8 @@ class Prompts:
     in which the stages are entered."""
 
     def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account) -> None:
-        self._service, self._account, self._most_tokens = service, account, max(0, model.max_model_len - 1)
+        self._service, self._account = service, account
+        self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
         self._given = ask.prompts
         self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
@@ -159,6 +164,19 @@ class Prompts:
                 alarm.cancel()
 
 
+def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
+    """Returns the ask of a model that reasons as its prompt leaves it: in the reasoning, before it or behind it. A form
+    is that of what follows the reasoning."""
+    if ask.reasoning is None:
+        return ask
+    ending = tokenizer.decode(token_ids[-ENDING_TOKENS:], skip_special_tokens=False)
+    reasoning, sampling = ask.reasoning.begun(ending), ask.sampling
+    if sampling.grammar:
+        sampling = msgspec.structs.replace(sampling, grammar=reasoning.held(sampling.grammar))
+        sampling.validate()
+    return replace(ask, reasoning=reasoning, sampling=sampling)
+
+
 def too_late() -> DeadlineExceeded:
     return DeadlineExceeded.before("it reached the engine")
 
@@ -168,26 +186,28 @@ def output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_s
 
     Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
     """
-    room = model.max_model_len - len(prompt_ids)
+    room, least = model.max_model_len - len(prompt_ids), ask.sampling.least_tokens
     wanted = ask.sampling.max_tokens
+    asked = max(wanted or 0, least)
     if not prompt_ids:
         raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
-    if room < 1 or (is_strict and room < (wanted or 1)):
+    if room < least or (is_strict and room < asked):
         raise RequestError(
             f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
-            f"{wanted or 1} were asked for",
+            f"{asked} were asked for",
             code="context_length_exceeded",
             param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
-            value=len(prompt_ids) + (wanted or 1),
+            value=len(prompt_ids) + asked,
             limit=model.max_model_len,
             hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",
         )
     return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
 
 
-def clamp_notices(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
-    """Says that fewer output tokens are left than were asked for, if so."""
+def notices_of(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
+    """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, and that no
+    file says how its embeddings are made."""
     wanted, least = ask.sampling.max_tokens, min(budgets)
     if wanted is None or least >= wanted:
-        return []
+        return pooling_notices(ask)
     return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]

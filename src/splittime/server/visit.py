@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from splittime.api.answer import Renderer, server_timing
+from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
 from splittime.api.limits import ModelInfo
-from splittime.api.params import Ask, ask_of
-from splittime.api.schema import ChatBody, CompletionBody
+from splittime.api.params import Ask
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Overloaded, Refused, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
+from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, clamp_notices, output_budget, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budget, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -66,7 +66,7 @@ class Visit:
     @property
     def group_id(self) -> str:
         """The id in the response."""
-        return f"{'chatcmpl' if self.endpoint == 'chat' else 'cmpl'}-{self.request_id}"
+        return f"{ENDPOINTS[self.endpoint].prefix}-{self.request_id}"
 
     @property
     def full_id(self) -> str:
@@ -136,7 +136,7 @@ class Visit:
             first_token_by_ns=self._first_token_by_ns,
         )
         tokenized = await prompts.tokenize(deadline_ns)
-        ask = await prompts.without(ask, deadline_ns)
+        ask = begun(await prompts.without(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
@@ -161,9 +161,9 @@ class Visit:
     async def _read_ask(self, model: ModelInfo) -> Ask:
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        kind: type[ChatBody | CompletionBody] = ChatBody if self.endpoint == "chat" else CompletionBody
-        given = decode_body(body, kind, is_strict=config.strict)
-        return ask_of(given, model, config, http.flag(self.scope, "X-Include-Timing"), self.service.template)
+        endpoint, include_timing = ENDPOINTS[self.endpoint], http.flag(self.scope, "X-Include-Timing")
+        given = decode_body(body, endpoint.body, is_strict=config.strict)
+        return endpoint.ask_of(given, model, config, include_timing, self.service.marks)
 
     # ---- to the engine
 
@@ -171,7 +171,7 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, deadline_ns: int | None, place: Place
     ) -> tuple[Ask, Group, Writer]:
         budgets = [output_budget(p.token_ids, ask, model, is_strict=self.service.config.strict) for p in prompts]
-        self.notices = clamp_notices(ask, budgets, model)
+        self.notices = notices_of(ask, budgets, model)
         count = ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
         choices = []
@@ -191,7 +191,7 @@ class Visit:
             account.extend(self.account.marks[1:])
             account.enter(Stage.HANDOFF, request.submitted_ns)
             choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer))
-        renderer = Renderer(ask, self.group_id, self.service.tokenizer)
+        renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
         writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
         group = Group(self.group_id, self.service.client, choices, place, writer)
         group.start()

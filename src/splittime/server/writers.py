@@ -49,11 +49,17 @@ class Written(Protocol):
         ...
 
 
+class RendersWhole(Protocol):
+    """Renders an answer of which everything is there."""
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes: ...
+
+
 class WholeWriter:
     """Writes one response when all choices are done."""
 
     def __init__(
-        self, visit: Written, renderer: Renderer, choices: Sequence[Choice], config: ServerConfig, send: http.Send
+        self, visit: Written, renderer: RendersWhole, choices: Sequence[Choice], config: ServerConfig, send: http.Send
     ) -> None:
         self._visit, self._renderer, self._choices = visit, renderer, choices
         self._config, self._send = config, send

@@ -14,7 +14,7 @@ from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -23,7 +23,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.drive.messages import Abort, Release, Submit
-from splittime.ledger.account import ClosedAccount, Mark
+from splittime.ledger.account import EMBEDDINGS, ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -135,7 +135,8 @@ def ended_by_token(traced: TracedRequest, count: int) -> TracedRequest:
 def unforeseen(traced: TracedRequest) -> TracedRequest:
     """Returns the request as an engine knows it that plans ahead or verifies drafts: an end by a token it does not
     foresee."""
-    if traced.stops_after is None and traced.account.finish_reason == FinishReason.STOP:
+    is_embedding, reason = bool(traced.request.sampling.pooling), traced.account.finish_reason
+    if traced.stops_after is None and reason == FinishReason.STOP and not is_embedding:
         return ended_by_token(traced, max(1, traced.account.output_tokens))
     return traced
 
@@ -221,17 +222,19 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
     return Request(
         request_id=account.request_id,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(
-            max_tokens=max(1, max_tokens),
-            seed=0,
-            ignore_eos=True,
-            prompt_logprobs=0 if account.computes_prompt else None,
-        ),
+        sampling=SamplingParams(max_tokens=max(1, max_tokens), seed=0, ignore_eos=True, **_computed(account)),
         submitted_ns=handed_ns,
         priority=account.priority,
         deadline_ns=account.deadline_ns,
         cache_salt=account.cache_salt,
     )
+
+
+def _computed(account: ClosedAccount) -> dict[str, Any]:
+    """Returns what of its prompt is computed, and to what end."""
+    if account.endpoint == EMBEDDINGS:
+        return {"pooling": "mean" if account.computes_prompt else "last"}
+    return {"prompt_logprobs": 0 if account.computes_prompt else None}
 
 
 def _met_stop_string(account: ClosedAccount) -> bool:

@@ -22,6 +22,7 @@ from splittime.models import parts
 from splittime.models.config import ModelConfig
 from splittime.models.fields import GGUF_LIMITS, MISSING, Bounds, Fields, in_words, is_whole
 from splittime.models.gguf.file import GgufModel, open_model
+from splittime.models.pooling import gguf_pooling
 
 
 class GgufKeys(Fields):
@@ -76,7 +77,7 @@ READ = {
 }
 SILENT = {
     *("tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"),
-    *("attention.layer_norm_epsilon",),
+    *("attention.layer_norm_epsilon", "pooling_type"),
 }
 """These tell of the model's past, or are read by no layer of it."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -94,7 +95,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
-    "pooling_type": (0,),
     "rope.scaling.attn_factor": (1,),
 }
 END_NAMES = {
@@ -138,6 +138,7 @@ def _config(model: GgufModel, keys: GgufKeys, architecture: str) -> ModelConfig:
         tie_word_embeddings="output.weight" not in model.file_of,
         checkpoint_dtype=_dtype(model),
         eos_token_ids=_eos_token_ids(model, vocab_size),
+        pooling=gguf_pooling(keys.index("pooling_type", 5), f"{architecture}.pooling_type", hidden_size),
     )
 
 

@@ -29,6 +29,8 @@ log = logging.getLogger("splittime.weights")
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attention.bias")  # buffers that old exports carry
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BODY = "model."  # what is below it is saved without it where a model was saved without its head, as embedders are
+TABLE = "embed_tokens.weight"
 
 
 class Checkpoint:
@@ -41,7 +43,9 @@ class Checkpoint:
         self.recipe = "" if quantization is None else msgspec.json.encode(quantization).decode()
         self.num_parameters = 0
         self._quantization = quantization
-        self._handles, self._file_of = open_files(folder)
+        self._handles, file_of = open_files(folder)
+        self._prefix = BODY if TABLE in file_of and BODY + TABLE not in file_of else ""
+        self._file_of = {self._prefix + name: file for name, file in file_of.items()}
         self._left = set(self._file_of)
         self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
         if quantization is not None:
@@ -68,7 +72,14 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape()) if name in self else None
 
     def _slice(self, name: str) -> Any:
-        return self._handles[self._file_of[name]].get_slice(name)
+        return self._handle(name).get_slice(name.removeprefix(self._prefix))
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._handle(name).get_tensor(name.removeprefix(self._prefix))
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        return self._handles[self._file_of[name]]
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called `name`, as it is stored. Raises `ConfigError` if absent, of another shape, or no float."""
@@ -81,7 +92,7 @@ class Checkpoint:
         """The tensor, of one of these dtypes. It is not counted: `take_linear` counts what it stands for."""
         if name not in self:
             raise ConfigError(f"weights: tensor {name} of shape {list(shape)} is missing", param=name)
-        tensor: Tensor = self._handles[self._file_of[name]].get_tensor(name)
+        tensor = self._tensor(name)
         if tuple(tensor.shape) != shape:
             message = f"weights: tensor {name} has shape {list(tensor.shape)}, {self._asks()} for {list(shape)}"
             raise ConfigError(message, param=name, value=list(tensor.shape), limit=list(shape))
@@ -144,7 +155,7 @@ class Checkpoint:
         """Whether it is a bias of zeros, which some exports of GPTQ give to every layer."""
         if self.format != gptq.METHOD or not name.endswith(".bias") or not gptq.is_stored(name[:-5], self):
             return False
-        return not self._handles[self._file_of[name]].get_tensor(name).any()
+        return not self._tensor(name).any()
 
 
 class _Mappings:

@@ -1,0 +1,200 @@
+"""`POST /v1/embeddings`: what may be sent, the `Ask` that it becomes, and the answer.
+
+An embedding is asked of the engine as a request whose prompt is computed and of which no token is wanted
+(`SamplingParams.pooling`); what comes back is neither cut nor normalised, which is done here (`vector_of`). Which
+pooling, and whether an embedding may be cut, the model's files say (`core.pooling`), not the request.
+
+A model whose files name no pooling embeds all the same, as decoders that were made for it do, and each answer has a
+notice of that: to refuse it would need a setting that does nothing but take the refusal away.
+"""
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import orjson
+from msgspec import UNSET, Meta, UnsetType
+
+from splittime.api.answer import last_ended, timing
+from splittime.api.answer_structs import Notices, Timing
+from splittime.api.choice import Choice
+from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, Prompt, check_model, check_token_ids
+from splittime.api.schema import Strict, no_effect
+from splittime.core.errors import EngineError, RequestError
+from splittime.core.pooling import LEAST_LENGTH, NO_FILE, Pooling
+from splittime.core.sampling import SamplingParams
+from splittime.ledger.account import EMBEDDINGS
+from splittime.text.answer_marks import AnswerMarks
+from splittime.text.foreign_code import require_at_most
+from splittime.text.tokenizer import Tokenizer
+
+FLOAT32 = np.dtype("<f4")
+Encoding = Literal["float", "base64"]
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class EmbeddingBody(Strict, kw_only=True):
+    input: Annotated[str | list[str | int | list[int]], Meta(description="Each is embedded; see PROMPT_FORMS.")]
+    model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
+    encoding_format: Annotated[
+        Encoding | None, Meta(description="float (the default), or base64: of float32 values, little-endian.")
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="So many first values, normalised again. A model's files may say which numbers it allows."),
+    ] = None
+    priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    add_special_tokens: Annotated[Literal[True] | None, no_effect("a text gets them.")] = None
+    truncate_prompt_tokens: None = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingAsk(Ask):
+    """dimensions: None is all that there are."""
+
+    pooling: Pooling
+    dimensions: int | None
+    is_base64: bool
+
+
+def embedding_ask(
+    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
+) -> EmbeddingAsk:
+    """timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
+    check_model(body.model, model)
+    pooling = model.pooling
+    require_pooling(pooling, model.name, body.dimensions)
+    _at_most("priority", abs(body.priority or 0), MAX_PRIORITY)
+    _at_most("cache_salt", len(body.cache_salt or ""), MAX_CACHE_SALT_CHARS)
+    return EmbeddingAsk(
+        endpoint=EMBEDDINGS,
+        model=body.model or model.name,
+        prompts=_inputs(body.input, model, limits.max_choices),
+        sampling=SamplingParams(pooling=pooling.kind, max_tokens=0, seed=0),
+        include_timing=timing,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        pooling=pooling,
+        dimensions=body.dimensions,
+        is_base64=body.encoding_format == "base64",
+    )
+
+
+def require_pooling(pooling: Pooling, name: str, dimensions: int | None) -> None:
+    """Raises `RequestError` for a model that makes no embeddings, and for a size to which they may not be cut."""
+    if pooling.refusal:
+        said = f"{name} makes no embeddings here: {pooling.refusal}"
+        raise RequestError(said, code="unsupported_model", param="model", value=name)
+    if dimensions is None or dimensions == pooling.size:
+        return
+    sizes = pooling.sizes or ((pooling.size,) if not pooling.may_be_cut else ())
+    if sizes and dimensions not in sizes:
+        allowed = ", ".join(map(str, sizes))
+        said = f"dimensions is {dimensions}; by the model's files it can be {allowed}"
+        raise RequestError(said, param="dimensions", value=dimensions, limit=list(sizes), hint="or leave it out")
+    most = pooling.size or dimensions
+    if not 1 <= dimensions <= most:
+        said = f"dimensions is {dimensions}, outside 1 to {most}"
+        raise RequestError(said, param="dimensions", value=str(dimensions), limit=[1, most])
+
+
+def _at_most(param: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise RequestError(f"{param} is {value}, more than {limit}", param=param, value=str(value), limit=limit)
+
+
+def _inputs(given: str | Sequence[str | int | list[int]], model: ModelInfo, most: int) -> tuple[Prompt, ...]:
+    """Returns one entry for each embedding. A list is all texts, all token ids (one), or all lists of token ids."""
+    if isinstance(given, str):
+        return (given,)
+    kinds = {type(entry) for entry in given}
+    if len(kinds) != 1:
+        said = "mixes texts and token ids" if kinds else "is an empty list"
+        raise RequestError(f"input {said}", param="input")
+    lists: Sequence[Any] = [given] if kinds == {int} else given
+    if len(lists) > most:
+        said, hint = f"input has {len(lists)} entries, more than {most}", f"send at most {most} in one request"
+        raise RequestError(said, param="input", value=len(lists), limit=most, hint=hint)
+    if kinds == {str}:
+        return tuple(lists)
+    for ids in lists:
+        require_at_most(len(ids), model.max_model_len)
+    return tuple(check_token_ids(ids, model.vocab_size, "input") for ids in lists)
+
+
+# ---- the answer
+
+
+def vector_of(pooled: bytes, pooling: Pooling, dimensions: int | None = None) -> Vector:
+    """Returns the embedding, float32, that an engine's answer becomes. What is cut is always normalised again. Raises
+    `EngineError` where there is none."""
+    if not pooled:
+        raise EngineError("the engine computed no embedding", hint="this runner computes no model")
+    whole = np.frombuffer(pooled, np.float32)
+    vector = whole if dimensions is None else whole[:dimensions]
+    if not pooling.is_normalised and len(vector) == len(whole):
+        return vector
+    return vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
+
+
+class EmbeddingRenderer:
+    """Renders the answer to one HTTP request for embeddings."""
+
+    def __init__(self, ask: EmbeddingAsk, group_id: str, tokenizer: Tokenizer) -> None:
+        """tokenizer: of no use to it; every renderer is given one."""
+        self.ask, self._group_id = ask, group_id
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+        counted = sum(len(choice.request.prompt_token_ids) for choice in choices)
+        answer = Embeddings(
+            id=self._group_id,
+            created=int(time.time()),
+            model=self.ask.model,
+            data=[Embedding(index=choice.index, embedding=self._written(choice)) for choice in choices],
+            usage=EmbeddingUsage(counted, counted),
+            timing=timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET,
+            notices=list(notices) or UNSET,
+        )
+        return msgspec.json.encode(answer)
+
+    def _written(self, choice: Choice) -> Any:
+        """Returns the embedding as it is written: bytes of JSON, or a text."""
+        vector = vector_of(choice.pooled, self.ask.pooling, self.ask.dimensions)
+        if self.ask.is_base64:
+            return base64.b64encode(vector.astype(FLOAT32).tobytes()).decode()
+        return msgspec.Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def pooling_notices(ask: Ask) -> list[str]:
+    """Returns what the client is told of how its embeddings are made, where no file of the model says it."""
+    is_guessed = isinstance(ask, EmbeddingAsk) and not ask.pooling.named_by
+    return [NO_FILE] if is_guessed else []

@@ -1,0 +1,87 @@
+"""How a model's outputs become an embedding, by the files that come with it: `core.pooling.Pooling`.
+
+    modules.json              sentence-transformers' list: a transformer, a pooling, perhaps a normalisation
+    1_Pooling/config.json     which pooling; the folder has the name that modules.json gives it
+    config.json               is_matryoshka, matryoshka_dimensions: may an embedding be cut; as vLLM reads them
+    ARCHITECTURE.pooling_type   of a GGUF file, as llama.cpp reads it; its embeddings are normalised
+
+What these ask for and is not implemented (a dense layer behind the pooling, another kind of it) refuses embeddings by
+name, and nothing else: the model may generate all the same. Files that cannot be meant are refused at the start.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from splittime.core.errors import ConfigError
+from splittime.core.pooling import Pooling
+from splittime.models.fields import MAX_CONFIG_BYTES, Bounds, Fields, read_bounded, read_json
+
+MODULES = "modules.json"
+MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+GIVEN = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+ANY_MODE = "pooling_mode_"
+GGUF_KINDS = ("", "mean", "cls", "last", "")  # none, ..., rank
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+def read_pooling(folder: Path, values: dict[str, object], size: int) -> Pooling:
+    """values: of the folder's config.json. size: of the model's outputs. Raises `ConfigError` for files that cannot be
+    meant."""
+    own = Fields(values)
+    cuts = own.ints("matryoshka_dimensions", Bounds(1, size))
+    plain = Pooling(size=size, sizes=cuts, may_be_cut=own.flag("is_matryoshka", True) or bool(cuts))
+    if not (folder / MODULES).exists():
+        return plain
+    modules = _modules(folder / MODULES)
+    said = msgspec.structs.replace(plain, named_by=MODULES, is_normalised=modules[-1].kind == "Normalize")
+    kinds = [module.kind for module in modules]
+    wanted = ["Transformer", "Pooling", "Normalize"][: max(2, len(kinds))]
+    if kinds != wanted:
+        refusal = f"{MODULES} asks for {', '.join(kinds)}; Transformer, Pooling and Normalize are what there is"
+        return msgspec.structs.replace(said, refusal=refusal)
+    return _of_kind(said, *_kind(folder, modules[1]))
+
+
+def _of_kind(said: Pooling, kind: str, asked: str) -> Pooling:
+    if kind:
+        return msgspec.structs.replace(said, kind=kind)
+    return msgspec.structs.replace(said, refusal=f"pooling by {asked} is not implemented; cls, mean and lasttoken are")
+
+
+def _modules(path: Path) -> list[_Module]:
+    try:
+        modules = msgspec.json.decode(read_bounded(path, MAX_CONFIG_BYTES), type=list[_Module])
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
+    if not modules:
+        raise ConfigError(f"{path} names no module", param="model_path", value=str(path))
+    return modules
+
+
+def _kind(folder: Path, module: _Module) -> tuple[str, str]:
+    """Returns the pooling that a module's folder names, "" for one that is not there, and what it is called."""
+    if Path(module.path).name != module.path or module.path in ("", ".."):
+        said = f"{MODULES} names the folder {module.path!r}, must be the plain name of one beside it"
+        raise ConfigError(said, param="path", value=module.path)
+    fields = Fields(read_json(folder / module.path / "config.json"), file=f"{module.path}/config.json")
+    if (given := fields.text("pooling_mode", "")) != "":
+        return GIVEN.get(given, ""), given
+    asked = [name for name in fields.values if name.startswith(ANY_MODE) and fields.flag(name, False)]
+    names = " and ".join(name.removeprefix(ANY_MODE) for name in asked) or "nothing"
+    return MODES.get(asked[0], "") if len(asked) == 1 else "", names
+
+
+def gguf_pooling(kind: int | None, key: str, size: int) -> Pooling:
+    """kind: what the file has under this key; None and 0: nothing."""
+    if not kind:
+        return Pooling(size=size)
+    return _of_kind(Pooling(size=size, named_by=key), GGUF_KINDS[kind], f"{key} {kind}")
