@@ -46,6 +46,7 @@ ALONE = {
     "gateway.overhead": ["--small"],
     "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
     "gateway.failover": ["--small"],
+    "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],

@@ -71,6 +71,7 @@ def test_answers_that_come_again_would_be_guessed():
     finding = diagnosis.limits[0]
     assert finding.cure.command == """splittime serve --speculative-config '{"method":"suffix"}'"""
     assert finding.share_interval[0] >= 0.1
+    assert "simulate" not in finding.cost, "which takes ledgers with guesses"
     assert "or more" in finding.claim
     assert orjson.loads(orjson.dumps(diagnosis.as_json()))["findings"][0]["name"] == NAME
 

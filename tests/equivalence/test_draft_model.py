@@ -4,6 +4,8 @@ A model of the same weights computes and draws what the model will, to the last 
 keys and values, tokens or counts were not those of the request.
 """
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.draft_sources import drafting_of, model_drafter
 from splittime.runner.drafting import Draft, DraftingRunner, Look
-from splittime.runner.speculative import speculative_config
+from splittime.runner.speculative import SpeculativeConfig, speculative_config
 from splittime.runner.torch_runner import TorchRunner
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
@@ -160,3 +162,38 @@ def test_a_model_in_no_fewer_bits_is_refused(quantization: str) -> None:
     config = RunnerConfig(model_path=str(MODEL), speculative_config=own, quantization=quantization)
     with pytest.raises(ConfigError, match=f"whose weights are {quantization} already"):
         load_torch_runner(config)
+
+
+def test_a_draft_model_is_loaded_as_it_is_asked_for(tmp_path: Path) -> None:
+    """Its own weights in the bits that are asked for, keys and values as the model has them, its own context."""
+    folder = shutil.copytree(model_source.locate("code-draft"), tmp_path / "draft")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 64}))
+    sizes = {"kv_cache_memory_bytes": 16 << 20, "packed_cache": "off"}
+    settings = {**sizes, "kv_cache_dtype": "int8", "num_threads": 1, "activation_dtype": "float32"}
+    asked = SpeculativeConfig(method="draft_model", model=str(folder), quantization="int8")
+    given = {"speculative_config": msgspec.json.encode(asked).decode(), "draft_model_path": str(folder)}
+    drafts = model_drafter(load_runner(**settings, **given), asked).runner.resolved
+    assert (drafts.kv_cache_dtype, drafts.num_threads, drafts.max_model_len) == ("int8", 1, 64)
+    assert "int8" in drafts.weights
+
+
+def test_a_model_s_own_copy_is_of_the_same_weights_in_fewer_bits() -> None:
+    """Random ones too, and where activations are asked for that rounded weights are not multiplied with."""
+    sizes = {"kv_cache_memory_bytes": 16 << 20, "packed_cache": "off", "load_format": "dummy"}
+    own = SpeculativeConfig(method="self")
+    given = {"speculative_config": msgspec.json.encode(own).decode(), "activation_dtype": "float32"}
+    drafts = model_drafter(load_runner(**sizes, **given), own).runner
+    assert drafts.config.load_format == "dummy"
+    assert "int4" in drafts.resolved.weights
+
+
+def test_a_draft_model_that_computes_nothing_finite_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model_source.locate("code-draft"), tmp_path / "draft")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"makes no drafts: .* not finite"):
+        drafting_of(load_runner(speculative_config=DRAFT_MODEL, draft_model_path=str(folder), max_num_seqs=8))

@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
+from driving import Driver
+from driving import Sequence as Driven
 from guessing import Guesser
-from test_engine_equivalence import load_runner, make_prompts
+from test_engine_equivalence import MODEL, load_runner, make_prompts
 
+from splittime.assemble.model_source import load_tokenizer
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError
 from splittime.core.request import Request
@@ -21,11 +24,13 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
 from splittime.runner.drafting import Draft, DraftingRunner, Look
+from splittime.runner.grammars import Grammars
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
+from splittime.text import grammars
 
 MAX_TOKENS = 40
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4}
@@ -139,3 +144,48 @@ def test_drafts_from_the_text_and_past_answers_change_no_token(
     if kind is AllTaken:
         assert second.counts.accepted_draft_tokens > first.counts.accepted_draft_tokens
         assert second.counts.accepted_draft_tokens > 100
+
+
+def letter(text: str) -> int:
+    (token_id,) = load_tokenizer(MODEL).encode(text, add_special_tokens=False)
+    return token_id
+
+
+def prefers(token_id: int, first: int, **fields: object) -> SamplingParams:
+    """It writes the first token where only that may come, and this one before any other."""
+    return SamplingParams(temperature=0.0, seed=0, logit_bias={token_id: 100.0, first: 50.0}, **fields)
+
+
+def dead_ends(good: int, bad: int) -> dict[str, tuple[dict[str, object], str]]:
+    """By name: parameters by which nothing may come behind the second token, and what is said there."""
+    lists = {"allowed_token_ids": (good, bad), "bad_token_ids": ((bad, good), (bad, bad))}
+    words = " | ".join(f'"{number:04}"' for number in range(4000))
+    return {
+        "lists": (lists, "leave no token"),
+        "form": ({"grammar": grammars.of_lark('start: "y"+ ("x" <[0]> "z")?', "g")}, "allows no token"),
+        "parser": ({"grammar": grammars.of_lark(f'start: "y"+ v?\nv: "x" w\nw: {words}', "g")}, "items"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lists", "form", "parser"])
+def test_a_draft_behind_which_nothing_may_come_ends_a_request_only_if_it_is_right(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As without drafts: a wrong one changes nothing, and behind a right one its token is told before the error is."""
+    monkeypatch.setattr(runner.slots, "grammars", Grammars(load_tokenizer(MODEL).to_json, 4096))
+    good, bad = letter("y"), letter("x")
+    fields, said = dead_ends(good, bad)[kind]
+    driver = Driver(runner)
+    wrong = Driven("wrong", make_prompts()[0], prefers(good, good, **fields))
+    driver.prefill(wrong)
+    result = driver.verify(wrong, (bad, good))
+    assert (result.error, result.token_ids) == (None, (good,))
+    assert driver.verify(wrong, (good, good)).token_ids == (good, good, good)
+    right = Driven("right", (*make_prompts()[0], good), prefers(bad, good, **fields))
+    right.prompt_len -= 1  # an output that it has already
+    driver.step({right: right.prompt_len})
+    assert driver.verify(right, (bad, good)).token_ids == (bad,)
+    error = driver.verify(right, ()).error
+    assert error is not None
+    assert said in error.message
+    runner.slots.update(("wrong", "right"), ())

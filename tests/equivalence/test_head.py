@@ -3,6 +3,7 @@ them and wherever they lie."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,14 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.lab.distill.head import Head
 from splittime.lab.distill.student import StudentPlan, read_plan, write_folder
+from splittime.models.weights.head import head_config
+from splittime.models.weights.load import read_config
 from splittime.runner import draft_sources
+from splittime.runner.batch import Batch
 from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_sources import drafting_of, head_drafter
-from splittime.runner.speculative import speculative_config
+from splittime.runner.parked import PAGE_BYTES
+from splittime.runner.speculative import SpeculativeConfig, speculative_config
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -107,18 +112,29 @@ def test_drafts_of_a_head_change_no_token(
     assert generate(drafting, 200)[0] == plain, "after it fell asleep"
 
 
+def told_too(runner: TorchRunner, told: list[torch.Tensor]) -> Callable[[Batch, torch.Tensor], None]:
+    """What a runner does with its hidden states, and notes them, normed."""
+    does = runner.on_hidden
+    assert does is not None
+    return lambda batch, hidden: (does(batch, hidden), told.append(runner.decoder.normed(hidden).float()))[0]
+
+
 def test_the_served_head_is_the_trained_one(tmp_path: Path) -> None:
     """The features that it makes of a text, by the kernels and by the module that is trained."""
     folder, text = write_head(tmp_path, 3), tuple(range(300, 340))
     runner = asking(folder)
     head = head_drafter(runner, speculative_config(runner.config.speculative_config)).runner
-    greedy, made = SamplingParams(temperature=0.0, seed=0), []
-    head.on_hidden = lambda batch, hidden: made.append(head.decoder.normed(hidden).float())
-    left = runner.on_hidden
-    states = []
-    runner.on_hidden = lambda batch, hidden: (left(batch, hidden), states.append(runner.decoder.normed(hidden).float()))
-    for one in (runner, head):
+    greedy, made, states = SamplingParams(temperature=0.0, seed=0), [], []
+    for one, told in ((runner, states), (head, made)):
+        one.on_hidden = told_too(one, told)
         one.run(StepPlan(0, (Row("a", 0, text, (2, 3, 4), 0),), (Admitted("a", text, 1, greedy, ()),)))
+    left = head.decoder.features.data[2:5].flatten(0, 1)
+    assert torch.equal(left[: len(text)], states[0].bfloat16()), "of a text, those that the model made"
+    head.run(StepPlan(1, (Row("a", len(text) - 1, text[-1:], (), 1),)))
+    assert torch.equal(left[: len(text) - 1], states[0].bfloat16()[:-1])
+    assert torch.equal(left[len(text) - 1], made[1].bfloat16()[-1]), "of the token before a draft, the head's own"
+    (row,) = head.run(StepPlan(2, (Row("a", len(text) - 1, text[-1:], (), 1),))).rows
+    assert row.token_ids == (int(runner.decoder.ops.linear(made[2], runner.decoder.head).argmax()),)
     plan = read_plan(MODEL)
     module = Head(plan.shape)
     from splittime.models.weights.checkpoint import Checkpoint
@@ -149,12 +165,54 @@ def test_a_checkpoint_without_a_head_is_refused_by_the_tensor_that_it_lacks() ->
         drafting_of(runner)
 
 
-def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"hidden_size": 512}, "the head has hidden_size 512, and the model 256"),
+        ({"vocab_size": 4097}, "the head has vocab_size 4097, and the model 4096"),
+        ({"rope_theta": 77.0}, r"no layer of the model has rotary positions as the head has them .*rope_theta 77"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(tmp_path: Path, changed: dict[str, object], words: str) -> None:
     write_head(tmp_path, 1)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
-    with pytest.raises(ConfigError, match="the head has hidden_size"):
-        asking(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ConfigError, match=words):
+        drafting_of(asking(tmp_path))
+
+
+def test_a_head_is_a_layer_as_the_last_of_its_folder_s() -> None:
+    config = read_config(MODEL)
+    last = msgspec.structs.replace(config, layers=(config.layers[0], "the last"))
+    assert head_config(last, config) == msgspec.structs.replace(config, layers=("the last",))
+
+
+def test_a_head_that_computes_nothing_finite_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_head(tmp_path, 1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.mtp_layers.0.mlp.down_proj.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"makes no drafts: .* not finite"):
+        drafting_of(asking(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_head", "expected"), [(None, "int8", "int8"), ("int8", None, "int8"), ("int8", "int4", "int4")]
+)
+def test_a_head_has_the_bits_that_are_asked_for_or_the_model_s(
+    tmp_path: Path, of_model: str | None, of_head: str | None, expected: str
+) -> None:
+    runner = asking(write_head(tmp_path, 1), quantization=of_model, kv_cache_memory_bytes=8 << 20, packed_cache="off")
+    drafter = head_drafter(runner, SpeculativeConfig(method="mtp", model=str(tmp_path), quantization=of_head))
+    assert drafter.runner.decoder.joined.scheme.name == expected
+    assert drafter.costs.draft.is_known, "its steps are timed"
+    assert drafter.costs.text_ns > 1
+    features = drafter.runner.decoder.features.data
+    features.fill_(1.0)
+    drafter.forget()
+    assert features.count_nonzero() * features.itemsize <= 2 * PAGE_BYTES, "but for what shares a page with others"
 
 
 def test_prefixes_in_host_memory_do_not_go_with_a_head() -> None:

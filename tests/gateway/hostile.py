@@ -26,6 +26,24 @@ def text_chunk(name: str, text: str) -> dict:
     return {"id": name, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
 
 
+def scored_piece(score: float | None, chat: bool) -> dict:
+    """One token as a choice, with its log-probability; None for a server that tells none."""
+    piece = {"index": 0, "finish_reason": None, **({"delta": {"content": " small"}} if chat else {"text": " small"})}
+    if score is not None:
+        piece["logprobs"] = {"content": [{"logprob": score}]} if chat else {"token_logprobs": [score]}
+    return piece
+
+
+def scored_whole(scores: list, chat: bool) -> dict:
+    pieces = [scored_piece(score, chat) for score in scores]
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
+    choice |= {"message": {"content": " small" * len(pieces)}} if chat else {"text": " small" * len(pieces)}
+    if scores and scores[0] is not None:
+        name = "content" if chat else "token_logprobs"
+        choice["logprobs"] = {name: [one for piece in pieces for one in piece["logprobs"][name]]}
+    return {"id": "x", "choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": len(pieces)}}
+
+
 def event(value) -> bytes:
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
@@ -302,6 +320,29 @@ class Hostile:
             b"[DONE]",
         )
         writer.write(STREAM_HEAD + b"".join(chunk(event(one)) for one in told) + b"0\r\n\r\n")
+        return False
+
+    async def do_scored(self, reader, writer, body) -> bool:
+        """A token for each log-probability in the request's `sure`, told where they are asked for and not `mute`. It
+        waits behind so many tokens (`waits_after`) until it is let go, and with `stays` it never ends by itself."""
+        asked, chat = not (body.get("logprobs") is None or body["logprobs"] is False), "messages" in body
+        if asked and body.get("refuses"):
+            writer.write(whole(400, {"error": {"message": "this model has no logprobs"}}))
+            return False
+        scores = body["sure"] if asked and not body.get("mute") else [None] * len(body["sure"])
+        if not body.get("stream"):
+            writer.write(whole(200, scored_whole(scores, chat)))
+            return False
+        writer.write(STREAM_HEAD + chunk(event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})))
+        for number, score in enumerate(scores):
+            while number == body.get("waits_after") and not self.hold.is_set():
+                await asyncio.sleep(0.005)
+            writer.write(chunk(event({"choices": [scored_piece(score, chat)]})))
+            await writer.drain()
+            await asyncio.sleep(body.get("pause_s", 0))
+        if body.get("stays"):
+            return await self._until_gone("scored", reader)
+        writer.write(b"".join(chunk(event(each)) for each in (LAST, USAGE, b"[DONE]")) + b"0\r\n\r\n")
         return False
 
 

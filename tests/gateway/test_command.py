@@ -25,7 +25,7 @@ def test_a_good_config_is_said_to_be_good(tmp_path):
 def test_what_is_wrong_is_said_with_a_way_out(tmp_path):
     text = upstream("a", "http://127.0.0.1:8000", "m")
     for wrong, words in (
-        ("[escalate]\nto = 'large'\n" + text, ("error: escalate is not built", "hint:  take it out")),
+        ("[hedge]\nafter = 1\n" + text, ("error: hedge is not built", "hint:  take it out")),
         (text + "max_in_flight = 0\n", ("upstream[0].max_in_flight = 0 must be 1 to 65536", "hint:")),
         (text + 'key_env = "NOT_SET_ANYWHERE"\n', ("the environment has no NOT_SET_ANYWHERE", "hint:")),
     ):

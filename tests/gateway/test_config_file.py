@@ -45,6 +45,8 @@ def test_the_least_is_taken():
         (UPSTREAM + '[cache]\nfile = "f"\nvalkey = "redis://h"\n', "cache.file", "f", None),
         (UPSTREAM + '[embedder]\nurl = "ftp://h"\nmodel = "e"\n', "embedder.url", "ftp://h", None),
         ("", "upstream", None, None),
+        (UPSTREAM + "[affinity]\nload_cap = 0.5\n", "affinity.load_cap", 0.5, [1, 100]),
+        (UPSTREAM + "[affinity]\nmax_blocks = 1\n", "affinity.max_blocks", 1, [4096, 2**22]),
         (UPSTREAM + "[tied]\n", "tied.after_s", None, None),
         (UPSTREAM + "[tied]\nafter_s = 1\nquantile = 0.9\n", "tied.after_s", None, None),
         (UPSTREAM + "[tied]\nquantile = 0.1\n", "tied.quantile", 0.1, [0.5, 0.999]),
@@ -82,7 +84,7 @@ def test_nothing_that_is_built_is_called_not_built():
 
     kinds = (config.GatewayConfig, config.UpstreamConfig, config.TenantConfig, config.QueueConfig)
     kinds += (config.RetryConfig, config.BreakerConfig, config.CacheConfig, config.CacheRoute, config.EmbedderConfig)
-    kinds += (config.DegradationConfig,)
+    kinds += (config.DegradationConfig, config.AffinityConfig)
     assert not set(NOT_BUILT) & {name for kind in kinds for name in kind.__struct_fields__}
 
 

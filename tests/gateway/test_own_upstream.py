@@ -15,15 +15,17 @@ from splittime.ledger.stages import Stage
 from splittime.ledger.store import open_readonly
 
 from .conftest import gateway_of, upstream
+from .test_escalation import CHAT, COMPLETIONS, ask, ends, route, who
 from .test_relay import events
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def own(hostile, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     with served() as url:
         text = f'ledger_file = "{folder}/gateway.sqlite"\n'
-        text += upstream("ours", url, "splittime-code", kind="splittime")
+        text += upstream("ours", url, "splittime-code", kind="splittime") + upstream("big", hostile.url("fine"))
+        text += route("never", "big", "splittime-code", -100.0) + route("always", "big", "splittime-code", 0.0)
         with gateway_of(folder, text) as gateway:
             gateway.server_url, gateway.folder = url, folder
             yield gateway
@@ -64,7 +66,7 @@ def _get(url: str) -> bytes:
 
 def test_a_real_client_streams_through_it(own):
     client = OpenAI(base_url=f"{own.url}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["splittime-code"]
+    assert [model.id for model in client.models.list()] == ["splittime-code", "big", "never", "always"]
     stream = client.chat.completions.create(
         model="splittime-code",
         messages=[{"role": "user", "content": "x"}],
@@ -109,3 +111,31 @@ def test_a_server_with_a_queue_is_given_fewer_at_once(tmp_path):
             asked = [threads.submit(gateway.ask, "splittime-code", max_tokens=8) for _ in range(48)]
             assert {one.result()[0] for one in asked} == {200}
             assert gateway.get("/stats")["upstreams"][0]["limit"] <= 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_its_first_tokens_are_looked_at_and_its_answer_is_the_same(own, path, stream):
+    body = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "def f("}
+    body |= {"max_tokens": 6, "temperature": 0, "stream": stream}
+    _, headers, answer, account = ask(own, "never", path, **body)
+    assert who(headers) == ("splittime-code", "choice=small; check=sure")
+    (attempt,) = account.attempts
+    assert (attempt.first_tokens.num_tokens, attempt.nested_fault) == (4, "")
+    assert attempt.first_tokens.mean_logprob < 0
+    _, _, plain, _ = ask(own, "splittime-code", path, **body)
+    assert told_by(answer, stream) == told_by(plain, stream)
+    _, headers, answer, account = ask(own, "always", path, **body)
+    assert who(headers) == ("big", "choice=small; check=unsure")
+    assert ends(account) == [("ours", "unsure"), ("big", "")]
+    assert b"tick" in answer
+
+
+def told_by(answer: bytes, stream: bool) -> tuple[str, list, set]:
+    """The text, the reasons to end, and the log-probabilities of an answer, however its tokens came in chunks."""
+    told = [json.loads(one) for one in events(answer)[:-1]] if stream else [json.loads(answer)]
+    choices = [choice for one in told for choice in one["choices"]]
+    piece = [choice.get("delta") or choice.get("message") or {"content": choice.get("text")} for choice in choices]
+    text = "".join(one.get("content") or "" for one in piece)
+    ended = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return text, ended, {choice["logprobs"] for choice in choices}

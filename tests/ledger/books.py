@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.attempts import Attempt, Considered, NestedStage
+from splittime.ledger.attempts import AffinityDecision, Attempt, Considered, NestedStage
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
@@ -32,11 +32,14 @@ def closed(account: Account, **facts) -> ClosedAccount:
 def attempts(draw, begin_ns: int, end_ns: int) -> Attempt:
     """Any attempt of a gateway's account that lies within these instants."""
     length_ns = draw(st.integers(0, 10**9))
+    cost_ns = draw(st.none() | st.integers(0, 9))
+    considered = Considered("a", draw(st.integers(0, 9)), draw(st.integers(0, 9)), cost_ns, cost_ns)
+    decision = AffinityDecision(result="hit", upstream="a", matched_bytes=draw(st.integers(0, 9)))
     nested = (NestedStage(Stage.DECODE, draw(st.none() | st.sampled_from(Cause)), 0, length_ns),)
     return Attempt(
         upstream=draw(st.sampled_from("ab")),
         request_id="of the attempt",
-        considered=(Considered("a", draw(st.integers(0, 9)), draw(st.integers(0, 9))),),
+        considered=(considered,),
         begin_ns=begin_ns,
         end_ns=end_ns,
         status=draw(st.none() | st.just(200)),
@@ -46,6 +49,7 @@ def attempts(draw, begin_ns: int, end_ns: int) -> Attempt:
         knows_tokens=draw(st.booleans()),
         nested=draw(st.just(()) | st.just(nested)),
         nested_fault=draw(st.sampled_from(["", "a gap"])),
+        affinity=draw(st.none() | st.just(decision)),
     )
 
 

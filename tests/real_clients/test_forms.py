@@ -52,6 +52,19 @@ def test_the_clients_parser_gets_an_object_of_the_callers_class(server: Server) 
         assert all(isinstance(one.age, int) for one in pool.map(lambda seed: parsed(server, seed), range(8)))
 
 
+def test_a_response_is_parsed_whole_and_streamed(server: Server) -> None:
+    asked = {"model": server.model, "input": "Who is it?", "max_output_tokens": 200, "temperature": 0.0}
+    whole = server.client.responses.parse(text_format=Person, **asked)
+    assert isinstance(whole.output_parsed, Person)
+    with server.client.responses.stream(text_format=Person, **asked) as stream:
+        kinds = {event.type for event in stream}
+        last = stream.get_final_response()
+    assert {"response.created", "response.output_text.delta", "response.output_text.done"} <= kinds
+    assert last.output_parsed == whole.output_parsed
+    cut = server.client.responses.create(**asked | {"max_output_tokens": 1}, text=last.text.model_dump(by_alias=True))
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
 def test_vllms_ways_to_ask_and_streams(server: Server) -> None:
     forms = [
         ({"guided_json": SCHEMA}, None),

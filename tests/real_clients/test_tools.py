@@ -69,6 +69,26 @@ def test_a_call_that_is_cut_says_so_and_is_not_completed(server: Server) -> None
         assert "<tool_call>" not in (choice.message.content or "")
 
 
+def test_a_response_calls_and_its_stored_conversation_goes_on(server: Server) -> None:
+    flat = [{"type": "function", **each["function"]} for each in TOOLS]
+    more = {"tools": flat, "tool_choice": {"type": "function", "name": "light"}, "parallel_tool_calls": False}
+    asked = {"model": server.model, "max_output_tokens": 200, "temperature": 0.0}
+    first = server.client.responses.create(input="Which light?", **asked, **more)
+    (call,) = first.output
+    assert (first.status, call.type, call.name) == ("completed", "function_call", "light")
+    assert json.loads(call.arguments)["colour"] in ("red", "green")
+    with server.client.responses.stream(input="Which light?", **asked, **more) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        last = stream.get_final_response()
+    assert "".join(pieces) == last.output[0].arguments == call.arguments
+    gave = [{"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}]
+    asked["max_output_tokens"] = 5
+    second = server.client.responses.create(previous_response_id=first.id, input=gave, **asked)
+    again = [{"role": "user", "content": "Which light?"}, *first.output, *gave]
+    assert second.output_text == server.client.responses.create(input=again, **asked).output_text
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
 @pytest.mark.parametrize(
     ("more", "param", "word"),
     [

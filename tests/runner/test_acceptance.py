@@ -74,14 +74,3 @@ def test_a_request_as_right_as_others_keeps_most_of_its_trust(period: int) -> No
     for number in range(500):
         trust.learn(1 / period, number % period == 0)
         assert trust.factor > 0.7
-
-
-def test_one_recovery_may_stand_for_several() -> None:
-    once, often = Trust(), Trust()
-    for trust in (once, often):
-        trust.learn(6.0, 1)
-    once.recover(5)
-    for _ in range(5):
-        often.recover()
-    assert once.factor == pytest.approx(often.factor)
-    assert once.factor > 0.235

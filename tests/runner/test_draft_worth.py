@@ -5,16 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
-from splittime.runner.draft_worth import MARGIN, DraftCosts, StepWorth
+from splittime.runner.draft_worth import MARGIN, ModelCosts, StepWorth
 
 MS = 1_000_000
 
 
-def costs_of(model_ms: float, row_ms: float, draft_ms: float) -> DraftCosts:
-    costs = DraftCosts()
+def costs_of(model_ms: float, row_ms: float, draft_ms: float) -> ModelCosts:
+    costs = ModelCosts()
     for _ in range(200):
         for num_rows in (1, 9):
             costs.model.learn(num_rows, round((model_ms + row_ms * (num_rows - 1)) * MS))
+        costs.model.learn(1, round((model_ms + row_ms * 8) * MS), 8, 1)
         costs.draft.learn(1, round(draft_ms * MS))
     return costs
 
@@ -41,7 +42,7 @@ def test_as_many_drafts_as_pay_are_the_best_number(
     costs = costs_of(model_ms, row_share * model_ms, draft_ms)
     step_ns, row_ns, draft_ns = (
         costs.model.expected_ns(num_rows),
-        costs.model.ns_per_row,
+        costs.model.ns_per_draft,
         costs.draft.expected_ns(num_rows),
     )
     rates = [
@@ -72,7 +73,7 @@ def test_one_more_draft_must_be_worth_the_step_of_the_draft_model() -> None:
 
 
 def test_steps_of_decode_rows_alone_are_learnt_from() -> None:
-    costs = DraftCosts()
+    costs = ModelCosts()
     decode, prompt = Row("a", 5, (1,), (), 1), Row("b", 0, (1, 2), (0,), 1)
     result = StepResult(0, (RowResult("a", (2,)),), device_ns=3 * MS, sample_ns=MS)
     costs.learn_model(StepPlan(0, (decode, prompt)), result)

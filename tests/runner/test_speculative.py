@@ -1,10 +1,13 @@
 """What `speculative_config` takes, and what it says of what it does not."""
 
+from pathlib import Path
+
 import pytest
+import tiny_checkpoint
 
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
-from splittime.runner import start_memory
+from splittime.runner import draft_sources, start_memory
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.draft_sources import drafting_of
@@ -16,6 +19,7 @@ from splittime.runner.speculative import (
     NONE,
     SpeculativeConfig,
     speculative_config,
+    without_place,
 )
 
 
@@ -116,3 +120,31 @@ def test_auto_goes_by_the_time_of_a_step(step_ms: float, monkeypatch: pytest.Mon
 def test_an_argument_may_be_a_table() -> None:
     found = settings.from_arguments({"speculative_config": {"method": "suffix"}})
     assert speculative_config(found["speculative_config"]) == SpeculativeConfig(method="suffix")
+
+
+def test_where_a_model_lies_is_not_told(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    asked = f'{{"method": "mtp", "model": "{tmp_path}/head/", "num_speculative_tokens": 3}}'
+    told = speculative_config(without_place(asked))
+    assert told == SpeculativeConfig(method="mtp", model="head", num_speculative_tokens=3)
+    for text in (None, NONE, '{"method": "suffix"}', '{"method": "draft_model", "model": "code-draft"}'):
+        assert without_place(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"method": "ngram"}', (16, 64, 2, False)),
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4}', (5, 64, 4, False)),
+        ('{"method": "suffix", "prompt_lookup_min": 3}', (16, 64, 3, True)),
+    ],
+)
+def test_texts_are_looked_up_as_it_is_asked_for(
+    text: str, expected: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(draft_sources, "SuffixDrafter", lambda *sizes: given.append(sizes))
+    tiny_checkpoint.write(tmp_path)
+    settings = {"kernels": "native", "max_model_len": 64, "num_threads": 1, "packed_cache": "off"}
+    drafting_of(load_torch_runner(RunnerConfig(model_path=str(tmp_path), speculative_config=text, **settings)))
+    assert given == [expected]

@@ -19,10 +19,12 @@ MS = 1_000_000
 
 
 def known_costs(ms_without: float, ms_a_row: float) -> RowCosts:
+    """A draft costs what a row does."""
     costs = RowCosts()
     for number in range(400):
         rows = 1 + number % 8
         costs.learn(rows, round((ms_without + ms_a_row * rows) * MS))
+        costs.learn(1, round((ms_without + ms_a_row * (1 + rows)) * MS), rows, 1)
     return costs
 
 
@@ -100,7 +102,7 @@ def test_noise_makes_no_row_cheaper_than_nothing() -> None:
     [
         (0.01, 4),  # nearly free
         (3.0, 2),  # of a step of 10 ms: 2.5 tokens in 16 ms are more than 2.9 in 19
-        (8.0, 1),
+        (7.5, 1),
         (9.9, 0),
     ],
 )
@@ -114,15 +116,18 @@ def test_the_likeliest_drafts_of_the_batch_come_first() -> None:
 
 
 class Exact(RowCosts):
-    """A step of one row takes 100 ns, and each more so many."""
+    """A step of one row takes 100 ns, each more so many, and a draft as many."""
 
     is_known = True  # type: ignore[assignment]
 
-    def __init__(self, ns_per_row: float, ns_per_drafted: float = 0.0) -> None:
-        self.ns_per_row, self.ns_per_drafted = ns_per_row, ns_per_drafted
+    ns_per_draft = ns_per_drafted = 0.0  # type: ignore[assignment]
 
-    def expected_ns(self, num_rows: int) -> float:
-        return 100.0 + self.ns_per_row * (num_rows - 1)
+    def __init__(self, ns_per_row: float, ns_per_drafted: float = 0.0) -> None:
+        self.ns_per_row = self.ns_per_draft = ns_per_row  # type: ignore[misc]
+        self.ns_per_drafted = ns_per_drafted  # type: ignore[misc]
+
+    def expected_ns(self, num_rows: int, num_drafts: int = 0, num_drafted: int = 0) -> float:
+        return 100.0 + self.ns_per_row * (num_rows + num_drafts - 1) + self.ns_per_drafted * num_drafted
 
 
 @pytest.mark.parametrize(("share", "number"), [(1.01, 0), (0.99, 1)])
@@ -152,16 +157,49 @@ def test_no_other_number_of_drafts_would_give_more(chances: list[list[float]], r
 def test_what_a_row_with_drafts_costs_beyond_its_drafts_is_learnt() -> None:
     costs = known_costs(10.0, 0.5)
     for number in range(3000):
-        drafted, drafts = number % 3, 1 + number % 5
-        rows = 4 + drafted * drafts
-        costs.learn(rows, (10.0 + 0.5 * rows + 0.8 * drafted) * MS, drafted)
-    assert costs.ns_per_drafted == pytest.approx(0.8 * MS, rel=0.15)
+        drafted, drafts = number % 3, (number % 3) * (1 + number % 5)
+        costs.learn(4, (12.0 + 0.3 * drafts + 0.8 * drafted) * MS, drafts, drafted)
     assert costs.ns_per_row == pytest.approx(0.5 * MS, rel=0.15)
+    assert costs.ns_per_drafted > costs.ns_per_draft > 0.25 * MS
+    for drafts, drafted in ((1, 1), (6, 2), (10, 2)):
+        took = (12.0 + 0.3 * drafts + 0.8 * drafted) * MS
+        assert costs.expected_ns(4, drafts, drafted) == pytest.approx(took, rel=0.03)
 
 
-def test_plain_steps_say_nothing_of_rows_with_drafts() -> None:
+def test_before_a_step_with_drafts_one_costs_what_a_row_does() -> None:
+    costs = RowCosts()
+    for _ in range(50):
+        costs.learn(1, 10 * MS)
+    assert (costs.ns_per_draft, costs.ns_per_drafted) == (pytest.approx(1 * MS), 0)
+
+
+def test_steps_with_drafts_say_nothing_of_steps_without() -> None:
     costs = known_costs(10.0, 0.5)
-    assert costs.ns_per_drafted == 0
+    before = costs.expected_ns(4), costs.ns_per_row
+    for _ in range(100):
+        costs.learn(4, 30 * MS, 8, 4)
+    assert (costs.expected_ns(4), costs.ns_per_row) == before
+
+
+def test_what_drafts_cost_once_is_forgotten_in_thousands_of_steps_without() -> None:
+    costs = known_costs(9.0, 1.0)
+    for _ in range(40):
+        costs.learn(1, 100 * MS, 8, 1)
+    dear = 8 * costs.ns_per_draft + costs.ns_per_drafted
+    assert dear > 15 * MS
+    for number in range(20_000):
+        costs.learn(1, 10 * MS)
+        assert number > 100 or 8 * costs.ns_per_draft + costs.ns_per_drafted > 0.9 * dear
+    assert costs.ns_per_draft < 1.3 * MS
+
+
+def test_noise_makes_no_draft_cheaper_than_nothing() -> None:
+    rng, costs = random.Random(0), RowCosts()
+    for _ in range(2000):
+        drafted = rng.randint(0, 4)
+        costs.learn(4, round(rng.uniform(1, 20) * MS), rng.randint(drafted, 8 * drafted), drafted)
+        assert costs.ns_per_draft >= 0
+        assert costs.ns_per_drafted >= 0
 
 
 @pytest.mark.parametrize(("ns_per_drafted", "numbers"), [(0.0, [2, 1]), (60.0, [2, 0]), (300.0, [0, 0])])

@@ -1,8 +1,9 @@
 """The law of drafts, in worlds whose steps take what is declared and swing by a tenth: never slower than none by more
-than a few percent, and near the best fixed number, which the scheduler is not told.
+than a few percent, and near the best fixed number, which the scheduler is not told. On a machine whose speed wanders by
+a third as well, more is lost.
 
 It decides by what steps took alone (`core.row_costs`), while each draft's chance is told to it truly. In one step of 64
-a row has a draft more than is believed, as with real drafts.
+a row has a draft more than is believed, as with real drafts, and where all steps have drafts one in 32 has none.
 """
 
 import math
@@ -12,10 +13,11 @@ from typing import NamedTuple
 import pytest
 
 from splittime.core.row_costs import RowCosts
-from splittime.scheduler.speculation import _best_number
+from splittime.scheduler.speculation import MOST_DRAFTED_STEPS, _best_number
 
 STEPS, EXPLORE, MOST = 400, 64, 16
 SWING, SPIKES = 0.1, 0.01
+DRIFT_MEMORY = 0.99  # of the machine's speed, with each step
 
 
 class World(NamedTuple):
@@ -33,6 +35,7 @@ class World(NamedTuple):
 WORLDS = {
     "a small model, whose requests cost more than rows": World(0.3, 0.24, 0.13, 0.02),
     "a large model": World(20.0, 1.0, 1.0, 0.1),
+    "a small one of 256 tokens of text": World(1.0, 0.15, 0.10, 0.03),
     "a middling one": World(9.0, 1.0, 1.0, 0.0),
     "one in which nothing is gained by company": World(0.3, 0.24, 0.24, 0.02),
 }
@@ -52,17 +55,22 @@ def chosen(costs: RowCosts, num_requests: int, accepted: float) -> list[int]:
     return counts
 
 
-def ratio(world: World, num_requests: int, accepted: float, seed: int) -> float:
-    """Returns tokens a second with drafts over without, under the same swings of the machine."""
+def ratio(world: World, num_requests: int, accepted: float, drift: float, seed: int) -> float:
+    """Returns tokens a second with drafts over without, under the same swings of the machine. drift: how far its speed
+    wanders, as a share."""
     rng, costs = random.Random(seed), RowCosts()
-    tokens = took_ms = plain_ms = 0.0
+    tokens = took_ms = plain_ms = speed = 0.0
+    last_plain = 0
     for number in range(1, STEPS + 1):
-        counts = chosen(costs, num_requests, accepted)
-        counts[0] += number % EXPLORE == 0
-        swing = math.exp(rng.gauss(0, SWING)) * (1.5 if rng.random() < SPIKES else 1.0)
+        is_plain = number - last_plain > MOST_DRAFTED_STEPS
+        counts = [0] * num_requests if is_plain else chosen(costs, num_requests, accepted)
+        counts[0] += number % EXPLORE == EXPLORE // 2
+        speed = DRIFT_MEMORY * speed + rng.gauss(0, drift * math.sqrt(1 - DRIFT_MEMORY**2))
+        swing = math.exp(speed + rng.gauss(0, SWING)) * (1.5 if rng.random() < SPIKES else 1.0)
         num_drafts, num_drafted = sum(counts), sum(map(bool, counts))
+        last_plain = last_plain if num_drafts else number
         ms = swing * world.ms(num_requests, num_drafts, num_drafted)
-        costs.learn(num_requests + num_drafts, 1e6 * ms, num_drafted)
+        costs.learn(num_requests, 1e6 * ms, num_drafts, num_drafted)
         tokens += num_requests + sum(sum(chances(accepted)[:count]) for count in counts)
         took_ms, plain_ms = took_ms + ms, plain_ms + swing * world.ms(num_requests, 0, 0)
     return tokens / took_ms * plain_ms / (num_requests * STEPS)
@@ -78,12 +86,15 @@ def best_ratio(world: World, num_requests: int, accepted: float) -> float:
     return max(1.0, *rates)
 
 
+@pytest.mark.parametrize(("drift", "least", "near"), [(0.0, 0.97, 0.92), (0.3, 0.93, 0.87)])
 @pytest.mark.parametrize("accepted", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("num_requests", [1, 4, 16])
 @pytest.mark.parametrize("name", WORLDS)
-def test_drafts_are_never_slower_than_none_and_near_the_best(name: str, num_requests: int, accepted: float) -> None:
+def test_drafts_are_never_slower_than_none_and_near_the_best(
+    name: str, num_requests: int, accepted: float, drift: float, least: float, near: float
+) -> None:
     world = WORLDS[name]
-    found = [ratio(world, num_requests, accepted, seed) for seed in range(3)]
+    found = [ratio(world, num_requests, accepted, drift, seed) for seed in range(3)]
     mean = sum(found) / len(found)
-    assert mean > 0.97
-    assert mean > 0.92 * best_ratio(world, num_requests, accepted)
+    assert mean > least
+    assert mean > near * best_ratio(world, num_requests, accepted)

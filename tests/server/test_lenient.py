@@ -49,7 +49,7 @@ ABSENT = {
     "n_predict": None,
     "response_format": {"type": "text"},
 }
-OF_CHATS = {"echo": False, "include_reasoning": True, "add_special_tokens": False}
+OF_CHATS = {"echo": False, "add_special_tokens": False}
 COMPLETIONS += [({name: value}, name) for name, value in {**NEUTRAL, "add_special_tokens": True}.items()]
 CHATS = [
     *(({name: value}, name) for name, value in {**NEUTRAL, **OF_CHATS}.items()),
@@ -108,7 +108,6 @@ OTHER_VALUES = {
 del OTHER_VALUES["spaces_between_special_tokens"]  # between what is left out
 OTHER_VALUES_OF_CHATS = {
     "echo": True,
-    "include_reasoning": False,
     "add_special_tokens": True,
     "chat_template": "{{ 1 }}",
     "documents": [{}],

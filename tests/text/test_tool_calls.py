@@ -1,37 +1,108 @@
 """Calls of tools: what the grammar of a family allows, its parser reads back, wherever the text is cut into pieces."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import llguidance
 import pytest
+import tokenizers
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
-from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template, grammar_of_calls
+from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
+from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import ToolParser
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "required": ["city"]}
 CITY |= {"$defs": {"name": {"type": "string"}}, "additionalProperties": False}
-TOOLS = [Tool("weather", CITY, False), Tool("now", {"type": "object"}, False)]
-NAMES = {"weather", "now"}
+MIXED = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer"},
+        "is_on": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kinds": {"type": "array", "items": {"enum": ["a", "b"]}},
+        "colour": {"enum": ["red", "green"]},
+    },
+    "required": ["count", "kinds"],
+}
+TOOLS = [Tool("weather", CITY, False), Tool("now", {"type": "object"}, False), Tool("mix", MIXED, False)]
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 ARGUMENTS = '{"city": "a } \\" <tool_call> [é"}'
-QWEN = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
-within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>,
-"arguments": <args-json-object>}{% endif %}"""
-LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+TWO = (("weather", ARGUMENTS), ("now", "{}"))
+MIXTURE = ("mix", '{"count": 3, "is_on": true, "note": "12 (", "kinds": ["a", "b"], "colour": "red"}')
+SHORT_MIXTURE = ("mix", '{"count": -1, "kinds": []}')
+
+
+def members(arguments: str, calls: Sequence[tuple[str, str]]) -> list[str]:
+    return [f'{{"name": "{name}", "{arguments}": {given}}}' for name, given in calls]
+
+
+def tagged(before: str, between: str, after: str, given: str) -> str:
+    """A text as it is; a text that could be taken for something else, and anything else, as JSON."""
+    values = json.loads(given).items()
+    shown = [(key, value if isinstance(value, str) and value != "12 (" else json.dumps(value)) for key, value in values]
+    return "".join(f"{before}{key}{between}{value}{after}" for key, value in shown)
+
+
+def pythonic(calls: Sequence[tuple[str, str]]) -> list[str]:
+    def value(given: object) -> str:
+        return str(given) if isinstance(given, bool) else json.dumps(given, ensure_ascii=False)
+
+    listed = [(name, json.loads(given).items()) for name, given in calls]
+    return [f"{name}({', '.join(f'{key}={value(each)}' for key, each in given)})" for name, given in listed]
 
 
 def written(family: str, *calls: tuple[str, str]) -> str:
-    form = FAMILIES[family]
-    one = [f'{form.begin}{{"name": "{name}", "{form.arguments}": {arguments}}}{form.end}' for name, arguments in calls]
-    return form.between.join(one)
+    """The calls as models of this family were taught to write them."""
+    match family:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in members("arguments", calls))
+        case "llama3_json":
+            return "; ".join(members("parameters", calls))
+        case "qwen3_coder":
+            args = [(name, tagged("<parameter=", ">\n", "\n</parameter>\n", given)) for name, given in calls]
+            return "\n".join(
+                f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>" for name, given in args
+            )
+        case "glm45":
+            marks = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+            return "\n".join(f"<tool_call>{name}\n{tagged(*marks, given)}</tool_call>" for name, given in calls)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in calls)
+        case "mistral_list":
+            return f"[TOOL_CALLS] [{', '.join(members('arguments', calls))}]"
+        case "deepseek_v3":
+            begin, end = (
+                "<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+                "\n```<\uff5ctool▁call▁end\uff5c>",
+            )
+            listed = "\n".join(f"{begin}{name}\n```json\n{given}{end}" for name, given in calls)
+            return f"<\uff5ctool▁calls▁begin\uff5c>{listed}<\uff5ctool▁calls▁end\uff5c>"
+        case "deepseek_v31":
+            begin, end = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
+            listed = "".join(f"{begin}{name}<\uff5ctool▁sep\uff5c>{given}{end}" for name, given in calls)
+            return f"<\uff5ctool▁calls▁begin\uff5c>{listed}<\uff5ctool▁calls▁end\uff5c>"
+        case "kimi_k2":
+            begin, between = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+            numbered = [
+                f"{begin}{name}:{at}{between}{given}<|tool_call_end|>" for at, (name, given) in enumerate(calls)
+            ]
+            return f"<|tool_calls_section_begin|>{''.join(numbered)}<|tool_calls_section_end|>"
+        case "pythonic":
+            return f"[{', '.join(pythonic(calls))}]"
+        case "lfm2":
+            return f"<|tool_call_start|>[{', '.join(pythonic(calls))}]<|tool_call_end|>"
+        case "olmo3":
+            return "<function_calls>\n" + "\n".join(pythonic(calls)) + "\n</function_calls>"
+    raise AssertionError(family)
 
 
-def parsed(family: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolParser(FAMILIES[family], NAMES)
+def parsed(family: str, *texts: str) -> tuple[str, list[tuple[str, str]]]:
+    parser = ToolParser(FAMILIES[family], SCHEMAS)
     content, calls = "", []
-    for piece, is_end in [*((piece, False) for piece in pieces), ("", True)]:
+    for piece, is_end in [*((piece, False) for piece in texts), ("", True)]:
         found = parser.push(piece, is_end=is_end)
         content += found.content
         for delta in found.calls:
@@ -43,32 +114,45 @@ def parsed(family: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     return content, calls
 
 
-@pytest.fixture(scope="module")
-def tokens() -> llguidance.LLTokenizer:
+def vocabulary(*added: str) -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer]:
     folder = Path(splittime.__file__).parent / "packaged" / "code"
-    return llguidance.LLTokenizer((folder / "tokenizer.json").read_text())
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(list(added))
+    return backend, llguidance.LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size())
 
 
-def allows(tokens: llguidance.LLTokenizer, grammar: str, text: str) -> bool:
+@pytest.fixture(scope="module")
+def plain() -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer]:
+    return vocabulary()
+
+
+def allows(vocabulary, grammar: str, text: str) -> bool:
+    backend, tokens = vocabulary
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    ids = tokens.tokenize_str(text)
+    ids = backend.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-TWO = (("weather", ARGUMENTS), ("now", "{}"))
 CASES = [
     (family, text, content, calls)
     for family in FAMILIES
     for text, content, calls in [
-        ("a plain <b> text, {} and <tool", "a plain <b> text, {} and <tool", []),
+        ("a plain <b> text, {} and <tool [", "a plain <b> text, {} and <tool [", []),
         (written(family, TWO[0]), "", [TWO[0]]),
         (written(family, *TWO), "", list(TWO)),
-        (written(family, *TWO)[:-1], "", list(TWO)),
+        (written(family, MIXTURE, SHORT_MIXTURE), "", [MIXTURE, SHORT_MIXTURE]),
     ]
 ]
 CASES += [
-    ("hermes", "first\n" + written("hermes", *TWO) + "\n then ", "first\n\n then", list(TWO)),
+    (family, written(family, *TWO)[:-1], "", list(TWO)) for family in FAMILIES if family not in ("glm45", "mistral")
+]  # whose last character says that the arguments end
+CASES += [
+    (family, f"first\n{written(family, *TWO)}\n then ", "first\n\n then", list(TWO))
+    for family in FAMILIES
+    if not FAMILIES[family].is_bare
+]
+CASES += [
     ("hermes", written("hermes", ("other", "{}")) + "x", '\n{"name": "other", "arguments": {}}\nx', []),
     ("hermes", "<tool_call>\nnothing of it", "\nnothing of it", []),
     ("hermes", '<tool_call>\n{"name": "wea', "", []),
@@ -76,6 +160,49 @@ CASES += [
     ("llama3_json", '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
     ("llama3_json", '{"a": 1}', '{"a": 1}', []),
     ("llama3_json", '{"name": "weather", "parameters": {"city": "x', "", [("weather", '{"city": "x')]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=other>\n</function>\n</tool_call>",
+        "\n<function=other>\n</function>\n",
+        [],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\n  x\n", "", [("weather", '{"city": "  x\\n')]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\n\n  x\n\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", '{"city": "\\n  x\\n"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call> <function=mix> <parameter=is_on>True</parameter> <parameter=note>None</parameter>"
+        "<parameter=other>7</parameter></function></tool_call>",
+        "",
+        [("mix", '{"is_on": true, "note": null, "other": 7}')],
+    ),
+    ("glm45", "<tool_call>other\n</tool_call>!", "other\n!", []),
+    (
+        "glm45",
+        "<tool_call>mix <arg_key>count</arg_key> <arg_value>5</arg_value> </tool_call>",
+        "",
+        [("mix", '{"count": 5}')],
+    ),
+    ("mistral", "[TOOL_CALLS]other[ARGS]{}", "other[ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [("now", "{}")]),
+    ("mistral_list", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "a}[bcdefgh"}]', "", [("now", "{}")]),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|to", "", []),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[]", "[]", []),
+    ("pythonic", "[", "[", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    (
+        "pythonic",
+        "[mix(count=1, note='it\\'s (', kinds=('a', {'b': None}), is_on=False)]",
+        "",
+        [("mix", '{"count": 1, "note": "it\'s (", "kinds": ["a", {"b": null}], "is_on": false}')],
+    ),
+    ("pythonic", "[now(1, 'x'), now()]", "", [("now", "{}"), ("now", "{}")]),
+    ("pythonic", "[weather(city='x", "", [("weather", '{"city": ')]),
 ]
 
 
@@ -87,30 +214,79 @@ def test_an_answer_is_read_the_same_wherever_it_is_cut(family: str, text: str, c
     assert parsed(family, *text) == (content, calls)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_grammar_allows_what_the_parser_reads_and_no_other_call(tokens, family: str) -> None:
+def check_grammar(vocabulary, family: str, token_ids: dict[str, int]) -> None:
     form = FAMILIES[family]
-    forced = grammar_of_calls(form, TOOLS, may_answer=False, may_repeat=True)
-    assert allows(tokens, forced, written(family, *TWO))
-    for wrong in ("text", "", written(family, ("other", "{}")), written(family, ("weather", "{}"))):
-        assert not allows(tokens, forced, wrong), wrong
-    once = grammar_of_calls(form, TOOLS, may_answer=False, may_repeat=False)
-    assert allows(tokens, once, written(family, TWO[0]))
-    assert not allows(tokens, once, written(family, *TWO))
-    free = grammar_of_calls(form, TOOLS, may_answer=True, may_repeat=True)
-    assert allows(tokens, free, "a text")
-    assert allows(tokens, free, written(family, *TWO))
-    assert not allows(tokens, free, written(family, ("weather", "{}")))
-    assert allows(tokens, free, "before " + written(family, TWO[1])) == bool(form.begin) or not form.begin
+    forced = grammar_of_calls(form, TOOLS, may_answer=False, may_repeat=True, token_ids=token_ids)
+    for calls in (TWO, (MIXTURE,), (SHORT_MIXTURE, TWO[1])):
+        assert allows(vocabulary, forced, written(family, *calls)), calls
+    for wrong in (("other", "{}"), ("weather", "{}"), ("mix", '{"count": "x", "kinds": []}'), ("mix", '{"count": 1}')):
+        assert not allows(vocabulary, forced, written(family, wrong)), wrong
+    assert not any(allows(vocabulary, forced, text) for text in ("text", ""))
+    once = grammar_of_calls(form, TOOLS, may_answer=False, may_repeat=False, token_ids=token_ids)
+    assert allows(vocabulary, once, written(family, TWO[0]))
+    assert not allows(vocabulary, once, written(family, *TWO))
+    free = grammar_of_calls(form, TOOLS, may_answer=True, may_repeat=True, token_ids=token_ids)
+    assert allows(vocabulary, free, "a text")
+    assert allows(vocabulary, free, written(family, *TWO))
+    assert not allows(vocabulary, free, written(family, ("weather", "{}")))
+    assert form.is_bare or allows(vocabulary, free, "before " + written(family, TWO[1]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_grammar_allows_what_the_parser_reads_and_no_other_call(plain, family: str) -> None:
+    check_grammar(plain, family, {})
+
+
+MARKS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+    "mistral_list": ("[TOOL_CALLS]",),
+    "deepseek_v3": (
+        *("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>", "<\uff5ctool▁call▁begin\uff5c>"),
+        *("<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁sep\uff5c>"),
+    ),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+}
+
+
+@pytest.mark.parametrize("family", MARKS)
+def test_marks_that_are_tokens_are_spelled_by_those_tokens(family: str) -> None:
+    backend, tokens = vocabulary(*MARKS[family])
+    ids = {mark: backend.token_to_id(mark) for mark in MARKS[family]}
+    call = TWO[1] if family == "hermes" else TWO[0]  # a mark within an argument is a token too
+    forced = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=False, may_repeat=True, token_ids=ids)
+    assert allows((backend, tokens), forced, written(family, call).replace("<tool_call> [é", "é"))
+    free = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=True, may_repeat=True, token_ids=ids)
+    assert allows((backend, tokens), free, "before " + written(family, TWO[1]))
+    assert not allows((backend, tokens), free, "before " + written(family, ("other", "{}")))
+
+
+TEMPLATES = {
+    "hermes": """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
+        between <tool_call></tool_call>: <tool_call>\\n{"name": .., "arguments": ..}{% endif %}""",
+    "llama3_json": 'Write {"name": the function, "parameters": its arguments by name}.',
+    "qwen3_coder": "<tool_call>\\n<function=a_name>\\n<parameter=a_key>\\nits value\\n</parameter>\\n</function>",
+    "glm45": "<tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>",
+    "mistral": "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + arguments }}",
+    "mistral_list": "{{ '[TOOL_CALLS] [' }}",
+    "deepseek_v3": "'<\uff5ctool▁calls▁begin\uff5c>' + name + '\\n```json\\n' + tool['function']['arguments']",
+    "deepseek_v31": "'<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>' + name + '<\uff5ctool▁sep\uff5c>'",
+    "kimi_k2": "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}{% endif %}",
+    "pythonic": "Write [func_name1(params_name1=params_value1), func_name2(params)].",
+    "lfm2": "List of tools: <|tool_list_start|>[",
+    "olmo3": "<function_calls></function_calls>",
+}
 
 
 def test_families_are_found_by_template_and_by_name() -> None:
-    assert family_of_template(QWEN).name == "hermes"
-    assert family_of_template(LLAMA).name == "llama3_json"
+    assert {name: family_of_template(template).name for name, template in TEMPLATES.items()} == {
+        name: name for name in FAMILIES
+    }
     assert family_of_template("").name == "hermes"
     assert family_named("llama3_json").arguments == "parameters"
-    with pytest.raises(ConfigError, match="pythonic") as refused:
-        family_named("pythonic")
+    with pytest.raises(ConfigError, match="harmony") as refused:
+        family_named("harmony")
     assert "hermes, llama3_json" in str(refused.value.info.hint)
 
 
@@ -121,4 +297,12 @@ def test_a_schema_too_deep_is_refused_by_the_tools_place() -> None:
     with pytest.raises(RequestError) as refused:
         grammar_of_calls(FAMILIES["hermes"], [Tool("f", deep, False)], may_answer=False, may_repeat=True)
     assert refused.value.info.param == "tools[0].function.parameters"
-    assert json.dumps(deep)
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "string", "pattern": "x"}}}, {"minProperties": 1}])
+def test_what_texts_between_marks_cannot_be_held_to_is_refused_by_keyword(family: str, schema: dict) -> None:
+    with pytest.raises(RequestError) as refused:
+        grammar_of_calls(FAMILIES[family], [Tool("f", schema, False)], may_answer=False, may_repeat=True)
+    assert refused.value.info.value in ("pattern", "minProperties")
+    assert refused.value.info.param == "tools[0].function.parameters"

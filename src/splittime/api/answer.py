@@ -22,6 +22,7 @@ from splittime.api.answer_structs import (
     ChatCompletion,
     Completion,
     CompletionChoice,
+    CompletionTokensDetails,
     PromptTokensDetails,
     Timing,
     TokenUsage,
@@ -53,7 +54,8 @@ class Renderer:
         self._head: dict[str, Any] = {"id": group_id, "created": int(time.time()), "model": ask.model}
         self.is_plain = not ask.return_token_ids and ask.sampling.logprobs is None
         self._usage_field: dict[str, Any] = {"usage": None} if ask.include_usage else {}
-        self._is_preformatted = self.is_plain and not ask.continuous_usage and ask.tool_use is None
+        self._is_told_apart = ask.tool_use is not None or ask.reasoning is not None
+        self._is_preformatted = self.is_plain and not ask.continuous_usage and not self._is_told_apart
         self._tool_answers: dict[int, ToolAnswer] = {}
         self._opened: set[int] = set()
         self._plain_parts = self._preformat()
@@ -78,8 +80,8 @@ class Renderer:
             before, between, after = self._plain_parts
             return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(new.text), after)
         piece = {**self._piece(choice, new), "finish_reason": None}
-        if self.ask.tool_use is not None and self.is_plain and not piece["delta"]:
-            return b""  # what came may be a mark's beginning
+        if self._is_told_apart and self.is_plain and not piece["delta"]:
+            return b""  # what came may be a mark's beginning, or is not shown
         return self._opening(choice) + self._event(piece, **self._so_far(choice, choice.num_output_tokens))
 
     def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
@@ -109,14 +111,15 @@ class Renderer:
         """The tokens of one choice up to this chunk, for whoever asked for them in each."""
         if not self.ask.continuous_usage:
             return {}
-        return {"usage": _counted(len(choice.request.prompt_token_ids), output_tokens, choice.cached_tokens)}
+        prompt_tokens, reasoning = len(choice.request.prompt_token_ids), _reasoning_tokens([choice])
+        return {"usage": _counted(prompt_tokens, output_tokens, choice.cached_tokens, reasoning)}
 
     def _tool_answer(self, choice: Choice) -> ToolAnswer | None:
         """Returns the calls of a choice that may have some."""
         if self.ask.tool_use is None:
             return None
         if choice.index not in self._tool_answers:
-            self._tool_answers[choice.index] = ToolAnswer(self.ask.tool_use.parser())
+            self._tool_answers[choice.index] = ToolAnswer(self.ask.tool_use.parser(), self.ask.tool_use.family.ids)
         return self._tool_answers[choice.index]
 
     def _finish_word(self, choice: Choice) -> FinishWord:
@@ -125,13 +128,24 @@ class Renderer:
 
     def _piece(self, choice: Choice, new: NewOutput) -> dict[str, Any]:
         piece = {"index": choice.index, **self._form.piece(new)}
-        if (tools := self._tool_answer(choice)) is not None:
-            piece["delta"] = tools.delta(tools.push(new.text, is_end=choice.is_done))
+        if self._is_told_apart:
+            piece["delta"] = self._delta(choice, new)
         if self.ask.return_token_ids:
             piece["token_ids"] = list(new.token_ids)
             if choice.index not in self._opened:
                 piece["prompt_token_ids"] = list(choice.request.prompt_token_ids)
         return piece
+
+    def _delta(self, choice: Choice, new: NewOutput) -> dict[str, Any]:
+        """Returns what is new of a message, by what it is."""
+        delta = {"reasoning_content": new.reasoning} if new.reasoning and self._shows_reasoning else {}
+        if (tools := self._tool_answer(choice)) is not None:
+            return delta | tools.delta(tools.push(new.text, is_end=choice.is_done))
+        return delta | {"content": new.text} if new.text else delta
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.ask.reasoning is not None and self.ask.reasoning.is_shown
 
     def _event(self, piece: dict[str, Any], **more: Any) -> bytes:
         return b"data: " + _json(self._chunk([piece], **more)) + b"\n\n"
@@ -155,6 +169,8 @@ class Renderer:
         if (tools := self._tool_answer(choice)) is not None:
             new = new._replace(text=tools.push(new.text, is_end=True).content)
             more = {"calls": tools.calls}
+        if not self._shows_reasoning:
+            new = new._replace(reasoning="")
         return self._form.whole(
             new,
             **more,
@@ -179,12 +195,20 @@ def usage(choices: Sequence[Choice], n: int) -> TokenUsage:
     """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
     prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
-    return _counted(prompt_tokens, completion_tokens, sum(choice.cached_tokens for choice in choices[::n]))
+    cached_tokens = sum(choice.cached_tokens for choice in choices[::n])
+    return _counted(prompt_tokens, completion_tokens, cached_tokens, _reasoning_tokens(choices))
 
 
-def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> TokenUsage:
-    total_tokens = prompt_tokens + completion_tokens
-    return TokenUsage(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
+def _reasoning_tokens(choices: Sequence[Choice]) -> int | None:
+    """Returns None for a model that does not reason."""
+    found = [choice.reasoning.num_tokens for choice in choices if choice.reasoning is not None]
+    return sum(found) if found else None
+
+
+def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning: int | None) -> TokenUsage:
+    total_tokens, details = prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+    of_completion = UNSET if reasoning is None else CompletionTokensDetails(reasoning)
+    return TokenUsage(prompt_tokens, completion_tokens, total_tokens, details, of_completion)
 
 
 def timing(choice: Choice, now_ns: int) -> Timing:
@@ -260,9 +284,9 @@ class ChatForm(CompletionForm):
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def whole(self, new: NewOutput, calls: Sequence[ToolCall] = (), **more: Any) -> ChatChoice:
-        message = AssistantMessage(content=new.text)
+        message = AssistantMessage(content=new.text, reasoning_content=new.reasoning or UNSET)
         if calls:
-            message = AssistantMessage(content=new.text or None, tool_calls=list(calls))
+            message.content, message.tool_calls = new.text or None, list(calls)
         return ChatChoice(message=message, logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:

@@ -16,11 +16,18 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: Annotated[int, Meta(description="Of the completion, with the marks around the reasoning.")]
+
+
 class TokenUsage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: (
+        Annotated[CompletionTokensDetails, Meta(description="Of models that reason.")] | UnsetType
+    ) = UNSET
 
 
 class CompletionChoice(Struct, kw_only=True):
@@ -59,6 +66,9 @@ class ToolCall(Struct, kw_only=True):
 class AssistantMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: (
+        Annotated[str, Meta(description="What a model that reasons wrote before its answer.")] | UnsetType
+    ) = UNSET
     refusal: None = None
     tool_calls: Annotated[list[ToolCall], Meta(description="Where tools were called.")] | UnsetType = UNSET
 

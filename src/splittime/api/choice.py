@@ -20,6 +20,7 @@ from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
+from splittime.text.reasoning import ReasoningParser
 
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this after the last token is the client's doing
 
@@ -38,6 +39,7 @@ class NewOutput(NamedTuple):
     text: str
     token_ids: Sequence[int]
     scored: Sequence[Scored]
+    reasoning: str = ""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class Choice:
     echo: Echo | None = None
     hides_output: bool = False  # echo with max_tokens 0
     prompt_hashes: PromptHashes = NO_HASHES
+    reasoning: ReasoningParser | None = None  # of a model that reasons
     pooled: bytes = b""  # of an embedding, as `RowResult` has it
     token_ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -77,6 +80,7 @@ class Choice:
     has_started: bool = False  # a step has computed part of it: it left the queue
     is_closed: bool = False
     _new_text: list[str] = field(default_factory=list)
+    _new_reasoning: list[str] = field(default_factory=list)
     _num_taken: int = 0
     _num_scored_taken: int = 0
     _heard_ns: int = 0
@@ -130,13 +134,24 @@ class Choice:
                 num_bytes += 100
             if self.hides_output or (i == last and output.stop_token_id is not None):
                 continue
+            if self.reasoning is not None:
+                self.reasoning.note_token(self.text.num_chars)
             text = self.text.push(token_id)
             if text:
-                self._new_text.append(text)
+                self._say(text)
                 num_bytes += len(text)
             if self.text.stop_string is not None:
                 break
         return num_bytes
+
+    def _say(self, text: str, *, is_end: bool = False) -> None:
+        """The answer's text goes on, or ends: with content, or with reasoning."""
+        if self.reasoning is None:
+            self._new_text.append(text)
+            return
+        reasoning, content = self.reasoning.push(text, is_end=is_end)
+        self._new_reasoning.append(reasoning)
+        self._new_text.append(content)
 
     def _offset(self) -> int:
         return self.text.num_chars + (len(self.echo.text) if self.echo is not None else 0)
@@ -153,6 +168,7 @@ class Choice:
     def _end_at_stop_string(self, ready_ns: int, output: RequestOutput) -> None:
         self.account.extend(mark for mark in output.marks if mark.begin_ns <= ready_ns)
         self.account.enter(Stage.DELIVER, ready_ns)
+        self._say("", is_end=True)
         self.finish_reason = FinishReason.STOP
 
     def _end_as_said(self, ready_ns: int, output: RequestOutput) -> None:
@@ -160,7 +176,7 @@ class Choice:
         if output.finish_reason is None:
             return
         if not self.hides_output:
-            self._new_text.append(self.text.flush())
+            self._say(self.text.flush(), is_end=True)
         self.finish_reason = FinishReason.STOP if self.text.stop_string is not None else output.finish_reason
         self.error = self.error or output.error
         self.pooled = output.pooled
@@ -184,17 +200,18 @@ class Choice:
 
     def take(self) -> NewOutput:
         """All that no chunk holds yet; it counts as taken from now on."""
-        text = "".join(self._new_text)
+        text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
         self._new_text.clear()
+        self._new_reasoning.clear()
         token_ids, scored = self.token_ids[self._num_taken :], self.scored[self._num_scored_taken :]
         self._num_taken, self._num_scored_taken = len(self.token_ids), len(self.scored)
         if self.hides_output:
             return NewOutput(text, (), scored[: len(self.request.prompt_token_ids)])
-        return NewOutput(text, token_ids, scored)
+        return NewOutput(text, token_ids, scored, reasoning)
 
     @property
     def has_new_text(self) -> bool:
-        return any(self._new_text)
+        return any(self._new_text) or any(self._new_reasoning)
 
     def note_written(self, num_tokens: int, now_ns: int) -> None:
         """The next `num_tokens` tokens have been given to the socket."""

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -37,6 +37,7 @@ _MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `\$(.*)`)?$
 _TOO_LONG = re.compile(r"Expected `array` of length <= (\d+)")
 _TEXT_OR_OPENING = re.compile(rb'"(?:[^"\\]+|\\.)*+"?|([{\[])', re.DOTALL)  # a text that never ends goes to the end
 _NUMBERS = re.compile(rb"\[[0-9\s,.eE+-]{64,}+\]")
+_PLACE = re.compile(r"(?: - at `\$([^`]*)`)?$")
 _AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 
 
@@ -47,6 +48,20 @@ def decode_body(body: bytes, kind: type[Body], *, is_strict: bool = False) -> Bo
     if is_strict:
         _refuse_without_effect(value)
     return value
+
+
+def convert_part(value: Any, kind: type[Body], at: str, *, is_strict: bool = False) -> Body:
+    """Returns a part of a body, which has been read as plain values, as a value of its class. at: its place in the
+    body. Raises `RequestError` as `decode_body` does."""
+    try:
+        part = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(
+            _PLACE.sub(lambda found: f" - at `$.{at}{found[1] or ''}`", str(error), count=1), kind
+        ) from error
+    if is_strict:
+        _refuse_without_effect(part, at)
+    return part
 
 
 def _decoded(body: bytes, kind: type[Body]) -> Body:
@@ -168,9 +183,10 @@ def _refusal(message: str, kind: type[Strict]) -> RequestError:
         return RequestError(f"{name} is missing", code="missing_field", param=name)
     located = _AT_PATH.match(message)
     param = located[2] if located else None
+    refusals: Mapping[str, str] = getattr(kind, "refusals", UNSUPPORTED)
     for name in re.findall(r"[a-z_]+", param or ""):
-        if name in UNSUPPORTED and name not in kind.meant:
-            why = f"{param}: {UNSUPPORTED[name]}"
+        if name in refusals:
+            why = f"{param}: {refusals[name]}"
             return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
     too_long = _TOO_LONG.search(message)
     if too_long:
@@ -190,9 +206,9 @@ def _join(path: str | None, name: str) -> str:
     return f"{path.lstrip('.')}.{name}" if path else name
 
 
-def _refuse_without_effect(body: msgspec.Struct) -> None:
+def _refuse_without_effect(body: msgspec.Struct, at: str = "") -> None:
     """Raises `RequestError` naming the first field of the body, at any depth, that is given and has no effect."""
-    for path in _given_without_effect(body, ""):
+    for path in _given_without_effect(body, at):
         raise RequestError(
             f"{path} has no effect here",
             code="unsupported_field",

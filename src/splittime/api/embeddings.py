@@ -29,6 +29,7 @@ from splittime.core.errors import EngineError, RequestError
 from splittime.core.pooling import LEAST_LENGTH, NO_FILE, Pooling
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
+from splittime.text.answer_marks import AnswerMarks
 from splittime.text.foreign_code import require_at_most
 from splittime.text.tokenizer import Tokenizer
 
@@ -86,9 +87,9 @@ class EmbeddingAsk(Ask):
 
 
 def embedding_ask(
-    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = ""
+    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
 ) -> EmbeddingAsk:
-    """timing: a header asks for it. Raises `RequestError`."""
+    """timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
     check_model(body.model, model)
     pooling = model.pooling
     require_pooling(pooling, model.name, body.dimensions)

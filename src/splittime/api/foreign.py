@@ -1,5 +1,6 @@
 """What is refused by name, and what to do instead: fields of our bodies at a value that would have an effect
-(`UNSUPPORTED`), and fields of other servers' APIs that our bodies do not have (`WAYS_OUT`).
+(`UNSUPPORTED`; `RESPONSES_UNSUPPORTED` of the Responses API's), and fields of other servers' APIs that our bodies do
+not have (`WAYS_OUT`).
 
 `OF_SERVERS` lists what vLLM's and llama.cpp's APIs add to OpenAI's; docs/reference/foreign_fields.md shows what becomes
 of each here.
@@ -39,7 +40,6 @@ UNSUPPORTED = {
     "dry_multiplier": "DRY is not supported; repetition_penalty and frequency_penalty are",
     "timings_per_token": "the header X-Include-Timing, or stream_options.include_timing, asks for times",
     "echo": "a chat is not echoed; /v1/completions echoes its prompt",
-    "include_reasoning": "reasoning is part of the text; it is not told apart",
     "chat_template": "the model's own template is used; chat_template_kwargs are its variables",
     "documents": "no template is given documents but as chat_template_kwargs",
     "mm_processor_kwargs": "only texts are supported",
@@ -56,6 +56,25 @@ UNSUPPORTED = {
     "web_search_options": "web search is not supported",
 }
 
+
+RESPONSES_UNSUPPORTED = {
+    "background": "a response is made while its client waits; stream it",
+    "conversation": "conversations have no names; previous_response_id goes on from a stored response",
+    "include": "nothing is added to a response; /v1/chat/completions answers with logprobs",
+    "reasoning": "how much a model reasons is not set here; chat_template_kwargs at /v1/chat/completions may set it",
+    "truncation": "an input is never cut; send fewer items, and /tokenize counts them",
+    "top_logprobs": "/v1/chat/completions answers with logprobs",
+    "max_tool_calls": "no tool is called here, so that none are counted; parallel_tool_calls false allows one call",
+    "prompt": "prompts are not stored; send instructions and input",
+    "context_management": "an input is never made shorter; send fewer items",
+    "include_obfuscation": "events are not padded",
+    "verbosity": "say in instructions how long an answer is to be",
+    "tool_choice": 'auto, none, required and {"type": "function", "name": ..} are the choices',
+    "annotations": "a text has no annotations",
+    "logprobs": "a text is sent back without logprobs",
+    "namespace": "functions have no namespaces",
+    "caller": "calls are the model's own",
+}
 
 _ONE_SAMPLER = "temperature, top_p, top_k and min_p choose among the tokens"
 _ONE_PENALTY = "repetition_penalty, presence_penalty and frequency_penalty are the ones here"
@@ -84,7 +103,7 @@ WAYS_OUT = {
     "response_fields": "every answer has all its fields",
     "lora": "one model is served",
     "image_data": "only texts are supported",
-    "reasoning_format": "reasoning is part of the text; it is not told apart",
+    "reasoning_format": "include_reasoning false leaves it out; --reasoning-parser none leaves it in the text",
     "parse_tool_calls": "the text is answered as it is",
 }
 

@@ -17,7 +17,10 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_n: Annotated[int, Doc("Largest n.", 1, 128)] = 16
     max_choices: int = 128
     tool_call_parser: Annotated[
-        str | None, Doc("How the model writes calls of tools: hermes or llama3_json. Default: by its chat template.")
+        str | None, Doc("How the model writes calls of tools, as hermes or mistral. Default: by its chat template.")
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Doc("How it marks reasoning: think, or none (it is text). Default: by its chat template.")
     ] = None
 
 

@@ -14,6 +14,8 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.api.ranking import Ranking, ScoreList
+from splittime.api.response_items import ItemCall, ItemCallOutput, ItemMessage
+from splittime.api.responses import OfferedFunction, ResponsesBody, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -43,12 +45,12 @@ _DEADLINE = (
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
-    "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
-    "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
     "CountTokensBody": {"messages": _HELLO},
+    "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -92,19 +94,19 @@ def document(
     return described
 
 
-IN_WORDS = (HopsBody, MessagesBody, CountTokensBody)
-
-
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text, *IN_WORDS)
+    others = (Ranking, ScoreList, MessagesBody, CountTokensBody)
+    responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
+    kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *others, *responses)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
 
 def _paths(knobs: Schema) -> Schema:
     limit = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}, "Most entries; default 100.")
     slower = _query("slower_than_ms", {"type": "number", "minimum": 0}, "Only requests that took longer.")
-    name, request_id = _in_path("name"), _in_path("request_id")
+    name, request_id, response_id = map(_in_path, ("name", "request_id", "response_id"))
     models = _get("The models served", answer="Models", errors=(503,))
     html = {"text/html": {"schema": TEXT}}
     return {
@@ -115,6 +117,11 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
+        "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
+        "/v1/responses/{response_id}": {
+            "get": _get("A stored response", [response_id], errors=(400, 404)),
+            "delete": _get("Forget it", [response_id], errors=(400, 404)),
+        },
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},

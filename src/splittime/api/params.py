@@ -13,6 +13,7 @@ import msgspec
 
 from splittime.api.forms import grammar_of
 from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.reasoning import ReasoningUse, reasoning_use_of
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
@@ -21,11 +22,11 @@ from splittime.api.schema import (
     GenerationBody,
     TokenizeBody,
 )
-from splittime.api.tools import ToolUse, tool_use_of
+from splittime.api.tools import ToolUse, as_template_reads, tool_use_of
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
+from splittime.text.answer_marks import AnswerMarks
 from splittime.text.foreign_code import require_at_most
-from splittime.text.tool_families import family_named, family_of_template
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
@@ -44,6 +45,7 @@ class Ask:
     prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`, by `template_options`.
     sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
     echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
+    shown_ids: special tokens that are part of the text, as marks in it.
     """
 
     endpoint: str
@@ -64,6 +66,8 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     tool_use: ToolUse | None = None
+    reasoning: ReasoningUse | None = None
+    shown_ids: frozenset[int] = frozenset()
 
     @property
     def is_chat(self) -> bool:
@@ -81,11 +85,11 @@ class Ask:
 
 
 def ask_of(
-    body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = ""
+    body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
 ) -> Ask:
-    """timing: a header asks for it. template: of the model's chats. Raises `RequestError`."""
+    """timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
     if isinstance(body, ChatBody):
-        return _ask_chat(body, model, limits, timing, template)
+        return _ask_chat(body, model, limits, timing, marks)
     return _ask_completion(body, model, limits, timing)
 
 
@@ -102,9 +106,9 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
     return _check_against_model(ask, model, limits)
 
 
-def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str) -> Ask:
+def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> Ask:
     max_tokens = _to_the_end(_max_tokens(body, limits), limits)
-    tool_use = _tool_use(body, limits, template)
+    tool_use, reasoning = tool_use_of(body, marks), reasoning_use_of(body, marks)
     _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ask = _ask("chat", body, model, limits, timing)
@@ -113,7 +117,9 @@ def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool
     ask = replace(
         ask,
         tool_use=tool_use,
-        messages=tuple(message.to_template() for message in body.messages),
+        reasoning=reasoning,
+        shown_ids=marks.shown_ids if tool_use or reasoning else frozenset(),
+        messages=as_template_reads(body, marks),
         template_options=template_options(body) | told,
         sampling=_held_to_calls(sampling, tool_use),
     )
@@ -132,12 +138,6 @@ def _max_tokens(body: ChatBody, limits: BodyLimits) -> int | None:
 def _to_the_end(max_tokens: int | None, limits: BodyLimits) -> int | None:
     """None, "to the end of the context", for the -1 by which llama.cpp and others write it."""
     return None if max_tokens == -1 and not limits.strict else max_tokens
-
-
-def _tool_use(body: ChatBody, limits: BodyLimits, template: str) -> ToolUse | None:
-    named = limits.tool_call_parser
-    family = family_of_template(template) if named is None else family_named(named)
-    return tool_use_of(body, family, is_told="tools" in template)
 
 
 def _held_to_calls(sampling: SamplingParams, tool_use: ToolUse | None) -> SamplingParams:

@@ -1,12 +1,17 @@
 """Which tools an answer may call, of a chat's body: what the template is told, what the answer is held to, and how its
 text is read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from splittime.api.schema import ChatBody, NamedTool
 from splittime.core.errors import RequestError
-from splittime.text.tool_families import MAX_TOOLS, Tool, ToolFamily, grammar_of_calls
+from splittime.text.answer_marks import AnswerMarks
+from splittime.text.tool_families import MAX_TOOLS, Tool, ToolFamily
+from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import ToolParser
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -14,28 +19,29 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """An answer that may call tools. told: as the chat template reads them. grammar: what the answer is held to; ""
+    """An answer that may call tools. tools: the schema of the arguments, by the tool's name. told: as the chat template
+    reads them. grammar: what the answer is held to; ""
     where the model is free."""
 
     family: ToolFamily
-    names: frozenset[str]
+    tools: Mapping[str, Mapping[str, Any]]
     told: tuple[dict[str, Any], ...]
     grammar: str
 
     def parser(self) -> ToolParser:
-        return ToolParser(self.family, self.names)
+        return ToolParser(self.family, self.tools)
 
 
-def tool_use_of(body: ChatBody, family: ToolFamily, *, is_told: bool) -> ToolUse | None:
-    """Returns None where no tool can be called. is_told: the chat template writes the tools into the prompt. Raises
-    RequestError, which names the field, for tools that cannot be."""
+def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
+    """Returns None where no tool can be called. Raises RequestError, which names the field, for tools that cannot
+    be."""
     choice = "none" if not body.tools and body.tool_choice in (None, "auto") else body.tool_choice or "auto"
     if choice == "none":
         return None
     if not body.tools:
         raise RequestError("tool_choice asks for a call, and there are no tools", param="tool_choice")
     tools = _checked(body)
-    if choice == "auto" and not is_told:
+    if choice == "auto" and not marks.tells_tools:
         raise RequestError(
             "tools: the model's chat template does not write them, so that the model would not know of them",
             code="unsupported_field",
@@ -48,9 +54,27 @@ def tool_use_of(body: ChatBody, family: ToolFamily, *, is_told: bool) -> ToolUse
     grammar = ""
     if choice != "auto" or any(tool.is_strict for tool in tools) or not may_repeat:
         callable_tools = [_named(tools, choice)] if isinstance(choice, NamedTool) else tools
-        grammar = grammar_of_calls(family, callable_tools, may_answer=choice == "auto", may_repeat=may_repeat)
+        grammar = grammar_of_calls(
+            marks.tools,
+            callable_tools,
+            may_answer=choice == "auto",
+            may_repeat=may_repeat,
+            token_ids=marks.token_ids,
+        )
     told = tuple({"type": "function", "function": _as_told(each)} for each in body.tools)
-    return ToolUse(family, frozenset(tool.name for tool in tools), told, grammar)
+    return ToolUse(marks.tools, {tool.name: tool.parameters for tool in tools}, told, grammar)
+
+
+def as_template_reads(body: ChatBody, marks: AnswerMarks) -> tuple[dict[str, Any], ...]:
+    """Returns the messages as the chat template reads them: the arguments of earlier calls as an object, or a text."""
+    messages = tuple(message.to_template() for message in body.messages)
+    if marks.joins_arguments:
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                arguments = call["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    call["function"]["arguments"] = msgspec.json.encode(arguments).decode()
+    return messages
 
 
 def _as_told(given: Any) -> dict[str, Any]:

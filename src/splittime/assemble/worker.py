@@ -20,6 +20,7 @@ from splittime.drive.worker import Tell, Timeline, work
 from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
 from splittime.runner.config import RunnerConfig
+from splittime.runner.speculative import without_place
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
@@ -119,7 +120,8 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
 def _facts(config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner", known: Machine) -> ServerFacts:
     """By their flags' names: what was asked, then what the machine decided, then what the scheduler goes by."""
     resolved = msgspec.structs.asdict(runner.resolved)
-    decided = {name: resolved[name] for name in DECIDED}
+    guessing = {"speculative_config": without_place(resolved["speculative_config"])}
+    decided = {name: resolved[name] for name in DECIDED} | guessing
     asked = {name: value for name, value in msgspec.structs.asdict(config.runner).items() if name not in NOT_TOLD}
     return ServerFacts(
         version=__version__,

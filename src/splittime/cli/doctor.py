@@ -1,4 +1,4 @@
-"""`splittime doctor`: what holds the requests back, from a running server, a ledger file, or a run of a bench.
+"""`splittime doctor`: what holds requests back, from a running server, a ledger file, a run of a bench, or an incident.
 
 `--self` looks at the installation instead (`assemble.installation`), and needs no server.
 
@@ -38,7 +38,7 @@ MAX_LIMIT = 10_000
 LATEST = 1000  # what the server's page reads too (`diagnose.books.LIVE_ACCOUNTS`)
 NOBODY = (
     "Is `splittime serve` running there? Name another: `splittime doctor http://host:port`; "
-    "or a file: `splittime doctor FILE`, a ledger or a bench's run."
+    "or a file: `splittime doctor FILE`, a ledger, a bench's run or an incident."
 )
 _LINE = 80
 WHOLE_FROM = 1e5  # figures are told without a fraction
@@ -51,6 +51,7 @@ Examples:
   splittime doctor http://host:9000 --no-probe   the same, watched only
   splittime doctor runs/today.sqlite         a ledger file, also after a crash
   splittime doctor run.json --json           a bench run, of any server
+  splittime doctor incident.zip              what `splittime incident` wrote
   splittime doctor --no-sizes                at once, without each gain
   splittime doctor --self                    is this installation sound?
 
@@ -61,7 +62,7 @@ Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
 @fails_clearly
 def doctor(
     source: Annotated[
-        str, typer.Argument(metavar="[URL|LEDGER.sqlite|RUN.json]", help="A server, its ledger file, or a bench's run.")
+        str, typer.Argument(metavar="[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", help="What to look at.")
     ] = DEFAULT_URL,
     limit: Annotated[
         int, typer.Option("--limit", metavar="N", min=1, max=MAX_LIMIT, help="The latest so many requests.")
@@ -77,6 +78,9 @@ def doctor(
         bool,
         typer.Option("--sizes/--no-sizes", help="Replay the latest requests with each cure: what would it gain?"),
     ] = True,
+    part: Annotated[
+        str | None, typer.Option("--source", metavar="NAME", help="Of an incident with several: which, as server-1.")
+    ] = None,
     is_self: Annotated[
         bool, typer.Option("--self", help="Check this installation: kernels, libraries, memory, extras.")
     ] = False,
@@ -88,7 +92,7 @@ def doctor(
     from splittime.diagnose.doctor import diagnose
 
     try:
-        books = _read(source, limit, api_key, probe)
+        books = _read(source, limit, api_key, probe, part)
     except EngineError as error:  # nobody there is no finding
         say_error(error)
         raise typer.Exit(CANNOT_TELL) from None
@@ -146,9 +150,10 @@ def _check_installation(as_json: bool) -> int:
     return code
 
 
-def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Books":
+def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: str | None) -> "Books":
     """A URL is asked; a file says by its content what it is."""
     from splittime.diagnose.books import books_from_file
+    from splittime.diagnose.incident.bundle import books_in, is_incident
     from splittime.diagnose.live import books_from_server
 
     if source.startswith(("http://", "https://")):
@@ -162,6 +167,10 @@ def _read(source: str, limit: int, api_key: str | None, is_probing: bool) -> "Bo
             "Give a URL (http://...), a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)."
         )
         raise NotFound(f"{source!r} is neither a URL nor a file", param="source", value=source, hint=hint)
+    if is_incident(path):
+        return books_in(path, part, limit)
+    if part is not None:
+        raise ConfigError(f"{path} is no incident, and has no sources", param="source", value=part)
     return books_from_file(path, limit=limit)
 
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import gateway_audit, gateway_inventory, gateway_lint, gateway_rehearse, gateway_versions
+from splittime.cli import (
+    gateway_audit,
+    gateway_evaluate,
+    gateway_inventory,
+    gateway_lint,
+    gateway_rehearse,
+    gateway_versions,
+)
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
 
@@ -50,6 +57,9 @@ app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="Lis
 app.command(name="lint", epilog=gateway_lint.EXAMPLES, short_help="What prompts carry for nothing.")(gateway_lint.lint)
 app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
     gateway_rehearse.rehearse
+)
+app.command(name="evaluate", epilog=gateway_evaluate.EXAMPLES, short_help="Cost and worth of routing by difficulty.")(
+    gateway_evaluate.evaluate
 )
 app.command(name="apply", epilog=gateway_versions.EXAMPLES, short_help="Give a running gateway another config.")(
     gateway_versions.apply

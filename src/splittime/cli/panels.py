@@ -20,6 +20,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "served_model_name",
         "chat_template",
         "tool_call_parser",
+        "reasoning_parser",
         "generation_config",
         "load_format",
         "max_n",
@@ -69,6 +70,9 @@ PANELS: dict[str, tuple[str, ...]] = {
         "slow_reader_buffer_bytes",
         "tokenize_cpu_s",
         "tokenize_memory_bytes",
+        "max_stored_responses",
+        "max_stored_response_bytes",
+        "stored_response_s",
     ),
     "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes"),
 }

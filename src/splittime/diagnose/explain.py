@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from splittime.diagnose.explain_attempts import attempt_lines, in_ms
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import TIED_LOST, RouteDecision
 from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -93,49 +93,14 @@ def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
     text = _heading(account)
     for key, total_ns in totals_ns.items():
         text.append_text(_stage_line(account, key, total_ns))
-    text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{_ms(sum(totals_ns.values())):>10}  100.0\n")
+    text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{in_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(account, totals_ns))
-    text.append(_attempts(account))
+    text.append("".join(_wrapped(line) for line in attempt_lines(account)))
     in_its_time = steps_of(account, steps)
     text.append_text(_tokens(account, in_its_time))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
     return text if device is None else text.append(_wrapped(sentence(device)))
-
-
-def _attempts(account: ClosedAccount) -> str:
-    """A gateway's account: who was asked, among whom, and what the upstream says of its own time."""
-    lines = [] if account.routing is None else [_rule_words(account.routing)]
-    if account.degraded:
-        lines.append(f"a lesser answer, of the stage {account.degraded} of the gateway's ladder")
-    for attempt in account.attempts:
-        others = ", ".join(f"{one.upstream} with {one.requests} requests" for one in attempt.considered)
-        ending = attempt.error or f"answered {attempt.status}"
-        lasted = _ms(attempt.end_ns - attempt.begin_ns)
-        lines.append(f"upstream {attempt.upstream} ({lasted} ms): {ending}; chosen of {others}")
-        if attempt.resumed_by:
-            lines.append(
-                f"  it went on after {attempt.resumed_after} tokens of the one before, by {attempt.resumed_by}"
-            )
-        if attempt.tied_to:
-            lost = f", and lost: it had a prompt of about {attempt.lost_tokens} tokens"
-            lines.append(f"  it raced with {attempt.tied_to}{lost if attempt.error == TIED_LOST else ''}")
-        totals_ns: dict[Stage, int] = {}
-        for stage in attempt.nested:
-            totals_ns[stage.stage] = totals_ns.get(stage.stage, 0) + stage.end_ns - stage.begin_ns
-        if totals_ns:
-            stages = ", ".join(f"{stage.value} {_ms(ns)}" for stage, ns in totals_ns.items())
-            lines.append(f"  its own account, ms: {stages}")
-        if attempt.nested_fault:
-            lines.append(f"  its own account is not nested: {attempt.nested_fault}")
-    return "".join(f"{_wrapped(line)}" for line in lines)
-
-
-def _rule_words(decision: RouteDecision) -> str:
-    """What a gateway's rules said, and under which config."""
-    rule = f"by the rule {decision.rule}" if decision.rule else "by no rule"
-    model = decision.model if decision.model == decision.asked_model else f"{decision.asked_model} as {decision.model}"
-    return f"routed {rule}: {model} (policy {decision.policy})"
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -150,11 +115,11 @@ def bar(account: ClosedAccount) -> Text:
     text = Text("|")
     for stage in by_stage:
         text.append(LETTERS[stage] * cells[stage.value], style=STYLES[stage])
-    text.append(f"| {_ms(derive.e2e_ns(account))} ms")
+    text.append(f"| {in_ms(derive.e2e_ns(account))} ms")
     for i, (stage, duration_ns) in enumerate(by_stage.items()):
         text.append("  " if i % LEGEND_PER_LINE else "\n")
         text.append(f"{LETTERS[stage]} ", style=STYLES[stage])
-        text.append(f"{f'{stage.value} {_ms(duration_ns)}':<23}")
+        text.append(f"{f'{stage.value} {in_ms(duration_ns)}':<23}")
     return text
 
 
@@ -167,7 +132,7 @@ def _heading(account: ClosedAccount) -> Text:
     preempted = f", {_many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
     asked, answered = _many(account.prompt_tokens, "prompt token"), _many(account.output_tokens, "output token")
     tokens = f"{asked}{cached}, {answered}{preempted}"
-    text.append(_wrapped(f"{tokens}, {_ms(derive.e2e_ns(account))} ms from first byte to last"))
+    text.append(_wrapped(f"{tokens}, {in_ms(derive.e2e_ns(account))} ms from first byte to last"))
     if account.error is not None:
         text.append(_wrapped(account.error.message), style="red")
     return text.append(f"\n{'stage: cause':<29}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>10}{'%':>7}\n", "dim")
@@ -180,7 +145,7 @@ def _stage_line(account: ClosedAccount, key: Key, total_ns: int) -> Text:
     text = Text(f"{name:<29}|")
     text.append(_timeline(account, key), style=STYLES[stage])
     room = 10 - max(0, len(name) - 29)  # a long name moves its bar, not the figures
-    return text.append(f"|{_ms(total_ns):>{room}}{percent:>7.1f}\n")
+    return text.append(f"|{in_ms(total_ns):>{room}}{percent:>7.1f}\n")
 
 
 def _timeline(account: ClosedAccount, key: Key) -> str:
@@ -203,7 +168,7 @@ def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
     for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
         name = f"{stage.value}: {cause.value}" if cause is not None else stage.value
         why = f"{CAUSE_MEANING[cause]}." if cause is not None else STAGE_MEANING[stage] + _NO_CAUSE.get(stage, "")
-        line = Text(_wrapped(f"{name} {_ms(duration_ns)} ms: {why}"))
+        line = Text(_wrapped(f"{name} {in_ms(duration_ns)} ms: {why}"))
         line.stylize(STYLES[stage], 0, len(name))
         text.append_text(line)
     return text
@@ -214,14 +179,14 @@ def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
     if ttft_ns is None:
         passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
         return Text(f"\n{passed_on or 'No token was written.'}\n")
-    text = Text(f"\nTTFT {_ms(ttft_ns)} ms")
+    text = Text(f"\nTTFT {in_ms(ttft_ns)} ms")
     if tpot_ns is not None:
-        text.append(f", TPOT {_ms(tpot_ns)} ms")
+        text.append(f", TPOT {in_ms(tpot_ns)} ms")
     if stall is None:
         return text.append("\n")
     gaps = derive.percentiles(derive.itl_ns(account), (50, 99))
-    text.append(f", ITL p50 {_ms(gaps['p50'])} p99 {_ms(gaps['p99'])} ms\n")
-    text.append(f"Longest gap {_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
+    text.append(f", ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms\n")
+    text.append(f"Longest gap {in_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
     text.append(f"which step {stall.step_id} made.\n")
     return text.append_text(_steps_of_stall(account, stall, steps))
 
@@ -234,7 +199,7 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
         return Text("The records of its steps are no longer kept.\n")
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
-    took = f"{_ms(longest.end_ns - longest.begin_ns)} ms (device {_ms(longest.device_ns)}{_how(longest)})"
+    took = f"{in_ms(longest.end_ns - longest.begin_ns)} ms (device {in_ms(longest.device_ns)}{_how(longest)})"
     held = f"{longest.prefill_tokens} prefill and {_many(longest.decode_tokens, 'decode token')}"
     ran = f"{_many(len(during), 'step')} ran meanwhile"
     text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
@@ -249,9 +214,9 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
 
 def _how(step: StepRecord) -> str:
     """Time between ranks; the step's execution on a device apart, and how long that had waited for it."""
-    shared = f", {_ms(step.collective_ns)} between ranks" if step.collective_ns else ""
+    shared = f", {in_ms(step.collective_ns)} between ranks" if step.collective_ns else ""
     padded = f" with {step.padded_rows} rows padded" if step.padded_rows else ""
-    waited = f", {_ms(step.gap_ns)} waited before" if step.gap_ns else ""
+    waited = f", {in_ms(step.gap_ns)} waited before" if step.gap_ns else ""
     return shared if step.execution == "host" else f"{shared}, {step.execution}{padded}{waited}"
 
 
@@ -262,7 +227,7 @@ def _copies(account: ClosedAccount, steps: Sequence[StepRecord]) -> str:
         (sum(step.restored_blocks for step in own), "from", sum(step.restore_ns for step in own)),
         (sum(step.offloaded_blocks for step in own), "to", sum(step.offload_ns for step in own)),
     )
-    parts = [f"{_many(blocks, 'block')} {way} host memory in {_ms(ns)} ms" for blocks, way, ns in told if blocks]
+    parts = [f"{_many(blocks, 'block')} {way} host memory in {in_ms(ns)} ms" for blocks, way, ns in told if blocks]
     return _wrapped(f"Its steps copied {' and '.join(parts)}.") if parts else ""
 
 
@@ -272,10 +237,6 @@ def _many(number: int, thing: str) -> str:
 
 def _wrapped(words: str) -> str:
     return textwrap.fill(words, LINE_COLUMNS, subsequent_indent="  ") + "\n"
-
-
-def _ms(duration_ns: float) -> str:
-    return f"{duration_ns / 1e6:.3f}" if duration_ns < 1e9 else f"{duration_ns / 1e6:.1f}"
 
 
 GAP_SENTENCES = {

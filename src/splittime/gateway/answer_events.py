@@ -5,7 +5,7 @@ usage, the timing and the end stand there. Nothing else is decoded.
 """
 
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,6 +45,20 @@ class NestedAccount(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
+class AnswerEditor(Protocol):
+    """What stands between an upstream's answer and its client."""
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether an event is longer than any may be."""
+
+    def edit(self, piece: bytes) -> bytes:
+        """Returns the events of a stream that the client may have now."""
+
+    def edit_whole(self, body: bytes) -> bytes:
+        """Returns an answer that is no stream, as the client may have it."""
+
+
 class WholeEvents:
     """Bytes of a stream up to the end of its latest whole event: if it breaks off, what the client is told then does
     not stand in the middle of an event."""
@@ -68,6 +82,9 @@ class WholeEvents:
         whole = bytes(self._rest[:end])
         del self._rest[:end]
         return whole
+
+    def edit_whole(self, body: bytes) -> bytes:
+        return body
 
 
 class AnswerEvents:

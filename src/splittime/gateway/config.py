@@ -30,6 +30,7 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once.", 1, 65536)] = 64
+    region: Annotated[Name | None, Doc("Where it is; requests go to the nearest region.")] = None
     resume: Annotated[
         bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")
     ] = False
@@ -76,6 +77,28 @@ class RuleConfig(Strictly, frozen=True, kw_only=True):
     upstreams: Annotated[tuple[str, ...], Doc("The upstreams that may have them; default: all of the model.")] = ()
 
 
+class EscalateConfig(Strictly, frozen=True, kw_only=True):
+    """`escalate` of a `[[difficulty]]`: nothing of the small model's answer is given before its first tokens have been
+    looked at; where it seems unsure, the large one is asked in its place."""
+
+    below: Annotated[float, Doc("The mean log-probability below which the large one is asked.", -100, 0)]
+    tokens: Annotated[int, Doc("Of how many first tokens; of all of a shorter answer.", 1, 256)] = 16
+
+
+class DifficultyConfig(Strictly, frozen=True, kw_only=True):
+    """`[[difficulty]]`: a name for which a small or a large model is asked, by the text of the request."""
+
+    model: Annotated[str, Doc("The name that requests use; no upstream has it.")]
+    small: Annotated[str, Doc("The small model, of an upstream.")]
+    large: Annotated[str, Doc("The large model, of an upstream.")]
+    labels: Annotated[
+        str | None, Doc("JSONL file of prompts and what the small one's answers were worth; default: all go to it.")
+    ] = None
+    target: Annotated[float, Doc("The worth of answers that is to be expected, at the least.", 0, 1)] = 0.95
+    neighbours: Annotated[int, Doc("How many of the file's prompts, the most alike, decide.", 1, 1000)] = 16
+    escalate: EscalateConfig | None = None
+
+
 class QueueConfig(Strictly, frozen=True, kw_only=True):
     """`[queue]`: what waits while every upstream of its model is full."""
 
@@ -109,6 +132,17 @@ class TiedConfig(Strictly, frozen=True, kw_only=True):
     quantile: Annotated[
         float | None, Doc("Longer than such a share of the model's latest streams waited for theirs.", 0.5, 0.999)
     ] = None
+
+
+class AffinityConfig(Strictly, frozen=True, kw_only=True):
+    """`[affinity]`: a request goes to the upstream that served the longest beginning of its prompt of late, beyond what
+    most conversations share, unless that has much more to do than the others."""
+
+    load_cap: Annotated[float, Doc("It may have so many times the tokens of the least loaded one,", 1, 100)] = 1.25
+    slack_tokens: Annotated[int, Doc("so many beyond that, and those that it need not compute again.", 0)] = 4096
+    max_blocks: Annotated[
+        int, Doc("Pieces of 256 bytes that are remembered, of all prompts; 0.3 KB each.", 4096, 2**22)
+    ] = 65_536
 
 
 class BreakerConfig(Strictly, frozen=True, kw_only=True):
@@ -203,10 +237,12 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     upstream: tuple[UpstreamConfig, ...]
     tenant: tuple[TenantConfig, ...] = ()
     rule: tuple[RuleConfig, ...] = ()
+    difficulty: tuple[DifficultyConfig, ...] = ()
     aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
     tied: TiedConfig | None = None
+    affinity: AffinityConfig | None = None
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
     cache: CacheConfig = CacheConfig()
@@ -217,6 +253,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     lint: LintConfig | None = None
     canary: CanaryConfig = CanaryConfig()
     audit: AuditConfig | None = None
+    region: Annotated[Name | None, Doc("Where it is: of equally near upstreams, those there come first.")] = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()

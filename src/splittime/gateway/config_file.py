@@ -18,13 +18,16 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import check
 from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
+    AffinityConfig,
     AuditConfig,
     BreakerConfig,
     CacheConfig,
     CacheRoute,
     CanaryConfig,
     DegradationConfig,
+    DifficultyConfig,
     EmbedderConfig,
+    EscalateConfig,
     GatewayConfig,
     LintConfig,
     QueueConfig,
@@ -37,6 +40,8 @@ from splittime.gateway.config import (
 )
 from splittime.gateway.degrade.check import check_ladder
 from splittime.gateway.routing.check import check_routing
+from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
@@ -47,9 +52,12 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[upstream]]", UpstreamConfig),
     ("[[tenant]]", TenantConfig),
     ("[[rule]]", RuleConfig),
+    ("[[difficulty]]", DifficultyConfig),
+    ("[difficulty.escalate]", EscalateConfig),
     ("[queue]", QueueConfig),
     ("[retries]", RetryConfig),
     ("[tied]", TiedConfig),
+    ("[affinity]", AffinityConfig),
     ("[breaker]", BreakerConfig),
     ("[cache]", CacheConfig),
     ("[[cache_route]]", CacheRoute),
@@ -65,12 +73,9 @@ NOT_BUILT = {
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
-    "escalate": "there is no routing by difficulty; a [[rule]] can go by length, header or tenant",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
-    "prefix_affinity": "upstreams of one model are chosen by load alone",
-    "region": "upstreams of one model are chosen by load alone",
     "root_path": "the gateway's paths begin at /",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
@@ -82,13 +87,16 @@ _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", 
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_INDEX = re.compile(r"\[[^\]]*\]")  # of a table among others
 
 
 class Secrets(NamedTuple):
-    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys."""
+    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges:
+    made of files of labels, by the model of their `[[difficulty]]`."""
 
     upstream_keys: dict[str, str]
     holders: tuple[tuple[bytes, Tenant], ...]
+    judges: Mapping[str, DifficultyJudge] = {}
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -118,6 +126,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_budgets(config)
     _check_names("rule", [rule.name for rule in config.rule])
     check_routing(config)
+    check_regions(config)
     if config.tracing is not None:
         _check_url("tracing.url", config.tracing.url)
     if not is_loopback(config.host) and not config.tenant:
@@ -131,7 +140,8 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
 
 
 def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = None) -> Secrets:
-    """Returns the keys that the config points at. Raises `ConfigError`, without the key, for one that is not there."""
+    """Returns the keys and labels that the config points at. Raises `ConfigError`, without the key, for one that is not
+    there. Takes up to half a minute for long files of labels."""
     environment = os.environ if environment is None else environment
     keys = {}
     for number, upstream in enumerate(config.upstream):
@@ -143,7 +153,7 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
     if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
         keys[TRACING] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
-    return Secrets(keys, tuple(holders))
+    return Secrets(keys, tuple(holders), judges_of(config))
 
 
 # ---- what is refused
@@ -167,28 +177,30 @@ def _unknown_key(name: str, path: str) -> ConfigError:
     if name in NOT_BUILT:
         hint = f"take it out: {NOT_BUILT[name]}"
         return ConfigError(f"{full} is not built", code="not_built", param=full, hint=hint)
-    table = path.split("[")[0].split(".")[0]
-    known = [field.name for field in msgspec.structs.fields(_struct_of(table))]
+    known = [field.name for field in msgspec.structs.fields(_struct_of(path))]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
     return ConfigError(f"{full}: no such key", code="unknown_key", param=full, hint=hint)
 
 
-def _struct_of(table: str) -> type[msgspec.Struct]:
-    if not table:
-        return GatewayConfig
-    return next(kind for name, kind in TABLES if name.strip("[]") == table)
+def _struct_of(path: str) -> type[msgspec.Struct]:
+    tables, table = {name.strip("[]"): kind for name, kind in TABLES}, _INDEX.sub("", path).lstrip(".")
+    return tables.get(table) or tables.get(table.split(".")[0], GatewayConfig)
 
 
 def _check_bounds(config: GatewayConfig) -> None:
-    lists = {name: getattr(config, name) for name in ("upstream", "tenant", "rule", "cache_route", "degradation")}
+    names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
+    lists = {name: getattr(config, name) for name in names}
     _check_table("", config)
-    for name in ("queue", "retries", "tied", "breaker", "cache", "embedder", "canary", "audit"):
+    for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
             _check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
             _check_table(f"{name}[{number}]", table)
+    for number, route in enumerate(config.difficulty):
+        if route.escalate is not None:
+            _check_table(f"difficulty[{number}].escalate", route.escalate)
 
 
 def _check_table(path: str, table: msgspec.Struct) -> None:
@@ -227,6 +239,7 @@ def _check_url(param: str, url: str) -> None:
 def check_cache(config: GatewayConfig) -> None:
     """Raises `ConfigError` for a route of a model that nobody serves or that stands twice, or for two stores."""
     served = {model for upstream in config.upstream for model in upstream.models}
+    served |= {route.model for route in config.difficulty}
     for number, route in enumerate(config.cache_route):
         param = f"cache_route[{number}].model"
         if route.model not in served:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
+from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import chance, part_of, retry_after_s
 from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
 from splittime.gateway.upstreams import Routed, Router
@@ -49,18 +50,20 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
+        prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. draw: from 0 to 1,
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix:
+        of its prompt, for affinity. draw: from 0 to 1,
         the request's own; the lower, the sooner it is refused by chance. on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
-        waiting = QueuedRequest(tenant, model, tokens, tried)
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix)
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
@@ -76,11 +79,13 @@ class FairQueue:
             self._abandon(waiting)
             raise
 
-    def place_at_another(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> Routed | None:
+    def place_at_another(
+        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+    ) -> Routed | None:
         """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
         tokens are charged for it. Whoever waits comes first."""
         self.dispatch()
-        routed = self._router.choose(model, now_ns(), tried)
+        routed = self._router.choose(model, now_ns(), tried, prefix)
         if routed is None or routed.upstream.name in tried:
             return None
         routed.upstream.enter(tokens)
@@ -214,7 +219,7 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self._router.choose(model, at_ns, waiting.tried)
+            routed = self._router.choose(model, at_ns, waiting.tried, waiting.prefix)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True

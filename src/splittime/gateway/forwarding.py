@@ -20,6 +20,9 @@ from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.escalation import AskedAnew
+from splittime.gateway.routing.prefix_table import SeenPrefix
+from splittime.gateway.routing.turn import DifficultyTurn
 from splittime.gateway.running_attempt import RunningAttempt
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
@@ -59,17 +62,38 @@ class Forwarding:
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
+        self._difficulty = DifficultyTurn(gateway, account)
+        self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
         self.was_granted = False
 
     async def run(self, request: ForwardedRequest) -> None:
         """Raises what the client must be told where no attempt was answered."""
+        self._gateway.retry_budget.note_request(now_ns())
+        if self._gateway.lint is not None:
+            self._gateway.lint.note(request)
+        request = await self._difficulty.begin(request)
+        while True:
+            try:
+                return await self._until_answered(request)
+            except AskedAnew:
+                request = self._anew(request)
+
+    def _anew(self, request: ForwardedRequest) -> ForwardedRequest:
+        """Begin again: an answer has come, and is not given. Returns what is asked now."""
+        found = self._resumption.first_tokens
+        assert found is not None, "there was a verdict"
+        asked = self._difficulty.anew(request, found)
+        self._gateway.queue.settle(self._tenant, request.tokens, self._account.asked_anew_tokens)
+        self.relay, self.upstream_name, self.was_granted = None, "", False
+        self._tried.clear()
+        return asked
+
+    async def _until_answered(self, request: ForwardedRequest) -> None:
         gateway, tried = self._gateway, self._tried
-        self._resumption = Resumption(request)
-        gateway.retry_budget.note_request(now_ns())
-        if gateway.lint is not None:
-            gateway.lint.note(request)
+        self._resumption = self._difficulty.resumption(request)
+        self._prefix = gateway.affinity.seen(request, self._tenant)
         failure: UpstreamFailure | None = None
         while True:
             try:
@@ -94,6 +118,13 @@ class Forwarding:
                 await self._pause(len(tried))
         await self._tell_failure(failure)
 
+    @property
+    def named(self) -> http.Headers:
+        """The headers that say who answers."""
+        name, found = self.upstream_name, None if self.relay is None else self._resumption.first_tokens
+        upstream = [(b"x-splittime-upstream", name.encode())] if name else []
+        return [*upstream, *self._difficulty.headers(found)]
+
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
         """Returns the upstream that has a place for it."""
         at_ns, client_ns = now_ns(), self._account.deadline_ns
@@ -107,6 +138,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
@@ -168,13 +200,14 @@ class Forwarding:
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
-        routed = gateway.queue.place_at_another(self._tenant, request.pool, request.tokens, self._tried)
+        tenant, tried, prefix = self._tenant, self._tried, self._prefix
+        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):
             gateway.queue.give_back(routed, self._tenant, request.tokens)
             return None
-        second = self._sent(request, routed, Resumption(request))
+        second = self._sent(request, routed, self._difficulty.resumption(request))
         first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
         return second
 
@@ -198,6 +231,7 @@ class Forwarding:
             tenant=self._tenant,
             tokens=request.tokens,
             prompt_tokens=request.prompt_tokens,
+            prefix=self._prefix,
         )
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:

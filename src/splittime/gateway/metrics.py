@@ -13,6 +13,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
+from splittime.gateway.routing.measured import DIFFICULTY_METRICS, counted
+from splittime.gateway.routing.routing_metrics import ROUTING_METRICS, routing_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -89,7 +91,9 @@ GATEWAY_METRICS = (
     MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    *ROUTING_METRICS,
     *CACHE_METRICS,
+    *DIFFICULTY_METRICS,
     *VERSION_METRICS,
 )
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
@@ -116,6 +120,7 @@ class GatewayMetrics(Collector):
         self.gateway = gateway  # the version that serves
         self._histograms = {spec.name: Histogram() for spec in _HISTOGRAMS}
         self._counts: dict[str, Series] = {f"splittime_gateway_{name}_total": {} for name in _COUNTED}
+        self._counts |= {spec.name: {} for spec in DIFFICULTY_METRICS}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         gateway.ledger.subscribe(self._on_record)
@@ -152,7 +157,8 @@ class GatewayMetrics(Collector):
                 yield family
 
     def _extras(self) -> dict[str, Series]:
-        return {**cache_series(self.gateway.cache), **version_series(self.gateway)}
+        gateway = self.gateway
+        return {**routing_series(gateway), **cache_series(gateway.cache), **version_series(gateway)}
 
     def _totals(self) -> dict[str, Series]:
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()
@@ -200,6 +206,8 @@ class GatewayMetrics(Collector):
             self._count("splittime_gateway_degraded_total", record.degraded)
         if record.routing is not None:
             self._count("splittime_gateway_routed_total", record.routing.rule)
+        for name, labels, by in counted(record):
+            self._count(name, *labels, by=by)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
 
     def _count_lost(self, attempt: Attempt) -> None:

@@ -55,7 +55,7 @@ class Deadline(NamedTuple):
 class Relay:
     """headers: those of the request to the upstream. answer_headers: asked for when an answer begins, with ours.
 
-    on_read: called when the end of the answer has been read, and not yet given to the client.
+    on_read: called when the end of the answer has been read, and not yet given to the client; on_first_byte: its first.
     blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
     has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
@@ -87,10 +87,10 @@ class Relay:
         self.events = AnswerEvents()
         self.status: int | None = None
         self.first_byte_ns: int | None = None
-        self.blocked_ns = 0
+        self.on_first_byte: Callable[[], None] = lambda: None
+        self.blocked_ns, self.is_answered = 0, False
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
-        self.is_answered = False
         self._opened: tuple[aiohttp.ClientResponse, bytes] | None = None
 
     async def open(self) -> None:
@@ -138,6 +138,7 @@ class Relay:
                 response.close()
             raise self._not_begun(error, is_deadline) from error
         self.first_byte_ns = now_ns()
+        self.on_first_byte()
         return response, first
 
     def _not_begun(self, error: BaseException, is_deadline: bool) -> BaseException:
@@ -266,9 +267,10 @@ class Relay:
             failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
+        edited = answer._replace(body=self._editor.edit_whole(body))
         self.events.take_whole(body)
         self._on_read()
-        await self.give_answer(answer)
+        await self.give_answer(edited)
 
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""
@@ -301,8 +303,7 @@ class Relay:
         if _is_for_client(status):
             return None
         if status < 400:
-            error = UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer")
-            return UpstreamFailure(error)
+            return UpstreamFailure(UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer"))
         error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
         is_retryable = status in TRY_ANOTHER or status == BUSY
         return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)

@@ -20,7 +20,7 @@ from splittime.gateway.relay import Relay
 from splittime.gateway.tracing.spans import attempt_context
 from splittime.gateway.upstreams import Routed, Upstream
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import Attempt, FirstTokens
 from splittime.ledger.export import server_timing
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.store import Ledger
@@ -37,7 +37,8 @@ MAX_MODEL_CHARS = 256
 
 class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
-    when its client went away. deadline_ns: the client's own. version: of the config, in the account."""
+    when its client went away. deadline_ns: the client's own. version: of the config, in the account. asked_anew_tokens:
+    of answers that nobody was given, which its tenant used all the same."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class RequestAccount:
         self.request: ForwardedRequest | None = None
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
+        self.asked_anew_tokens = 0
 
     @property
     def is_closed(self) -> bool:
@@ -136,6 +138,7 @@ class RequestAccount:
         attempt_id: str,
         tied_to: str = "",
         lost_tokens: int = 0,
+        first_tokens: FirstTokens | None = None,
     ) -> None:
         """Write down an attempt that is over."""
         nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
@@ -160,6 +163,8 @@ class RequestAccount:
                 resumed_after=relay.resumed_after,
                 tied_to=tied_to,
                 lost_tokens=lost_tokens,
+                first_tokens=first_tokens,
+                affinity=routed.affinity,
             )
         )
 

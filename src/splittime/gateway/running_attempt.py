@@ -10,16 +10,19 @@ from splittime.gateway.failures import BrokenStream, UpstreamFailure
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.escalation import AskedAnew
+from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.ledger.attempts import CANCELLED, TIED_LOST
+from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
 
 
 class RunningAttempt:
     """attempt_id: by which the upstream knows it. begin_ns: when it was sent. tokens, prompt_tokens: of its request, as
-    estimated. tied_to: the id of the attempt that it races with; "" for none."""
+    estimated. prefix: of its prompt, where affinity remembers it. tied_to: the id of the attempt that it races with; ""
+    for none."""
 
     def __init__(
         self,
@@ -34,12 +37,16 @@ class RunningAttempt:
         tenant: str,
         tokens: int,
         prompt_tokens: int,
+        prefix: SeenPrefix | None = None,
     ) -> None:
         self._gateway, self._account, self._tenant = gateway, account, tenant
-        self._tokens, self._prompt_tokens = tokens, prompt_tokens
+        self._tokens, self._prompt_tokens, self._prefix = tokens, prompt_tokens, prefix
         self.routed, self.relay, self.resumption = routed, relay, resumption
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
-        self.is_ended = False
+        self.is_ended = self._has_begun = False
+        relay.on_first_byte = self._begun
+        routed.upstream.waits.sent(tokens, begin_ns)
+        gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
 
     async def open(self) -> None:
         """Returns when it has the first byte of an answer that the client shall have; `run` gives it on. Raises
@@ -53,7 +60,8 @@ class RunningAttempt:
             raise
 
     async def run(self) -> None:
-        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`."""
+        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`, or
+        `AskedAnew` where that is not given."""
         ending, error, failure = CANCELLED, None, None
         try:
             await self.relay.run()
@@ -62,6 +70,9 @@ class RunningAttempt:
             failure, error, ending = caught, caught.error, caught.error.info.code
             if isinstance(caught, UpstreamFailure):
                 raise
+        except AskedAnew as asked:
+            ending = asked.verdict
+            raise
         finally:
             self.end(ending, failure)
         self._account.close_answered(self.relay, error)
@@ -71,18 +82,29 @@ class RunningAttempt:
         self.relay.close()
         self.end(ending)
 
+    def _begun(self) -> None:
+        if not (self.relay.is_refused or self._has_begun or self.is_ended):
+            self._has_begun = True
+            self.routed.upstream.waits.begun(self._tokens, now_ns())
+
     def end(self, ending: str, failure: UpstreamFailure | BrokenStream | None = None) -> None:
         """ending: "" for an answer, or else a code. failure: where it failed by itself."""
         if self.is_ended:
             return
         self.is_ended = True
+        self.relay.on_first_byte = _nothing  # which is this attempt's: no circle is left for the garbage collector
         upstream = self.routed.upstream
+        if not self._has_begun:
+            upstream.waits.gone(self._tokens, now_ns())
         if failure is not None:
+            if failure.is_fault:
+                self._gateway.affinity.note_failed(self._prefix, upstream.name)
             blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
-        elif ending:
+        elif ending and ending != UNSURE:
             upstream.breaker.note_nothing()
         else:
             upstream.breaker.note_success()
+            self._gateway.affinity.note_answered(self._prefix, upstream.name)
         self._account.keep_attempt(
             self.routed,
             self.relay,
@@ -90,7 +112,12 @@ class RunningAttempt:
             ending,
             attempt_id=self.attempt_id,
             tied_to=self.tied_to,
-            lost_tokens=self._prompt_tokens if ending == TIED_LOST else 0,
+            lost_tokens=self._prompt_tokens if ending in (TIED_LOST, UNSURE) else 0,
+            first_tokens=self.resumption.first_tokens,
         )
         self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
         self._gateway.queue.leave(self.routed, self._tenant, self._tokens)
+
+
+def _nothing() -> None:
+    pass

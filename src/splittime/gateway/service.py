@@ -24,7 +24,12 @@ from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.routing.affinity import PrefixAffinity
+from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.policy import RoutePolicy
+from splittime.gateway.routing.regions import regions_of
+from splittime.gateway.routing.round_trips import MeasuredConnector, RoundTrips
+from splittime.gateway.routing.routing_metrics import distance_stats
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstreams import Router, Upstream
@@ -46,13 +51,15 @@ READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
 CUT_S = 1.0  # for those that did not read them to be gone
-TOLD = ("queue", "retries", "tied", "breaker", "cache", "cache_route", "degradation")  # tables, among its facts
+TOLD = (  # among its facts
+    *("queue", "retries", "tied", "affinity", "breaker", "cache", "cache_route", "difficulty", "degradation"),
+)
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
 
 
 OF_THE_PROCESS = (
     *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns"),
-    *("started_unix_s", "visits", "_session"),
+    *("started_unix_s", "visits", "round_trips", "_session"),
 )
 
 
@@ -74,8 +81,12 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
+        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
-        self.router = Router([upstream_of(before, one) for one in made], pools=self.policy.pools)
+        upstreams = [upstream_of(before, one) for one in made]
+        self.affinity = self._affinity(before)
+        regions = regions_of(config)
+        self.router = Router(upstreams, pools=self.policy.pools, affinity=self.affinity, regions=regions)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget, self.tied = self._retries(before)
@@ -85,6 +96,7 @@ class GatewayService:
         else:
             for name in OF_THE_PROCESS:
                 setattr(self, name, getattr(before, name))
+        self._measure_round_trips()
         self.page_answers = PageAnswers(self)
 
     def _retries(self, before: "GatewayService | None") -> tuple[RetryBudget, TiedRequests]:
@@ -96,13 +108,23 @@ class GatewayService:
         has_same_tied = before.config.tied == config.tied
         return budget, before.tied if has_same_tied else TiedRequests(config.tied, before.tied.results)
 
+    def _affinity(self, before: "GatewayService | None") -> PrefixAffinity:
+        """Returns what remembers who served what: that of the version before, where its config is the same."""
+        if before is not None and before.config.affinity == self.config.affinity:
+            return before.affinity
+        return PrefixAffinity(self.config.affinity, None if before is None else before.affinity.results)
+
+    def _measure_round_trips(self) -> None:
+        for upstream in self.router.upstreams:
+            upstream.round_trip = self.round_trips.of(upstream.address.host, upstream.address.port)
+
     def _begin(self, keys: Mapping[str, str]) -> None:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
         config = self.config
         self.budgets = TokenBudgets(config.tenant, config.budget_file)
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
-        self.lag = LoopLag()
+        self.lag, self.round_trips = LoopLag(), RoundTrips()
         self.audit = None if config.audit is None else AuditLog(config.audit)
         self.tracing = self._tracing(keys.get(TRACING))
         self.lint = None if config.lint is None else PromptLint(config.lint)
@@ -145,7 +167,7 @@ class GatewayService:
             self._before = None  # no chain of them is kept
             self._queue_polls.begin(self.session)
             return
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        connector = MeasuredConnector(self.round_trips, limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -227,11 +249,13 @@ class GatewayService:
             **cache,
             "open_requests": len(self.visits),
             "is_draining": self.is_draining,
+            "difficulty": self.difficulty.stats(),
             "policy": self.policy.version,
             "config": self.version,
             "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
             "retries": self.retry_budget.num_taken,
             "tied": dict(self.tied.results),
+            "affinity": dict(self.affinity.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
             "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }
@@ -287,4 +311,5 @@ def _upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]
         "is_open": breaker.is_open,
         "is_busy": breaker.is_busy(at_ns),
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
+        **distance_stats(upstream, at_ns),
     }

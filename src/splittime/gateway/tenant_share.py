@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 
+from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import GrantRate
 from splittime.gateway.upstreams import Routed
 
@@ -12,12 +13,15 @@ now_ns = time.monotonic_ns
 
 
 class QueuedRequest:
-    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated."""
+    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated.
+    prefix: of its prompt, where that decides who gets it."""
 
-    __slots__ = ("granted", "is_retry", "model", "since_ns", "tenant", "tokens", "tried")
+    __slots__ = ("granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens", "tried")
 
-    def __init__(self, tenant: str, model: str, tokens: int, tried: Collection[str]) -> None:
-        self.tenant, self.model, self.tokens, self.tried = tenant, model, tokens, tried
+    def __init__(
+        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+    ) -> None:
+        self.tenant, self.model, self.tokens, self.tried, self.prefix = tenant, model, tokens, tried, prefix
         self.is_retry, self.since_ns = bool(tried), now_ns()
         self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
 

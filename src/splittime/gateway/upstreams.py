@@ -1,8 +1,10 @@
 """The upstreams as the gateway sees them now, and which of them gets the next request of a model.
 
-Of those that have room and a breaker that allows it, two are drawn, and the one with fewer tokens in flight at this
-gateway gets it (fewer requests where that is equal): the power of two choices (Mitzenmacher 2001), which needs no view
-of all and sends no herd to the emptiest. A retry goes to an upstream that has not been tried, while there is one.
+Of those that have room and a breaker that allows it, the ones of the nearest region are looked at where there are
+regions (`routing.regions`); of these the one that served the prompt's beginning gets it where there is affinity
+(`routing.affinity`). Else two are drawn, and the one with fewer tokens in flight at this gateway gets it (fewer
+requests where that is equal): the power of two choices (Mitzenmacher 2001), which needs no view of all and sends no
+herd to the emptiest. A retry goes to an upstream that has not been tried, while there is one.
 """
 
 import random
@@ -12,23 +14,31 @@ from typing import NamedTuple
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.in_flight_limit import InFlightLimit
-from splittime.ledger.attempts import Considered
+from splittime.gateway.routing.affinity import PrefixAffinity
+from splittime.gateway.routing.first_byte_waits import FirstByteWaits
+from splittime.gateway.routing.prefix_table import SeenPrefix
+from splittime.gateway.routing.regions import NOWHERE, DistanceCost, Regions
+from splittime.gateway.routing.round_trips import RoundTrip
+from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
 DRAWN = 2
+MAX_CONSIDERED = 8  # in an account
 
 
 class Upstream:
     """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where
-    that is found from its queue."""
+    that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
-        self.base_url, self.key = Target(url=config.url).base_url, key
+        target = Target(url=config.url)
+        self.base_url, self.address, self.key = target.base_url, target.address, key
         self.breaker = Breaker(breaker)
         self.requests = self.tokens = 0
         wait_s = config.queue_wait_s
         self.adapted = None if wait_s is None else InFlightLimit(config.max_in_flight, wait_s)
+        self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
 
     @property
     def limit(self) -> int:
@@ -54,29 +64,34 @@ class Upstream:
         self.requests -= 1
         self.tokens -= tokens
 
-    def considered(self) -> Considered:
-        return Considered(self.name, self.requests, self.tokens)
+    def considered(self, cost: DistanceCost) -> Considered:
+        return Considered(self.name, self.requests, self.tokens, *cost)
 
 
 class Routed(NamedTuple):
-    """Who gets a request, and among whom it was chosen: the first of `considered` is the one."""
+    """Who gets a request, and among whom it was chosen: the first of `considered` is the one. affinity: what prefix
+    affinity had to say of it."""
 
     upstream: Upstream
     considered: tuple[Considered, ...]
+    affinity: AffinityDecision | None = None
 
 
 class Router:
     """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
-    those of the models, which only rules lead to (`routing.policy`)."""
+    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none."""
 
     def __init__(
         self,
         upstreams: Sequence[Upstream],
         draw: random.Random | None = None,
         pools: Mapping[str, Sequence[str]] | None = None,
+        affinity: PrefixAffinity | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self.upstreams = tuple(upstreams)
         self._random = draw or random.Random()
+        self._affinity, self._regions = affinity or PrefixAffinity(None), regions or Regions(None, is_on=False)
         self._by_model: dict[str, list[Upstream]] = {}
         for upstream in self.upstreams:
             for model in dict.fromkeys(upstream.config.models):
@@ -101,17 +116,32 @@ class Router:
         """Returns the upstreams of a model that may be asked, whether they have room or not."""
         return [upstream for upstream in self.of_model(model) if upstream.breaker.allows(now_ns)]
 
-    def choose(self, model: str, now_ns: int, tried: Collection[str] = ()) -> Routed | None:
-        """Returns who gets a request of this model now; None if nobody has room."""
+    def choose(
+        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None
+    ) -> Routed | None:
+        """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
         allowed = self.allowed(model, now_ns)
-        untried = [upstream for upstream in allowed if upstream.name not in tried]
-        free = [upstream for upstream in untried or allowed if upstream.has_room]
-        return self._least_of(free) if free else None
+        able = [upstream for upstream in allowed if upstream.name not in tried] or allowed
+        free = [upstream for upstream in able if upstream.has_room]
+        return self._best_of(able, free, now_ns, prefix) if free else None
 
-    def _least_of(self, free: list[Upstream]) -> Routed:
+    def _best_of(self, able: list[Upstream], free: list[Upstream], now_ns: int, prefix: SeenPrefix | None) -> Routed:
+        costs = self._regions.costs(free, now_ns)
+        near = self._regions.nearest(free, costs)
+        region = near[0].config.region
+        able, here = ([one for one in some if one.config.region == region] for some in (able, free))
+        served, decision = self._affinity.preferred(prefix, able, here)
+        ordered = self._least_of(near) if served is None else [served]
+        if served is not None or costs:
+            others = sorted(free, key=lambda one: (costs.get(one.name, NOWHERE).total_ns, one.tokens))
+            ordered = [ordered[0], *(one for one in others if one is not ordered[0])][:MAX_CONSIDERED]
+        considered = tuple(upstream.considered(costs.get(upstream.name, NOWHERE)) for upstream in ordered)
+        return Routed(ordered[0], considered, decision)
+
+    def _least_of(self, free: list[Upstream]) -> list[Upstream]:
+        """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
-        ordered = sorted(drawn, key=lambda upstream: (upstream.tokens, upstream.requests, self._random.random()))
-        return Routed(ordered[0], tuple(upstream.considered() for upstream in ordered))
+        return sorted(drawn, key=lambda upstream: (upstream.tokens, upstream.requests, self._random.random()))
 
     def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
         """Returns how long until the first of these may be asked again."""

@@ -201,8 +201,7 @@ class GatewayVisit:
     def _headers(self) -> http.Headers:
         """Returns the headers that every answer has."""
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
-        if self._forwarding is not None and self._forwarding.upstream_name:
-            headers.append((b"x-splittime-upstream", self._forwarding.upstream_name.encode()))
+        headers += self._forwarding.named if self._forwarding is not None else []
         headers += self._lesser.headers if self._lesser is not None else []
         return [*headers, *self._turn.headers, (b"server-timing", self.account.timing())]
 
@@ -237,6 +236,7 @@ class GatewayVisit:
             if was_granted and self.account.request is not None:
                 self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
             if self._quota is not None:
+                used += self.account.asked_anew_tokens
                 self._quota.leave(used, now_ns())
                 self.gateway.budgets.use(self.tenant.name, used)
             self.gateway.leave(self)

@@ -11,6 +11,8 @@ import msgspec
 from splittime.ledger.stages import Cause, Stage
 
 CANCELLED, TIED_LOST = "cancelled", "tied_lost"  # ends of attempts that did not fail: their client left, another won
+UNSURE, LOGPROBS_REFUSED = "unsure", "logprobs_refused"  # a small model seemed unsure, or would not say: asked anew
+HIT, CAPPED, NO_AFFINITY = "hit", "capped", "none"  # results of prefix affinity
 
 
 class NestedStage(msgspec.Struct, frozen=True, gc=False):
@@ -22,6 +24,37 @@ class NestedStage(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
 
 
+class DifficultyDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Which of two models a request's text was given to, and by what.
+
+    choice: `small` or `large`. labels: the beginning of the SHA-256 of the file of labelled prompts, and neighbours:
+    how many of them decide; "" and 0 where the config names no file. score: what the small model's answer was worth for
+    them; None for a request without a text. threshold: the score from which on the small model is asked.
+    """
+
+    choice: str
+    labels: str = ""
+    neighbours: int = 0
+    score: float | None = None
+    threshold: float = 0.0
+
+
+class FirstTokens(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """What a gateway read of the first tokens of a small model's answer, before the client had any of it.
+
+    verdict: `sure`; `unsure`, and the large model was asked; `unsure_kept`, which had no place at that moment;
+    `no_logprobs`, `logprobs_refused`, `too_long`, `echo` or `several_answers`: why nothing could be said. num_tokens,
+    mean_logprob: of those that were looked at. below: the mean below which it is unsure. held_ns: how long the answer
+    was held back, from its first piece on.
+    """
+
+    verdict: str
+    num_tokens: int = 0
+    mean_logprob: float | None = None
+    below: float
+    held_ns: int = 0
+
+
 class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What the rules of a gateway's config said of a request, and what they looked at; with the account's tenant and
     endpoint that is all of it, so that the decision can be made again under another config.
@@ -30,6 +63,8 @@ class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     asked_model, model: as the client named it, and as it was passed on. upstreams: whom the rule named; () for all.
     prompt_tokens: as the gateway estimated them. headers: of those that some rule of that config asks for, the ones
     that were there, at most 65 characters of each.
+    difficulty: what was decided by the text, where the name was that of a `[[difficulty]]`; None before that, as of an
+    answer from the cache.
     """
 
     policy: str
@@ -39,17 +74,42 @@ class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     upstreams: tuple[str, ...] = ()
     prompt_tokens: int
     headers: tuple[tuple[str, str], ...] = ()
+    difficulty: DifficultyDecision | None = None
 
 
 class Considered(msgspec.Struct, frozen=True, gc=False):
     """An upstream that was looked at for a request, with what the gateway had given it at that moment.
 
     tokens: of its requests in flight, prompt and most output, as the gateway estimates them.
+    rtt_ns, wait_ns: the round trip to it, and the wait for a first byte there, as estimated; None where nobody knew, or
+    where upstreams have no regions.
     """
 
     upstream: str
     requests: int
     tokens: int
+    rtt_ns: int | None = None
+    wait_ns: int | None = None
+
+
+class AffinityDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Whether an upstream was chosen for what it had served of the prompt, and what that went by.
+
+    result: `hit`; `capped`, where load decided since who served it had too much to do; `none`, where nobody had.
+    why: of a capped one `over_cap` or `no_room`; of none `unseen`, `shared` (it is everybody's beginning), `short` or
+    `unread`.
+    upstream: who had served most of it, of a hit within the cap; "" for none. matched_bytes: of the prompt's beginning;
+    shared_bytes: of these, what most conversations share. tokens: that it had in flight; cap_tokens: the most that it
+    might have.
+    """
+
+    result: str
+    why: str = ""
+    upstream: str = ""
+    matched_bytes: int = 0
+    shared_bytes: int = 0
+    tokens: int = 0
+    cap_tokens: int = 0
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -67,6 +127,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     tied_to: the `request_id` of the attempt that was under way at the same time, for the client to have whichever had a
     byte first; the other's `error` is `tied_lost`. lost_tokens: of one that lost, the prompt's as estimated: with the
     time from its begin to its end, what it cost its upstream at most.
+    first_tokens: of a small model, where a `[[difficulty]]` has `escalate`; one that is `unsure` has lost tokens too.
+    affinity: by what prefix affinity chose; None where there is none.
     """
 
     upstream: str
@@ -85,3 +147,5 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     resumed_after: int = 0
     tied_to: str = ""
     lost_tokens: int = 0
+    first_tokens: FirstTokens | None = None
+    affinity: AffinityDecision | None = None

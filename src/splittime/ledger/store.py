@@ -49,6 +49,8 @@ TellRan = Callable[[], Ran | None]
 MAX_FILE_ACCOUNTS, MAX_FILE_STEPS = 100_000, 1_000_000
 LEAST_FILE_BYTES = 2**20  # an empty one has some pages
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "embd-", "rerank-", "score-")
+OTHER_PREFIXES = ("resp_", "msg_")  # of the same requests' ids in the answers of other APIs, which no account has
+ANSWER_PREFIXES = (*ID_PREFIXES, *OTHER_PREFIXES)
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):
@@ -148,6 +150,8 @@ class Ledger:
             found = next((accounts for accounts in kept if accounts), [])
         if not found and self._file is not None:
             found = _of_tenant(self._file.reader().account(names), tenant)
+        if not found and (prefix := next((each for each in OTHER_PREFIXES if request_id.startswith(each)), "")):
+            return self.account(request_id.removeprefix(prefix), tenant)
         return [account for account in found if not account.is_refused] or found  # whoever is refused may say any id
 
     def accounts(

@@ -28,10 +28,10 @@ NO_TOKEN = 1  # up to this position a token has no embedding: the layer was trai
 
 
 class HiddenFeatures:
-    """data: [num_blocks + 1, block_size, hidden]; the last block is what padding reads."""
+    """data: [num_blocks, block_size, hidden]."""
 
     def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
-        self.data, self._block_size = torch.zeros(num_blocks + 1, block_size, hidden_size, dtype=DTYPE), block_size
+        self.data, self._block_size = torch.zeros(num_blocks, block_size, hidden_size, dtype=DTYPE), block_size
 
     def write(self, blocks: Tensor, offsets: Tensor, states: Tensor) -> None:
         """blocks, offsets: int64 [N], where the tokens' K and V are; states: [N, hidden]."""

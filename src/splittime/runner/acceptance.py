@@ -1,4 +1,4 @@
-"""How likely drafts are to be right, learnt from those that were verified.
+"""How likely drafts are to be right, learnt from those of which it came out.
 
 Of each kind of draft (its source, and how many tokens matched) and each place in it: the share that was right where all
 drafts before it were. Old ones count less and less. A request's own record is a factor on top: where text never repeats
@@ -82,8 +82,7 @@ class Trust:
         self._right = TRUST_MEMORY * self._right + num_right
         self._expected = TRUST_MEMORY * self._expected + expected
 
-    def recover(self, times: int = 1) -> None:
-        """Forgets a little: a match was there, and was not believed. times: so many searches that one stands for."""
-        left = TRUST_BACK**times
-        self._right *= left
-        self._expected *= left
+    def recover(self) -> None:
+        """Forgets a little: drafts could have been made, and were not believed."""
+        self._right *= TRUST_BACK
+        self._expected *= TRUST_BACK

@@ -40,6 +40,7 @@ class Slot:
 
     place: a small number that no other slot has at the time.
     error: why no row of it can be computed, or what was computed does not count; or None.
+    dead_end: the position of the first draft of its row behind which nothing may come.
     pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
     """
 
@@ -47,6 +48,7 @@ class Slot:
         "admitted",
         "block_ids",
         "counts",
+        "dead_end",
         "error",
         "grammar",
         "listed_at_all",
@@ -64,7 +66,7 @@ class Slot:
         self.admitted = admitted
         self.error: str | ErrorInfo | None = _why_unservable(admitted, max_tokens, vocab_size)
         self.block_ids: list[int] = []
-        self.max_tokens = max_tokens
+        self.max_tokens = self.dead_end = max_tokens
         self.prompt_len = known - admitted.num_output_tokens
         self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
         self.tokens[:known] = admitted.token_ids
@@ -88,6 +90,7 @@ class Slot:
     def learn(self, row: Row) -> None:
         """Take in what a row brings: its blocks, its tokens if it has them, and its drafts."""
         self.block_ids.extend(row.new_block_ids)
+        self.dead_end = self.max_tokens
         if row.token_ids != (PENDING,):
             self._learn(row.start, row.token_ids)
         if row.draft_token_ids:
@@ -98,8 +101,8 @@ class Slot:
         self._learn(position, (token_id,))
 
     def knows(self, position: int, token_id: int) -> bool:
-        """Whether this token is known to stand there; of a draft, whether it was right."""
-        return position < self.num_known and int(self.tokens[position]) == token_id
+        """Whether this token is known to stand there, and another may follow; of a draft, whether it was right."""
+        return position < min(self.num_known, self.dead_end) and int(self.tokens[position]) == token_id
 
     def rewind(self, num_known: int) -> None:
         """Forget tokens behind so many; a penalised request's outputs are counted anew."""
@@ -123,19 +126,30 @@ class Slot:
 
     def allowed_at(self, num_outputs: int) -> np.ndarray | None:
         """Which tokens the grammar or the request's lists allow behind so many outputs, drafts among them, bool
-        [vocab]; None: all."""
-        outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
+        [vocab]; None: all, or nobody knows. Where none may come, the request fails; behind a draft, which may be wrong,
+        what is sampled does not count."""
+        end = self.prompt_len + num_outputs
+        error: str | ErrorInfo | None = None
         try:
-            if self.listed_at_all is not None:
-                return listed(self.admitted.sampling, self.listed_at_all, outputs)
-            if self.grammar is None:
-                return None
-            return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
-        except SplittimeError as error:
-            self.error = error.info
-        except Exception as error:  # of whatever kind the parser has: it must end this request alone
-            self.error = f"the form that the answer is held to: {type(error).__name__}"
+            found = self._allowed_behind(self.tokens[self.prompt_len : end])
+            if found is not None or self.grammar is None:
+                return found
+        except SplittimeError as failure:
+            error = failure.info
+        except Exception as failure:  # of whatever kind the parser has: it must end this request alone
+            error = f"the form that the answer is held to: {type(failure).__name__}"
+        if end > self.num_known:
+            self.dead_end = min(self.dead_end, end - 1)
+        else:
+            self.error = error
         return None
+
+    def _allowed_behind(self, outputs: np.ndarray) -> np.ndarray | None:
+        if self.listed_at_all is not None:
+            return listed(self.admitted.sampling, self.listed_at_all, outputs)
+        if self.grammar is None:
+            return None
+        return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
 
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
         end = start + len(token_ids)

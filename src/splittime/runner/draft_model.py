@@ -83,7 +83,7 @@ class ModelDrafter:
         return self._records.of(salt)
 
     def measure(self) -> None:
-        """Times the draft model's steps, before the first request."""
+        """Times the draft model's steps, before the first request. Raises ConfigError for one that fails in them."""
         self._steps.measure()
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:

@@ -118,12 +118,7 @@ def head_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
         decoder = load_head(path, model, plan, lambda: runner.decoder, features)
     shape = (num_blocks, config.block_size, store.layers[0].data.dtype, decoder.ops.device, 0)
     head = TorchRunner(
-        msgspec.structs.replace(config, speculative_config=NONE, kv_offload_memory_bytes=0),
-        decoder,
-        KvStore(decoder.kv_groups, *shape),
-        msgspec.structs.replace(resolved, num_blocks=num_blocks, num_host_slots=0),
-        runner.cost,
-        HostExecution(decoder.ops),
+        config, decoder, KvStore(decoder.kv_groups, *shape), resolved, runner.cost, HostExecution(decoder.ops)
     )
     runner.on_hidden = lambda batch, hidden: _leave(features, batch, runner.decoder.normed(hidden), slice(None))
     head.on_hidden = lambda batch, hidden: _leave_drafts(features, batch, decoder.normed(hidden))

@@ -11,10 +11,11 @@ from math import exp
 
 import msgspec
 
-from splittime.core.step import Admitted, Row, RowResult, StepPlan
+from splittime.core.errors import ConfigError
+from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.models.head import HiddenFeatures
 from splittime.runner.draft_blocks import DraftBlocks, spare_blocks
-from splittime.runner.draft_worth import LEAST_TEXT, DraftCosts
+from splittime.runner.draft_worth import LEAST_TEXT, ModelCosts
 from splittime.runner.drafted_answer import DraftedAnswer
 from splittime.runner.parked import Emptied
 from splittime.runner.torch_runner import TorchRunner
@@ -39,15 +40,26 @@ class DraftSteps:
         self._runner, self._most, self._now_ns, self._features = runner, most, now_ns, features
         self._block_size = runner.store.block_size
         self._blocks = DraftBlocks(num_blocks, range(num_blocks, runner.store.num_blocks), self._block_size)
-        self.costs = DraftCosts()
+        self.costs = ModelCosts()
 
     def measure(self) -> None:
-        """Times steps before the first request: a row, some rows, and a text."""
-        with Probe(self._runner.run, self._runner.resolved) as probe:
+        """Times steps before the first request: a row, some rows, and a text. Raises ConfigError for a draft model that
+        fails in them."""
+        with Probe(self._run_probe, self._runner.resolved) as probe:
             for _ in range(MEASURED_STEPS):
                 self.costs.draft.learn(1, self._timed(probe.decode))
                 self.costs.draft.learn(probe.num_rows, self._timed(probe.decode_served))
             self.costs.text_ns = self._timed(probe.prefill) / probe.max_tokens
+
+    def _run_probe(self, plan: StepPlan) -> StepResult:
+        result = self._runner.run(plan)
+        error = next((row.error for row in result.rows if row.error is not None), None)
+        if error is not None:
+            said = f"the draft model or head makes no drafts: {error}"
+            raise ConfigError(
+                said, param="speculative_config", hint="its weights may be damaged: make or fetch it again"
+            )
+        return result
 
     def _timed(self, step: Callable[[], None]) -> int:
         begin_ns = self._now_ns()

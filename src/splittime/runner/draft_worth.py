@@ -17,7 +17,7 @@ MARGIN = 0.03
 LEAST_TEXT = 16  # tokens that a step of texts computes at least, and of which their price is learnt
 
 
-class DraftCosts:
+class ModelCosts:
     """model, draft: how long steps of either take, by their rows. text_ns: what a token of a text takes the draft
     model."""
 
@@ -28,7 +28,9 @@ class DraftCosts:
     def learn_model(self, plan: StepPlan, result: StepResult) -> None:
         """Takes in a step, if it had nothing but decode rows."""
         if plan.rows and all(len(row.token_ids) == 1 and row.num_samples for row in plan.rows):
-            self.model.learn(sum(row.num_tokens for row in plan.rows), result.device_ns + result.sample_ns)
+            numbers = [len(row.draft_token_ids) for row in plan.rows]
+            took_ns = result.device_ns + result.sample_ns
+            self.model.learn(len(numbers), took_ns, sum(numbers), sum(map(bool, numbers)))
 
     def learn_text(self, num_tokens: int, ns: int) -> None:
         """Takes in that the draft model has computed so many tokens of texts in one step."""
@@ -57,7 +59,7 @@ class StepWorth:
     """What the step that verifies drafts is worth: tokens that it is expected to give, and its time, with that in which
     its drafts are made."""
 
-    def __init__(self, costs: DraftCosts, num_rows: int) -> None:
+    def __init__(self, costs: ModelCosts, num_rows: int) -> None:
         self._costs = costs
         self.tokens, self.ns = float(num_rows), costs.model.expected_ns(num_rows)
 
@@ -71,4 +73,4 @@ class StepWorth:
         self.tokens += more_tokens
 
     def _more_ns(self, num_drafts: int) -> float:
-        return self._costs.draft.expected_ns(num_drafts) + num_drafts * self._costs.model.ns_per_row
+        return self._costs.draft.expected_ns(num_drafts) + num_drafts * self._costs.model.ns_per_draft

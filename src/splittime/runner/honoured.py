@@ -49,7 +49,7 @@ def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) ->
         message = f"speculative_config needs the native kernels, and these are {kernels}"
         hint = "Install with a C++ compiler and serve on a CPU, or leave --speculative-config out."
         raise ConfigError(message, param="speculative_config", value=kernels, hint=hint)
-    if config.draft_model_path is not None:
+    if asked.method == "draft_model" and config.draft_model_path is not None:  # a head's is checked with its sizes
         _check_vocabulary(read_config(Path(config.draft_model_path)), model, config.draft_model_path)
     if asked.method == "self":
         _check_fewer_bits(asked.quantization or OWN_BITS, config, model)

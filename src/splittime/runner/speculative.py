@@ -12,6 +12,7 @@
 How many of the drafts a step really verifies, the scheduler decides (`scheduler.speculation`).
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -93,3 +94,12 @@ def speculative_config(text: str | None) -> SpeculativeConfig | None:
         raise ConfigError(message, param="speculative_config", value=text, hint=hint) from error
     config.check()
     return None if config.method == "none" else config
+
+
+def without_place(text: str | None) -> str | None:
+    """Returns such a text as anybody may read it: of a model that lies in a folder here, no more than its name."""
+    config = speculative_config(text)
+    if config is None or config.model is None or not Path(config.model).expanduser().exists():
+        return text
+    name = Path(config.model).expanduser().resolve().name
+    return msgspec.json.encode(msgspec.structs.replace(config, model=name)).decode()

@@ -4,6 +4,10 @@ Where the last tokens of a text stood before, what followed them is likely to fo
 "SuffixDecoding"; prompt lookup is the case without a corpus). `kernels.native.suffix` finds the longest such end;
 `acceptance` says how likely its followers are to be right.
 
+How often they are right is learnt from the text itself: what was found is held against the tokens that come, whether or
+not it was drafted, since a row with drafts gives the tokens that rows without would have given. So where no draft pays
+yet, the drafter still learns that they would, and nothing has to be tried for it.
+
 A search takes microseconds, which a small model's step feels. So there is none where even a sure draft would not pay,
 and a request whose last search came to nothing is left alone for a while (`search_pace`), where time is short
 (`runner.drafting`). Prompts are indexed when they come and answers when they end; in between, tokens are kept as they
@@ -17,6 +21,9 @@ A corpus is of one tenant (the request's `cache_salt`), and so is what is learnt
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
+from operator import eq
+from typing import NamedTuple
 
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
@@ -31,12 +38,21 @@ LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
 EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
 
 
+class Found(NamedTuple):
+    """What a search found to follow the first `begin` tokens of a request. survival: as it was believed then."""
+
+    kind: DraftKind
+    survival: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    begin: int
+
+
 class DraftedText:
-    """What is kept of a request. text: the first `num_indexed` of its tokens. asked: the kind of its last drafts, and
-    how many of each place should be right. acceptance: of its tenant's drafts."""
+    """What is kept of a request. text: the first `num_indexed` of its tokens. found: what is to be held against the
+    tokens that come. acceptance: of its tenant's drafts."""
 
     __slots__ = (
-        *("acceptance", "asked", "corpus", "num_indexed", "num_prompt", "pace", "salt", "stop_ids", "text"),
+        *("acceptance", "corpus", "found", "num_indexed", "num_prompt", "pace", "salt", "stop_ids", "text"),
         *("tokens", "trust"),
     )
 
@@ -48,12 +64,24 @@ class DraftedText:
         self.num_prompt = len(self.tokens) - admitted.num_output_tokens
         self.num_indexed = 0
         text.append(self.not_indexed())
-        self.asked: tuple[DraftKind, tuple[float, ...]] | None = None
+        self.found: Found | None = None
 
     def not_indexed(self) -> list[int]:
         """Returns the tokens that the text does not have, once."""
         begin, self.num_indexed = self.num_indexed, len(self.tokens)
         return self.tokens[begin:]
+
+    def learn(self) -> None:
+        """Holds what was found against the tokens that came, once it is known how many of it are right."""
+        if self.found is None:
+            return
+        kind, survival, token_ids, begin = self.found
+        came = self.tokens[begin : begin + len(token_ids)]
+        num_right = sum(1 for _ in takewhile(bool, map(eq, token_ids, came)))
+        if num_right < len(came) or len(came) == len(token_ids):
+            self.acceptance.learn(kind, len(token_ids), num_right)
+            self.trust.learn(sum(survival), num_right)
+            self.found = None
 
 
 class SuffixDrafter:
@@ -90,12 +118,7 @@ class SuffixDrafter:
         self._together, self._batch = [], suffix_batch((), ())
 
     def learn(self, request_id: str, num_drafts: int, num_right: int) -> None:
-        request = self._requests.get(request_id)
-        if request is None or request.asked is None:
-            return
-        kind, survival = request.asked
-        request.acceptance.learn(kind, num_drafts, num_right)
-        request.trust.learn(sum(survival[:num_drafts]), num_right)
+        """Does nothing: the tokens that come tell as much, also of what was not verified."""
 
     def draft(self, plan: StepPlan, result: StepResult, look: Look) -> Mapping[str, Draft] | None:
         self._take_in(result.rows)
@@ -130,6 +153,8 @@ class SuffixDrafter:
         """explores: one row, in turn, has a draft more."""
         if not due:
             return {}
+        for request in due.values():
+            request.learn()
         together = list(due.values())
         if together != self._together:
             self._together = together
@@ -148,14 +173,15 @@ class SuffixDrafter:
         kind = kind_of(self._follower.sources[line], self._follower.lengths[line])
         survival, factor = request.acceptance.survival(kind), request.trust.factor
         is_believed = survival[0] * factor >= least_survival
-        if not is_believed:
-            request.trust.recover(request.pace.num_steps)
-        found = self._followers(line, request.stop_ids) if is_believed or explores else ()
-        if not found:
+        if not (is_believed or explores or request.found is None):
+            return None
+        found = self._followers(line, request.stop_ids)
+        if request.found is None and found:
+            request.found = Found(kind, survival[: len(found)], found, len(request.tokens))
+        if not (found and (is_believed or explores)):
             return None
         if is_believed:
             request.pace.succeed()
-        request.asked = kind, survival
         chances = tuple(chance for one in survival[: len(found)] if (chance := one * factor) >= least_survival)
         return Draft(found[: len(chances) + 1], ()) if explores else Draft(found[: len(chances)], chances)
 

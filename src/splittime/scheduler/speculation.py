@@ -4,9 +4,10 @@ A runner guesses what follows a token (`RowResult.draft_token_ids`), and the req
 The scheduler guesses nothing and asks nobody to. Three rules make drafts harmless:
 
 * They pay: a step with drafts is expected to give more tokens for its time than one without, by `MARGIN` at least. The
-  chance that a draft and all before it are right comes with it; what one more decode row costs is learnt from the steps
+  chance that a draft and all before it are right comes with it; what one more draft costs is learnt from the steps
   (`core.row_costs`). Of all drafts of all rows the likeliest come first, so a row that is rarely right gets none where
   the batch is large. Where none pays, the step is the plain one.
+  In one step of `MOST_DRAFTED_STEPS` and one there are none whatever they would give, to see what a step takes then.
 * They come last: a row is widened with tokens of the budget and with blocks that no row, prompt or admission of the
   step had use for, while a block stays free for each running request. Nobody is preempted or kept waiting for one.
 * Who has drafts is not planned ahead: where its next row begins hangs on what is accepted. It waits for the result and
@@ -25,6 +26,7 @@ from splittime.scheduler.counts import Counts
 from splittime.scheduler.state import RequestState
 
 MARGIN = 0.03
+MOST_DRAFTED_STEPS = 31  # then comes one without drafts: what those before took more is told by it
 
 
 class Speculation:
@@ -38,7 +40,8 @@ class Speculation:
         self._counts = counts
         self._num_drafted = 0  # rows with drafts that were planned and not committed
         self._planned_ns = self._num_planned = 0  # of the step planned last: when, and its rows; 0: not decodes alone
-        self._num_planned_drafted = 0  # of these, with drafts
+        self._num_planned_drafts = self._num_planned_drafted = 0  # its drafts, and its rows that have some
+        self._num_drafted_steps = 0  # since one of decodes alone had none
 
     def plan(self, rows: list[Row], num_decodes: int, max_tokens: int, num_running: int, now_ns: int) -> float:
         """Put drafts into the rows of a step that is otherwise planned, the first of them decodes. Returns how likely
@@ -50,19 +53,21 @@ class Speculation:
         num_drafts, num_before = 0, self._num_drafted
         if self.active:
             num_drafts = self._widen(rows, max_tokens - sum(row.num_tokens for row in rows), num_running)
-        self._planned_ns, self._num_planned = now_ns, num_rows + num_drafts if is_decode else 0
-        self._num_planned_drafted = self._num_drafted - num_before
+        self._planned_ns, self._num_planned = now_ns, num_rows if is_decode else 0
+        self._num_planned_drafts, self._num_planned_drafted = num_drafts, self._num_drafted - num_before
         return self._least_survival(num_rows)
 
     def learn(self, now_ns: int) -> None:
         """The step planned last ran alone and was committed now."""
         if self.costs is not None and self._num_planned:
-            self.costs.learn(self._num_planned, now_ns - self._planned_ns, self._num_planned_drafted)
+            self._num_drafted_steps = self._num_drafted_steps + 1 if self._num_planned_drafts else 0
+            took_ns = now_ns - self._planned_ns
+            self.costs.learn(self._num_planned, took_ns, self._num_planned_drafts, self._num_planned_drafted)
 
     def _least_survival(self, num_rows: int) -> float:
         if self.costs is None or not self.costs.is_known:
             return 0.0
-        return (1 + MARGIN) * num_rows * self.costs.ns_per_row / self.costs.expected_ns(num_rows)
+        return (1 + MARGIN) * num_rows * self.costs.ns_per_draft / self.costs.expected_ns(num_rows)
 
     def _widen(self, rows: list[Row], num_tokens_left: int, num_running: int) -> int:
         """Drafts that do not pay or do not fit are dropped: the row's result makes them old. Returns how many are
@@ -88,7 +93,7 @@ class Speculation:
         chosen = {state.request_id: 0 for state in states}
         untold = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
         costs = self.costs
-        if costs is None or not costs.is_known or not num_rows:
+        if costs is None or not costs.is_known or not num_rows or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
             return chosen | untold
         slots = sorted(_slots(states, self._least_survival(num_rows)), key=lambda slot: -slot[0])
         slots = slots[: max(0, num_tokens_left - sum(untold.values()))]
@@ -153,10 +158,10 @@ def _best_number(slots: list[tuple[float, str]], num_rows: int, costs: RowCosts)
     best, number_best = (1 + MARGIN) * expected / ns, 0
     drafted: set[str] = set()
     for number, (chance, request_id) in enumerate(slots, 1):
-        if chance <= best * costs.ns_per_row:  # neither this nor a later one can make it better
+        if chance <= best * costs.ns_per_draft:  # neither this nor a later one can make it better
             break
         expected += chance
-        ns += costs.ns_per_row + (0.0 if request_id in drafted else costs.ns_per_drafted)
+        ns += costs.ns_per_draft + (0.0 if request_id in drafted else costs.ns_per_drafted)
         drafted.add(request_id)
         if expected / ns > best:
             best, number_best = expected / ns, number

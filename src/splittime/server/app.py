@@ -8,7 +8,15 @@ import uvloop
 from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
-from splittime.server import routes_dashboard, routes_info, routes_ledger, routes_messages, routes_sleep, routes_what_if
+from splittime.server import (
+    routes_dashboard,
+    routes_info,
+    routes_ledger,
+    routes_messages,
+    routes_responses,
+    routes_sleep,
+    routes_what_if,
+)
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
@@ -45,6 +53,9 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
+    ("POST", "/v1/responses", routes_responses.create),
+    ("GET", "/v1/responses/{response_id}", routes_responses.retrieve),
+    ("DELETE", "/v1/responses/{response_id}", routes_responses.delete),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
@@ -82,7 +93,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/docs", routes_info.docs),
 )
 
-OF_OPENAI = "POST /v1/chat/completions and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
+OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
 OF_EMBEDDINGS = "POST /v1/embeddings speaks OpenAI's API"
 OF_RANKING = "POST /v1/rerank ranks texts, /v1/score scores pairs"
 OTHER_APIS = {  # what a client of another API asks for
@@ -91,7 +102,6 @@ OTHER_APIS = {  # what a client of another API asks for
     "/api/tags": "GET /v1/models lists the models",
     "/completion": OF_OPENAI,  # llama.cpp
     "/generate": OF_OPENAI,  # TGI, SGLang
-    "/v1/responses": "not served here: POST /v1/chat/completions answers a conversation",
     "/score": OF_RANKING,
     "/v2/rerank": OF_RANKING,
     "/rerank": OF_RANKING,
@@ -118,6 +128,7 @@ class App:
         self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
             ("GET", "/health"): routes_info.health_at_once,
             **{("POST", path): partial(_refuse_at_once, service, endpoint) for path, endpoint in VISITED.items()},
+            ("POST", "/v1/responses"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

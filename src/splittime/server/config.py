@@ -6,6 +6,7 @@ from typing import Annotated
 from splittime.api.limits import BodyLimits
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, check
+from splittime.text.reasoning import check_reasoning_parser
 from splittime.text.tool_families import family_named
 from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
@@ -60,6 +61,13 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
     slow_reader_buffer_bytes: Annotated[int, Doc("Unread output at which a client is dropped.", 1)] = 256 * 1024
     slow_reader_s: Annotated[float, Doc("Seconds without progress at which a client is dropped.", 0.001)] = 20.0
     body_timeout_s: Annotated[float, Doc("Seconds for a client to send its body (408).", 0.001)] = 60.0
+    max_stored_responses: Annotated[
+        int, Doc("Responses kept in memory for previous_response_id; 0 keeps none, and the oldest go first.", 0)
+    ] = 1024
+    max_stored_response_bytes: Annotated[int, Doc("Bytes that they may take, each with its whole conversation.", 1)] = (
+        64 * 2**20
+    )
+    stored_response_s: Annotated[float, Doc("Seconds that each is kept.", 0.001)] = 3600.0
     grace_s: Annotated[float, Doc("Seconds that open requests get after SIGTERM.", 0)] = 30.0
     inline_tokenize_chars: int = 1024
     send_buffer_bytes: int = 256 * 1024
@@ -80,6 +88,8 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
             raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
         if self.tool_call_parser is not None:
             family_named(self.tool_call_parser)
+        if self.reasoning_parser is not None:
+            check_reasoning_parser(self.reasoning_parser)
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
     @property

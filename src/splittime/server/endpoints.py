@@ -9,6 +9,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
 from splittime.api.ranking import RankRenderer, RerankBody, ScoreBody, ScoreRenderer, rerank_ask, score_ask
 from splittime.api.schema import ChatBody, CompletionBody, Strict
+from splittime.text.answer_marks import AnswerMarks
 from splittime.text.tokenizer import Tokenizer
 
 
@@ -18,7 +19,7 @@ class Endpoint(NamedTuple):
 
     prefix: str
     body: type[Strict]
-    ask_of: Callable[[Any, ModelInfo, BodyLimits, bool, str], Ask]
+    ask_of: Callable[[Any, ModelInfo, BodyLimits, bool, AnswerMarks], Ask]
     renderer: Callable[[Any, str, Tokenizer], Any]
 
 

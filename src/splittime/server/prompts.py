@@ -37,6 +37,7 @@ from splittime.text.worker import TextTask
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected
 
+ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
 now_ns = time.monotonic_ns
 
 
@@ -50,9 +51,11 @@ class TokenizedPrompt(NamedTuple):
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
         sampling = request.sampling
-        text = OutputText(tokenizer, self.token_ids, stop=sampling.stop, min_tokens=sampling.min_tokens)
+        stop, least = sampling.stop, sampling.min_tokens
+        text = OutputText(tokenizer, self.token_ids, stop=stop, min_tokens=least, shown_ids=ask.shown_ids)
         echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
-        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes)
+        reasoning = None if ask.reasoning is None else ask.reasoning.parser()
+        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes, reasoning)
 
     def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
         """The prompt as it was given, and where each of its tokens begins."""
@@ -165,6 +168,19 @@ class Prompts:
             self._task = None  # the error that it may hold knows this frame: a circle, left to the collector
             if alarm is not None:
                 alarm.cancel()
+
+
+def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
+    """Returns the ask of a model that reasons as its prompt leaves it: in the reasoning, before it or behind it. A form
+    is that of what follows the reasoning."""
+    if ask.reasoning is None:
+        return ask
+    ending = tokenizer.decode(token_ids[-ENDING_TOKENS:], skip_special_tokens=False)
+    reasoning, sampling = ask.reasoning.begun(ending), ask.sampling
+    if sampling.grammar:
+        sampling = msgspec.structs.replace(sampling, grammar=reasoning.held(sampling.grammar))
+        sampling.validate()
+    return replace(ask, reasoning=reasoning, sampling=sampling)
 
 
 def too_late() -> DeadlineExceeded:

@@ -2,14 +2,13 @@
 (`api.messages`), of the body as it is read and of the answer as it is sent. What the account says of a chat, it says of
 a message."""
 
-from typing import Any
-
 from splittime.api import messages
 from splittime.api.decode import decode_body
 from splittime.api.params import check_model, template_options
 from splittime.core.errors import RequestError, SplittimeError
 from splittime.server.routes_info import worked_on
 from splittime.server.service import Service
+from splittime.server.translation import TranslatedAnswer, TranslatedBody
 from splittime.server.visit import Visit
 from splittime.text.process import Render
 from splittime.web import http
@@ -17,13 +16,13 @@ from splittime.web import http
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a message, whole or streamed."""
-    translated = AsMessage(send)
-    await Visit(service, "chat", scope, AsChat(service, scope, receive), translated.send).serve()
+    body = TranslatedBody(receive, MessageExchange(service, scope, receive).read_chat)
+    await Visit(service, "chat", scope, body, _as_message(send)).serve()
 
 
 async def count_tokens(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with the tokens of the prompt that `create` would make of this body."""
-    send = AsMessage(send).send
+    send = _as_message(send)
     try:
         model = service.require_model()
         _check_version(scope)
@@ -51,60 +50,25 @@ def _check_version(scope: http.Scope) -> None:
         )
 
 
-class AsChat:
-    """What a chat's visit receives: the message's body as a chat's, then what comes after it."""
+class MessageExchange:
+    """One message, from its body to its answer."""
 
     def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
         self._config, self._scope, self._receive = service.config, scope, receive
-        self._is_read = False
 
-    async def __call__(self) -> http.Message:
-        if self._is_read:
-            return await self._receive()
-        self._is_read = True
+    async def read_chat(self) -> bytes:
+        """Returns a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
         body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
-        given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
-        return {"type": "http.request", "body": messages.chat_body(given), "more_body": False}
+        return messages.chat_body(decode_body(body, messages.MessagesBody, is_strict=self._config.strict))
 
 
-class AsMessage:
-    """Sends a chat's answer as a message's. The head of a whole answer waits for its body, whose length it says."""
+def _as_message(send: http.Send) -> http.Send:
+    names = {b"x-request-id": b"request-id"}
+    return TranslatedAnswer(send, _translated, lambda: messages.MessageEvents().feed, names).send
 
-    def __init__(self, send: http.Send) -> None:
-        self._send = send
-        self._head: dict[str, Any] | None = None  # held back
-        self._events: messages.MessageEvents | None = None
 
-    async def send(self, message: http.Message) -> None:
-        if message["type"] == "http.response.start":
-            await self._begin(dict(message))
-        elif self._events is not None:
-            await self._send({**message, "body": self._events.feed(message.get("body", b""))})
-        else:
-            await self._whole(dict(message))
-
-    async def _begin(self, head: dict[str, Any]) -> None:
-        names = dict(head["headers"])
-        if (request_id := names.get(b"x-request-id")) is not None:
-            head["headers"] = [*head["headers"], (b"request-id", request_id)]
-        if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
-            self._head = head
-            return
-        self._events = messages.MessageEvents()
-        await self._send(head)
-
-    async def _whole(self, message: dict[str, Any]) -> None:
-        if self._head is not None:
-            head, self._head = self._head, None
-            message["body"] = self._translated(head["status"], message["body"])
-            length = (b"content-length", b"%d" % len(message["body"]))
-            others = [each for each in head["headers"] if each[0] != b"content-length"]
-            head["headers"] = [*others, length]
-            await self._send(head)
-        await self._send(message)
-
-    def _translated(self, status: int, body: bytes) -> bytes:
-        if status != 200:
-            return messages.error(status, body)
-        return messages.message(body) if b'"choices":' in body else body
+def _translated(status: int, body: bytes) -> bytes:
+    if status != 200:
+        return messages.error(status, body)
+    return messages.message(body) if b'"choices":' in body else body

@@ -24,14 +24,16 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.store import ID_PREFIXES, Ledger
+from splittime.ledger.store import ANSWER_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group
+from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
+from splittime.text.answer_marks import answer_marks
 from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWork
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
@@ -77,13 +79,16 @@ class Service:
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
         limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
-        self.template = tokenizer.chat_templates.get("default", "")
+        self.marks = answer_marks(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._shortcuts = tokenizer.shortcuts  # looked at now, not while the first request waits
         self.inline = InlineTokenizing(config.inline_tokenize_chars)
         self.is_draining = False
         self.began_draining = asyncio.Event()
         self._reserved: dict[str, asyncio.Event] = {}
         self.simulation = Simulation()
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_s
+        )
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 
@@ -188,7 +193,7 @@ class Service:
         """Whether a request of this id, or of this id in a response, is being served; of another tenant's, only an
         operator is told."""
         whose = self.keys.tenants if tenant.is_operator else ()
-        names = {request_id, *map(request_id.removeprefix, ID_PREFIXES)}
+        names = {request_id, *map(request_id.removeprefix, ANSWER_PREFIXES)}
         return any(self.full_id(name, each) in self.groups for name in names for each in (tenant, *whose))
 
     def _running(self) -> Iterator[Begun]:

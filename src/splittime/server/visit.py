@@ -26,7 +26,7 @@ from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, output_budget, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budget, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -136,7 +136,7 @@ class Visit:
             first_token_by_ns=self._first_token_by_ns,
         )
         tokenized = await prompts.tokenize(deadline_ns)
-        ask = await prompts.with_ids(ask, deadline_ns)
+        ask = begun(await prompts.with_ids(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
@@ -163,7 +163,7 @@ class Visit:
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         endpoint, include_timing = ENDPOINTS[self.endpoint], http.flag(self.scope, "X-Include-Timing")
         given = decode_body(body, endpoint.body, is_strict=config.strict)
-        return endpoint.ask_of(given, model, config, include_timing, self.service.template)
+        return endpoint.ask_of(given, model, config, include_timing, self.service.marks)
 
     # ---- to the engine
 

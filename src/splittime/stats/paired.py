@@ -60,6 +60,13 @@ def mean(values: Floats, seed: int = 0) -> BootstrapEstimate:
     return ratio_of_sums(values, np.ones(len(values)), seed)
 
 
+def means(columns: Floats, seed: int = 0) -> list[BootstrapEstimate]:
+    """Returns the mean of each column of independent rows; each resample draws the same rows for all columns."""
+    drawn = _weights(len(columns), seed) @ columns / len(columns)
+    values = columns.mean(axis=0)
+    return [_estimate(float(value), line, len(columns)) for value, line in zip(values, drawn.T, strict=True)]
+
+
 def mcnemar(only_first: int, only_second: int) -> float:
     """Returns the two-sided p-value of answers that only one of two got right being split like that by a fair coin."""
     from scipy import stats

@@ -16,6 +16,7 @@ from splittime.text.tokenizer import Tokenizer
 
 _MAX_WINDOW_TOKENS = 16
 _MAX_CHARACTER_BYTES = 4
+NO_IDS: frozenset[int] = frozenset()
 
 
 class Detokenizer(Protocol):
@@ -34,10 +35,10 @@ class ByteDetokenizer:
     finish is given out when it is whole, as it would be if its tokens had come here."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, at_text_start: bool, skip_special_tokens: bool = True, before: bytes = b""
+        self, tokenizer: Tokenizer, *, at_text_start: bool, hidden_ids: frozenset[int] = NO_IDS, before: bytes = b""
     ) -> None:
         self._token_bytes = tokenizer.bytes_of_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = hidden_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(before)
         self._strips = at_text_start and tokenizer.strips_leading_space
@@ -60,10 +61,10 @@ class WindowDetokenizer:
     is the new text. A window that ends in an unfinished character waits, but not for more than a few tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), hidden_ids: frozenset[int] = NO_IDS
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden_ids
         self._context = list(prompt_token_ids[-_MAX_WINDOW_TOKENS:])
         self._pending: list[int] = []
 
@@ -78,8 +79,11 @@ class WindowDetokenizer:
         return self._accept(self._new_text())
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
-        return self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip)[len(before) :]
+        return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
 
     def _accept(self, text: str) -> str:
         if self._pending:
@@ -88,17 +92,22 @@ class WindowDetokenizer:
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    shown_ids: frozenset[int] = NO_IDS,
 ) -> Detokenizer:
-    """The right kind for this vocabulary. With an empty prompt the text begins here."""
+    """The right kind for this vocabulary. With an empty prompt the text begins here. shown_ids: special tokens that are
+    not skipped."""
+    hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else NO_IDS
     if not tokenizer.has_token_bytes:
-        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-    hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(tokenizer, prompt_token_ids, hidden)
     at_text_start = all(token_id in hidden for token_id in prompt_token_ids)
     return ByteDetokenizer(
         tokenizer,
         at_text_start=at_text_start,
-        skip_special_tokens=skip_special_tokens,
+        hidden_ids=hidden,
         before=_last_bytes(tokenizer, prompt_token_ids),
     )
 
@@ -197,8 +206,11 @@ class OutputText:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = NO_IDS,
     ) -> None:
-        self._detokenizer = make_detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = make_detokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids
+        )
         self._matcher = StopMatcher(stop) if stop else None
         self._num_exempt = min_tokens  # tokens still to come in which no stop string counts
         self.num_chars = 0

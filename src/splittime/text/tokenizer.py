@@ -64,6 +64,7 @@ class Tokenizer:
         self.special_tokens = special_tokens(config)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")

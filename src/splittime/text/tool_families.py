@@ -1,30 +1,64 @@
-"""How families of models write calls of tools: a table, of which the grammar that holds an answer to calls and the
-parser that reads them (`text.tool_parser`) are both made.
+"""How families of models write calls of tools: a table, of which the grammar that holds an answer to calls
+(`text.tool_grammar`) and the parser that reads them (`text.tool_parser`) are both made.
 
-A call is JSON with the tool's name and then its arguments, in the family's words, between the family's marks. A model
-whose template says none of the known forms is taken for one that writes JSON in tags (`hermes`).
+A call stands between the family's marks, in one of four styles (`Style`). A model whose template says none of the known
+forms is taken for one that writes JSON in tags (`hermes`).
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple
 
-from splittime.core.errors import ConfigError, RequestError
-from splittime.text.grammars import MAX_SCHEMA_CHARS, json_schema_rule, of_lark, require_depth
+from splittime.core.errors import ConfigError
 
 MAX_TOOLS = 128
 
 
+class Style(StrEnum):
+    """How a call is written between its marks. member: an object of JSON with the name and then the arguments.
+    named: the name, a mark, and the arguments as JSON. tagged: the name, and each argument between marks, a text as it
+    is and anything else as JSON. python: `f(a="x", b=1)`."""
+
+    MEMBER = "member"
+    NAMED = "named"
+    TAGGED = "tagged"
+    PYTHON = "python"
+
+
 class ToolFamily(NamedTuple):
-    """begin, end: what stands around a call; with an empty `begin` a call begins the answer, without a
-    text before it. between: two calls. arguments: the name that arguments have."""
+    """opens, closes: what stands around all calls. begin, end: around each. Without `opens` and `begin`, or where
+    `is_bare`, calls begin the answer, without a text before them. between: two calls.
+
+    arguments: the name that arguments have (member). before_name, after_name: what stands around the name (not
+    member). is_numbered: behind the name comes a colon and the call's number. id_mark: behind the name may come this
+    and an id. before_key, after_key, after_value: around an argument's name and value (tagged). ids: what a call's id
+    looks like, for templates that ask for it.
+    """
 
     name: str
-    begin: str
-    end: str
-    between: str
-    arguments: str
+    style: Style
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+    opens: str = ""
+    closes: str = ""
+    is_bare: bool = False
+    arguments: str = "arguments"
+    before_name: str = ""
+    after_name: str = ""
+    is_numbered: bool = False
+    id_mark: str = ""
+    before_key: str = ""
+    after_key: str = ""
+    after_value: str = ""
+    ids: str = "call"
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that may hold a mark which is a token of its own."""
+        around = (self.opens, self.begin, self.before_name, self.after_name, self.id_mark, self.end, self.closes)
+        return (*around, self.before_key, self.after_key, self.after_value)
 
 
 class Tool(NamedTuple):
@@ -35,13 +69,83 @@ class Tool(NamedTuple):
     is_strict: bool
 
 
+_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEP = (  # DeepSeek's, with a bar as wide as a letter
+    f"<\uff5c{name}\uff5c>"
+    for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
+)
 FAMILIES = {
     family.name: family
     for family in (
-        ToolFamily("hermes", "<tool_call>\n", "\n</tool_call>", "\n", "arguments"),
-        ToolFamily("llama3_json", "", "", "; ", "parameters"),
+        ToolFamily("hermes", Style.MEMBER, "<tool_call>\n", "\n</tool_call>", "\n"),
+        ToolFamily("llama3_json", Style.MEMBER, between="; ", is_bare=True, arguments="parameters"),
+        ToolFamily(
+            "qwen3_coder",
+            Style.TAGGED,
+            *("<tool_call>\n", "</function>\n</tool_call>", "\n"),
+            before_name="<function=",
+            after_name=">\n",
+            before_key="<parameter=",
+            after_key=">\n",
+            after_value="\n</parameter>\n",
+        ),
+        ToolFamily(
+            "glm45",
+            Style.TAGGED,
+            *("<tool_call>", "</tool_call>", "\n"),
+            after_name="\n",
+            before_key="<arg_key>",
+            after_key="</arg_key>\n<arg_value>",
+            after_value="</arg_value>\n",
+        ),
+        ToolFamily("mistral", Style.NAMED, "[TOOL_CALLS]", after_name="[ARGS]", id_mark="[CALL_ID]", ids="nine"),
+        ToolFamily("mistral_list", Style.MEMBER, between=", ", opens="[TOOL_CALLS] [", closes="]", ids="nine"),
+        ToolFamily(
+            "deepseek_v3",
+            Style.NAMED,
+            *(_CALL_BEGIN, f"\n```{_CALL_END}", "\n"),
+            opens=_CALLS_BEGIN,
+            closes=_CALLS_END,
+            before_name=f"function{_SEP}",
+            after_name="\n```json\n",
+        ),
+        ToolFamily(
+            "deepseek_v31",
+            Style.NAMED,
+            *(_CALL_BEGIN, _CALL_END),
+            opens=_CALLS_BEGIN,
+            closes=_CALLS_END,
+            after_name=_SEP,
+        ),
+        ToolFamily(
+            "kimi_k2",
+            Style.NAMED,
+            *("<|tool_call_begin|>", "<|tool_call_end|>"),
+            opens="<|tool_calls_section_begin|>",
+            closes="<|tool_calls_section_end|>",
+            before_name="functions.",
+            after_name="<|tool_call_argument_begin|>",
+            is_numbered=True,
+            ids="numbered",
+        ),
+        ToolFamily("pythonic", Style.PYTHON, between=", ", opens="[", closes="]", is_bare=True),
+        ToolFamily("lfm2", Style.PYTHON, between=", ", opens="<|tool_call_start|>[", closes="]<|tool_call_end|>"),
+        ToolFamily("olmo3", Style.PYTHON, between="\n", opens="<function_calls>\n", closes="\n</function_calls>"),
     )
 }
+_SIGNS = (  # of a template, the first that are all in it
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("glm45", ("<arg_key>", "<arg_value>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("kimi_k2", ("tool_declare<|im_middle|>",)),
+    ("deepseek_v3", (_CALLS_BEGIN, "```json")),
+    ("deepseek_v31", (_CALLS_BEGIN,)),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral_list", ("[TOOL_CALLS]",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("[func_name1(",)),
+)
 _LLAMA_JSON = re.compile(r"""\{["']name["']:.{0,40}["']parameters["']""", re.DOTALL)
 
 
@@ -57,53 +161,7 @@ def family_named(name: str) -> ToolFamily:
 
 def family_of_template(template: str) -> ToolFamily:
     """Returns the family whose form the chat template describes; JSON in tags where it describes none."""
-    is_llama = "<tool_call>" not in template and _LLAMA_JSON.search(template) is not None
-    return FAMILIES["llama3_json" if is_llama else "hermes"]
-
-
-def grammar_of_calls(family: ToolFamily, tools: Sequence[Tool], *, may_answer: bool, may_repeat: bool) -> str:
-    """Returns the grammar of answers that call tools. may_answer: or that are a text, or (where the family marks
-    calls) have one before them. may_repeat: more than one call. Raises RequestError, which names the tool, for a schema
-    that is too large or too deep."""
-    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    rules = [f"start: {_start(family, may_answer=may_answer)}", *_texts(family, may_answer=may_answer)]
-    rules.append(f"rest: call{_literal(family.end)}" + (" next*" if may_repeat else ""))
-    rules.append(f"next: {json.dumps(family.between + family.begin)} call{_literal(family.end)}")
-    rules.append(f"call: {calls}")
-    for index, tool in enumerate(tools):
-        param = f"tools[{index}].function.parameters"
-        require_depth(tool.parameters, param)
-        head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(family.arguments)}: '
-        rules.append(f'call_{index}: {json.dumps(head)} args_{index} "}}"')
-        rules.append(f"args_{index}: %json {json_schema_rule(tool.parameters)}")
-    if not may_repeat:
-        rules = [rule for rule in rules if not rule.startswith("next:")]
-    written = "\n".join(rules)
-    if len(written) > MAX_SCHEMA_CHARS:
-        raise RequestError(
-            f"tools have {len(written)} characters, more than {MAX_SCHEMA_CHARS}",
-            param="tools",
-            value=len(written),
-            limit=MAX_SCHEMA_CHARS,
-        )
-    return of_lark(written, "tools")
-
-
-def _start(family: ToolFamily, *, may_answer: bool) -> str:
-    if may_answer:
-        return "FREE | lead rest" if family.begin else "FREE | rest"
-    return f"{json.dumps(family.begin)} rest" if family.begin else "rest"
-
-
-def _texts(family: ToolFamily, *, may_answer: bool) -> list[str]:
-    """Returns the rules of texts that are no call, and of one up to a call's begin."""
-    if not may_answer:
-        return []
-    if not family.begin:
-        return [r"FREE: /\s*([^{\s](?s:.*))?/"]
-    mark = family.begin.strip()
-    return [rf"FREE: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/", rf"lead[lazy]: /(?s:.*){json.dumps(family.begin)[1:-1]}/"]
-
-
-def _literal(text: str) -> str:
-    return f" {json.dumps(text)}" if text else ""
+    found = next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
+    if found is None:
+        found = "llama3_json" if _LLAMA_JSON.search(template) else "hermes"
+    return FAMILIES[found]

@@ -74,7 +74,7 @@ class Edge:
             self._inside = CORSMiddleware(
                 self._keyed,  # type: ignore[arg-type]
                 allow_origins=cors_origins,
-                allow_methods=("GET", "HEAD", "POST", "PATCH"),
+                allow_methods=("GET", "HEAD", "POST", "PATCH", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=READABLE_HEADERS,
             )

@@ -58,10 +58,11 @@ TENANT_PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/responses",
         "/version",
     }
 )
-TENANT_FOLDERS = ("/v1/models/", "/ledger/requests/", "/ledger/hops/")
+TENANT_FOLDERS = ("/v1/models/", "/v1/responses/", "/ledger/requests/", "/ledger/hops/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from splittime.core.errors import ConfigError, EngineError, NotFound
@@ -28,20 +29,27 @@ def get_json(url: str, api_key: str | None, nobody: str = NOBODY) -> Any:
     return _answered(urllib.request.Request(url), api_key, nobody)
 
 
+def get_text(url: str, api_key: str | None, nobody: str = NOBODY) -> str:
+    """Returns the text that a running server answers to a GET, as `/metrics` is. Raises as `get_json` does."""
+    return _answered(urllib.request.Request(url), api_key, nobody, lambda response: response.read().decode())
+
+
 def patch_json(url: str, body: Any, api_key: str | None, nobody: str = NOBODY) -> Any:
     """Returns what a running server answers to a PATCH of this body. Raises as `get_json` does."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     return _answered(urllib.request.Request(url, data, headers, method="PATCH"), api_key, nobody)
 
 
-def _answered(request: urllib.request.Request, api_key: str | None, nobody: str) -> Any:
+def _answered(
+    request: urllib.request.Request, api_key: str | None, nobody: str, read: Callable[[Any], Any] = json.load
+) -> Any:
     url = request.full_url
     check_key(api_key)
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.load(response)
+            return read(response)
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -28,7 +28,8 @@ def school(tmp_path_factory):
 
 
 def run(school, *words, teacher="teacher", student="student.json", texts="text.jsonl"):
-    fixed = (school / teacher, "--student", school / student, "--text", school / texts, "--workers", 1)
+    student = student if student == "mtp" else school / student
+    fixed = (school / teacher, "--student", student, "--text", school / texts, "--workers", 1)
     return CliRunner().invoke(app, [str(word) for word in (*fixed, *words)])
 
 
@@ -78,7 +79,10 @@ def test_a_head_is_trained_measured_and_served(school, tmp_path):
     asked = SamplingParams(temperature=0.0, max_tokens=24)
     answers = []
     for config in ({"method": "none"}, {"method": "mtp", "model": str(out)}):
-        answers.append(LLM(school / "teacher", num_threads=1, speculative_config=config).generate("def f", asked)[0])
+        llm = LLM(school / "teacher", num_threads=1, speculative_config=config)
+        answers.append(llm.generate("def f", asked)[0])
+    assert json.loads(llm.crank.facts.settings["speculative_config"])["model"] == "head"
+    assert str(tmp_path) not in str(llm.crank.facts), "where things lie is nobody's business"
     assert answers[0].token_ids == answers[1].token_ids
     refused = made("--beside", "x", *budget, "--out", tmp_path / "never")
     assert refused.exit_code != 0
@@ -139,3 +143,22 @@ def test_a_text_that_is_too_short_is_said(school, tmp_path):
     found = run(school, *words, texts=short)
     assert (found.exit_code, "too few for windows of 64" in found.stderr) == (2, True), found.stderr
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_head_is_measured_on_short_documents_too(school, tmp_path):
+    """Nobody trains for an hour to hear then that no document is as long as a window."""
+    short = write_texts(tmp_path / "short.jsonl", 30, lines=2)
+    words = ("--held-out", short, "--tokens", 1, "--step-tokens", 64, "--json", "--out", tmp_path / "head")
+    found = run(school, *words, student="mtp")
+    assert found.exit_code == 0, found.stderr
+    scores = json.loads(found.stdout)["scores"]
+    assert scores["windows"] == 30
+    assert 30 * 15 <= scores["tokens"] < 30 * 64
+
+
+def test_a_teacher_that_can_have_no_head_is_said(school, tmp_path):
+    make_model(tmp_path / "teacher", TEACHER)
+    write_config(tmp_path / "teacher" / "config.json", TEACHER, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    found = run(school, "--tokens", 9, "--out", tmp_path / "out", teacher=tmp_path / "teacher", student="mtp")
+    assert (found.exit_code, "a head on a teacher cannot be trained with rope_scaling" in found.stderr) == (2, True)
+    assert "--student CONFIG" in found.stderr

@@ -13,6 +13,7 @@ from schools import STUDENT, TEACHER, make_model, write_config, write_texts
 from splittime.core.errors import ConfigError, EngineError
 from splittime.lab.distill.inputs import DistillRequest
 from splittime.lab.distill.job import LAST_GOOD, DistillRun, Task
+from splittime.lab.distill.loss import Distillation
 from splittime.lab.distill.run import Hooks, distill
 from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.student import StudentPlan, read_weights
@@ -84,12 +85,12 @@ class Breaking:
         return torch.full((len(hidden), STUDENT.vocab_size), value)
 
 
-def broken_run(folder):
+def broken_run(folder, goal=None):
     tokens = np.random.default_rng(0).integers(0, 4096, 1000).astype(np.uint32)
     plan = StudentPlan(STUDENT, STUDENT.config())
     settings = DistillSettings(tokens=1000, step_tokens=64, workers=1)
     folder.mkdir(exist_ok=True)
-    return DistillRun(Task(settings, plan, tokens, folder, folder, Breaking(), None, 64))
+    return DistillRun(Task(settings, plan, tokens, folder, folder, Breaking(), None, 64, goal=goal))
 
 
 def test_the_last_good_weights_outlive_a_loss_that_is_not_finite(tmp_path):
@@ -101,6 +102,16 @@ def test_the_last_good_weights_outlive_a_loss_that_is_not_finite(tmp_path):
     found = read_weights(tmp_path / LAST_GOOD, STUDENT)
     assert found.keys() == kept.keys()
     assert all(bool(weight.isfinite().all()) for weight in found.values())
+
+
+def test_a_head_is_not_said_to_go_on_from_other_weights(tmp_path):
+    """Since `--start-from` does not go with one."""
+    run = broken_run(tmp_path, goal=Distillation(Breaking(), 0.9, 1.0))
+    with pytest.raises(EngineError, match="update 2 are in") as error:
+        run.train(lambda state, update: None, every=1)
+    run.close()
+    assert "--start-from" not in error.value.info.hint
+    assert "begin anew, another --out" in error.value.info.hint
 
 
 def test_without_a_checkpoint_there_is_none_to_name(tmp_path):

@@ -182,7 +182,7 @@ def _would_pay(
         confidence=LIKELY,
         confidence_from=_where_from(least),
         cure=_cure(guesser, least.most),
-        cost=f"Memory for past answers, 208 MiB at most; `simulate` and `tune` refuse ledgers with guesses. {RESTART}",
+        cost=f"Memory for past answers, 208 MiB at most. {RESTART}",
         counter_check="With it, at the same load, the mean request takes as long.",
         regime="answers that repeat as these do; where more requests run at once, a guess is dearer",
         is_limit=True,

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from splittime.gateway.answer_events import AnswerEditor
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.resume.request import (
     TEXT,
@@ -16,6 +17,7 @@ from splittime.gateway.resume.request import (
 )
 from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, mark_of, prompt_of
 from splittime.gateway.upstreams import Router, Upstream
+from splittime.ledger.attempts import FirstTokens
 
 BREAKS = ("upstream_died", "upstream_stalled")
 
@@ -30,7 +32,7 @@ class Resumption:
         self.reason = ""
         self.is_continuing = False  # the client has a beginning, and the next attempt goes on with it
 
-    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, StreamRecorder | None]:
+    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, AnswerEditor | None]:
         """Returns what this upstream is asked, and who reads its chunks (None: nobody; it is not continued)."""
         story, request = self.story, self._request
         if self.is_continuing and story is not None:
@@ -61,6 +63,11 @@ class Resumption:
         if story.is_ended or (most is not None and story.num_tokens >= most):
             return "all its tokens had been told"
         return "" if story.is_known else "the upstream did not tell where it stood"
+
+    @property
+    def first_tokens(self) -> FirstTokens | None:
+        """What was read of the answer's first tokens where they are looked at (`routing.escalation`)."""
+        return None
 
     # ---- who goes on
 

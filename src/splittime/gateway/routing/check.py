@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.config import GatewayConfig, RuleConfig
+from splittime.gateway.config import DifficultyConfig, GatewayConfig, RuleConfig
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
 
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
@@ -14,10 +14,13 @@ _SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|passwo
 def check_routing(config: GatewayConfig) -> None:
     """Raises `ConfigError` naming the first rule or alias that cannot be meant."""
     models = [model for upstream in config.upstream for model in upstream.models]
+    for number, route in enumerate(config.difficulty):
+        _check_difficulty(f"difficulty[{number}]", route, config, models)
+    models += [route.model for route in config.difficulty]
     for alias, model in config.aliases.items():
         if alias in models:
             hint = "take the alias out, or the model from `models`; or write a [[rule]] with models and model"
-            raise ConfigError(f"aliases.{alias} is a model of an upstream", param=f"aliases.{alias}", hint=hint)
+            raise ConfigError(f"aliases.{alias} is a model itself", param=f"aliases.{alias}", hint=hint)
         _among(f"aliases.{alias}", model, models)
     for pool in pools_of(config.rule, config.upstream):
         if pool in models:
@@ -34,7 +37,9 @@ def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
     for name in rule.tenants:
         _among(f"{path}.tenants", name, [tenant.name for tenant in config.tenant])
     if rule.model is not None:
-        _among(f"{path}.model", rule.model, [model for upstream in upstreams for model in upstream.models])
+        graded = [] if rule.upstreams else [route.model for route in config.difficulty]
+        served = [model for upstream in upstreams for model in upstream.models]
+        _among(f"{path}.model", rule.model, [*served, *graded])
     elif not rule.upstreams:
         hint = "say which model or which upstreams the requests that it matches get"
         raise ConfigError(f"{path} decides nothing", param=f"{path}.model", hint=hint)
@@ -44,6 +49,22 @@ def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
         raise ConfigError(said, param=f"{path}.min_prompt_tokens", value=low, limit=high, hint="swap them")
     for name, value in rule.headers.items():
         _check_header(f"{path}.headers.{name}", name, value)
+
+
+def _check_difficulty(path: str, route: DifficultyConfig, config: GatewayConfig, models: Sequence[str]) -> None:
+    """Raises `ConfigError` unless its name is its own and both of its models are some upstream's."""
+    param, is_twice = f"{path}.model", [one.model for one in config.difficulty].count(route.model) > 1
+    if not route.model or route.model in models or is_twice:
+        hint = "give it a name of its own; an alias or a [[rule]] can lead other names to it"
+        why = "stands twice" if is_twice else "is a model of an upstream" if route.model else "is empty"
+        raise ConfigError(f"{param}: {route.model!r} {why}", param=param, value=route.model, hint=hint)
+    _among(f"{path}.small", route.small, models)
+    _among(f"{path}.large", route.large, models)
+    if route.small == route.large:
+        raise ConfigError(f"{path}.large is the small one too", param=f"{path}.large", hint="name two models")
+    if route.labels is None and route.escalate is None:
+        hint = 'give labels = "labels.jsonl", or escalate = { below = -1.0 }, or both'
+        raise ConfigError(f"{path} decides nothing", param=f"{path}.labels", hint=hint)
 
 
 def _check_header(param: str, name: str, value: str) -> None:

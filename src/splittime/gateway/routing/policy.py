@@ -13,7 +13,7 @@ import msgspec
 from splittime.core.errors import NotFound
 from splittime.gateway.config import GatewayConfig, RuleConfig, UpstreamConfig
 from splittime.gateway.forwarded import ForwardedRequest, with_model
-from splittime.ledger.attempts import RouteDecision
+from splittime.ledger.attempts import DifficultyDecision, RouteDecision
 from splittime.web import http
 
 VERSION_CHARS = 16
@@ -41,13 +41,15 @@ class RoutePolicy:
         self.version = version_of(config)
         self.header_names = tuple(sorted({name for rule in config.rule for name in rule.headers}))
         self.pools = pools_of(config.rule, config.upstream)
-        self._models = frozenset(model for upstream in config.upstream for model in upstream.models)
+        self._graded = tuple(route.model for route in config.difficulty)
+        self._models = frozenset(self._graded).union(*(upstream.models for upstream in config.upstream))
 
     @property
     def names(self) -> list[str]:
-        """Returns every name that a request may ask for without a rule: the upstreams' models, then aliases."""
+        """Returns every name that a request may ask for without a rule: the upstreams' models, then those of
+        `[[difficulty]]`, then aliases."""
         models = [model for upstream in self._upstreams for model in upstream.models]
-        return list(dict.fromkeys([*models, *self._aliases]))
+        return list(dict.fromkeys([*models, *self._graded, *self._aliases]))
 
     def features(self, request: ForwardedRequest, tenant: str, scope: http.Scope) -> RouteFeatures:
         found = [(name, http.header(scope, name.encode())) for name in self.header_names]
@@ -92,6 +94,11 @@ class RoutePolicy:
             message = f"no upstream{rule} serves {request.model[:64]!r}"
             hint = "GET /v1/models lists the models"
             raise NotFound(message, code="model_not_found", param="model", hint=hint)
+
+
+def graded(decision: RouteDecision, difficulty: DifficultyDecision, model: str) -> RouteDecision:
+    """Returns the decision after the text has been looked at. model: that of the choice."""
+    return msgspec.structs.replace(decision, model=model[:MAX_MODEL_CHARS], difficulty=difficulty)
 
 
 def version_of(config: GatewayConfig) -> str:

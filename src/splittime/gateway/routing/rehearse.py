@@ -5,11 +5,12 @@ lasted and uses the tokens that it used, which are none where no upstream was as
 one that would have been refused frees its place. Budgets of a day and a month are those of the ledger's dates, unused
 when it begins: what `budget_file` held then, nobody knows. What depends on the upstreams of that day, queueing,
 shedding and breakers, and on the answers that were kept, is not replayed. A request that was refused before its body
-was read has no features: the limits of both see it, as one of no tokens, the rules do not.
+was read has no features: the limits of both see it, as one of no tokens, the rules do not. A text is in no ledger, but
+its score by its labels is, so that another threshold can be tried and other labels cannot.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
 import msgspec
@@ -17,14 +18,19 @@ import msgspec
 from splittime.core.errors import Refused
 from splittime.gateway.budgets import Calendar, TokenBudgets
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy
+from splittime.gateway.routing.difficulty import SMALL, of_score
+from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy, graded
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.attempts import DifficultyDecision, RouteDecision
 from splittime.web.tenants import ANYBODY, Quota, Tenant
 
 MAX_EXAMPLES = 3
 NOT_READ = "not read: refused at its head"
 NO_TENANT = "refused: no such tenant"
 NO_MODEL = "refused: model_not_found"
+
+Judges = Mapping[str, DifficultyJudge]
 
 
 class ConfigDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +63,9 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 class RehearsedConfig:
     """One config with its keys' limits, under the ledger's time."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self.policy = RoutePolicy(config)
+    def __init__(self, config: GatewayConfig, judges: Judges) -> None:
+        self.policy, self._judges = RoutePolicy(config), judges
+        self._difficulties = {route.model: route for route in config.difficulty}
         named = [_tenant(config, number) for number in range(len(config.tenant))]
         self._quotas = {tenant.name: Quota(tenant) for tenant in named or [ANYBODY]}
         self._unix_s = 0.0  # the ledger's date
@@ -98,7 +105,23 @@ class RehearsedConfig:
         if not self.policy.serves(decision):
             return NO_MODEL
         where = f" at {', '.join(decision.upstreams)}" if decision.upstreams else ""
+        if decision.model in self._difficulties:
+            again = self.by_text(decision, account)
+            return f"{decision.model}: by a text that no ledger has" if again is None else again.model
         return f"{decision.model}{where}"
+
+    def by_text(self, decision: RouteDecision, account: ClosedAccount) -> RouteDecision | None:
+        """Returns what the text decides; None where the ledger has no score of it by these labels."""
+        route, judge = self._difficulties.get(decision.model), self._judges.get(decision.model)
+        seen = None if account.routing is None else account.routing.difficulty
+        if route is None:
+            return decision
+        if judge is None:
+            return graded(decision, DifficultyDecision(choice=SMALL), route.small)
+        if seen is None or (seen.labels, seen.neighbours) != (judge.labels, judge.neighbours):
+            return None
+        difficulty = of_score(judge, seen.score)
+        return graded(decision, difficulty, route.small if difficulty.choice == SMALL else route.large)
 
 
 def _used_tokens(account: ClosedAccount) -> int:
@@ -121,11 +144,12 @@ def features_of(account: ClosedAccount) -> RouteFeatures:
 
 
 def rehearse(accounts: Iterable[ClosedAccount], old: GatewayConfig, new: GatewayConfig) -> Rehearsal:
-    """Returns what the new config would have done differently; the accounts are of one host since it started."""
+    """Returns what the new config would have done differently; the accounts are of one host since it started. Raises
+    `ConfigError` for labels that cannot be read."""
     ordered = sorted(accounts, key=lambda account: account.start_ns)
-    before, after = RehearsedConfig(old), RehearsedConfig(new)
+    before, after = RehearsedConfig(old, judges_of(old)), RehearsedConfig(new, judges_of(new))
     outcomes = [(account.request_id, before.outcome(account), after.outcome(account)) for account in ordered]
-    again = Counter(is_again for account in ordered if (is_again := _is_again(account, before.policy)) is not None)
+    again = Counter(is_again for account in ordered if (is_again := _is_again(account, before)) is not None)
     return Rehearsal(
         old_policy=before.policy.version,
         new_policy=after.policy.version,
@@ -140,11 +164,14 @@ def rehearse(accounts: Iterable[ClosedAccount], old: GatewayConfig, new: Gateway
     )
 
 
-def _is_again(account: ClosedAccount, policy: RoutePolicy) -> bool | None:
+def _is_again(account: ClosedAccount, config: RehearsedConfig) -> bool | None:
     """Whether a decision of this very policy is made again; None for another's."""
-    if account.routing is None or account.routing.policy != policy.version:
+    if account.routing is None or account.routing.policy != config.policy.version:
         return None
-    return policy.decide(features_of(account)) == account.routing
+    decision: RouteDecision | None = config.policy.decide(features_of(account))
+    if decision is not None and account.routing.difficulty is not None:
+        decision = config.by_text(decision, account)
+    return None if decision is None else decision == account.routing
 
 
 def _differences(outcomes: Sequence[tuple[str, str, str]]) -> tuple[ConfigDifference, ...]:

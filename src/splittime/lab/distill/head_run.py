@@ -5,6 +5,7 @@ of those that had only right ones before them. With the times of steps that tell
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from splittime.lab.distill.inputs import Inputs
 from splittime.lab.distill.job import DistillRun, Task
 from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.teacher import Teacher
-from splittime.lab.quality.documents import DocumentTokens
+from splittime.lab.quality.documents import MIN_SCORED, DocumentTokens
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.load import EMBEDDING
 from splittime.runner.compose import load_torch_runner
@@ -76,15 +77,8 @@ def head_task(inputs: Inputs, settings: DistillSettings, tokens: np.ndarray, fol
 
 
 def head_scores(model: Head, goal: HeadLoss, held_out: Sequence[DocumentTokens], limit: int) -> HeadScores:
-    """Raises ValueError where no document is as long as a window."""
-    length = min(WINDOW, limit)
-    windows = [
-        document.ids[begin : begin + length + 1]
-        for document in held_out
-        for begin in range(0, len(document.ids) - length, length)
-    ][: MEASURED_TOKENS // length]
-    if not windows:
-        raise ValueError(f"no held-out document has {length + 1} tokens")
+    """held_out: of at least `MIN_SCORED` tokens each."""
+    windows = head_windows(held_out, min(WINDOW, limit))
     counts = np.array([goal.num_right(model, torch.tensor([list(window)])) for window in windows], dtype=np.float64)
     sums = counts.sum(0)
     draws = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
@@ -93,7 +87,21 @@ def head_scores(model: Head, goal: HeadLoss, held_out: Sequence[DocumentTokens],
     chance = sums[:, 0].sum() / sums[:, 1].sum()
     by_depth = tuple(float(right / max(1.0, of)) for right, of in sums)
     assert len(by_depth) == DEPTHS
-    return HeadScores(len(windows), len(windows) * length, by_depth, float(chance), float(low), float(high))
+    num_tokens = sum(len(window) - 1 for window in windows)
+    return HeadScores(len(windows), num_tokens, by_depth, float(chance), float(low), float(high))
+
+
+def head_windows(documents: Sequence[DocumentTokens], length: int) -> list[Sequence[int]]:
+    """Returns windows of these documents, in order, until `MEASURED_TOKENS` are predicted: of `length` tokens and the
+    one behind them, and what is left at a document's end, if it has `MIN_SCORED` tokens."""
+    windows = [
+        document.ids[begin : begin + length + 1]
+        for document in documents
+        for begin in range(0, len(document.ids), length)
+    ]
+    windows = [window for window in windows if len(window) >= min(MIN_SCORED, length + 1)]
+    ends = accumulate(len(window) - 1 for window in windows)
+    return [window for window, end in zip(windows, ends, strict=True) if end <= MEASURED_TOKENS]
 
 
 def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -> DraftGain:

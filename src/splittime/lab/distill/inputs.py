@@ -94,7 +94,7 @@ def _plan(asked: DistillRequest, teacher: Path) -> StudentPlan:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} does not go with a head", param=name, hint="leave it out"
                 )
-        plan = student.read_plan(teacher)
+        plan = student.read_plan(teacher, of_head=True)
         return StudentPlan(plan.shape, {**plan.values, "num_nextn_predict_layers": 1})
     named = asked.student in model_source.PACKAGED and not Path(asked.student).exists()
     return student.read_plan(folder_of(asked.student) if named else Path(asked.student))

@@ -145,5 +145,6 @@ class DistillRun:
         self.resume()
         student.write_folder(folder, self.task.plan, self.model.state_dict(), self.task.teacher_folder)
         kept = f"the weights of update {self.state.step} are in {folder}"
-        hint = f"go on from them with --start-from {folder}, another --out, and {again}"
+        start = f"go on from them with --start-from {folder}" if self.task.goal is None else "begin anew"  # no head can
+        hint = f"{start}, another --out, and {again}"
         return EngineError(f"{said}; {kept}", value=step, hint=hint)

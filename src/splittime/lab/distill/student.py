@@ -23,6 +23,8 @@ from splittime.models.fields import read_json
 from splittime.models.weights.checkpoint import Checkpoint
 
 ARCHITECTURE = "LlamaForCausalLM"
+STUDENT_WORDS = ("a student", "the teacher may be any model; the student is a plain Llama")
+HEAD_WORDS = ("a head on a teacher", "a head is for a plain Llama; any model can teach a draft model: --student CONFIG")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,11 +44,12 @@ class StudentPlan:
     values: Mapping[str, Any]
 
 
-def read_plan(path: Path) -> StudentPlan:
-    """Reads the plan from a config.json, or from a folder that holds one. Raises `ConfigError`."""
+def read_plan(path: Path, of_head: bool = False) -> StudentPlan:
+    """Reads the plan from a config.json, or from a folder that holds one. of_head: it is a teacher's, for a head on it.
+    Raises `ConfigError`."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     config = parse_config(values)
-    _refuse(config)
+    _refuse(config, *(HEAD_WORDS if of_head else STUDENT_WORDS))
     layer = config.layers[0]
     assert isinstance(layer.feed_forward, MlpSpec)
     shape = Shape(
@@ -65,7 +68,7 @@ def read_plan(path: Path) -> StudentPlan:
     return StudentPlan(shape, values)
 
 
-def _refuse(config: ModelConfig) -> None:
+def _refuse(config: ModelConfig, what: str, hint: str) -> None:
     """Whatever `distill.llama` does not compute."""
     mixer, part = config.layers[0].mixer, config.layers[0].feed_forward
     biases = mixer.qkv_bias or mixer.output_bias or (isinstance(part, MlpSpec) and part.has_bias)
@@ -79,11 +82,11 @@ def _refuse(config: ModelConfig) -> None:
     for key, (value, limit, is_wrong) in wrong.items():
         if is_wrong:
             raise ConfigError(
-                f"a student cannot be trained with {key} {value!r}; it must be {limit!r}",
+                f"{what} cannot be trained with {key} {value!r}; it must be {limit!r}",
                 param=key,
                 value=value,
                 limit=limit,
-                hint="the teacher may be any model; the student is a plain Llama",
+                hint=hint,
             )
 
 

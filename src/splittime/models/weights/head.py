@@ -25,8 +25,10 @@ def load_head(
     whole, hidden_size = model(), config.hidden_size
     one, ops = head_config(config, whole.config), whole.ops
     if position_of(one.layers[0]) not in whole.turns:
-        said = f"the head's rotary positions are {one.layers[0].mixer.position}, which no layer of the model has"
-        raise ConfigError(said, param="speculative_config", value=str(path), hint="train a head for this model")
+        spec, dims = position_of(one.layers[0])
+        kind = f"{spec.rope_type}, rope_theta {spec.theta:g}, heads of {dims}"
+        said = f"no layer of the model has rotary positions as the head has them ({kind})"
+        raise ConfigError(said, param="speculative_config", value=kind, hint="train a head for this model")
     packer = Packer(ops, open_source(path, config), None)
     source = packer.source
 

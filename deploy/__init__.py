@@ -1,0 +1,1 @@
+"""What an operator starts from: alert rules, dashboards, manifests. `generate.py` writes what is made from the code."""

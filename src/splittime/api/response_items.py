@@ -1,0 +1,160 @@
+"""The items that OpenAI's Responses API takes as input: messages, calls of functions, and what these gave.
+
+Items are read one by one, since a message may leave out its type, and each of another type is refused by name. What a
+response had as output may come back as it is: an item's id and status are labels. A chat's messages are made of items:
+those with instructions at the beginning become one, since templates take one; a call belongs to the assistant's message
+before it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from splittime.api.decode import convert_part
+from splittime.api.foreign import RESPONSES_UNSUPPORTED
+from splittime.api.schema import Strict, no_effect
+from splittime.core.errors import RequestError
+
+PART_TYPES = ("input_text", "output_text")
+DESCRIBE_IT = "send texts as input_text; write into them what an image, a file or a sound holds"
+ITEM_WAYS_OUT = {
+    "item_reference": "send the item itself, or name its response as previous_response_id",
+    "reasoning": "leave it out: reasoning is part of the text",
+}
+ONLY_ITEMS = "messages, function_call and function_call_output are taken"
+
+Nothing = Annotated[list[Any], Meta(max_length=0)]
+ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")]
+ItemId = Annotated[str | None, Meta(description="A label.")]
+ChatMessage = dict[str, Any]
+
+
+class ResponsesPart(Strict, kw_only=True):
+    """A part of a body of this API; `refusals` says why a field is not taken at a value that would have an effect."""
+
+    refusals: ClassVar[Mapping[str, str]] = RESPONSES_UNSUPPORTED
+
+
+class ItemPart(ResponsesPart, kw_only=True):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Nothing | None = None
+    logprobs: Nothing | None = None
+
+
+class ItemMessage(ResponsesPart, kw_only=True):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ItemPart]
+    type: Literal["message"] = "message"
+    id: ItemId = None
+    status: ItemStatus = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, no_effect("no template tells them apart.")] = None
+
+    def add_to(self, chat: list[ChatMessage]) -> None:
+        text, last = _text(self.content), chat[-1] if chat else None
+        role = "system" if self.role == "developer" else self.role
+        if last is not None and role == "system" and len(chat) == 1 and last["role"] == "system":
+            last["content"] += f"\n\n{text}"
+        elif last is not None and role == "assistant" and "tool_calls" in last:
+            last["content"] = (last["content"] or "") + text
+        else:
+            chat.append({"role": role, "content": text})
+
+
+class ItemCall(ResponsesPart, kw_only=True):
+    call_id: str
+    name: str
+    arguments: Annotated[str, Meta(description="JSON, as it came in the response.")]
+    type: Literal["function_call"]
+    id: ItemId = None
+    status: ItemStatus = None
+    namespace: None = None
+    caller: None = None
+
+    def add_to(self, chat: list[ChatMessage]) -> None:
+        if not chat or chat[-1]["role"] != "assistant":
+            chat.append({"role": "assistant", "content": None})
+        function = {"name": self.name, "arguments": self.arguments}
+        chat[-1].setdefault("tool_calls", []).append({"id": self.call_id, "type": "function", "function": function})
+
+
+class ItemCallOutput(ResponsesPart, kw_only=True):
+    call_id: str
+    output: Annotated[str | list[ItemPart], Meta(description="What the function gave.")]
+    type: Literal["function_call_output"]
+    id: ItemId = None
+    status: ItemStatus = None
+
+    def add_to(self, chat: list[ChatMessage]) -> None:
+        chat.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
+
+
+Item = ItemMessage | ItemCall | ItemCallOutput
+KINDS: dict[str, type[Item]] = {
+    "message": ItemMessage,
+    "function_call": ItemCall,
+    "function_call_output": ItemCallOutput,
+}
+
+
+def items_of(given: str | Sequence[dict[str, Any]], *, is_strict: bool = False) -> list[Item]:
+    """Returns the items of an input; a text is a message of the user's. Raises RequestError, which names the place, for
+    an item or a part of another type, and for what is wrong in one."""
+    if isinstance(given, str):
+        return [ItemMessage(role="user", content=given)]
+    return [_item(each, f"input[{index}]", is_strict) for index, each in enumerate(given)]
+
+
+def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
+    """Returns the messages of a chat that has these items."""
+    chat: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        item.add_to(chat)
+    return chat
+
+
+def require_calls(items: Sequence[Item], num_earlier: int) -> None:
+    """Raises RequestError for an output of a call that no item before it makes. num_earlier: items that come from a
+    stored response."""
+    called = set()
+    for index, item in enumerate(items):
+        if isinstance(item, ItemCall):
+            called.add(item.call_id)
+        elif isinstance(item, ItemCallOutput) and item.call_id not in called:
+            raise RequestError(
+                f"input[{index - num_earlier}].call_id: no function_call before it has the id {item.call_id!r}",
+                param=f"input[{index - num_earlier}].call_id",
+                value=item.call_id,
+                hint="send the function_call before its output, or name its response as previous_response_id",
+            )
+
+
+def _item(given: dict[str, Any], at: str, is_strict: bool) -> Item:
+    named = given.get("type", "message")
+    kind = KINDS.get(named) if isinstance(named, str) else None
+    if kind is None:
+        hint = ITEM_WAYS_OUT.get(str(named), ONLY_ITEMS)
+        raise _refused(f"{at} is of the type {named!r}, which is not supported", f"{at}.type", named, list(KINDS), hint)
+    for part_at, part_type in _part_types(given, at):
+        said = f"{part_at} is of the type {part_type!r}, which is not supported"
+        if part_type not in PART_TYPES:
+            raise _refused(said, f"{part_at}.type", part_type, list(PART_TYPES), DESCRIBE_IT)
+    return convert_part(given, kind, at, is_strict=is_strict)
+
+
+def _part_types(given: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    """Yields the place and the type of each part that has one."""
+    for name in ("content", "output"):
+        parts = given.get(name)
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict) and "type" in part:
+                yield f"{at}.{name}[{index}]", part["type"]
+
+
+def _refused(said: str, param: str, value: Any, limit: list[str], hint: str) -> RequestError:
+    return RequestError(said, code="unsupported_field", param=param, value=value, limit=limit, hint=hint)
+
+
+def _text(content: str | list[ItemPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,190 @@
+"""OpenAI's Responses API as an adapter: a body becomes that of a chat (`ResponsesBody.to_chat`). What a chat's answer
+becomes is in `response_answers`, what the input may hold in `response_items`."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from msgspec import Meta
+
+from splittime.api.decode import convert_part
+from splittime.api.response_items import (
+    Item,
+    ItemCall,
+    ItemCallOutput,
+    ItemMessage,
+    Nothing,
+    ResponsesPart,
+    chat_messages,
+)
+from splittime.api.schema import FunctionTool, JsonObjectFormat, TextFormat, no_effect
+from splittime.core.errors import RequestError
+
+MAX_METADATA = 16
+ONLY_FUNCTIONS = "offer it as a function that your program carries out; there are no built-in tools"
+CHAT_NAMES = (  # of a chat's fields, and what they are called here
+    ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+)
+SAME_NAMES = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
+
+
+class SchemaForm(ResponsesPart, kw_only=True, tag_field="type", tag="json_schema"):
+    """A JSON value that a schema allows."""
+
+    name: Annotated[str, Meta(description="A label of the client's.")]
+    schema: Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+    description: Annotated[str | None, Meta(description="For the client; the model is told by the prompt.")] = None
+    strict: Annotated[bool | None, Meta(description="The answer is held to the schema whatever this says.")] = None
+
+    def to_chat(self) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": self.name, "schema": self.schema}}
+
+
+class ResponsesText(ResponsesPart, kw_only=True):
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaForm | None, Meta(description="A form to hold to.")] = None
+    verbosity: Annotated[Literal["medium"] | None, no_effect("it is what a model does by itself.")] = None
+
+
+class OfferedFunction(FunctionTool, ResponsesPart, kw_only=True):
+    """A function that the model may call. Its schema holds the calls of it, unless `strict` is false."""
+
+    type: Literal["function"]
+
+    @property
+    def is_strict(self) -> bool:
+        return self.strict is not False
+
+    def to_chat(self) -> dict[str, Any]:
+        given = {"description": self.description, "parameters": self.parameters}
+        told = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, "strict": self.is_strict, **told}}
+
+
+class NamedFunction(ResponsesPart, kw_only=True):
+    """This function is called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class NoReasoning(ResponsesPart, kw_only=True):
+    effort: None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponsesStreamOptions(ResponsesPart, kw_only=True):
+    include_obfuscation: Annotated[Literal[False] | None, no_effect("events are not padded.")] = None
+
+
+class ResponsesBody(ResponsesPart, kw_only=True):
+    model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
+    input: Annotated[str | Annotated[list[dict[str, Any]], Meta(min_length=1)], Meta(description="A text, or items.")]
+    instructions: Annotated[str | None, Meta(description="For the model, before all items; of this response only.")] = (
+        None
+    )
+    previous_response_id: Annotated[str | None, Meta(description="Goes on from a stored response of this key.")] = None
+    store: Annotated[bool | None, Meta(description="false: not kept; default: kept, if the server keeps any.")] = None
+    metadata: Annotated[
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=MAX_METADATA),
+        ]
+        | None,
+        Meta(description="Labels that the response carries."),
+    ] = None
+    max_output_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Default: to the end of the context.")
+    ] = None
+    temperature: Annotated[float | None, Meta(description="0 is greedy.")] = None
+    top_p: Annotated[float | None, Meta(description="Nucleus; 0 leaves the likeliest.")] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    text: ResponsesText | None = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Functions that the model may call.")] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up.")] = None
+    prompt_cache_retention: Annotated[str | None, no_effect("prefixes stay while there is room.")] = None
+    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
+    background: Literal[False] | None = None
+    include: Nothing | None = None
+    reasoning: NoReasoning | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    max_tool_calls: None = None
+    conversation: None = None
+    prompt: None = None
+    context_management: Nothing | None = None
+
+    def to_chat(self, items: Sequence[Item], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
+        """Returns a chat's body of all items, those of earlier responses included. A stream counts its tokens at its
+        end."""
+        chat = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
+        chat["messages"] = chat_messages(self.instructions, items)
+        if self.max_output_tokens is not None:
+            chat["max_tokens"] = self.max_output_tokens
+        if functions:
+            chat["tools"] = [function.to_chat() for function in functions]
+        if self.tool_choice is not None:
+            chat["tool_choice"] = _choice(self.tool_choice)
+        if self.stream:
+            chat |= {"stream": True, "stream_options": {"include_usage": True}}
+        return chat | self._form()
+
+    def _form(self) -> dict[str, Any]:
+        asked = None if self.text is None else self.text.format
+        if asked is None or isinstance(asked, TextFormat):
+            return {}
+        form = asked.to_chat() if isinstance(asked, SchemaForm) else {"type": "json_object"}
+        return {"response_format": form}
+
+
+def _choice(asked: str | NamedFunction) -> Any:
+    return asked if isinstance(asked, str) else {"type": "function", "function": {"name": asked.name}}
+
+
+def functions_of(body: ResponsesBody, *, is_strict: bool = False) -> list[OfferedFunction]:
+    """Returns the functions of a body's tools. Raises RequestError, which names it, for a tool of another type."""
+    return [_function(each, f"tools[{index}]", is_strict) for index, each in enumerate(body.tools or ())]
+
+
+def _function(given: dict[str, Any], at: str, is_strict: bool) -> OfferedFunction:
+    named = given.get("type")
+    if named is not None and named != "function":
+        raise RequestError(
+            f"{at} is of the type {named!r}, which is not supported",
+            code="unsupported_field",
+            param=f"{at}.type",
+            value=named,
+            limit=["function"],
+            hint=ONLY_FUNCTIONS,
+        )
+    return convert_part(given, OfferedFunction, at, is_strict=is_strict)
+
+
+def error(body: bytes) -> bytes:
+    """Returns a chat's error with its fields called as they are here."""
+    told = orjson.loads(body)
+    found = told["error"]
+    for name, here in CHAT_NAMES:
+        if (found["param"] or "").startswith(name):
+            found["param"] = here + found["param"].removeprefix(name)
+            found["message"] = found["message"].replace(name, here, 1)
+            break
+    return orjson.dumps(told)
+
+
+def describe(schemas: dict[str, Any]) -> None:
+    """Says in a description of the API what the lists of a body hold."""
+    fields = schemas["ResponsesBody"]["properties"]
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ItemMessage, ItemCall, ItemCallOutput)]
+    fields["input"]["anyOf"][1]["items"] = {"anyOf": kinds}
+    fields["tools"]["anyOf"][0]["items"] = {"$ref": f"#/components/schemas/{OfferedFunction.__name__}"}

@@ -1,0 +1,5 @@
+"""An incident in one file: what a server's books, its state and its metrics say of it, without prompts and secrets.
+
+`shareable` decides what of a record may be given away, `gather` asks a server or reads a ledger file, `timeline` says
+what happened when, `bundle` writes the file within a bound and reads it again.
+"""

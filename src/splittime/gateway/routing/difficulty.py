@@ -1,0 +1,75 @@
+"""Small or large: what a request's text decides, where its model is the name of a `[[difficulty]]`.
+
+The text is read and scored by a thread: a long one takes milliseconds. A request without a text goes to the large
+model. Where the config names no labels, every request goes to the small one, whose first tokens decide (`escalation`).
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from splittime.gateway.config import DifficultyConfig
+from splittime.gateway.forwarded import ForwardedRequest, with_model
+from splittime.gateway.routing.judge import DifficultyJudge
+from splittime.gateway.routing.labels import text_of_request
+from splittime.gateway.routing.policy import graded
+from splittime.ledger.attempts import DifficultyDecision
+
+SMALL, LARGE = "small", "large"
+
+
+class DifficultyRouting:
+    """What the requests of one config share. judges: by model, of the routes with labels."""
+
+    def __init__(self, routes: Sequence[DifficultyConfig], judges: Mapping[str, DifficultyJudge]) -> None:
+        self._routes, self._judges = {route.model: route for route in routes}, judges
+        # It ends with its config: threads of an executor that nobody has any more go by themselves.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="difficulty") if routes else None
+
+    def route(self, request: ForwardedRequest) -> DifficultyConfig | None:
+        """Returns the route of a request whose model is not decided upon yet."""
+        return self._routes.get(request.model)
+
+    async def decided(self, route: DifficultyConfig, request: ForwardedRequest) -> ForwardedRequest:
+        """Returns the request with the small or the large model, and with the decision."""
+        work = partial(decide, self._judges.get(route.model), request.path, request.body)
+        difficulty = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return given_to(route.small if difficulty.choice == SMALL else route.large, request, difficulty)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what each route with labels expects, by its model."""
+        return {model: msgspec.to_builtins(judge.calibration) for model, judge in self._judges.items()}
+
+
+def decide(judge: DifficultyJudge | None, path: str, body: bytes) -> DifficultyDecision:
+    """Returns the decision on a request: the same for the same labels, config and body."""
+    if judge is None:
+        return DifficultyDecision(choice=SMALL)
+    try:
+        text = text_of_request(path, msgspec.json.decode(body, type=dict[str, Any]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # of a field that nobody had to read before
+        text = ""
+    return of_score(judge, judge.score(text))
+
+
+def of_score(judge: DifficultyJudge, score: float | None) -> DifficultyDecision:
+    """Returns what a score decides, of a text that need not be there any more."""
+    threshold = judge.calibration.threshold
+    return DifficultyDecision(
+        choice=SMALL if score is not None and score >= threshold else LARGE,
+        labels=judge.labels,
+        neighbours=judge.neighbours,
+        score=score,
+        threshold=threshold,
+    )
+
+
+def given_to(model: str, request: ForwardedRequest, difficulty: DifficultyDecision) -> ForwardedRequest:
+    """Returns the request with this model's name in its body, in the model's line."""
+    told = request.decision
+    decision = None if told is None else graded(told, difficulty, model)
+    return msgspec.structs.replace(with_model(request, model), decision=decision, pool=model)

@@ -1,0 +1,67 @@
+"""How sure a model seems of its answer: the log-probabilities of the first tokens, as its server tells them.
+
+Two forms are read: `logprobs.content[].logprob` of chats (and of llama.cpp's completions), and
+`logprobs.token_logprobs[]` of completions.
+"""
+
+from typing import Any, TypeGuard
+
+import msgspec
+
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.resume.request import body_of
+
+LEAST = -100.0  # of one token: a server's word for "impossible" does not decide alone
+Fields = dict[str, Any]
+
+
+def why_not_looked_at(body: Fields) -> str:
+    """Returns why the first tokens of this request's answer tell nothing; "" if they do."""
+    if body.get("echo"):
+        return "echo"
+    return "several_answers" if body.get("n", 1) != 1 or body.get("best_of", 1) != 1 else ""
+
+
+def asking_for_logprobs(request: ForwardedRequest) -> tuple[ForwardedRequest, bool]:
+    """Returns the request that has log-probabilities told, and whether that was added to it."""
+    body, is_chat = body_of(request), request.path.endswith("chat/completions")
+    if body.get("logprobs") is True or (not is_chat and type(body.get("logprobs")) is int):
+        return request, False
+    encoded = msgspec.json.encode({**body, "logprobs": True if is_chat else 1})
+    return msgspec.structs.replace(request, body=encoded), True
+
+
+def first_choice(answer: Fields) -> Fields:
+    """Returns the first choice of a chunk or an answer, {} if it has none."""
+    choices = answer.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def logprobs_of(choice: Fields) -> list[float]:
+    """Returns those of a choice's tokens, in order; [] if it tells none."""
+    told = choice.get("logprobs")
+    if not isinstance(told, dict):
+        return []
+    content, values = told.get("content"), told.get("token_logprobs")
+    if isinstance(content, list):
+        values = [one.get("logprob") for one in content if isinstance(one, dict)]
+    return [min(0.0, max(LEAST, one)) for one in values if _is_number(one)] if isinstance(values, list) else []
+
+
+def says_something(choice: Fields) -> bool:
+    """Whether a chunk's choice has a piece of the answer, of whatever kind."""
+    delta = choice.get("delta")
+    names = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return bool(choice.get("text")) or (isinstance(delta, dict) and any(delta.get(name) for name in names))
+
+
+def without_logprobs(answer: Fields) -> Fields:
+    """Returns the chunk or answer as it is where nobody asked for log-probabilities."""
+    for choice in answer.get("choices") or ():
+        if isinstance(choice, dict) and "logprobs" in choice:
+            choice["logprobs"] = None
+    return answer
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

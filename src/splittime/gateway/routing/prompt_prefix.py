@@ -1,0 +1,55 @@
+"""What affinity reads of a request: its prompt as bytes to which the next turn of a chat only appends.
+
+Messages, and tools before them, are written in one form (names in order, no spaces, no nulls), one after the other with
+nothing around them: a chat's turn begins with the whole of the turn before. A prompt lacks its closing quote or bracket
+for the same reason. Nothing of this is sent anywhere; `prefix_table` keeps hashes of it.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+MAX_BODY_BYTES = 2**20  # a longer request is passed on, and chosen for by load
+
+
+class PromptBody(msgspec.Struct):
+    messages: Any = None
+    prompt: Any = None
+    tools: Any = None
+    functions: Any = None
+    cache_salt: Any = None
+
+
+class SaltedPrompt(NamedTuple):
+    """text: the prompt in its one form. salt: the client's own, as JSON: prefixes are shared within one."""
+
+    text: bytes
+    salt: bytes
+
+
+def salted_prompt(body: bytes) -> SaltedPrompt | None:
+    """Returns the prompt of a request's body; None for one that is too long or cannot be read."""
+    if len(body) > MAX_BODY_BYTES:
+        return None
+    try:
+        told = msgspec.json.decode(body, type=PromptBody)
+        before = [_encoded(each) for each in (told.tools, told.functions) if each is not None]
+        return SaltedPrompt(b"".join([*before, *_pieces(told)]), _encoded(told.cache_salt))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _pieces(told: PromptBody) -> list[bytes]:
+    if isinstance(told.messages, list):
+        return [_encoded(_without_nulls(message)) for message in told.messages]
+    return [] if told.prompt is None else [_encoded(told.prompt)[:-1]]
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")

@@ -1,0 +1,82 @@
+"""Routing by difficulty in one request: which model it is given to, whether that is asked anew, and what it is told.
+
+its text decides -> the large model | the small one -> its first tokens decide -> that answer | the large one
+"""
+
+import time
+
+import msgspec
+
+from splittime.gateway.config import DifficultyConfig
+from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.request_account import RequestAccount
+from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.difficulty import SMALL, given_to
+from splittime.gateway.routing.escalation import CheckedResumption
+from splittime.gateway.service import GatewayService
+from splittime.ledger.attempts import UNSURE, DifficultyDecision, FirstTokens
+from splittime.ledger.stages import Stage
+from splittime.web import http
+
+now_ns = time.monotonic_ns
+
+
+class DifficultyTurn:
+    """Of a request whose model is the name of no `[[difficulty]]` it changes nothing."""
+
+    def __init__(self, gateway: GatewayService, account: RequestAccount) -> None:
+        self._gateway, self._account = gateway, account
+        self._route: DifficultyConfig | None = None
+        self._difficulty: DifficultyDecision | None = None
+        self._is_checked = False  # the next attempt's first tokens are looked at
+        self._anew: FirstTokens | None = None  # why it was asked anew
+
+    async def begin(self, request: ForwardedRequest) -> ForwardedRequest:
+        """Returns the request as it is passed on first."""
+        route = self._route = self._gateway.difficulty.route(request)
+        if route is None:
+            return request
+        self._account.enter(Stage.ROUTE, now_ns())
+        request = self._account.request = await self._gateway.difficulty.decided(route, request)
+        self._difficulty = None if request.decision is None else request.decision.difficulty
+        self._is_checked = route.escalate is not None and request.model == route.small
+        return request
+
+    def resumption(self, request: ForwardedRequest) -> Resumption:
+        """Returns what the attempts of this request are asked."""
+        checks = self._route.escalate if self._route is not None and self._is_checked else None
+        if checks is None:
+            return Resumption(request)
+        return CheckedResumption(request, checks, self._may_escalate)
+
+    def anew(self, request: ForwardedRequest, found: FirstTokens) -> ForwardedRequest:
+        """Returns what is asked in the place of an answer that nobody has seen: of the large model where the small one
+        was unsure, else of the small one again, which is looked at no more."""
+        self._anew, self._is_checked = found, False
+        self._account.asked_anew_tokens += self._spent(request, found)
+        if found.verdict == UNSURE and self._route is not None and self._difficulty is not None:
+            decision = request.decision
+            request = given_to(self._route.large, request, self._difficulty)
+            request = msgspec.structs.replace(request, decision=decision)  # that was for the small one
+        self._account.request = request
+        return request
+
+    def _spent(self, request: ForwardedRequest, found: FirstTokens) -> int:
+        return request.prompt_tokens + found.num_tokens if found.verdict == UNSURE else 0
+
+    def _may_escalate(self) -> bool:
+        """Whether the large model has a place now, and the request time to have it."""
+        at_ns, deadline_ns = now_ns(), self._account.deadline_ns
+        if self._route is None or (deadline_ns is not None and at_ns >= deadline_ns):
+            return False
+        return self._gateway.router.choose(self._route.large, at_ns) is not None
+
+    def headers(self, found: FirstTokens | None) -> http.Headers:
+        """Returns what the client is told: who wrote the answer, and why that one. found: of the latest attempt."""
+        request, difficulty = self._account.request, self._difficulty
+        if request is None or difficulty is None:
+            return []
+        found = self._anew or found
+        check = f"; check={found.verdict}" if found is not None and difficulty.choice == SMALL else ""
+        told = f"choice={difficulty.choice}{check}".encode()
+        return [(b"x-splittime-model", request.model.encode()), (b"x-splittime-difficulty", told)]

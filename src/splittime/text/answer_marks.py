@@ -1,0 +1,36 @@
+"""The marks by which a model's answers are read: of its calls, and of what it thinks before."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from splittime.text.reasoning import ReasoningMarks, reasoning_of_template
+from splittime.text.tokenizer import Tokenizer
+from splittime.text.tool_families import ToolFamily, family_named, family_of_template
+
+_JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
+
+
+class AnswerMarks(NamedTuple):
+    """reasoning: None where it is no part of its own. tells_tools: the chat template writes tools into the prompt.
+    joins_arguments: it reads the arguments of earlier calls as a text. token_ids: of the marks that are tokens of their
+    own, by their text. shown_ids: those that are no text unless they are asked for."""
+
+    tools: ToolFamily
+    reasoning: ReasoningMarks | None
+    tells_tools: bool
+    joins_arguments: bool
+    token_ids: Mapping[str, int]
+    shown_ids: frozenset[int]
+
+
+def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> AnswerMarks:
+    """Returns the marks that the settings name; else those of the chat template. Raises ConfigError for a name that
+    there is not."""
+    template = tokenizer.chat_templates.get("default", "")
+    tools = family_of_template(template) if tool_parser is None else family_named(tool_parser)
+    reasoning = reasoning_of_template(template, reasoning_parser)
+    marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end)))
+    ids = {name: each for name, each in tokenizer.added_tokens.items() if any(name in mark for mark in marks)}
+    shown = tokenizer.special_ids.intersection(ids.values())
+    return AnswerMarks(tools, reasoning, "tools" in template, _JOINED.search(template) is not None, ids, shown)

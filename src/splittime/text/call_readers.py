@@ -1,0 +1,233 @@
+"""How one call is read as it comes, by its style (`tool_families.Style`): its name once that is whole and is a tool's,
+and its arguments as the JSON that an API answers with.
+
+A reader is fed what has come and gives back what it does not use, which may be all of it: then it waits for more, or
+`is_none` says that this is no call.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from splittime.text.argument_types import is_text, python_value_of, types_of, value_of
+from splittime.text.call_heads import CallHead, Nesting, read_members, read_name
+from splittime.text.marks import behind, overlap, trigger
+from splittime.text.tool_families import Style, ToolFamily
+
+MOST_HEAD_CHARS = 1024  # of a call, up to its arguments
+_POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))""")  # a value without a name
+_KEYWORD = re.compile(r"[\s,]*([^\s=(),]+)\s*=")
+
+
+class CallReader:
+    """tools: the schema of the arguments, by the tool's name. arguments: what is new of them; whoever takes it empties
+    it. number: that the model gave the call, where the family numbers them. is_over: all but the family's end mark has
+    been read."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._family, self._tools = family, tools
+        self.name: str | None = None
+        self.number = ""
+        self.arguments = ""
+        self.is_over = self.is_none = self._is_end = False
+        self._state: Callable[[str], str | None] = self._head
+
+    def feed(self, text: str, *, is_end: bool) -> str:
+        """Returns what it has not used. is_end: nothing else follows."""
+        self._is_end = is_end
+        while not self.is_over and not self.is_none:
+            rest = self._state(text)
+            if rest is None:
+                break
+            text = rest
+        return text
+
+    # ---- each returns what follows, or None where more must come
+
+    def _head(self, text: str) -> str | None:
+        head = self._read_head(text[:MOST_HEAD_CHARS])
+        if head is not None and head.size and head.name in self._tools:
+            self.name, self.number, self._state = head.name, head.number, self._arguments
+            return text[head.size :]
+        self.is_none = head is None or head.size > 0 or len(text) >= MOST_HEAD_CHARS
+        return None
+
+    def _read_head(self, text: str) -> CallHead | None:
+        return read_name(text, self._family)
+
+    def _arguments(self, text: str) -> str | None:
+        raise NotImplementedError
+
+
+class ObjectReader(CallReader):
+    """For arguments that are an object of JSON: they are given as they were written."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(family, tools)
+        self._nesting = Nesting()
+
+    def _read_head(self, text: str) -> CallHead | None:
+        head = super()._read_head(text)
+        if head is None or not head.size:
+            return head
+        size = len(text) - len(text[head.size :].lstrip())
+        if size == len(text):
+            return CallHead(0, "")
+        return head._replace(size=size) if text[size] == "{" else None
+
+    def _arguments(self, text: str) -> str | None:
+        size = self._nesting.feed(text)
+        self.arguments += text[:size]
+        if self._nesting.is_closed:
+            self._state = self._close
+        return text[size:] if size else None
+
+    def _close(self, text: str) -> str | None:
+        self.is_over = True
+        return None
+
+
+class MemberReader(ObjectReader):
+    """For a call that is an object with the name and then the arguments."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(family, tools)
+        self._around = Nesting(depth=1)
+
+    def _read_head(self, text: str) -> CallHead | None:
+        return read_members(text, self._family.arguments)
+
+    def _close(self, text: str) -> str | None:
+        """Reads to the brace of the call itself; where a mark ends it, that is enough."""
+        if self._family.end:
+            self.is_over = True
+            return None
+        size = self._around.feed(text)
+        self.is_over = self._around.is_closed
+        return text[size:] if size else None
+
+
+class TaggedReader(CallReader):
+    """For arguments that stand between marks, a text as it is."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(family, tools)
+        self._value_end = trigger(family.after_value)
+        self._has_breaks = family.after_value.startswith("\n")  # around a value
+        self._is_first = True  # of the arguments
+        self._types: frozenset[str] | None = None  # of the value that is read
+
+    def _arguments(self, text: str) -> str | None:
+        """Between two arguments, or behind the last."""
+        end = trigger(self._family.end)
+        after = behind(text, end)
+        if after is not None and after != text:
+            self.arguments += "{}" if self._is_first else "}"
+            self.is_over = True
+            return None if end == self._family.end else after  # its last word is looked for behind this one
+        rest = behind(text, self._family.before_key)
+        if rest is None or after is None or not text.strip():
+            return None
+        if rest == text:  # neither: it says something else, which is skipped
+            at = text.find("<", len(text) - len(text.lstrip()) + 1)
+            return text[at:] if at > 0 else None
+        self._state = self._key
+        return rest
+
+    def _key(self, text: str) -> str | None:
+        mark = trigger(self._family.after_key)
+        at = text.find(mark)
+        rest = behind(text[at:], self._family.after_key) if at >= 0 else None
+        if rest is None:
+            return None
+        key = text[:at].strip()
+        schema = self._tools[self.name or ""]
+        properties = schema.get("properties")
+        of_key = properties.get(key, {}) if isinstance(properties, Mapping) else {}
+        self._types = types_of(of_key, schema)
+        self.arguments += ("{" if self._is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+        self._is_first, self._state = False, self._value_begin
+        if is_text(self._types):
+            self.arguments += '"'
+        return rest
+
+    def _value_begin(self, text: str) -> str | None:
+        if not text:
+            return None
+        self._state = self._value
+        return text.removeprefix("\n") if self._has_breaks else text
+
+    def _value(self, text: str) -> str | None:
+        at = text.find(self._value_end)
+        if at < 0:
+            return self._some_text(text)
+        written = text[:at].removesuffix("\n") if self._has_breaks else text[:at]
+        self.arguments += _inner(written) + '"' if is_text(self._types) else _json(value_of(written, self._types))
+        self._state = self._arguments
+        return text[at + len(self._value_end) :]
+
+    def _some_text(self, text: str) -> str | None:
+        """A text is given as it comes, but for what may be its end mark; any other value when it is whole."""
+        if not is_text(self._types):
+            return None
+        mark = ("\n" if self._has_breaks else "") + self._value_end
+        held = 0 if self._is_end else max(overlap(text, mark), overlap(text, self._value_end))
+        sure = text[: len(text) - held]
+        self.arguments += _inner(sure)
+        return text[len(sure) :] if sure else None
+
+
+class PythonReader(CallReader):
+    """For `f(a="x", b=[1])`; each argument is given when it is whole."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(family._replace(after_name="("), tools)
+        self._is_first = True
+        self._is_skipped, self._written = False, ""  # the value that is read, and what came of it
+        self._nesting = Nesting(quotes="\"'")
+
+    def _arguments(self, text: str) -> str | None:
+        bare = text.lstrip(" \n\t,")
+        if bare.startswith(")"):
+            self.arguments += "{}" if self._is_first else "}"
+            self.is_over = True
+            return bare[1:]
+        found = _KEYWORD.match(text)
+        self._is_skipped = found is None
+        if found is None and not _POSITIONAL.match(text):
+            return None
+        self._written, self._state = "", self._value
+        if found is None:
+            return bare
+        self.arguments += ("{" if self._is_first else ", ") + json.dumps(found[1], ensure_ascii=False) + ": "
+        self._is_first = False
+        return text[found.end() :]
+
+    def _value(self, text: str) -> str | None:
+        for at, character in enumerate(text):
+            if self._nesting.is_outside and character in ",)":
+                if not self._is_skipped:
+                    self.arguments += _json(python_value_of(self._written + text[:at]))
+                self._state = self._arguments
+                return text[at:]
+            self._nesting.take(character)
+        self._written += text
+        return "" if text else None
+
+
+def _inner(text: str) -> str:
+    """Returns the text as it stands within the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+READERS: Mapping[Style, type[CallReader]] = {
+    Style.MEMBER: MemberReader,
+    Style.NAMED: ObjectReader,
+    Style.TAGGED: TaggedReader,
+    Style.PYTHON: PythonReader,
+}

@@ -1,0 +1,214 @@
+"""Verify, then escalate: a small model is asked first, and where its first tokens seem unsure the large one answers."""
+
+import json
+import re
+import socket
+import time
+import urllib.request
+import uuid
+
+import pytest
+
+from splittime.ledger.account_json import account_from_json
+from splittime.ledger.stages import Stage
+
+from .conftest import gateway_of, upstream
+from .test_chaos import metric, sums
+from .test_endings import assert_nothing_is_left, send
+from .test_relay import events
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SURE, UNSURE = [-0.1] * 6, [-0.1, -0.1, -3.0, -3.0, -0.1, -0.1]  # the first four decide
+
+
+def route(name: str, large: str, small: str = "little", below: float = -1.0) -> str:
+    told = f'[[difficulty]]\nmodel = "{name}"\nsmall = "{small}"\nlarge = "{large}"\n'
+    return f"{told}escalate = {{ below = {below}, tokens = 4 }}\n"
+
+
+@pytest.fixture(scope="module")
+def graded(hostile, tmp_path_factory):
+    """`auto` has the hostile server's `scored` as its small model; the large one of `full` has one place."""
+    text = "[breaker]\nfailures = 1000\n[retries]\nspare = 1000\npause_s = 0.01\n"
+    text += route("auto", "big") + route("full", "kept") + upstream("little", hostile.url("scored"), resume=True)
+    text += upstream("big", hostile.url("fine")) + upstream("kept", hostile.url("keeping"), max_in_flight=1)
+    with gateway_of(tmp_path_factory.mktemp("graded"), text) as gateway:
+        yield gateway
+        assert_nothing_is_left(gateway)
+
+
+def ask(gateway, model="auto", path=CHAT, headers=None, **body):
+    """Returns status, headers, body and the account of an answer."""
+    request_id = uuid.uuid4().hex
+    told = {"model": model, "max_tokens": 9, **({"prompt": "x"} if path == COMPLETIONS else {"messages": []}), **body}
+    raw = json.dumps(told).encode()
+    status, answered, answer = gateway.ask("", {"x-request-id": request_id, **(headers or {})}, path, raw=raw)
+    account = account_from_json(gateway.account(request_id))
+    sums(account)
+    return status, answered, answer, account
+
+
+def ends(account):
+    return [(attempt.upstream, attempt.error) for attempt in account.attempts]
+
+
+def who(headers):
+    return headers["x-splittime-model"], headers["x-splittime-difficulty"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_sure_answer_is_the_small_ones_and_says_so(graded, hostile, path, stream):
+    status, headers, answer, account = ask(graded, path=path, sure=SURE, stream=stream)
+    assert (status, who(headers)) == (200, ("little", "choice=small; check=sure"))
+    assert answer.count(b" small") == 6
+    assert b"logprob" not in answer.replace(b'"logprobs":null', b"")  # nobody but the gateway asked for them
+    assert not stream or events(answer)[-1] == b"[DONE]"
+    assert json.loads(hostile.asked["scored"][-1][1])["logprobs"] == (True if path == CHAT else 1)
+    (attempt,) = account.attempts
+    found = attempt.first_tokens
+    assert (found.verdict, found.num_tokens, round(found.mean_logprob, 6), found.below) == ("sure", 4, -0.1, -1.0)
+    assert (account.model, account.routing.asked_model, account.routing.model) == ("little", "auto", "little")
+    assert (account.routing.difficulty.choice, account.routing.difficulty.score) == ("small", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_unsure_answer_is_cut_off_and_the_large_model_answers(graded, hostile, path, stream):
+    gone, spent = len(hostile.gone_s["scored"]), metric(graded, "splittime_gateway_asked_anew_seconds_total")
+    seen, retries = len(hostile.asked["fine"]), metric(graded, "splittime_gateway_retries_total")
+    status, headers, answer, account = ask(graded, path=path, sure=UNSURE, stream=stream, stays=True)
+    assert (status, who(headers)) == (200, ("big", "choice=small; check=unsure"))
+    assert b"small" not in answer
+    assert b"tick" in answer
+    assert json.loads(hostile.asked["fine"][-1][1])["model"] == "big"
+    assert "logprobs" not in json.loads(hostile.asked["fine"][-1][1])
+    assert len(hostile.asked["fine"]) == seen + 1
+    until(lambda: not stream or len(hostile.gone_s["scored"]) == gone + 1)  # it was writing still
+    assert ends(account) == [("little", "unsure"), ("big", "")]
+    small, large = account.attempts
+    assert (small.first_tokens.verdict, large.first_tokens) == ("unsure", None)
+    assert small.lost_tokens > 0 == large.lost_tokens
+    assert small.end_ns <= large.begin_ns
+    assert (account.model, account.routing.model) == ("big", "little")  # who answered, and what was decided first
+    lasted_ns = sum(one.duration_ns for one in account.intervals if one.stage is Stage.UPSTREAM)
+    assert lasted_ns >= small.end_ns - small.begin_ns
+    after = metric(graded, "splittime_gateway_asked_anew_seconds_total")
+    assert after["unsure"] - spent.get("unsure", 0) == pytest.approx((small.end_ns - small.begin_ns) / 1e9)
+    assert metric(graded, "splittime_gateway_retries_total") == retries
+
+
+def test_nothing_is_given_before_the_verdict(graded, hostile):
+    hostile.hold.clear()
+    request_id, connection = send(graded, "auto", sure=SURE, stream=True, waits_after=3)
+    connection.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    hostile.hold.set()
+    connection.settimeout(20)
+    told = b""
+    while b"[DONE]" not in told:
+        told += connection.recv(65536)
+    assert told.startswith(b"HTTP/1.1 200")
+    connection.close()
+    account = account_from_json(graded.account(request_id))
+    assert account.attempts[0].first_tokens.held_ns > 0.2e9  # which is in the attempt, and in `upstream`
+    sums(account)
+
+
+def test_who_asked_for_logprobs_has_them(graded):
+    _, _, answer, _ = ask(graded, sure=SURE, logprobs=True)
+    assert len(json.loads(answer)["choices"][0]["logprobs"]["content"]) == 6
+    _, _, answer, _ = ask(graded, path=COMPLETIONS, sure=SURE, logprobs=0, stream=True)
+    assert answer.count(b'"token_logprobs"') == 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_shorter_than_what_is_looked_at_is_judged_by_all_of_it(graded, stream):
+    _, headers, _, account = ask(graded, sure=[-3.0, -0.1], stream=stream)
+    assert who(headers) == ("big", "choice=small; check=unsure")
+    assert account.attempts[0].first_tokens.num_tokens == 2
+    _, headers, answer, _ = ask(graded, sure=[-0.1], stream=stream)
+    assert who(headers)[0] == "little"
+    assert b"small" in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [({"mute": True}, "no_logprobs"), ({"n": 2}, "several_answers"), ({"sure": []}, "no_logprobs")],
+)
+def test_of_whom_nothing_can_be_said_the_answer_is_given_and_it_is_said(graded, stream, more, verdict):
+    _, headers, _, account = ask(graded, **{"sure": UNSURE, "stream": stream, **more})
+    assert who(headers) == ("little", f"choice=small; check={verdict}")
+    assert ends(account) == [("little", "")]
+    assert (account.attempts[0].first_tokens.verdict, account.attempts[0].first_tokens.mean_logprob) == (verdict, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_upstream_that_refuses_logprobs_is_asked_without(graded, stream):
+    status, headers, answer, account = ask(graded, sure=UNSURE, stream=stream, refuses=True)
+    assert (status, who(headers)) == (200, ("little", "choice=small; check=logprobs_refused"))
+    assert ends(account) == [("little", "logprobs_refused"), ("little", "")]
+    assert b"small" in answer
+    _, _, answer, account = ask(graded, sure=UNSURE, stream=stream, refuses=True, logprobs=True)
+    assert ends(account) == [("little", "")]  # its client asked for them: that is the client's to hear
+    assert b"no logprobs" in answer
+
+
+def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, hostile):
+    asked = len(hostile.asked["keeping"])
+    _, connection = send(graded, "kept", stream=True)
+    until(lambda: len(hostile.asked["keeping"]) > asked)
+    for stream in (False, True):
+        _, headers, answer, account = ask(graded, "full", sure=UNSURE, stream=stream)
+        assert who(headers) == ("little", "choice=small; check=unsure_kept")
+        assert ends(account) == [("little", "")]
+        assert b"small" in answer
+    connection.close()
+
+
+def test_the_large_model_has_what_is_left_of_the_deadline(graded, hostile):
+    ask(graded, sure=UNSURE, stream=True, pause_s=0.02, headers={"x-request-deadline-ms": "9000"})
+    left = [int(hostile.asked[name][-1][0]["x-request-deadline-ms"]) for name in ("scored", "fine")]
+    assert left[1] <= left[0] - 40 < 9000
+    status, _, _, account = ask(graded, sure=SURE, stream=True, pause_s=5, headers={"x-request-deadline-ms": "200"})
+    assert (status, account.finish_reason) == (504, "deadline")
+    assert account.attempts[0].first_tokens is None  # there was no verdict
+
+
+def test_who_leaves_while_it_is_held_leaves_nothing(graded, hostile):
+    gone, asked = len(hostile.gone_s["scored"]), len(hostile.asked["scored"])
+    request_id, connection = send(graded, "auto", sure=[-0.1], stream=True, stays=True)
+    until(lambda: len(hostile.asked["scored"]) > asked)
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    account = account_from_json(graded.account(request_id))
+    sums(account)
+    assert (account.finish_reason, account.attempts[0].error) == ("abort", "cancelled")
+    until(lambda: len(hostile.gone_s["scored"]) == gone + 1)
+
+
+def test_the_tenant_pays_for_both(hostile, tmp_path):
+    key = "k" * 40
+    text = f'budget_file = "{tmp_path}/budgets.sqlite"\n[[tenant]]\nname = "ops"\noperator = true\nkey_env = "OPS"\n'
+    text += "tokens_per_day = 1000\n" + route("auto", "big")
+    text += upstream("little", hostile.url("scored")) + upstream("big", hostile.url("fine"))
+    with gateway_of(tmp_path, text, OPS=key) as gateway:
+        headers = {"authorization": f"Bearer {key}", "x-request-id": "one"}
+        assert gateway.ask("auto", headers, sure=UNSURE)[0] == 200
+        small, _ = gateway.account("one", key)["attempts"]
+        assert small["lost_tokens"] > 0
+        asked = urllib.request.Request(f"{gateway.url}/metrics", headers=headers)
+        with urllib.request.urlopen(asked, timeout=30) as response:
+            (used,) = re.findall(r"splittime_gateway_budget_used_tokens\{.*day.*\} (\S+)", response.read().decode())
+    assert (
+        float(used) == small["lost_tokens"] + 4 + 10
+    )  # prompt and first tokens of the small one, and what `fine` tells
+
+
+def until(condition) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)

@@ -1,0 +1,487 @@
+"""OpenAI's Responses API: what goes in, what comes out whole and in events, what is stored, what is refused and how."""
+
+import json
+import time
+
+import pytest
+
+from splittime.api.limits import ModelInfo
+from splittime.api.response_answers import ResponseEvents, whole
+from splittime.api.response_items import chat_messages, items_of
+from splittime.server.config import ServerConfig
+
+from .conftest import LiveServer, say
+from .fake_engine import FakeEngine
+from .test_endings import connect, nothing_left, raw_request, wait_until
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "{% endfor %}{% for t in tools or () %}{{ t | tojson }}{% endfor %}"
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>'
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+KEY, OTHER = {"Authorization": "Bearer k"}, {"Authorization": "Bearer other"}
+PLAIN = {"model": "fake", "input": "hello"}
+
+
+def start(text: str, **config: object) -> LiveServer:
+    keys = ServerConfig(port=0, api_key=("k", "other"), **config)
+    engine = FakeEngine(say(text), cached_tokens=3, step_s=0.0001)
+    server = LiveServer(engine, keys, ModelInfo(("fake",), 4096, 257, (256,)), TEMPLATE)
+    server.start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def live():
+    server = start("héllo wörld")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def caller():
+    """A model that says something and calls twice."""
+    server = start(f"So: {CALL}\n{CALL}")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def endless(launch) -> LiveServer:
+    """A model that writes x for ever, where nobody has a key."""
+    return launch(say("x", end=False), step_s=0.005)
+
+
+def post(live: LiveServer, body: dict, **headers: str):
+    return live.post("/v1/responses", body, {**KEY, **headers})
+
+
+def ask(live: LiveServer, **more: object) -> dict:
+    status, _, answer = post(live, {**PLAIN, **more})
+    assert status == 200, answer
+    return answer
+
+
+def prompt(live: LiveServer) -> str:
+    return bytes(live.engine.submitted[-1].prompt_token_ids).decode()
+
+
+def streamed(live: LiveServer, **more: object) -> list[dict]:
+    status, headers, raw = post(live, {**PLAIN, "stream": True, **more})
+    assert status == 200, raw
+    assert headers["content-type"].startswith("text/event-stream")
+    return checked(raw)
+
+
+def checked(raw: bytes) -> list[dict]:
+    """The events of a stream, of which all are held to the order that the API promises."""
+    *found, end = raw.decode().split("\n\n")[:-1]
+    assert end == "data: [DONE]"
+    names, datas = zip(*(event.split("\n") for event in found), strict=True)
+    told = [json.loads(data.removeprefix("data: ")) for data in datas]
+    assert [name.removeprefix("event: ") for name in names] == [each["type"] for each in told]
+    assert [each["sequence_number"] for each in told] == list(range(len(told)))
+    assert [each["type"] for each in told[:2]] == ["response.created", "response.in_progress"]
+    check_items(told)
+    return told
+
+
+def check_items(told: list[dict]) -> None:
+    """Each item is opened, written and closed before the next, and the last response has all of them."""
+    done: list[dict] = []
+    for each in told[2:-1]:
+        assert each["output_index"] == len(done)
+        if each["type"] == "response.output_item.added":
+            written, item_id = "", each["item"]["id"]
+            assert each["item"]["status"] == "in_progress"
+        elif each["type"] == "response.output_item.done":
+            assert each["item"]["id"] == item_id
+            said = each["item"].get("arguments")
+            assert (each["item"]["content"][0]["text"] if said is None else said) == written
+            done.append(each["item"])
+        else:
+            assert each["item_id"] == item_id
+            written += each.get("delta", "")
+            assert each.get("text", each.get("arguments", written)) == written
+    output = told[-1]["response"]["output"]
+    assert (output[: len(done)] if told[-1]["type"] == "response.failed" else output) == done
+
+
+# ---- what comes out
+
+
+def test_a_response_has_exactly_the_fields_of_the_api(live: LiveServer) -> None:
+    begin_s = int(time.time())
+    status, headers, answer = post(
+        live, {**PLAIN, "metadata": {"a": "b"}, "temperature": 0.5}, **{"X-Request-Id": "r1"}
+    )
+    made = (answer.pop("created_at"), answer.pop("completed_at"))
+    assert all(begin_s <= each <= time.time() for each in made)
+    output_tokens = len("héllo wörld".encode()) + 1
+    input_tokens = len("<user>hello")
+    part = {"type": "output_text", "text": "héllo wörld", "annotations": [], "logprobs": []}
+    message = {"type": "message", "id": "msg_r1_0", "status": "completed", "role": "assistant", "content": [part]}
+    assert (status, answer) == (200, {
+        "id": "resp_r1", "object": "response", "status": "completed", "error": None, "incomplete_details": None,
+        "model": "fake", "output": [message], "instructions": None, "previous_response_id": None,
+        "max_output_tokens": None, "temperature": 0.5, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "text": {"format": {"type": "text"}}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
+        "metadata": {"a": "b"}, "store": True, "user": None, "safety_identifier": None, "prompt_cache_key": None,
+        "background": False, "max_tool_calls": None, "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default", "top_logprobs": 0, "truncation": "disabled",
+        "usage": {
+            "input_tokens": input_tokens, "output_tokens": output_tokens, "total_tokens": input_tokens + output_tokens,
+            "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    })  # fmt: skip
+    assert headers["x-request-id"] == "r1"
+    assert "decode" in headers["server-timing"]
+
+
+def same(response: dict) -> dict:
+    """A response without what differs from one time to the next."""
+    text = json.dumps({**response, "created_at": 0, "completed_at": 0})
+    for call in response["output"]:
+        text = text.replace(call.get("call_id", "-"), "call")
+    return json.loads(text.replace(response["id"].removeprefix("resp_"), "ID"))
+
+
+@pytest.mark.parametrize("more", [{}, {"max_output_tokens": 2}, {"instructions": "Be brief.", "store": False}])
+def test_a_stream_says_what_the_whole_says(live: LiveServer, more: dict) -> None:
+    told = streamed(live, **more)
+    assert same(told[-1]["response"]) == same(ask(live, **more))
+    assert {each["type"] for each in told[4:-4]} == {"response.output_text.delta"}
+
+
+def test_calls_whole_and_streamed(caller: LiveServer) -> None:
+    made, told = ask(caller, tools=[TOOL]), streamed(caller, tools=[TOOL])
+    kinds = [(item["type"], item["status"], item.get("arguments")) for item in made["output"]]
+    call = ("function_call", "completed", '{"a": [1]}')
+    assert kinds == [("message", "completed", None), call, call]
+    assert made["output"][0]["content"][0]["text"] == "So: "
+    assert len({item["call_id"] for item in made["output"][1:]}) == 2
+    assert made["tools"] == [{**TOOL, "description": None, "strict": True}]
+    assert same(told[-1]["response"]) == same(made)
+    assert sum(each["type"] == "response.function_call_arguments.delta" for each in told) > 2
+    assert caller.engine.submitted[-1].sampling.grammar
+    ask(caller, tools=[{**TOOL, "strict": False}])
+    assert not caller.engine.submitted[-1].sampling.grammar
+
+
+def written(output: list[dict]) -> tuple[str, list[str]]:
+    """All text of an output, and the arguments of its calls."""
+    texts = [item["content"][0]["text"] for item in output if item["type"] == "message"]
+    return "".join(texts), [item["arguments"] for item in output if item["type"] == "function_call"]
+
+
+def test_what_is_cut_is_incomplete_at_every_length(caller: LiveServer) -> None:
+    whole_tokens = ask(caller, tools=[TOOL])["usage"]["output_tokens"]
+    for most in range(1, whole_tokens, 5):
+        asked = {"tools": [TOOL], "max_output_tokens": most}
+        made, last = ask(caller, **asked), streamed(caller, **asked)[-1]
+        assert last["type"] == "response.incomplete"
+        assert written(last["response"]["output"]) == written(made["output"])
+        for response in (made, last["response"]):
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert (response["status"], response["completed_at"]) == ("incomplete", None)
+            states = [item["status"] for item in response["output"]]
+            assert states == ["completed"] * (len(states) - 1) + ["incomplete"]
+            assert "<tool_call>" not in json.dumps(response["output"])
+
+
+def chunk(delta: dict, why: str | None = None) -> dict:
+    return {"id": "chatcmpl-a", "created": 1, "model": "m", "usage": None, "choices": [
+        {"index": 0, "delta": delta, "finish_reason": why}
+    ]}  # fmt: skip
+
+
+def begun(number: int, arguments: str) -> dict:
+    return {
+        "index": number,
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    }
+
+
+def more_of(number: int, arguments: str) -> dict:
+    return {"index": number, "function": {"arguments": arguments}}
+
+
+USAGE = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
+END = {**chunk({}), "choices": [], "usage": USAGE}
+
+
+def events_of(*chunks: dict, size: int | None = None) -> bytes:
+    stream = (
+        "".join(f"data: {json.dumps(each, ensure_ascii=False)}\n\n" for each in chunks).encode() + b"data: [DONE]\n\n"
+    )
+    events, kept = ResponseEvents({"store": True}, lambda response: None), []
+    for at in range(0, len(stream), size or len(stream)):
+        kept.append(events.feed(stream[at : at + (size or len(stream))]))
+    return b"".join(kept)
+
+
+def test_events_do_not_depend_on_how_the_bytes_are_cut(monkeypatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+    pieces = [{"content": "ä"}, {"tool_calls": [begun(0, '{"a"')]}, {"tool_calls": [more_of(0, ":1}"), begun(1, "{}")]}]
+    chunks = [*map(chunk, pieces), chunk({"content": "b"}, "stop"), END]
+    at_once = events_of(*chunks)
+    items = checked(at_once)[-1]["response"]["output"]
+    assert [item.get("arguments", item.get("content")) is not None for item in items] == [True] * 4
+    assert [item["type"] for item in items] == ["message", "function_call", "function_call", "message"]
+    for size in range(1, 40):
+        assert events_of(*chunks, size=size) == at_once
+
+
+def test_a_chunk_may_end_a_call_and_have_text_and_another_call() -> None:
+    both = {"content": "x", "tool_calls": [more_of(0, "1}"), begun(1, "{")]}
+    told = checked(events_of(chunk({"tool_calls": [begun(0, "{")]}), chunk(both), chunk({}, "length"), END))
+    items = told[-1]["response"]["output"]
+    assert [item.get("arguments") or item["content"][0]["text"] for item in items] == ["{1}", "x", "{"]
+    assert [item["status"] for item in items] == ["completed", "completed", "incomplete"]
+
+
+def test_an_answer_without_a_text_is_an_empty_message(monkeypatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 7.0)
+    response = checked(events_of(chunk({"content": ""}), chunk({}, "stop"), END))[-1]["response"]
+    assert response["output"][0]["content"][0]["text"] == ""
+    message = {"role": "assistant", "content": ""}
+    chat = {**END, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    assert whole({"store": True}, json.dumps(chat).encode()) == response
+
+
+def test_a_stream_that_fails_says_so_with_what_it_had() -> None:
+    error = {"error": {"message": "late", "type": "x", "param": None, "code": "deadline_exceeded"}}
+    told = checked(events_of(chunk({"content": "ab"}), error))
+    assert (told[-1]["type"], told[-1]["response"]["status"]) == ("response.failed", "failed")
+    assert told[-1]["response"]["error"] == {"code": "deadline_exceeded", "message": "late"}
+    (alone, end) = events_of(error).decode().split("\n\n")[:-1]
+    assert json.loads(alone.split("data: ")[1])["message"] == "late"
+    assert end == "data: [DONE]"
+
+
+def test_a_dead_engine_ends_a_stream_with_a_failed_response(endless: LiveServer) -> None:
+    with connect(endless) as client:
+        client.sendall(raw_request({"input": "x", "stream": True}, "/v1/responses", "Connection: close\r\n"))
+        wait_until(lambda: endless.engine.running and endless.engine.running[0].num_out > 3)
+        endless.call(endless.engine.die)
+        raw = b"".join(iter(lambda: client.recv(65536), b""))
+    *_, last = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
+    assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "engine_died")
+    (item,) = last["response"]["output"]
+    assert (item["status"], set(item["content"][0]["text"])) == ("incomplete", {"x"})
+    assert endless.service.responses.num_responses == 0
+
+
+# ---- what goes in
+
+
+def chat_of(*items: dict, instructions: str | None = None) -> list[dict]:
+    return chat_messages(instructions, items_of(items))
+
+
+def test_items_become_a_chats_messages() -> None:
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]}
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]}
+    calls = [{"type": "function_call", "call_id": f"c{n}", "name": "f", "arguments": "{}", "id": "x"} for n in (1, 2)]
+    gave = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "d"}]}
+    systems = [{"role": "system", "content": "two"}, {"role": "developer", "content": "three"}]
+    function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert chat_of(*systems, user, said, *calls, gave, *systems[:1], instructions="one") == [
+        {"role": "system", "content": "one\n\ntwo\n\nthree"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c", "tool_calls": [{**function, "id": "c1"}, {**function, "id": "c2"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "d"},
+        {"role": "system", "content": "two"},
+    ]
+    assert chat_of(user, calls[0], said)[1:] == [
+        {"role": "assistant", "content": "c", "tool_calls": [{**function, "id": "c1"}]}
+    ]
+    assert [each["content"] for each in chat_of(said, said)] == ["c", "c"]
+
+
+def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> None:
+    ask(live, instructions="Be brief.", top_p=0.5, max_output_tokens=7, text={"format": {"type": "json_object"}})
+    mine = live.engine.submitted[-1]
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]}
+    more = {"top_p": 0.5, "max_tokens": 7, "response_format": {"type": "json_object"}}
+    assert live.post("/v1/chat/completions", {**chat, **more}, KEY)[0] == 200
+    its = live.engine.submitted[-1]
+    assert mine.prompt_token_ids == its.prompt_token_ids
+    assert (mine.sampling.top_p, mine.sampling.max_tokens, mine.sampling.grammar) == (0.5, 7, its.sampling.grammar)
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    assert ask(live, text={"format": schema})["text"]["format"] == {**schema, "description": None}
+    assert live.engine.submitted[-1].sampling.grammar
+
+
+DEEP: dict = {}
+for _ in range(70):
+    DEEP = {"not": DEEP}
+IMAGE = {"type": "input_image", "image_url": "x"}
+GAVE = {"type": "function_call_output", "call_id": "c", "output": ""}
+REFUSED = [
+    ({"background": True}, "background", "stream it"),
+    ({"include": ["reasoning.encrypted_content"]}, "include", "/v1/chat/completions"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "chat_template_kwargs"),
+    ({"truncation": "auto"}, "truncation", "fewer items"),
+    ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+    ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+    ({"max_tool_calls": 3}, "max_tool_calls", "parallel_tool_calls"),
+    ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "padded"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "instructions"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management", "fewer items"),
+    ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type", "as a function"),
+    ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "as a function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+    ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "leave it out"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "str"),
+    ({"input": [{"role": "user", "content": "a", "extra": 1}]}, "input[0].extra", "no such field"),
+    ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "critic"),
+    ({"input": [GAVE]}, "input[0].call_id", "before its output"),
+    ({"input": []}, "input", "length"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata", "16"),
+    ({"metadata": {"a": "x" * 513}}, "metadata[...]", "512"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+    ({"input": "x" * 5000}, "input", "context"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP}}}, "text.format.schema", "deeper"),
+    ({"seed": 1}, "seed", "no such field"),
+    ({"temperature": 300}, "temperature", "300"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "param", "word"), REFUSED, ids=[param for _, param, _ in REFUSED])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_supported_is_refused_by_name(live: LiveServer, more: dict, param: str, word: str, stream) -> None:
+    status, _, answer = post(live, {**PLAIN, "stream": stream, **more})
+    error = answer["error"]
+    assert (status, error["param"]) == (400, param), error
+    assert word in f"{error['message']} {error.get('hint')}"
+
+
+def test_other_errors_are_those_of_every_route(live: LiveServer) -> None:
+    assert post(live, {**PLAIN, "model": "none"})[2]["error"]["code"] == "model_not_found"
+    assert live.post("/v1/responses", PLAIN)[0] == 401
+    assert post(live, PLAIN, **{"X-Request-Deadline-Ms": "no"})[0] == 400
+    assert live.request("PUT", "/v1/responses", b"{}", KEY)[0] == 405
+    assert live.post("/v1/responses", b"{", KEY)[2]["error"]["code"] == "invalid_json"
+
+
+# ---- what is stored
+
+
+def test_a_stored_response_is_given_and_forgotten(live: LiveServer) -> None:
+    made, told = ask(live), streamed(live)
+    for response in (made, told[-1]["response"]):
+        at = f"/v1/responses/{response['id']}"
+        assert live.get(at, **KEY)[::2] == (200, response)
+        assert live.request("DELETE", at, headers=OTHER)[0] == 404
+        gone = {"id": response["id"], "object": "response", "deleted": True}
+        assert live.request("DELETE", at, headers=KEY)[::2] == (200, gone)
+        assert live.get(at, **KEY)[0] == live.request("DELETE", at, headers=KEY)[0] == 404
+    kept = ask(live, store=False)
+    assert kept["store"] is False
+    assert live.get(f"/v1/responses/{kept['id']}", **KEY)[0] == 404
+    status, _, answer = live.get(f"/v1/responses/{kept['id']}?stream=true", **KEY)
+    assert (status, answer["error"]["param"]) == (400, "stream")
+
+
+def test_another_keys_response_answers_like_an_unknown_one(live: LiveServer) -> None:
+    mine = ask(live)["id"]
+    for method in ("GET", "DELETE"):
+        answers = [live.request(method, f"/v1/responses/{name}", headers=OTHER) for name in (mine, "resp_" + "0" * 24)]
+        (status, _, theirs), (_, _, unknown) = answers
+        assert status == 404
+        assert theirs == json.loads(json.dumps(unknown).replace("resp_" + "0" * 24, mine))
+    for name in (mine, "resp_0"):
+        status, _, answer = live.post("/v1/responses", {**PLAIN, "previous_response_id": name}, OTHER)
+        assert (status, answer["error"]["code"]) == (404, "previous_response_not_found")
+        assert answer["error"]["param"] == "previous_response_id"
+    assert post(live, {**PLAIN, "previous_response_id": mine})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_going_on_is_sending_everything_again(caller: LiveServer, stream: bool) -> None:
+    asked = {"instructions": "One.", "input": "hello", "tools": [TOOL]}
+    first = streamed(caller, **asked)[-1]["response"] if stream else ask(caller, **asked)
+    calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    gave = [{"type": "function_call_output", "call_id": each, "output": "7"} for each in calls]
+    more = {"previous_response_id": first["id"], "instructions": "Two.", "tools": [TOOL], "tool_choice": "none"}
+    second = ask(caller, **{**more, "input": gave})
+    short = prompt(caller)
+    user = {"role": "user", "content": "hello"}
+    ask(caller, input=[user, *first["output"], *gave], instructions="Two.")
+    assert prompt(caller) == short
+    assert short.startswith("<system>Two.<user>hello<assistant>So: [f ")
+    assert "One." not in short
+    assert second["previous_response_id"] == first["id"]
+    third = ask(caller, previous_response_id=second["id"], input="and?", store=False)
+    assert prompt(caller) == f"{short.replace('<system>Two.', '')}<assistant>So: {CALL}\n{CALL}<user>and?"
+    assert post(caller, {**PLAIN, "previous_response_id": third["id"]})[0] == 404
+
+
+def test_a_response_that_has_no_room_says_that_it_is_not_stored() -> None:
+    small = start("ok", max_stored_response_bytes=2500)
+    try:
+        assert ask(small, input="x")["store"] is True
+        made, told = ask(small, input="x" * 3000), streamed(small, input="x" * 3000)
+        assert made["store"] is told[-1]["response"]["store"] is False
+        assert small.get(f"/v1/responses/{made['id']}", **KEY)[0] == 404
+    finally:
+        small.stop()
+
+
+def test_a_server_that_keeps_none_says_so() -> None:
+    none = start("ok", max_stored_responses=0)
+    try:
+        assert ask(none)["store"] is False
+        status, _, answer = post(none, {**PLAIN, "store": True})
+        assert (status, answer["error"]["param"]) == (400, "store")
+        assert "--max-stored-responses" in answer["error"]["hint"]
+    finally:
+        none.stop()
+
+
+# ---- the books
+
+
+def test_a_response_has_one_account_which_its_id_finds(live: LiveServer) -> None:
+    before = len(live.ledger.accounts())
+    made = ask(live)
+    (account,) = live.ledger.accounts()[before:]
+    assert account.endpoint == "chat"
+    told = live.get(f"/ledger/requests/{made['id']}", **KEY)[2]
+    assert (told["request_id"], told["output_tokens"]) == (account.request_id, made["usage"]["output_tokens"])
+    timed = post(live, PLAIN, **{"X-Include-Timing": "1"})[2]["timing"]
+    assert timed["stages"][-1]["end_ns"] == timed["sealed_ns"] - timed["start_ns"]
+
+
+def test_a_client_that_goes_ends_its_response_and_nothing_is_stored(endless: LiveServer) -> None:
+    for stream in (False, True):
+        with connect(endless) as client:
+            client.sendall(raw_request({"input": "x", "stream": stream}, "/v1/responses"))
+            wait_until(lambda: len(endless.engine.running) == 1)
+        wait_until(lambda: nothing_left(endless))
+    assert [account.finish_reason for account in endless.ledger.accounts()] == ["abort", "abort"]
+    assert endless.service.responses.num_responses == 0
+
+
+def test_a_full_queue_refuses_a_response_at_its_head(live: LiveServer) -> None:
+    bounds = live.service.admission.bounds
+    before, bounds.max_queued_requests = bounds.max_queued_requests, 0
+    try:
+        status, headers, answer = post(live, PLAIN)
+    finally:
+        bounds.max_queued_requests = before
+    assert (status, answer["error"]["code"]) == (429, "queued_requests")
+    assert headers["retry-after"]
