@@ -48,6 +48,7 @@ ALONE = {
     "gateway.failover": ["--small"],
     "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],
+    "gateway.routing": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],

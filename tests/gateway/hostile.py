@@ -335,6 +335,8 @@ class Hostile:
             return False
         writer.write(STREAM_HEAD + chunk(event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})))
         for number, score in enumerate(scores):
+            if number == body.get("dies_after"):
+                return True
             while number == body.get("waits_after") and not self.hold.is_set():
                 await asyncio.sleep(0.005)
             writer.write(chunk(event({"choices": [scored_piece(score, chat)]})))

@@ -53,7 +53,7 @@ def test_what_is_like_the_easy_ones_goes_to_the_small_model(tmp_path):
     found = judge(lines(tmp_path / "l"))
     easy, hard = "please translate the word cloud into french", "prove that every field of order 11 is abelian"
     assert found.score(easy) > 0.9 > 0.1 > found.score(hard)
-    assert (found.calibration.share_small, found.calibration.quality) == (0.5, 1.0)
+    assert (found.chosen.share_small, found.chosen.quality) == (0.5, 1.0)
     body = json.dumps({"messages": [{"role": "user", "content": easy}]}).encode()
     told = decide(found, "/v1/chat/completions", body)
     assert (told.choice, told.labels, told.neighbours) == ("small", found.labels, 4)
@@ -96,7 +96,7 @@ def test_equal_texts_say_nothing_of_each_other():
     scores = found.fair_scores(list(worth))
     right, wrong = scores[list(worth.values())], scores[[not one for one in worth.values()]]
     assert abs(right.mean() - wrong.mean()) < 0.2
-    assert found.calibration.share_small < 0.3
+    assert found.chosen.share_small < 0.3
     knowing = DifficultyJudge(file, 4, 0.95)  # a request's own text may be known
     assert [knowing.score(text) for text in worth] == [float(one) for one in worth.values()]
 
@@ -299,7 +299,7 @@ def test_a_running_gateway_takes_other_labels(hostile, tmp_path):
         path.write_text(path.read_text().replace('"small_right": false', '"small_right": true'))
         gateway.process.send_signal(1)
         known = read_config(tmp_path / "gateway.toml").difficulty[0]
-        expected = judge(path, known.neighbours, known.target).calibration
+        expected = judge(path, known.neighbours, known.target).chosen
         for _ in range(500):
             if gateway.get("/stats")["difficulty"]["auto"]["threshold"] == expected.threshold == 0.0:
                 break

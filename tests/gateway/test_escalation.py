@@ -30,6 +30,7 @@ def route(name: str, large: str, small: str = "little", below: float = -1.0) -> 
 def graded(hostile, tmp_path_factory):
     """`auto` has the hostile server's `scored` as its small model; the large one of `full` has one place."""
     text = "[breaker]\nfailures = 1000\n[retries]\nspare = 1000\npause_s = 0.01\n"
+    text += "".join(f'[[cache_route]]\nmodel = "{name}"\n' for name in ("auto", "full"))
     text += route("auto", "big") + route("full", "kept") + upstream("little", hostile.url("scored"), resume=True)
     text += upstream("big", hostile.url("fine")) + upstream("kept", hostile.url("keeping"), max_in_flight=1)
     with gateway_of(tmp_path_factory.mktemp("graded"), text) as gateway:
@@ -160,12 +161,24 @@ def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, ho
     asked = len(hostile.asked["keeping"])
     _, connection = send(graded, "kept", stream=True)
     until(lambda: len(hostile.asked["keeping"]) > asked)
-    for stream in (False, True):
-        _, headers, answer, account = ask(graded, "full", sure=UNSURE, stream=stream)
+    for stream in (False, True, False, True, False, True):  # it is never kept in the cache
+        _, headers, answer, account = ask(graded, "full", sure=UNSURE, stream=stream, temperature=0)
         assert who(headers) == ("little", "choice=small; check=unsure_kept")
+        assert headers["x-cache"] == "miss"
         assert ends(account) == [("little", "")]
         assert b"small" in answer
     connection.close()
+
+
+@pytest.mark.parametrize(("sure", "text"), [(SURE, b" small"), (UNSURE, b"tick")])
+def test_the_cache_has_answers_by_the_name_that_was_asked_for(graded, sure, text):
+    body = {"sure": sure, "temperature": 0, "max_tokens": 7}
+    assert ask(graded, **body)[1]["x-cache"] == "miss"
+    until(lambda: ask(graded, **body)[1]["x-cache"] == "hit")
+    _, headers, answer, account = ask(graded, **body)
+    assert text in answer
+    assert (account.attempts, account.routing.model, account.routing.difficulty) == ((), "auto", None)
+    assert "x-splittime-model" not in headers
 
 
 def test_the_large_model_has_what_is_left_of_the_deadline(graded, hostile):
@@ -175,6 +188,13 @@ def test_the_large_model_has_what_is_left_of_the_deadline(graded, hostile):
     status, _, _, account = ask(graded, sure=SURE, stream=True, pause_s=5, headers={"x-request-deadline-ms": "200"})
     assert (status, account.finish_reason) == (504, "deadline")
     assert account.attempts[0].first_tokens is None  # there was no verdict
+
+
+def test_what_dies_while_it_is_held_is_tried_again_and_nothing_of_it_is_given(graded):
+    status, _, answer, account = ask(graded, sure=SURE, stream=True, dies_after=2)
+    assert (status, account.finish_reason) == (502, "error")
+    assert ends(account) == [("little", "upstream_died")] * 3
+    assert b"small" not in answer
 
 
 def test_who_leaves_while_it_is_held_leaves_nothing(graded, hostile):

@@ -14,7 +14,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.api.ranking import Ranking, ScoreList
-from splittime.api.response_items import ItemCall, ItemCallOutput, ItemMessage
+from splittime.api.response_items import KINDS
 from splittime.api.responses import OfferedFunction, ResponsesBody, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
@@ -43,6 +43,7 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+IN_WORDS = (HopsBody, MessagesBody, CountTokensBody, ResponsesBody, *KINDS.values(), OfferedFunction)
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
@@ -95,9 +96,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    others = (Ranking, ScoreList, MessagesBody, CountTokensBody)
-    responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
-    kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *others, *responses)
+    kinds = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text, *IN_WORDS)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}

@@ -13,7 +13,7 @@ from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from splittime.gateway.config import DifficultyConfig, GatewayConfig
-    from splittime.gateway.routing.evaluate import CurvePoint, Evaluation, Figure
+    from splittime.gateway.routing.evaluate import CurvePoint, Evaluation, MeanFigure
 
 EXAMPLES = f"""\b
 Examples:
@@ -100,9 +100,9 @@ def _cells(point: "CurvePoint") -> tuple[str, ...]:
     return f"{point.threshold:.4g}", f"{point.share_small:.0%}", *figures
 
 
-def _figure(figure: "Figure") -> str:
+def _figure(figure: "MeanFigure") -> str:
     return f"{figure.value:.3f} ({figure.low:.3f}, {figure.high:.3f})"
 
 
-def _share(figure: "Figure") -> str:
+def _share(figure: "MeanFigure") -> str:
     return f"{figure.value:.1%} ({figure.low:.1%} to {figure.high:.1%})"

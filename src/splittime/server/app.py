@@ -128,7 +128,7 @@ class App:
         self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
             ("GET", "/health"): routes_info.health_at_once,
             **{("POST", path): partial(_refuse_at_once, service, endpoint) for path, endpoint in VISITED.items()},
-            ("POST", "/v1/responses"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
+            ("POST", "/v1/responses"): partial(_refuse_at_once, service, "chat"),
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

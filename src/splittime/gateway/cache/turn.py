@@ -14,6 +14,7 @@ from splittime.gateway.config import CacheRoute
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
+from splittime.ledger.attempts import UNSURE_KEPT
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 
@@ -154,6 +155,8 @@ def _may_be_kept(flight: Flight, relay: Relay | Giving) -> bool:
     if isinstance(relay, Relay) and relay.resumed_by:  # it says so, and may not be what one upstream would have said
         return False
     headers, events = dict(flight.headers), relay.events
+    if headers.get(b"x-splittime-difficulty", b"").endswith(UNSURE_KEPT.encode()):  # of a moment without a better one
+        return False
     if not flight.is_whole or flight.status != 200 or b"content-encoding" in headers or b"content-type" not in headers:
         return False
     return events.is_done and events.error is None and events.read().finish_reason == "stop"

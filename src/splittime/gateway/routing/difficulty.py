@@ -42,7 +42,7 @@ class DifficultyRouting:
 
     def stats(self) -> dict[str, Any]:
         """Returns what each route with labels expects, by its model."""
-        return {model: msgspec.to_builtins(judge.calibration) for model, judge in self._judges.items()}
+        return {model: msgspec.to_builtins(judge.chosen) for model, judge in self._judges.items()}
 
 
 def decide(judge: DifficultyJudge | None, path: str, body: bytes) -> DifficultyDecision:
@@ -58,7 +58,7 @@ def decide(judge: DifficultyJudge | None, path: str, body: bytes) -> DifficultyD
 
 def of_score(judge: DifficultyJudge, score: float | None) -> DifficultyDecision:
     """Returns what a score decides, of a text that need not be there any more."""
-    threshold = judge.calibration.threshold
+    threshold = judge.chosen.threshold
     return DifficultyDecision(
         choice=SMALL if score is not None and score >= threshold else LARGE,
         labels=judge.labels,

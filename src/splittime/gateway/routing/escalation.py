@@ -30,12 +30,13 @@ from splittime.gateway.routing.first_tokens import (
     without_logprobs,
 )
 from splittime.gateway.upstreams import Upstream
-from splittime.ledger.attempts import LOGPROBS_REFUSED, UNSURE, FirstTokens
+from splittime.ledger.attempts import LOGPROBS_REFUSED, UNSURE, UNSURE_KEPT, FirstTokens
 from splittime.wire.sse import EventLines
 
 now_ns = time.monotonic_ns
-SURE, UNSURE_KEPT, NO_LOGPROBS, TOO_LONG = "sure", "unsure_kept", "no_logprobs", "too_long"
+SURE, NO_LOGPROBS, TOO_LONG = "sure", "no_logprobs", "too_long"
 MAX_HELD_BYTES = 4 * 2**20
+EVENT_BYTES = 64  # beside its data, in memory
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -136,7 +137,7 @@ class HeldAnswer:
         if self._is_added and chunk is not None:
             data = msgspec.json.encode(without_logprobs(chunk))
         self._held.append(b"data: %b\n\n" % data)
-        self._num_bytes += len(data)
+        self._num_bytes += len(data) + EVENT_BYTES
         if self.found is None and self._num_bytes > MAX_HELD_BYTES:
             self._tell(TOO_LONG)
 

@@ -42,7 +42,7 @@ class EstimatedMean(Protocol):
 Means = Callable[[Floats], Sequence[EstimatedMean]]
 
 
-class Figure(msgspec.Struct, frozen=True):
+class MeanFigure(msgspec.Struct, frozen=True):
     """A mean over the prompts, with its interval (95 %)."""
 
     value: float
@@ -56,9 +56,9 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
     threshold: float
     share_small: float
-    cost: Figure
-    worth: Figure
-    gain: Figure
+    cost: MeanFigure
+    worth: MeanFigure
+    gain: MeanFigure
 
 
 class Misroutes(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +67,10 @@ class Misroutes(msgspec.Struct, frozen=True, kw_only=True):
     wasted: the share that the large model had, and the small one had done as well; wasted_cost: what that cost a
     request. lost: the share that the small one had, and the large one had done better; lost_worth: by how much."""
 
-    wasted: Figure
-    wasted_cost: Figure
-    lost: Figure
-    lost_worth: Figure
+    wasted: MeanFigure
+    wasted_cost: MeanFigure
+    lost: MeanFigure
+    lost_worth: MeanFigure
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(NamedTuple):
-    """Of a request, where the data do not say."""
+    """What a request costs where the data do not say."""
 
     small: float
     large: float
@@ -128,10 +128,10 @@ class JudgedPrompts:
             for threshold, goes_small in zip(thresholds, chosen, strict=True)
         )
 
-    def figures(self, columns: Sequence[Floats]) -> list[Figure]:
+    def figures(self, columns: Sequence[Floats]) -> list[MeanFigure]:
         if not columns:
             return []
-        return [Figure(one.value, one.low, one.high) for one in self._means(np.stack(columns, axis=1))]
+        return [MeanFigure(one.value, one.low, one.high) for one in self._means(np.stack(columns, axis=1))]
 
     def misroutes(self, goes_small: np.ndarray) -> Misroutes:
         is_wasted, is_lost = ~goes_small & (self.small >= self.large), goes_small & (self.large > self.small)
@@ -175,7 +175,7 @@ def evaluate(
     if scores is None and logprobs is None:
         hint = "give the [[difficulty]] labels, or small_logprob in every line of the data"
         raise ConfigError("there is nothing to evaluate", param="labels", hint=hint)
-    by_text, chosen = _curve(data, scores, None if judge is None else judge.calibration.threshold)
+    by_text, chosen = _curve(data, scores, None if judge is None else judge.chosen.threshold)
     checks, below = route.escalate, None if route.escalate is None else route.escalate.below
     by_first, checked = _curve(data, logprobs, below, both=True) if checks or scores is None else ((), None)
     return Evaluation(

@@ -32,7 +32,7 @@ MAX_KEPT = 4  # judges
 Floats = NDArray[np.float64]
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+class ChosenThreshold(msgspec.Struct, frozen=True, kw_only=True):
     """threshold: scores from which on the small model is asked. share_small, quality: as expected. prompts: labelled
     ones."""
 
@@ -53,7 +53,7 @@ class DifficultyJudge:
         self._worth = np.array([float(prompt.small_right) for prompt in file.prompts])
         self._mean = float(self._worth.mean())
         scores = self._scores(self._vectors, self._folds)
-        self.calibration = calibrated(scores, self._worth, worth_of_large(file.prompts), target)
+        self.chosen = calibrated(scores, self._worth, worth_of_large(file.prompts), target)
 
     def score(self, text: str) -> float | None:
         """Returns the score of a text; None for one that is empty."""
@@ -109,7 +109,7 @@ def worth_of_large(prompts: Sequence[LabelledPrompt]) -> Floats:
     return np.array([1.0 if one.large_right is None else float(one.large_right) for one in prompts])
 
 
-def calibrated(scores: Floats, small: Floats, large: Floats, target: float) -> Calibration:
+def calibrated(scores: Floats, small: Floats, large: Floats, target: float) -> ChosenThreshold:
     """Returns the cheapest threshold that reaches the target. Raises `ConfigError` if none does."""
     thresholds = [ALWAYS_SMALL, *np.unique(scores).tolist(), ALWAYS_LARGE]
     for threshold in thresholds:
@@ -117,7 +117,7 @@ def calibrated(scores: Floats, small: Floats, large: Floats, target: float) -> C
         quality = float(np.where(goes_small, small, large).mean())
         if quality >= target - ALMOST:
             share = float(goes_small.mean())
-            return Calibration(threshold=threshold, share_small=share, quality=quality, prompts=len(scores))
+            return ChosenThreshold(threshold=threshold, share_small=share, quality=quality, prompts=len(scores))
     best = float(large.mean())
     hint = "lower the target, or name a better large model"
     message = f"target {target:g} is not reached, though all prompts go to the large model, which reaches {best:.3f}"

@@ -22,7 +22,7 @@ now_ns = time.monotonic_ns
 
 
 class DifficultyTurn:
-    """Of a request whose model is the name of no `[[difficulty]]` it changes nothing."""
+    """Changes nothing of a request whose model is the name of no `[[difficulty]]`."""
 
     def __init__(self, gateway: GatewayService, account: RequestAccount) -> None:
         self._gateway, self._account = gateway, account

@@ -1,0 +1,298 @@
+"""What routing between a small and a large model costs and is worth: by the text, and by the small one's first tokens.
+
+    python -m benchmarks.gateway.routing [--prompts N] [--json]
+    python -m benchmarks.gateway.routing --small        a trial: few prompts, no figures to be quoted
+
+No set of prompts with judged answers comes with this project, so they are made here, with the two models in the
+package: `code-draft` is the small one and `code` the large one. A prompt is a piece of a module of Python's library
+that neither was trained on, cut off within a line; an answer is right if its first 4 characters, greedy, are those of
+the module. That is measured and not assumed; but it is a construction: both models are tiny, a prompt is no question,
+and how well n-grams tell easy pieces of code from hard ones says little about questions of people.
+
+Half of the prompts are the labels, the other half is evaluated. A token costs as much as its model has parameters, of
+prompt and answer alike. The target is what the large model alone reaches on the labels, less 2 points of a hundred.
+
+* by_text, by_first_tokens: the curves of `splittime gateway evaluate`, by the answers of both models
+* routes: the evaluated prompts asked through a gateway, as streams one after the other: the large model alone, the
+  small one, `text`, `tokens` (verify, then escalate), and `both`. right, cost, first_ms (to the first text), all_ms
+* added_ms: of answers that were escalated, how much later their first text came than that of the large model alone;
+  held_ms: of sure ones, how long their first tokens were held back
+
+Worth and cost do not depend on the machine. All processes share its cores, so latencies do.
+"""
+
+import argparse
+import http.client
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.report import file_result
+from benchmarks.server_process import served
+from splittime.gateway.config import DifficultyConfig, EscalateConfig
+from splittime.gateway.routing.evaluate import Costs, evaluate
+from splittime.gateway.routing.judge import ALWAYS_LARGE, DifficultyJudge, calibrated
+from splittime.gateway.routing.labels import LabelledPrompt, read_labels
+from splittime.ledger.derive import percentiles
+from splittime.stats.paired import means
+from training.corpus import load_corpus
+
+SMALL, LARGE = "code-draft", "code"
+PROMPT_CHARS, ANSWER_CHARS, MAX_TOKENS, LOOKED_AT = 400, 4, 8, 2
+LESS = 0.02  # than the large model alone
+SERVED = ("--served-model-name",)
+ROUTES = ("text", "tokens", "both")
+
+
+class Piece(NamedTuple):
+    """Of a module: what is asked, and how it goes on."""
+
+    prompt: str
+    truth: str
+
+
+class Answer(NamedTuple):
+    """logprob: the mean of the first tokens'. first_ms: until the first text; its account has the rest."""
+
+    text: str
+    tokens: int
+    logprob: float = 0.0
+    first_ms: float = 0.0
+    all_ms: float = 0.0
+    model: str = ""
+    request_id: str = ""
+
+
+def pieces(count: int) -> list[Piece]:
+    """Returns pieces of held-out modules, each cut off within a line, behind a word."""
+    found = []
+    for document in load_corpus().heldout:
+        text, draw = document.text, random.Random(document.name)
+        for begin in range(0, len(text) - 2 * PROMPT_CHARS, PROMPT_CHARS):
+            at = begin + PROMPT_CHARS + draw.randrange(PROMPT_CHARS)
+            truth = text[at : at + ANSWER_CHARS]
+            if "\n" not in truth and not truth.isspace() and text[at - 1].isalnum() != text[at].isalnum():
+                found.append(Piece(text[at - PROMPT_CHARS : at], truth))
+    random.Random(0).shuffle(found)
+    return found[:count]
+
+
+# ---- both models' answers
+
+
+def ask(url: str, model: str, prompt: str, **more: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **more}
+    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    asked.add_header("content-type", "application/json")
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def answer_of(url: str, model: str, prompt: str) -> Answer:
+    told = ask(url, model, prompt, logprobs=1)
+    (choice,) = told["choices"]
+    first = choice["logprobs"]["token_logprobs"][:LOOKED_AT]
+    return Answer(choice["text"], told["usage"]["total_tokens"], sum(first) / len(first) if first else 0.0)
+
+
+def is_right(piece: Piece, answer: Answer) -> bool:
+    return answer.text.startswith(piece.truth)
+
+
+def labelled(piece: Piece, small: Answer, large: Answer, weights: dict[str, int]) -> LabelledPrompt:
+    return LabelledPrompt(
+        prompt=piece.prompt,
+        small_right=is_right(piece, small),
+        large_right=is_right(piece, large),
+        small_cost=small.tokens * weights[SMALL] / 1e6,
+        large_cost=large.tokens * weights[LARGE] / 1e6,
+        small_logprob=small.logprob,
+    )
+
+
+# ---- through a gateway
+
+
+def config(urls: dict[str, str], labels: Path, target: float, below: float) -> str:
+    told = "port = 0\n"
+    for name, url in urls.items():
+        told += f'[[upstream]]\nname = "{name}"\nurl = "{url}"\nmodels = ["{name}"]\nkind = "splittime"\n'
+    check = f"escalate = {{ below = {below}, tokens = {LOOKED_AT} }}\n"
+    by_labels = f'labels = "{labels}"\ntarget = {target}\n'
+    for name, keys in (("text", by_labels), ("tokens", check), ("both", by_labels + check)):
+        told += f'[[difficulty]]\nmodel = "{name}"\nsmall = "{SMALL}"\nlarge = "{LARGE}"\n{keys}'
+    return told
+
+
+@contextmanager
+def gateway(text: str, folder: Path) -> Iterator[str]:
+    """Yields its address."""
+    path = folder / "gateway.toml"
+    path.write_text(text)
+    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "--config", str(path), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["gateway"]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def listen(address: str, model: str, prompt: str) -> Answer:
+    """Returns a stream's answer, with when its first text came."""
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
+    connection, begin_ns = http.client.HTTPConnection(address, timeout=120), time.monotonic_ns()
+    connection.request("POST", "/v1/completions", json.dumps({**body, "stream_options": {"include_usage": True}}))
+    response, texts, first_ns, tokens = connection.getresponse(), list[str](), 0, 0
+    for line in response:
+        data = line.removeprefix(b"data: ").strip()
+        if not data.startswith(b"{"):
+            continue
+        chunk = json.loads(data)
+        tokens = (chunk.get("usage") or {}).get("total_tokens", tokens)
+        texts += [choice["text"] for choice in chunk["choices"]]
+        first_ns = first_ns or (time.monotonic_ns() if any(texts) else 0)
+    end_ns = time.monotonic_ns()
+    connection.close()
+    first_ms, all_ms = ((at_ns - begin_ns) / 1e6 for at_ns in (first_ns or end_ns, end_ns))
+    wrote = response.headers["x-splittime-model"] or model
+    return Answer("".join(texts), tokens, 0.0, first_ms, all_ms, wrote, response.headers["x-request-id"])
+
+
+def asked_by_all(address: str, prompts: Sequence[Piece]) -> dict[str, list[Answer]]:
+    """Each prompt by each route, in an order of chance: a cache of prefixes favours whoever comes second."""
+    draw, found = random.Random(1), {name: list[Answer]() for name in (LARGE, SMALL, *ROUTES)}
+    for piece in prompts:
+        for name in draw.sample(list(found), len(found)):
+            found[name].append(listen(address, name, piece.prompt))
+    return found
+
+
+def first_tokens(address: str, request_id: str) -> dict[str, Any] | None:
+    """Returns what the account says of the first attempt; None where it was not looked at."""
+    with urllib.request.urlopen(f"http://{address}/ledger/requests/{request_id}", timeout=60) as answer:
+        found: dict[str, Any] | None = json.load(answer)["attempts"][0]["first_tokens"]
+    return found
+
+
+# ---- figures
+
+
+def route_figures(
+    address: str, prompts: Sequence[Piece], by_route: dict[str, list[Answer]], weights: dict[str, int]
+) -> dict[str, Any]:
+    figures = {}
+    for name, answers in by_route.items():
+        looked = [first_tokens(address, answer.request_id) for answer in answers]
+        added = [one.first_ms - large.first_ms for one, large, _ in _anew(answers, by_route[LARGE], looked)]
+        held = [found["held_ns"] / 1e6 for found in looked if found is not None and found["verdict"] == "sure"]
+        costs = [_cost(answer, found, weights) for answer, found in zip(answers, looked, strict=True)]
+        figures[name] = {
+            "right": statistics.mean(is_right(*pair) for pair in zip(prompts, answers, strict=True)),
+            "share_small": statistics.mean(answer.model == SMALL for answer in answers),
+            "cost": statistics.mean(costs),
+            "first_ms": percentiles([answer.first_ms for answer in answers], (50, 99)),
+            "all_ms": percentiles([answer.all_ms for answer in answers], (50, 99)),
+            "escalated": len(added),
+            "added_ms": percentiles(added, (50, 90)) if added else None,
+            "held_ms": percentiles(held, (50, 90)) if held else None,
+        }
+    return figures
+
+
+def _anew(
+    answers: Sequence[Answer], large: Sequence[Answer], looked: Sequence[dict[str, Any] | None]
+) -> Iterator[tuple[Answer, Answer, dict[str, Any]]]:
+    for one, other, found in zip(answers, large, looked, strict=True):
+        if found is not None and found["verdict"] == "unsure":
+            yield one, other, found
+
+
+def _cost(answer: Answer, found: dict[str, Any] | None, weights: dict[str, int]) -> float:
+    """An escalated answer costs the small model's prompt and first tokens too."""
+    own = answer.tokens * weights[answer.model]
+    cut_off = found is not None and found["verdict"] == "unsure"
+    return (own + (cut_off and (answer.tokens - MAX_TOKENS + LOOKED_AT) * weights[SMALL])) / 1e6
+
+
+def bound_of(labels: Sequence[LabelledPrompt], target: float) -> float:
+    """Returns the log-probability below which the large model is asked, by the labels. The threshold is found among
+    probabilities, as scores are from 0 to 1."""
+    sure = np.array([math.exp(one.small_logprob or 0.0) for one in labels])
+    small, large = (np.array([float(getattr(one, name)) for one in labels]) for name in ("small_right", "large_right"))
+    threshold = calibrated(sure, small, large, target).threshold
+    return 0.0 if threshold == ALWAYS_LARGE else max(-100.0, math.log(threshold) if threshold else -100.0)
+
+
+def weights_of(*models: str) -> dict[str, int]:
+    """Returns each model's parameters, from its weights' size in two-byte numbers."""
+    from splittime.assemble.model_source import locate
+
+    return {model: (locate(model) / "model.safetensors").stat().st_size // 2 for model in models}
+
+
+def measured(count: int, folder: Path) -> dict[str, Any]:
+    prompts, weights = pieces(count), weights_of(SMALL, LARGE)
+    with served(SMALL, *SERVED, SMALL) as small_url, served(LARGE, *SERVED, LARGE) as large_url:
+        urls = {SMALL: small_url, LARGE: large_url}
+        answers = [[answer_of(urls[name], name, piece.prompt) for name in urls] for piece in prompts]
+        told = [labelled(piece, *pair, weights) for piece, pair in zip(prompts, answers, strict=True)]
+        half = len(told) // 2
+        path = folder / "labels.jsonl"
+        path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in told[:half]))
+        target = statistics.mean(float(one.large_right or 0) for one in told[:half]) - LESS
+        below = bound_of(told[:half], target)
+        with gateway(config(urls, path, target, below), folder) as url:
+            address = url.removeprefix("http://")
+            figures = route_figures(address, prompts[half:], asked_by_all(address, prompts[half:]), weights)
+    route = DifficultyConfig(model="both", small=SMALL, large=LARGE, escalate=EscalateConfig(below=below))
+    judge = DifficultyJudge(read_labels(path, "labels"), route.neighbours, target)
+    found = evaluate(route, judge, told[half:], Costs(1, 1), means)
+    return {"target": target, "below": below, "routes": figures, "evaluation": msgspec.to_builtins(found)}
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"target {found['target']:.3f}, unsure below {found['below']:.3f}")
+    print(f"{'route':<12}{'right':>7}{'small':>7}{'cost':>8}{'first ms p50':>14}{'escalated':>11}{'added ms p50':>14}")
+    for name, one in found["routes"].items():
+        added = "-" if one["added_ms"] is None else f"{one['added_ms']['p50']:.1f}"
+        cells = f"{one['right']:>7.3f}{one['share_small']:>7.0%}{one['cost']:>8.1f}{one['first_ms']['p50']:>14.1f}"
+        print(f"{name:<12}{cells}{one['escalated']:>11}{added:>14}")
+    for name in ("chosen", "chosen_check"):
+        point = found["evaluation"][name]
+        worth, gain = point["worth"], point["gain"]
+        print(f"{name}: worth {worth['value']:.3f}, gain over chance {gain['value']:.3f} ", end="")
+        print(f"({gain['low']:.3f} to {gain['high']:.3f}) at cost {point['cost']['value']:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=1000, help="labels and evaluated ones together")
+    parser.add_argument("--small", action="store_true", help="a trial with few prompts")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    asked = parser.parse_args()
+    count = 120 if asked.small else asked.prompts
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measured(count, Path(folder))
+    if not asked.json:
+        show(figures)
+    file_result("gateway_routing", figures, {"prompts": count}, asked.json)
+
+
+if __name__ == "__main__":
+    main()
