@@ -42,13 +42,13 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+IN_WORDS = (HopsBody, MessagesBody, CountTokensBody, ResponsesBody, *KINDS.values(), OfferedFunction)
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
-    "ChatBody": {"messages": _HELLO, "max_tokens": 40},
+    **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
-    "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
     "TokenizeBody": {"prompt": "Hello"},

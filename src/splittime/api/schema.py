@@ -14,7 +14,7 @@ made for those servers send them at their defaults; any other value is refused b
 `decode.py` makes values of bytes.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,9 +28,7 @@ MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A body in which every field means something. meant: fields of names that others of our bodies refuse."""
-
-    meant: ClassVar[frozenset[str]] = frozenset()
+    """A body in which every field means something."""
 
 
 def no_effect(description: str) -> Meta:
