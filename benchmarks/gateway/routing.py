@@ -251,7 +251,7 @@ def measured(count: int, folder: Path) -> dict[str, Any]:
     with served(SMALL, *SERVED, SMALL) as small_url, served(LARGE, *SERVED, LARGE) as large_url:
         urls = {SMALL: small_url, LARGE: large_url}
         answers = [[answer_of(urls[name], name, piece.prompt) for name in urls] for piece in prompts]
-        told = [labelled(piece, *pair, weights) for piece, pair in zip(prompts, answers, strict=True)]
+        told = [labelled(piece, small, large, weights) for piece, (small, large) in zip(prompts, answers, strict=True)]
         half = len(told) // 2
         path = folder / "labels.jsonl"
         path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in told[:half]))

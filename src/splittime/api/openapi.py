@@ -42,7 +42,6 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
-IN_WORDS = (HopsBody, MessagesBody, CountTokensBody, ResponsesBody, *KINDS.values(), OfferedFunction)
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
