@@ -31,6 +31,7 @@ from splittime.api.params import Ask, check_model
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.sampling import LOGITS, SamplingParams
+from splittime.text.answer_marks import AnswerMarks
 from splittime.text.tokenizer import Tokenizer
 
 ANSWERS = ("no", "yes")
@@ -132,14 +133,14 @@ class RankAsk(Ask):
         return replace(self, sampling=SamplingParams(pooling=LOGITS, allowed_token_ids=answers, max_tokens=0, seed=0))
 
 
-def rerank_ask(body: RerankBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = "") -> RankAsk:
-    """timing: a header asks for it. template: of the model's chats. Raises `RequestError`."""
+def rerank_ask(body: RerankBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
+    """timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
     pairs = [(body.query, text) for text in body.documents]
-    ask = _ask(body, pairs, "documents", model, limits, timing, template)
+    ask = _ask(body, pairs, "documents", model, limits, timing, marks)
     return replace(ask, top_n=body.top_n or 0, with_texts=body.return_documents is not False)
 
 
-def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = "") -> RankAsk:
+def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
     """As `rerank_ask`."""
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     texts = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -147,7 +148,7 @@ def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: boo
         said = f"text_1 has {len(queries)} texts and text_2 {len(texts)}; it can have one, or as many"
         raise RequestError(said, param="text_1", value=len(queries), limit=[1, len(texts)])
     pairs = list(zip(queries * len(texts) if len(queries) == 1 else queries, texts, strict=True))
-    return _ask(body, pairs, "text_2", model, limits, timing, template)
+    return _ask(body, pairs, "text_2", model, limits, timing, marks)
 
 
 def _ask(
@@ -157,10 +158,10 @@ def _ask(
     model: ModelInfo,
     limits: BodyLimits,
     timing: bool,
-    template: str,
+    marks: AnswerMarks,
 ) -> RankAsk:
     check_model(body.model, model)
-    if not template:
+    if not marks.has_template:
         said = f"{model.name} cannot rank: it has no chat template to ask it by"
         raise RequestError(said, code="unsupported_model", param="model", value=model.name)
     most = limits.max_choices

@@ -14,7 +14,8 @@ _JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
 class AnswerMarks(NamedTuple):
     """reasoning: None where it is no part of its own. tells_tools: the chat template writes tools into the prompt.
     joins_arguments: it reads the arguments of earlier calls as a text. token_ids: of the marks that are tokens of their
-    own, by their text. shown_ids: those that are no text unless they are asked for."""
+    own, by their text. shown_ids: those that are no text unless they are asked for.
+    has_template: there can be chats."""
 
     tools: ToolFamily
     reasoning: ReasoningMarks | None
@@ -22,6 +23,7 @@ class AnswerMarks(NamedTuple):
     joins_arguments: bool
     token_ids: Mapping[str, int]
     shown_ids: frozenset[int]
+    has_template: bool
 
 
 def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> AnswerMarks:
@@ -33,4 +35,5 @@ def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser
     marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end)))
     ids = {name: each for name, each in tokenizer.added_tokens.items() if any(name in mark for mark in marks)}
     shown = tokenizer.special_ids.intersection(ids.values())
-    return AnswerMarks(tools, reasoning, "tools" in template, _JOINED.search(template) is not None, ids, shown)
+    joins = _JOINED.search(template) is not None
+    return AnswerMarks(tools, reasoning, "tools" in template, joins, ids, shown, bool(template))
