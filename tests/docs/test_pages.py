@@ -15,7 +15,10 @@ NOT_RUN = {
         "splittime serve --api-keys-file keys.toml",
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
-    "docs/guides/embeddings.md": ["import openai"],
+    "docs/guides/embeddings.md": [
+        "import openai",
+        "curl -s http://127.0.0.1:8000/v1/rerank -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/messages.md": ["import anthropic"],
     "docs/guides/responses.md": ["import openai"],
     "docs/guides/operate.md": ["promtool test rules deploy/prometheus/server.test.yml"],

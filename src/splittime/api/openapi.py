@@ -14,8 +14,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
 from splittime.api.ranking import Ranking, ScoreList
-from splittime.api.response_items import KINDS
-from splittime.api.responses import OfferedFunction, ResponsesBody, describe
+from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -95,11 +94,9 @@ def document(
     return described
 
 
-IN_WORDS = (HopsBody, MessagesBody, CountTokensBody, ResponsesBody, *KINDS.values(), OfferedFunction)
-
-
 def _answer_schemas() -> Schema:
-    kinds = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text, *IN_WORDS)
+    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}

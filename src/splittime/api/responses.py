@@ -181,6 +181,9 @@ def error(body: bytes) -> bytes:
     return orjson.dumps(told)
 
 
+DESCRIBED = (ResponsesBody, *KINDS.values(), OfferedFunction)
+
+
 def describe(schemas: dict[str, Any]) -> None:
     """Says in a description of the API what the lists of a body hold."""
     fields = schemas["ResponsesBody"]["properties"]

@@ -61,7 +61,9 @@ TENANT_PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/rerank",
         "/v1/responses",
+        "/v1/score",
         "/version",
     }
 )
