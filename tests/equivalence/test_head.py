@@ -1,6 +1,7 @@
 """Drafts of a head: no draft changes a token, and the head reads the features of the token before, whoever computed
 them and wherever they lie."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.lab.distill.head import Head
 from splittime.lab.distill.student import StudentPlan, read_plan, write_folder
+from splittime.models.head import HiddenFeatures
 from splittime.models.weights.head import head_config
 from splittime.models.weights.load import read_config
 from splittime.runner import draft_sources
@@ -64,7 +66,14 @@ def plain() -> dict[str, list]:
     return generate(runner, runner.resolved.num_blocks)[0]
 
 
-class Repeating(AllTaken):
+class Timeless(AllTaken):
+    """Its own steps take a nanosecond, so that how much it drafts does not depend on what else the machine does."""
+
+    def __init__(self, *sizes: int, features: HiddenFeatures) -> None:
+        super().__init__(*sizes, now_ns=itertools.count().__next__, features=features)
+
+
+class Repeating(Timeless):
     """Notes how often what it drafts is the answer's last token, again and again, in greedy answers."""
 
     counts: dict[bool, int]
@@ -103,7 +112,7 @@ def test_drafts_of_a_head_change_no_token(
     folder = write_head(tmp_path, 7)
     drafting = drafting_of(asking(folder))
     assert generate(drafting, 200)[0] == plain, "those that pay"
-    monkeypatch.setattr(draft_sources, "ModelDrafter", AllTaken)
+    monkeypatch.setattr(draft_sources, "ModelDrafter", Timeless)
     drafting = drafting_of(asking(folder))
     found, scheduler = generate(drafting, 200)
     assert found == plain
