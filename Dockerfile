@@ -16,7 +16,8 @@ COPY --from=build /wheels /tmp/wheels
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint /tmp/constraints.txt /tmp/wheels/*.whl \
     && rm -r /tmp/wheels /tmp/constraints.txt \
     && splittime --version \
-    && useradd --create-home splittime
+    && useradd --create-home --uid 1000 splittime \
+    && install --directory --owner splittime /var/lib/splittime
 USER splittime
 WORKDIR /home/splittime
 EXPOSE 8000

@@ -108,6 +108,7 @@ format: setup
 # The documentation as a site in site/, without a warning; it needs no network to build or to read.
 docs: setup
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m deploy.generate
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:

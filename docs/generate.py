@@ -35,7 +35,8 @@ from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 FOLDER = Path(__file__).parent / "reference"
 BODIES = (
     *("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions"),
-    *("EmbeddingBody", "TokenizeBody", "DetokenizeBody"),
+    *("ResponsesBody", "ItemMessage", "ItemReasoning", "ItemCall", "ItemCallOutput", "OfferedFunction"),
+    *("EmbeddingBody", "RerankBody", "ScoreBody", "TokenizeBody", "DetokenizeBody"),
 )
 SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
 NOTICE = "<!-- Made by docs/generate.py from the code; change it there. -->\n\n"
@@ -117,8 +118,8 @@ def _foreign(name: str, schema: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _treatment(schema: dict[str, Any]) -> str:
-    if schema.get("x-effect") == "none":
-        return "no effect"
+    if (effect := schema.get("x-effect")) is not None:
+        return "no effect" if effect == "none" else str(effect)
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     empty = all(kind.get("maxItems") == 0 or kind.get("enum") in ([""], [False]) for kind in kinds)
     return "refused" if empty else "honoured"

@@ -15,7 +15,13 @@ NOT_RUN = {
         "splittime serve --api-keys-file keys.toml",
         "splittime serve --ssl-certfile cert.pem --ssl-keyfile key.pem",
     ],
+    "docs/guides/embeddings.md": [
+        "import openai",
+        "curl -s http://127.0.0.1:8000/v1/rerank -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/messages.md": ["import anthropic"],
+    "docs/guides/responses.md": ["import openai"],
+    "docs/guides/operate.md": ["promtool test rules deploy/prometheus/server.test.yml"],
     "docs/guides/forms.md": [
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
@@ -29,7 +35,8 @@ NOT_RUN = {
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
     ],
     "docs/guides/tools.md": [
-        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{"
+        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{",
+        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{",
     ],
     "docs/guides/gguf.md": [
         "hf download bartowski/Llama-3.2-1B-Instruct-GGUF Llama-3.2-1B-Instruct-Q4_K_M.gguf --local-dir ."

@@ -61,7 +61,7 @@ class Driver:
         new = tuple(self.free.pop() for _ in range(needed))
         sequence.blocks += new
         sequence.num_computed = end
-        samples = end == len(sequence.tokens)
+        samples = end == len(sequence.tokens) and not sequence.sampling.pooling
         return Row(sequence.name, start, tuple(sequence.tokens[start:end]), new, int(samples))
 
     def verify(self, sequence: Sequence, drafts: Iterable[int]) -> RowResult:

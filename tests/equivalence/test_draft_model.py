@@ -165,17 +165,19 @@ def test_a_model_in_no_fewer_bits_is_refused(quantization: str) -> None:
 
 
 def test_a_draft_model_is_loaded_as_it_is_asked_for(tmp_path: Path) -> None:
-    """Its own weights in the bits that are asked for, keys and values as the model has them, its own context."""
+    """Its own weights in the bits that are asked for and its own context; KV and threads as the model has them."""
     folder = shutil.copytree(model_source.locate("code-draft"), tmp_path / "draft")
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 64}))
-    sizes = {"kv_cache_memory_bytes": 16 << 20, "packed_cache": "off"}
-    settings = {**sizes, "kv_cache_dtype": "int8", "num_threads": 1, "activation_dtype": "float32"}
+    changed = {"max_position_embeddings": 64, "torch_dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(values | changed))
     asked = SpeculativeConfig(method="draft_model", model=str(folder), quantization="int8")
     given = {"speculative_config": msgspec.json.encode(asked).decode(), "draft_model_path": str(folder)}
-    drafts = model_drafter(load_runner(**settings, **given), asked).runner.resolved
-    assert (drafts.kv_cache_dtype, drafts.num_threads, drafts.max_model_len) == ("int8", 1, 64)
-    assert "int8" in drafts.weights
+    runner = load_runner(dtype="auto", kv_cache_memory_bytes=16 << 20, packed_cache="off", **given)
+    drafts = model_drafter(runner, asked).runner
+    assert (drafts.resolved.dtype, drafts.resolved.max_model_len) == ("float32", 64)
+    assert "int8" in drafts.resolved.weights
+    assert drafts.resolved.kv_cache_dtype == runner.resolved.kv_cache_dtype == "bfloat16"
+    assert drafts.config.num_threads == runner.resolved.num_threads
 
 
 def test_a_model_s_own_copy_is_of_the_same_weights_in_fewer_bits() -> None:

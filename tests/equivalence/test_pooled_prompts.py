@@ -150,6 +150,21 @@ def test_a_cached_prefix_and_a_preemption_change_nothing(qwen, prompts, alone) -
         assert not any(result.pooled for result in sequence.results[:-1])
 
 
+def test_what_is_said_of_some_tokens_behind_the_prompt_equals_transformers(pair, prompts) -> None:
+    model, runner = pair
+    for chunks in ([], [4, 1, 9]):
+        driver = Driver(runner)
+        for number, prompt in enumerate(prompts):
+            ids = (number, 96, 3)
+            driver.runner.slots._by_id.clear()
+            sequence = Sequence(f"s{number}", prompt, SamplingParams(pooling="logits", allowed_token_ids=ids, seed=0))
+            driver.prefill(sequence, chunks)
+            with torch.no_grad():
+                want = model(torch.tensor([prompt])).logits[0, -1, list(ids)]
+            assert (vector(sequence.results[-1].pooled) - want).abs().max() <= MAX_ABS_ERROR
+            assert not any(result.pooled or result.token_ids for result in sequence.results[:-1])
+
+
 def test_a_model_saved_without_its_head_is_read(qwen, prompts, alone, tmp_path) -> None:
     """As Qwen3-Embedding is: no name begins with "model."."""
     tensors = load_file(qwen / "model.safetensors")

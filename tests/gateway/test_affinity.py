@@ -211,9 +211,10 @@ def test_it_is_off_unless_the_config_has_it():
 
 @pytest.fixture(scope="module")
 def chats(hostile, tmp_path_factory):
-    text = "[affinity]\nslack_tokens = 100000\n[retries]\nspare = 1000\npause_s = 0.01\n"
+    text = "[affinity]\nslack_tokens = 100000\n[retries]\nspare = 1000\npause_s = 0.01\n[breaker]\nfailures = 1000\n"
     text += upstream("one", hostile.url("fine"), "m") + upstream("two", hostile.url("second"), "m")
     text += upstream("gone", "http://127.0.0.1:9", "n") + upstream("there", hostile.url("third"), "n")
+    text += upstream("away", hostile.url("away"), "o") + upstream("away2", hostile.url("away"), "o")
     with gateway_of(tmp_path_factory.mktemp("affinity"), text) as started:
         yield started
 
@@ -227,7 +228,7 @@ def turns(chat: int, number: int) -> list[dict]:
 
 
 def test_chats_stay_where_they_began_and_the_account_says_why(chats):
-    homes = {}
+    homes, before = {}, chats.get("/stats")["affinity"]
     for turn in range(1, 5):
         for chat in range(6):
             request_id = f"chat-{chat}-{turn}"
@@ -243,7 +244,8 @@ def test_chats_stay_where_they_began_and_the_account_says_why(chats):
     assert decision.matched_bytes >= 3 * len(LONG)
     assert f"{decision.upstream} had served {decision.matched_bytes} bytes" in " ".join(explain(account).plain.split())
     assert account_from_json(chats.account("chat-3-1")).attempts[0].affinity.why == "unseen"
-    assert chats.get("/stats")["affinity"] == {"hit": 18, "capped": 0, "none": 6}
+    told = chats.get("/stats")["affinity"]
+    assert [told[result] - before[result] for result in ("hit", "capped", "none")] == [18, 0, 6]
 
 
 def test_after_failures_no_load_is_left(chats):
@@ -252,7 +254,30 @@ def test_after_failures_no_load_is_left(chats):
         assert (status, headers["x-splittime-upstream"]) == (200, "there")
         chats.account(f"n-{number}")
     told = chats.get("/stats")["upstreams"]
-    assert [(one["requests"], one["tokens"], one["expected_wait_ns"]) for one in told] == [(0, 0, 0)] * 4
+    assert [(one["requests"], one["tokens"], one["expected_wait_ns"]) for one in told] == [(0, 0, 0)] * 6
+
+
+def test_who_failed_is_not_said_to_have_served_it(chats):
+    for number in range(2):
+        assert chats.ask("o", {"x-request-id": f"o{number}"}, messages=turns(9, 2))[0] == 503
+        account = account_from_json(chats.account(f"o{number}"))
+        assert account.attempts[0].affinity.why == "unseen"
+
+
+def test_of_two_that_raced_the_one_that_answered_has_served_it(hostile, tmp_path):
+    """Whichever was sent first."""
+    text = "[affinity]\nslack_tokens = 100000\n[retries]\nspare = 1000\n[tied]\nafter_s = 0.03\n"
+    text += upstream("late", hostile.url("late"), "m") + upstream("slow", hostile.url("slow"), "m")
+    with gateway_of(tmp_path, text) as gateway:
+        for chat in range(5):
+            for turn in (1, 2):
+                status, headers, _ = gateway.ask(
+                    "m", {"x-request-id": f"r{chat}-{turn}"}, messages=turns(chat, turn)[:-1], stream=True
+                )
+                assert (status, headers["x-splittime-upstream"]) == (200, "late")
+            attempts = account_from_json(gateway.account(f"r{chat}-2")).attempts
+            first = min(attempts, key=lambda attempt: attempt.begin_ns)
+            assert (first.affinity.result, first.upstream) == ("hit", "late")
 
 
 def test_the_metrics_count_by_result_alone(chats):

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.server_process import free_port, wait_until_ready
+from splittime.gateway.resume.request import TOKEN_IDS
+from splittime.gateway.resume.story import StreamStory
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
@@ -252,3 +254,23 @@ def test_a_stream_that_waits_to_go_on_is_told_so(hostile, tmp_path):
     assert answer.index(b'"2"') < answer.index(b": queued;") < answer.index(b'" 3"')
     assert b"HTTP/1.1" not in answer
     assert text_of(events(answer)) == "1 2 3 4"
+
+
+@pytest.mark.parametrize(
+    ("deltas", "goes_on"),
+    [
+        ([{"content": "a"}], True),
+        ([{"reasoning_content": "a"}], False),
+        ([{}], False),  # half a mark
+        ([{"reasoning_content": "a"}, {}, {"content": "b"}], True),
+    ],
+)
+def test_a_chat_that_has_not_begun_its_content_does_not_go_on(deltas: list[dict], goes_on: bool) -> None:
+    story = StreamStory(CHAT, TOKEN_IDS, None, False)
+    story.note({"id": "x", "choices": [{"index": 0, "delta": {"role": "assistant"}, "prompt_token_ids": [1]}]})
+    for at, delta in enumerate(deltas):
+        story.note({"choices": [{"index": 0, "delta": delta, "token_ids": [at]}]})
+    assert story.is_known == goes_on
+    if goes_on:  # what another upstream says is content
+        story.note({"choices": [{"index": 0, "text": "c", "token_ids": [9]}]})
+        assert story.is_known

@@ -128,6 +128,8 @@ def test_embeddings_in_a_batch_are_those_alone(server: Server) -> None:
     assert [(one["endpoint"], one["output_tokens"], one["stages"][-2]["stage"]) for one in accounts] == [
         ("embeddings", 0, "prefill")
     ] * 3
+    with pytest.raises(openai.BadRequestError, match="no token for 'yes'"):
+        server.client.post("/rerank", cast_to=object, body={"query": "q", "documents": ["a"]})
 
 
 def test_logprobs_agree_with_the_choice(server: Server) -> None:

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
-from splittime.runner.draft_worth import MARGIN, ModelCosts, StepWorth
+from splittime.runner.draft_worth import MARGIN, DraftingCosts, StepWorth
 
 MS = 1_000_000
 
 
-def costs_of(model_ms: float, row_ms: float, draft_ms: float) -> ModelCosts:
-    costs = ModelCosts()
+def costs_of(model_ms: float, row_ms: float, draft_ms: float) -> DraftingCosts:
+    costs = DraftingCosts()
     for _ in range(200):
         for num_rows in (1, 9):
             costs.model.learn(num_rows, round((model_ms + row_ms * (num_rows - 1)) * MS))
@@ -73,7 +73,7 @@ def test_one_more_draft_must_be_worth_the_step_of_the_draft_model() -> None:
 
 
 def test_steps_of_decode_rows_alone_are_learnt_from() -> None:
-    costs = ModelCosts()
+    costs = DraftingCosts()
     decode, prompt = Row("a", 5, (1,), (), 1), Row("b", 0, (1, 2), (0,), 1)
     result = StepResult(0, (RowResult("a", (2,)),), device_ns=3 * MS, sample_ns=MS)
     costs.learn_model(StepPlan(0, (decode, prompt)), result)

@@ -76,5 +76,7 @@ def test_it_may_fill_the_context() -> None:
 
 
 def test_other_kinds_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="pooling is 'max', and can be last, cls, mean"):
+    with pytest.raises(RequestError, match="pooling is 'max', and can be last, cls, mean, logits"):
         SamplingParams(pooling="max").validate()
+    with pytest.raises(RequestError, match="needs allowed_token_ids"):
+        SamplingParams(pooling="logits").validate()

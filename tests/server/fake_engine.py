@@ -221,9 +221,11 @@ class FakeEngine:
         self._put(state, now_ns, output)
 
     def _embed(self, state: Running, now_ns: int) -> None:
-        """Eight values, of which the first two tell the prompt apart."""
+        """Eight values, of which the first two tell the prompt apart; of logits two, by the prompt's length."""
         request = state.request
         ids = request.prompt_token_ids
+        scores = request.sampling.pooling == "logits"
+        values = [3, len(ids) / 100] if scores else [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12]
         state.account.enter(Stage.DELIVER, now_ns)
         self.running.remove(state)
         output = RequestOutput(
@@ -232,7 +234,7 @@ class FakeEngine:
             finish_reason=FinishReason.STOP,
             num_cached_tokens=self.cached_tokens,
             freed_ns=now_ns,
-            pooled=array("f", [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12]).tobytes(),
+            pooled=array("f", values).tobytes(),
         )
         self._put(state, now_ns, output)
 

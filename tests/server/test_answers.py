@@ -1,6 +1,10 @@
 """What the two generation endpoints answer: OpenAI's forms, whole and streamed, saying the same."""
 
+import json
+
 import pytest
+
+from splittime.core.engine_stats import EngineStats
 
 from .conftest import EOS, LiveServer, say
 
@@ -273,10 +277,19 @@ def test_salt_priority_and_deadline_reach_the_engine(launch) -> None:
 
 def test_the_load_report_is_given_on_request(launch) -> None:
     live = launch(say("x"))
-    for form in ("JSON", "TEXT"):
-        headers = live.post("/v1/completions", {"prompt": "x"}, {"endpoint-load-metrics-format": form})[1]
-        assert headers["endpoint-load-metrics"].startswith(form)
-        assert "kv_cache_usage_perc" in headers["endpoint-load-metrics"]
+    live.engine.stats = lambda: EngineStats(now_ns=1, num_waiting=3, num_running=2, blocks_used=1, blocks_total=4)
+    asked = {form: _report(live, form) for form in ("JSON", "text", "BIN")}
+    named = {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3, "num_requests_running": 2}
+    kind, _, body = asked["JSON"].partition(" ")
+    assert (kind, json.loads(body)) == ("JSON", {"named_metrics": named})
+    told = ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+    assert asked["text"] == f"TEXT {told}"
+    assert asked["BIN"] is None
+
+
+def _report(live, form):
+    headers = live.post("/v1/completions", {"prompt": "x"}, {"endpoint-load-metrics-format": form})[1]
+    return headers["endpoint-load-metrics"]
 
 
 def test_models_tokens_and_index(launch) -> None:

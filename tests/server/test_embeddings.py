@@ -172,7 +172,7 @@ def test_a_deadline_ends_it(launch) -> None:
     live.ledger.accounts()[-1].verify()
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score", "/rerank", "/api/embed", "/embeddings"])
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/score", "/api/embed", "/embeddings"])
 def test_what_is_not_here_names_what_is(live: LiveServer, path: str) -> None:
     status, _, answer = live.post(path, {})
     assert status == 404

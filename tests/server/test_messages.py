@@ -5,7 +5,7 @@ import json
 import pytest
 
 from splittime.api.limits import ModelInfo
-from splittime.api.messages import MessageEvents
+from splittime.api.message_answers import MessageEvents
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
@@ -89,9 +89,9 @@ def test_system_blocks_and_an_answer_begun_reach_the_template(live: LiveServer) 
     ("more", "word", "kind"),
     [
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools", "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "text parts", ""),
+        ({"tool_choice": {"type": "any"}}, "no tools", ""),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text parts", "invalid_request_error"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "invalid_request_error"),
+        ({"thinking": {"type": "eager"}}, "thinking", "invalid_request_error"),
         ({"model": "none"}, "none", "not_found_error"),
         ({"max_tokens": 0}, "max_tokens", "invalid_request_error"),
         ({"n": 2}, "n: no such field", "invalid_request_error"),

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis.errors import InvalidArgument, Unsatisfiable
 
+from splittime.api.foreign import RESPONSES_UNSUPPORTED
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
 from splittime.api.openapi_bodies import _below
+from splittime.api.responses import ResponsesBody
 from splittime.api.schema import ChatBody, CompletionBody, ForeignFields
 from splittime.core.sampling import SamplingParams
 from splittime.server.config import ServerConfig
@@ -34,6 +36,8 @@ FORMS = (
 NOT_DRAWN = (
     *("/sleep", "/wake", "/wake_up"),  # they change what every later request is answered
     *("/v1/messages", "/v1/messages/count_tokens"),  # test_messages holds another API's
+    "/v1/responses",  # a call's output needs its call; test_responses holds it
+    *("/v1/rerank", "/v1/score"),  # this vocabulary has no "yes"; test_ranking has one
 )
 
 
@@ -45,6 +49,19 @@ def test_every_sampling_parameter_is_described() -> None:
         described = schemas[kind.__name__]
         assert set(described["properties"]) == set(kind.__struct_fields__)
         assert described["additionalProperties"] is False
+
+
+def test_the_responses_api_is_described() -> None:
+    described = document(ServerConfig())
+    schemas, paths = described["components"]["schemas"], described["paths"]
+    assert (set(paths["/v1/responses"]), set(paths["/v1/responses/{response_id}"])) == ({"post"}, {"get", "delete"})
+    assert set(schemas["ResponsesBody"]["properties"]) == set(ResponsesBody.__struct_fields__)
+    _, items = schemas["ResponsesBody"]["properties"]["input"]["anyOf"]
+    named = re.findall("schemas/([A-Za-z]+)", f"{items} {schemas['ResponsesBody']['properties']['tools']}")
+    assert named == ["ItemMessage", "ItemReasoning", "ItemCall", "ItemCallOutput", "OfferedFunction"]
+    assert all(schemas[name]["additionalProperties"] is False for name in named)
+    for name, field in schemas["ResponsesBody"]["properties"].items():
+        assert (field.get("x-effect") == "refused") == (name in RESPONSES_UNSUPPORTED and name != "tool_choice")
 
 
 def test_a_key_is_part_of_the_description() -> None:

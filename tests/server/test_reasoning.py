@@ -130,6 +130,7 @@ def test_a_form_is_that_of_what_follows_the_reasoning(live, more: dict) -> None:
 def test_a_stop_string_in_the_reasoning_ends_the_answer(live) -> None:
     choice = ask(live, stop=["am"]).choices[0]
     assert (choice.message.reasoning_content, choice.message.content, choice.finish_reason) == ("I ", "", "stop")
+    assert ask(live, stop=["nk"]).choices[0].message.content == "<thi"
 
 
 def test_each_answer_of_several_is_told_apart(live) -> None:
@@ -157,3 +158,28 @@ def test_a_setting_leaves_reasoning_in_the_text() -> None:
     with served(reasoning_parser="none") as server:
         whole = ask(server)
         assert (whole.choices[0].message.content, whole.usage.completion_tokens_details) == (ANSWER, None)
+
+
+def test_a_response_has_an_item_of_reasoning_that_goes_back(live) -> None:
+    live.engine.script = say(ANSWER)
+    asked = {"model": "fake", "input": "hello", "max_output_tokens": 500, "store": False}
+    whole = live.client.responses.create(**asked)
+    thought, message = whole.output
+    assert (thought.type, thought.content[0].text, message.content[0].text) == ("reasoning", "I am é.", "yes")
+    assert whole.usage.output_tokens_details.reasoning_tokens == NUM_REASONING
+    events = list(live.client.responses.create(**asked, stream=True))
+    texts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(texts) == "I am é."
+    assert [item.model_dump() | {"id": ""} for item in events[-1].response.output] == [
+        item.model_dump() | {"id": ""} for item in whole.output
+    ]
+    said = [{"role": "user", "content": "a"}, *(item.model_dump() for item in whole.output)]
+    live.client.responses.create(**{**asked, "input": [*said, {"role": "user", "content": "b"}]})
+    prompt = bytes(live.engine.submitted[-1].prompt_token_ids).decode()
+    assert "|aI am é.|yes|b" in prompt
+
+
+def test_a_response_cut_in_its_reasoning_has_no_message(live) -> None:
+    live.engine.script = say(ANSWER)
+    cut = live.client.responses.create(model="fake", input="hello", max_output_tokens=12, store=False)
+    assert (cut.status, [item.type for item in cut.output]) == ("incomplete", ["reasoning"])

@@ -140,7 +140,7 @@ def test_unknown_models_pages_and_methods(live) -> None:
     [
         ("/api/chat", "OpenAI"),
         ("/chat/completions", "/v1"),
-        ("/v1/rerank", "/v1/embeddings"),
+        ("/rerank", "/v1/rerank"),
     ],
 )
 def test_a_client_of_another_api_is_told_which_one_this_is(live, path: str, word: str) -> None:

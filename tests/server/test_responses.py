@@ -6,7 +6,8 @@ import time
 import pytest
 
 from splittime.api.limits import ModelInfo
-from splittime.api.response_answers import ResponseEvents, whole
+from splittime.api.response_answers import whole
+from splittime.api.response_events import ResponseEvents
 from splittime.api.response_items import chat_messages, items_of
 from splittime.server.config import ServerConfig
 
@@ -15,7 +16,8 @@ from .fake_engine import FakeEngine
 from .test_endings import connect, nothing_left, raw_request, wait_until
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}"
     "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
     "{% endfor %}{% for t in tools or () %}{{ t | tojson }}{% endfor %}"
 )
@@ -169,6 +171,31 @@ def test_calls_whole_and_streamed(caller: LiveServer) -> None:
     assert caller.engine.submitted[-1].sampling.grammar
     ask(caller, tools=[{**TOOL, "strict": False}])
     assert not caller.engine.submitted[-1].sampling.grammar
+
+
+def test_reasoning_is_an_item_of_its_own() -> None:
+    text = f"<think>\nI am é.\n</think>\n\nyes {CALL}"
+    thinker = start(text, reasoning_parser="think")
+    try:
+        made, told = ask(thinker, tools=[TOOL]), streamed(thinker, tools=[TOOL])
+        assert same(told[-1]["response"]) == same(made)
+        assert [item["type"] for item in made["output"]] == ["reasoning", "message", "function_call"]
+        assert made["output"][0]["content"] == [{"type": "reasoning_text", "text": "I am é."}]
+        assert {"response.reasoning_text.delta", "response.reasoning_text.done"} < {each["type"] for each in told}
+        num_reasoning = len(text.encode().partition(b"</think>")[0] + b"</think>")
+        assert made["usage"]["output_tokens_details"] == {"reasoning_tokens": num_reasoning}
+        for most in (2, 12, 16, num_reasoning + 4):
+            cut = ask(thinker, max_output_tokens=most)
+            assert same(streamed(thinker, max_output_tokens=most)[-1]["response"]) == same(cut)
+            assert cut["output"][-1]["status"] == "incomplete"
+        gave = {"type": "function_call_output", "call_id": made["output"][2]["call_id"], "output": "7"}
+        ask(thinker, previous_response_id=made["id"], input=[gave])
+        short = prompt(thinker)
+        assert short == '<user>hello<assistant>(I am é.)yes [f {"a": [1]}]<tool>7'
+        ask(thinker, input=[{"role": "user", "content": "hello"}, *made["output"], gave])
+        assert prompt(thinker) == short
+    finally:
+        thinker.stop()
 
 
 def written(output: list[dict]) -> tuple[str, list[str]]:
@@ -341,7 +368,9 @@ REFUSED = [
     ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "leave it out"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "leave"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]}, "input[0].summary", "summed up"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "function_call"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
@@ -367,6 +396,21 @@ def test_what_is_not_supported_is_refused_by_name(live: LiveServer, more: dict, 
     error = answer["error"]
     assert (status, error["param"]) == (400, param), error
     assert word in f"{error['message']} {error.get('hint')}"
+
+
+def test_a_strict_server_takes_back_what_it_has_answered_and_no_field_without_effect() -> None:
+    strict = start("ok", strict=True)
+    try:
+        first = ask(strict)
+        ask(strict, input=[{"role": "user", "content": "a"}, *first["output"], {"role": "user", "content": "b"}])
+        for more, param in (
+            ({"user": "u"}, "user"),
+            ({"input": [{"role": "user", "content": "a", "phase": "commentary"}]}, "input[0].phase"),
+        ):
+            status, _, answer = post(strict, {**PLAIN, **more})
+            assert (status, answer["error"]["param"]) == (400, param)
+    finally:
+        strict.stop()
 
 
 def test_other_errors_are_those_of_every_route(live: LiveServer) -> None:

@@ -80,6 +80,12 @@ def test_a_browser_gets_the_pages_without_a_key_and_nothing_that_they_show(live)
     assert live.get("/openapi.json")[0] == 401
 
 
+def test_a_tenant_may_generate_by_every_api(live) -> None:
+    apis = [path for method, path, _ in PATHS if method == "POST" and path.startswith("/v1/")]
+    assert {"/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"} < set(apis)
+    assert set(apis) <= TENANT_PATHS
+
+
 def test_a_tenant_may_ask_for_what_is_listed_and_nothing_else(live) -> None:
     """Whatever comes to be served is the operator's until it is listed."""
     for method, path, _ in PATHS:

@@ -10,6 +10,7 @@ import tokenizers
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
+from splittime.text.marks import trigger
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
 from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import ToolParser
@@ -180,6 +181,12 @@ CASES += [
         "",
         [("mix", '{"is_on": true, "note": null, "other": 7}')],
     ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=mix>\n<parameter=note>\n12\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("mix", '{"note": "12"}')],  # a text by its schema
+    ),
     ("glm45", "<tool_call>other\n</tool_call>!", "other\n!", []),
     (
         "glm45",
@@ -260,6 +267,10 @@ def test_marks_that_are_tokens_are_spelled_by_those_tokens(family: str) -> None:
     free = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=True, may_repeat=True, token_ids=ids)
     assert allows((backend, tokens), free, "before " + written(family, TWO[1]))
     assert not allows((backend, tokens), free, "before " + written(family, ("other", "{}")))
+    matcher = llguidance.LLMatcher(tokens, free, log_level=0)
+    mark = trigger(FAMILIES[family].opens or FAMILIES[family].begin)
+    spelled = [token for letter in "a " + mark for token in backend.encode(letter).ids]
+    assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
 
 
 TEMPLATES = {

@@ -185,7 +185,7 @@ def _refusal(message: str, kind: type[Strict]) -> RequestError:
     param = located[2] if located else None
     refusals: Mapping[str, str] = getattr(kind, "refusals", UNSUPPORTED)
     for name in re.findall(r"[a-z_]+", param or ""):
-        if name in refusals:
+        if name in refusals and name not in kind.meant:
             why = f"{param}: {refusals[name]}"
             return RequestError(why, code="unsupported_field", param=param, hint="leave it out")
     too_long = _TOO_LONG.search(message)

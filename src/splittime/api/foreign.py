@@ -62,6 +62,8 @@ RESPONSES_UNSUPPORTED = {
     "conversation": "conversations have no names; previous_response_id goes on from a stored response",
     "include": "nothing is added to a response; /v1/chat/completions answers with logprobs",
     "reasoning": "how much a model reasons is not set here; chat_template_kwargs at /v1/chat/completions may set it",
+    "summary": "reasoning is not summed up; send what was reasoned as content, or leave it out",
+    "encrypted_content": "what another server has encrypted cannot be read; leave the item out",
     "truncation": "an input is never cut; send fewer items, and /tokenize counts them",
     "top_logprobs": "/v1/chat/completions answers with logprobs",
     "max_tool_calls": "no tool is called here, so that none are counted; parallel_tool_calls false allows one call",

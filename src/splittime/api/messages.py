@@ -1,72 +1,144 @@
-"""Anthropic's Messages API as an adapter: a body becomes that of a chat, and a chat's answer becomes a message, whole
-(`message`) or event by event (`MessageEvents`).
+"""Anthropic's Messages API as an adapter: a body becomes that of a chat (a chat's answer becomes a message in
+`message_answers`).
 
-A message has no fields of ours: clients check it closely. The account is in the headers and in the ledger. A last turn
-of the assistant's is continued, as the API promises.
+A turn's blocks are a chat's messages: results of tools are messages of their own, calls and thinking are fields of the
+assistant's. A last turn of the assistant's is continued, as the API promises.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from splittime.api.schema import CacheControl, ChatBody, Strict, no_effect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
-ID_PREFIX = "msg_"
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
-class MessagesBlock(Strict, kw_only=True):
-    type: Literal["text"]
+class MessagesBlock(Strict, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: CacheControl = None
     citations: None = None
 
     def to_chat(self) -> dict[str, str]:
-        return {"type": self.type, "text": self.text}
+        return {"type": "text", "text": self.text}
+
+
+class ToolUseBlock(Strict, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call, of an answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+
+    def to_chat(self) -> dict[str, Any]:
+        arguments = msgspec.json.encode(self.input).decode()
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+class ToolResultBlock(Strict, kw_only=True, tag_field="type", tag="tool_result"):
+    """What a call came to."""
+
+    tool_use_id: str
+    content: str | list[MessagesBlock] | None = None
+    is_error: Annotated[bool | None, no_effect("the text says it.")] = None
+    cache_control: CacheControl = None
+
+    def to_chat(self) -> dict[str, Any]:
+        content = _content("" if self.content is None else self.content)
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+
+
+class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning, of an answer."""
+
+    thinking: str
+    signature: Annotated[str | None, no_effect("reasoning is not signed.")] = None
 
 
 class MessagesTurn(Strict, kw_only=True):
     role: Literal["user", "assistant"]
-    content: str | list[MessagesBlock]
+    content: str | list[MessagesBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+
+    def to_chat(self) -> list[dict[str, Any]]:
+        """Returns the turn's messages: each result of a tool is one, what is left another."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results = [block.to_chat() for block in self.content if isinstance(block, ToolResultBlock)]
+        texts = [block for block in self.content if isinstance(block, MessagesBlock)]
+        calls = [block.to_chat() for block in self.content if isinstance(block, ToolUseBlock)]
+        thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        said: dict[str, Any] = {"role": self.role, "content": _content(texts)}
+        if calls:
+            said["tool_calls"] = calls
+        if thoughts:
+            said["reasoning_content"] = "\n".join(thoughts)
+        return [*results, said] if texts or calls or thoughts or not results else results
+
+
+class MessagesTool(Strict, kw_only=True):
+    name: str
+    input_schema: Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
+    cache_control: CacheControl = None
 
     def to_chat(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _content(self.content)}
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
 
 
-class ThinkingOff(Strict, kw_only=True):
-    type: Literal["disabled"]
+class ChosenTool(Strict, kw_only=True):
+    """auto, any or none of the tools, or the one of this name."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Annotated[bool | None, Meta(description="true: at most one call.")] = None
+
+    def to_chat(self) -> dict[str, Any]:
+        named = {"type": "function", "function": {"name": self.name or ""}}
+        choice = {"any": "required", "tool": named}.get(self.type, self.type)
+        return {"tool_choice": choice, "parallel_tool_calls": not self.disable_parallel_tool_use}
+
+
+class Thinking(Strict, kw_only=True):
+    """Whether the model is to reason, where its chat template can tell it (`enable_thinking`). adaptive: as the
+    template has it."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int | None, no_effect("the model ends its reasoning; max_tokens bounds all.")] = None
+
+    def to_chat(self) -> dict[str, Any]:
+        if self.type == "adaptive":
+            return {"include_reasoning": True}
+        is_on = self.type == "enabled"
+        return {"chat_template_kwargs": {"enable_thinking": is_on}, "include_reasoning": is_on}
 
 
 class CountTokensBody(Strict, kw_only=True):
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
     messages: Annotated[list[MessagesTurn], Meta(min_length=1)]
     system: str | list[MessagesBlock] | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_choice: None = None
-    thinking: ThinkingOff | None = None
+    tools: Annotated[list[MessagesTool] | None, Meta(description="That the model may call.")] = None
+    tool_choice: ChosenTool | None = None
+    thinking: Thinking | None = None
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the fields of a chat's body that say what the model reads."""
         head = [] if self.system is None else [{"role": "system", "content": _content(self.system)}]
-        turns = [turn.to_chat() for turn in self.messages]
+        turns = [message for turn in self.messages for message in turn.to_chat()]
         fields: dict[str, Any] = {"messages": [*head, *turns]}
         if self.model is not None:
             fields["model"] = self.model
         if turns[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
+        if self.tools:
+            fields["tools"] = [tool.to_chat() for tool in self.tools]
+        for chosen in (self.tool_choice, self.thinking):
+            fields |= {} if chosen is None else chosen.to_chat()
         return fields
 
 
@@ -91,7 +163,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
         return {**super().to_chat(), **fields}
 
 
-def _content(given: str | list[MessagesBlock]) -> Any:
+def _content(given: str | Sequence[MessagesBlock]) -> Any:
     return given if isinstance(given, str) else [block.to_chat() for block in given]
 
 
@@ -101,86 +173,3 @@ def chat_of(body: CountTokensBody) -> ChatBody:
 
 def chat_body(body: MessagesBody) -> bytes:
     return msgspec.json.encode(body.to_chat())
-
-
-# ---- answers
-
-
-def message(body: bytes) -> bytes:
-    """Returns the message of a chat's whole answer."""
-    chat = orjson.loads(body)
-    (choice,) = chat["choices"]
-    return orjson.dumps(
-        _head(chat)
-        | {"content": [{"type": "text", "text": choice["message"]["content"]}]}
-        | _stop(choice)
-        | {"usage": _usage(chat["usage"])}
-    )
-
-
-def error(status: int, body: bytes) -> bytes:
-    """Returns the error in this API's form: its type goes by the status, and its message says the way out."""
-    return orjson.dumps(_error(orjson.loads(body)["error"], status))
-
-
-def _error(found: dict[str, Any], status: int) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said = f"{found['message']}; {found['hint']}" if found.get("hint") else found["message"]
-    return {"type": "error", "error": {**found, "type": kind, "message": said}}
-
-
-class MessageEvents:
-    """Turns a chat's stream into a message's. A text of one block opens with the first chunk."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._has_begun = False
-
-    def feed(self, body: bytes) -> bytes:
-        """Returns the events that these bytes complete."""
-        *events, self._rest = (self._rest + body).split(b"\n\n")
-        datas = (event.removeprefix(b"data: ") for event in events if event.startswith(b"data: {"))
-        return b"".join(_written(each) for data in datas for each in self._events_of(orjson.loads(data)))
-
-    def _events_of(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if "error" in chunk:
-            yield _error(chunk["error"], 500)
-            return
-        (choice,) = chunk["choices"]
-        if not self._has_begun:
-            self._has_begun = True
-            head = _head(chunk) | {"content": [], "stop_reason": None, "stop_sequence": None}
-            yield {"type": "message_start", "message": head | {"usage": _usage(chunk["usage"])}}
-            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        if text := choice["delta"].get("content"):
-            yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
-        if choice["finish_reason"] is not None:
-            yield {"type": "content_block_stop", "index": 0}
-            yield {"type": "message_delta", "delta": _stop(choice), "usage": _usage(chunk["usage"])}
-            yield {"type": "message_stop"}
-
-
-def _written(told: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), orjson.dumps(told))
-
-
-def _head(chat: dict[str, Any]) -> dict[str, Any]:
-    own_id = ID_PREFIX + chat["id"].removeprefix("chatcmpl-")
-    return {"id": own_id, "type": "message", "role": "assistant", "model": chat["model"]}
-
-
-def _stop(choice: dict[str, Any]) -> dict[str, Any]:
-    """Returns why it ended; `stop_reason` in a chat's choice is the stop string that was found."""
-    found = choice.get("stop_reason")
-    return {"stop_reason": "stop_sequence" if found else STOP_REASONS[choice["finish_reason"]], "stop_sequence": found}
-
-
-def _usage(counted: dict[str, Any]) -> dict[str, int]:
-    """Returns tokens as this API counts them: those read from the cache are not in `input_tokens`."""
-    cached = counted["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": counted["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": counted["completion_tokens"],
-    }

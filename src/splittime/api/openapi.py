@@ -13,8 +13,8 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
-from splittime.api.response_items import ItemCall, ItemCallOutput, ItemMessage
-from splittime.api.responses import OfferedFunction, ResponsesBody, describe
+from splittime.api.ranking import Ranking, ScoreList
+from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -46,6 +46,8 @@ EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     "ChatBody": {"messages": _HELLO, "max_tokens": 40},
     "EmbeddingBody": {"input": "Hello"},
+    "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
+    "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "MessagesBody": {"messages": _HELLO, "max_tokens": 40},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
@@ -93,9 +95,8 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    messages = (MessagesBody, CountTokensBody)
-    responses = (ResponsesBody, ItemMessage, ItemCall, ItemCallOutput, OfferedFunction)
-    kinds = (Completion, ChatCompletion, Embeddings, Models, Tokens, Text, HopsBody, *messages, *responses)
+    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
@@ -110,7 +111,9 @@ def _paths(knobs: Schema) -> Schema:
     return {
         "/v1/completions": {"post": _generation("CompletionBody", "Complete prompts", "Completion")},
         "/v1/chat/completions": {"post": _generation("ChatBody", "Answer a conversation", "ChatCompletion")},
-        "/v1/embeddings": {"post": _embedding()},
+        "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
+        "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
+        "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
@@ -159,8 +162,9 @@ def _generation(body: str, summary: str, answer: str) -> Schema:
     return described
 
 
-def _embedding() -> Schema:
-    described = _post("EmbeddingBody", "Embed texts", "Embeddings", _GENERATION_ERRORS)
+def _prefill(body: str, summary: str, answer: str) -> Schema:
+    """Returns an operation whose prompts are computed, and that generates nothing."""
+    described = _post(body, summary, answer, _GENERATION_ERRORS)
     return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 

@@ -1,13 +1,12 @@
-"""What a chat's answer becomes in OpenAI's Responses API: a response, whole (`whole`) or in typed events
-(`ResponseEvents`).
+"""What a chat's answer becomes in OpenAI's Responses API: a response, whole; in events: `response_events`.
 
-A response repeats what was asked (`asked_fields`). Its output is a message, unless there are calls and no text, and an
-item for each call. Streamed, items come in the order in which they are written, one after the other, so that a text
-behind a call is a message of its own; a whole answer has all of its text before the calls, as a chat has.
+A response repeats what was asked (`asked_fields`). Its output is what a model that reasons wrote before its answer, a
+message, and an item for each call, of which there may be some without a message. Where a text stands behind a call, a
+stream has it there, as a message of its own; a whole answer has all of its text before the calls, as a chat has.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -80,23 +79,31 @@ def whole(asked: Told, body: bytes) -> Told:
     """Returns the response of a chat's whole answer."""
     chat = orjson.loads(body)
     (choice,) = chat["choices"]
-    message, status = choice["message"], _status(choice["finish_reason"])
-    calls = message.get("tool_calls", ())
-    output: list[Told] = []
-    if message["content"] or not calls:
-        output.append(_message(_item_id(chat, "msg", 0), message["content"] or "", "completed"))
-    for call in calls:
-        item_id, function = _item_id(chat, "fc", len(output)), call["function"]
-        output.append(_call(item_id, call["id"], function["name"], function["arguments"], "completed"))
-    output[-1]["status"] = status
-    return _response(asked, chat, status, output, usage=chat["usage"], timing=chat.get("timing"))
+    output = list(_items(chat, choice["message"]))
+    status = output[-1]["status"] = status_of(choice["finish_reason"])
+    return response_of(asked, chat, status, output, usage=chat["usage"], timing=chat.get("timing"))
 
 
-def _status(finish_reason: str) -> str:
+def _items(chat: Told, message: Told) -> Iterator[Told]:
+    """Yields what an answer is made of, all of it completed; an answer of nothing is an empty message."""
+    reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
+    num_before = 0
+    if reasoning:
+        yield reasoning_item(item_id(chat, "rs", 0), reasoning, "completed")
+        num_before = 1
+    if message["content"] or not (reasoning or calls):
+        yield message_item(item_id(chat, "msg", num_before), message["content"] or "", "completed")
+        num_before += 1
+    for index, call in enumerate(calls, num_before):
+        function = call["function"]
+        yield call_item(item_id(chat, "fc", index), call["id"], function["name"], function["arguments"], "completed")
+
+
+def status_of(finish_reason: str) -> str:
     return "incomplete" if finish_reason == "length" else "completed"
 
 
-def _response(
+def response_of(
     asked: Told,
     chat: Told,
     status: str,
@@ -124,194 +131,36 @@ def _response(
 
 
 def _usage(counted: Told) -> Told:
-    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    cached, of_output = counted["prompt_tokens_details"]["cached_tokens"], counted.get("completion_tokens_details", {})
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": of_output.get("reasoning_tokens", 0)},
         "total_tokens": counted["total_tokens"],
     }
 
 
-def _item_id(chat: Told, kind: str, index: int) -> str:
+def item_id(chat: Told, kind: str, index: int) -> str:
     return f"{kind}_{chat['id'].removeprefix(CHAT_PREFIX)}_{index}"
 
 
-def _text_part(text: str) -> Told:
+def message_item(own_id: str, text: str, status: str) -> Told:
+    return {"type": "message", "id": own_id, "status": status, "role": "assistant", "content": [text_part(text)]}
+
+
+def text_part(text: str) -> Told:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _message(item_id: str, text: str, status: str) -> Told:
-    return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": [_text_part(text)]}
+def reasoning_item(own_id: str, text: str, status: str) -> Told:
+    return {"type": "reasoning", "id": own_id, "status": status, "summary": [], "content": [reasoning_part(text)]}
 
 
-def _call(item_id: str, call_id: str, name: str, arguments: str, status: str) -> Told:
+def reasoning_part(text: str) -> Told:
+    return {"type": "reasoning_text", "text": text}
+
+
+def call_item(own_id: str, call_id: str, name: str, arguments: str, status: str) -> Told:
     given = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"type": "function_call", "id": item_id, "status": status, **given}
-
-
-# ---- streamed
-
-
-class OpenMessage:
-    """A message that is being written. Each method returns events, which get their numbers later."""
-
-    def __init__(self, item_id: str, index: int) -> None:
-        self._id, self._pieces = item_id, list[str]()
-        self._at = {"output_index": index}
-        self._part_at = {"item_id": item_id, **self._at, "content_index": 0}
-
-    def item(self, status: str) -> Told:
-        return _message(self._id, "".join(self._pieces), status)
-
-    def begin(self) -> list[Told]:
-        added = {"type": "response.output_item.added", **self._at, "item": self.item("in_progress") | {"content": []}}
-        return [added, {"type": "response.content_part.added", **self._part_at, "part": _text_part("")}]
-
-    def add(self, text: str) -> list[Told]:
-        self._pieces.append(text)
-        return [{"type": "response.output_text.delta", **self._part_at, "delta": text, "logprobs": []}]
-
-    def end(self, status: str) -> list[Told]:
-        item = self.item(status)
-        (part,) = item["content"]
-        return [
-            {"type": "response.output_text.done", **self._part_at, "text": part["text"], "logprobs": []},
-            {"type": "response.content_part.done", **self._part_at, "part": part},
-            {"type": "response.output_item.done", **self._at, "item": item},
-        ]
-
-
-class OpenCall:
-    """A call that is being written; as `OpenMessage`."""
-
-    def __init__(self, item_id: str, index: int, call_id: str, name: str) -> None:
-        self._id, self._call_id, self._name, self._pieces = item_id, call_id, name, list[str]()
-        self._at = {"output_index": index}
-
-    def item(self, status: str) -> Told:
-        return _call(self._id, self._call_id, self._name, "".join(self._pieces), status)
-
-    def begin(self) -> list[Told]:
-        return [{"type": "response.output_item.added", **self._at, "item": self.item("in_progress")}]
-
-    def add(self, arguments: str) -> list[Told]:
-        self._pieces.append(arguments)
-        kind = "response.function_call_arguments.delta"
-        return [{"type": kind, "item_id": self._id, **self._at, "delta": arguments}]
-
-    def end(self, status: str) -> list[Told]:
-        item, kind = self.item(status), "response.function_call_arguments.done"
-        given = {"name": self._name, "arguments": item["arguments"]}
-        return [
-            {"type": kind, "item_id": self._id, **self._at, **given},
-            {"type": "response.output_item.done", **self._at, "item": item},
-        ]
-
-
-class ResponseEvents:
-    """Turns a chat's stream, which counts its tokens in a chunk at its end, into a response's. at_end: is given the
-    response before the event that carries it is written."""
-
-    def __init__(self, asked: Told, at_end: Callable[[Told], None]) -> None:
-        self._asked, self._at_end = asked, at_end
-        self._rest = b""
-        self._num_events = 0
-        self._head: Told | None = None  # the first chunk
-        self._done: list[Told] = []  # items
-        self._open: OpenMessage | OpenCall | None = None
-        self._status = "completed"
-
-    def feed(self, body: bytes) -> bytes:
-        """Returns the events that these bytes complete."""
-        *events, self._rest = (self._rest + body).split(b"\n\n")
-        return b"".join(map(self._translated, events))
-
-    def _translated(self, event: bytes) -> bytes:
-        data = event.removeprefix(b"data: ")
-        if not data.startswith(b"{"):
-            return event + b"\n\n"  # the end mark
-        return b"".join(map(self._written, self._events_of(orjson.loads(data))))
-
-    def _written(self, told: Told) -> bytes:
-        numbered = {"type": told["type"], "sequence_number": self._num_events, **told}
-        self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), orjson.dumps(numbered))
-
-    def _events_of(self, chunk: Told) -> Iterator[Told]:
-        if "error" in chunk:
-            yield self._failure(chunk["error"])
-            return
-        if self._head is None:
-            self._head = chunk
-            for kind in ("response.created", "response.in_progress"):
-                yield {"type": kind, "response": _response(self._asked, chunk, "in_progress")}
-        for choice in chunk["choices"]:
-            yield from self._of_delta(choice["delta"])
-            if choice["finish_reason"] is not None:
-                yield from self._last_item(_status(choice["finish_reason"]))
-        if chunk.get("usage") is not None:
-            yield self._end(chunk)
-
-    def _of_delta(self, delta: Told) -> Iterator[Told]:
-        """Yields what is new: of the call that is open, then of the text, then calls that begin."""
-        pieces = delta.get("tool_calls", ())
-        for piece in pieces:
-            if "id" not in piece and isinstance(self._open, OpenCall):
-                yield from self._open.add(piece["function"]["arguments"])
-        if text := delta.get("content"):
-            if not isinstance(self._open, OpenMessage):
-                yield from self._begin(OpenMessage(self._next_id("msg"), self._next_index))
-            assert self._open is not None
-            yield from self._open.add(text)
-        for piece in pieces:
-            if "id" in piece:
-                yield from self._begin_call(piece)
-
-    def _begin_call(self, piece: Told) -> Iterator[Told]:
-        function = piece["function"]
-        call = OpenCall(self._next_id("fc"), self._next_index, piece["id"], function["name"])
-        yield from self._begin(call)
-        if function["arguments"]:
-            yield from call.add(function["arguments"])
-
-    def _begin(self, item: OpenMessage | OpenCall) -> Iterator[Told]:
-        yield from self._close("completed")
-        self._open = item
-        yield from item.begin()
-
-    def _close(self, status: str) -> Iterator[Told]:
-        if self._open is not None:
-            item, self._open = self._open, None
-            self._done.append(item.item(status))
-            yield from item.end(status)
-
-    def _last_item(self, status: str) -> Iterator[Told]:
-        """Yields the end of the last item; of an empty message where there was none."""
-        self._status = status
-        if self._open is None:
-            yield from self._begin(OpenMessage(self._next_id("msg"), self._next_index))
-        yield from self._close(status)
-
-    def _end(self, chunk: Told) -> Told:
-        timing = chunk.get("timing")
-        response = _response(self._asked, chunk, self._status, self._done, usage=chunk["usage"], timing=timing)
-        self._at_end(response)
-        return {"type": f"response.{self._status}", "response": response}
-
-    def _failure(self, error: Told) -> Told:
-        code, message = error["code"], error["message"]
-        if self._head is None:
-            return {"type": "error", "code": code, "message": message, "param": error["param"]}
-        output = [*self._done, *([] if self._open is None else [self._open.item("incomplete")])]
-        failed = _response(self._asked, self._head, "failed", output, error={"code": code, "message": message})
-        return {"type": "response.failed", "response": failed}
-
-    @property
-    def _next_index(self) -> int:
-        return len(self._done) + (self._open is not None)
-
-    def _next_id(self, kind: str) -> str:
-        assert self._head is not None
-        return _item_id(self._head, kind, self._next_index)
+    return {"type": "function_call", "id": own_id, "status": status, **given}

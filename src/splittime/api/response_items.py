@@ -2,8 +2,8 @@
 
 Items are read one by one, since a message may leave out its type, and each of another type is refused by name. What a
 response had as output may come back as it is: an item's id and status are labels. A chat's messages are made of items:
-those with instructions at the beginning become one, since templates take one; a call belongs to the assistant's message
-before it.
+those with instructions at the beginning become one, since templates take one; reasoning, text and calls that follow
+each other are one message of the assistant's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,22 @@ from splittime.api.foreign import RESPONSES_UNSUPPORTED
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import RequestError
 
-PART_TYPES = ("input_text", "output_text")
+TEXT_TYPES = ("input_text", "output_text")
 DESCRIBE_IT = "send texts as input_text; write into them what an image, a file or a sound holds"
 ITEM_WAYS_OUT = {
     "item_reference": "send the item itself, or name its response as previous_response_id",
-    "reasoning": "leave it out: reasoning is part of the text",
 }
-ONLY_ITEMS = "messages, function_call and function_call_output are taken"
+ONLY_ITEMS = "messages, reasoning, function_call and function_call_output are taken"
 
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")]
 ItemId = Annotated[str | None, Meta(description="A label.")]
 ChatMessage = dict[str, Any]
+
+
+def refused(name: str) -> Meta:
+    """Marks a field that is taken only at the value which changes nothing."""
+    return Meta(description=RESPONSES_UNSUPPORTED[name], extra_json_schema={"x-effect": "refused"})
 
 
 class ResponsesPart(Strict, kw_only=True):
@@ -56,10 +60,31 @@ class ItemMessage(ResponsesPart, kw_only=True):
         role = "system" if self.role == "developer" else self.role
         if last is not None and role == "system" and len(chat) == 1 and last["role"] == "system":
             last["content"] += f"\n\n{text}"
-        elif last is not None and role == "assistant" and "tool_calls" in last:
+        elif last is not None and role == "assistant" and _is_unfinished(last):
             last["content"] = (last["content"] or "") + text
         else:
             chat.append({"role": role, "content": text})
+
+
+class ReasoningText(ResponsesPart, kw_only=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ItemReasoning(ResponsesPart, kw_only=True):
+    """What a model wrote before the item behind this one; its template decides whether it reads that again."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: Annotated[Nothing | None, refused("summary")] = None
+    encrypted_content: Annotated[None, refused("encrypted_content")] = None
+    id: ItemId = None
+    status: ItemStatus = None
+
+    def add_to(self, chat: list[ChatMessage]) -> None:
+        text = "\n".join(part.text for part in self.content or ())
+        if text:
+            chat.append({"role": "assistant", "content": None, "reasoning_content": text})
 
 
 class ItemCall(ResponsesPart, kw_only=True):
@@ -90,9 +115,10 @@ class ItemCallOutput(ResponsesPart, kw_only=True):
         chat.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
 
 
-Item = ItemMessage | ItemCall | ItemCallOutput
+Item = ItemMessage | ItemReasoning | ItemCall | ItemCallOutput
 KINDS: dict[str, type[Item]] = {
     "message": ItemMessage,
+    "reasoning": ItemReasoning,
     "function_call": ItemCall,
     "function_call_output": ItemCallOutput,
 }
@@ -136,10 +162,11 @@ def _item(given: dict[str, Any], at: str, is_strict: bool) -> Item:
     if kind is None:
         hint = ITEM_WAYS_OUT.get(str(named), ONLY_ITEMS)
         raise _refused(f"{at} is of the type {named!r}, which is not supported", f"{at}.type", named, list(KINDS), hint)
+    types = ("reasoning_text",) if kind is ItemReasoning else TEXT_TYPES
     for part_at, part_type in _part_types(given, at):
         said = f"{part_at} is of the type {part_type!r}, which is not supported"
-        if part_type not in PART_TYPES:
-            raise _refused(said, f"{part_at}.type", part_type, list(PART_TYPES), DESCRIBE_IT)
+        if part_type not in types:
+            raise _refused(said, f"{part_at}.type", part_type, list(types), DESCRIBE_IT)
     return convert_part(given, kind, at, is_strict=is_strict)
 
 
@@ -154,6 +181,11 @@ def _part_types(given: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
 
 def _refused(said: str, param: str, value: Any, limit: list[str], hint: str) -> RequestError:
     return RequestError(said, code="unsupported_field", param=param, value=value, limit=limit, hint=hint)
+
+
+def _is_unfinished(turn: ChatMessage) -> bool:
+    """Whether a message behind this one is of the same turn: it has reasoning alone, or calls."""
+    return turn["role"] == "assistant" and (turn["content"] is None or "tool_calls" in turn)
 
 
 def _text(content: str | list[ItemPart]) -> str:

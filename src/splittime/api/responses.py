@@ -1,5 +1,5 @@
 """OpenAI's Responses API as an adapter: a body becomes that of a chat (`ResponsesBody.to_chat`). What a chat's answer
-becomes is in `response_answers`, what the input may hold in `response_items`."""
+becomes is in `response_answers`, what the input may hold is in `response_items`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -9,13 +9,12 @@ from msgspec import Meta
 
 from splittime.api.decode import convert_part
 from splittime.api.response_items import (
+    KINDS,
     Item,
-    ItemCall,
-    ItemCallOutput,
-    ItemMessage,
     Nothing,
     ResponsesPart,
     chat_messages,
+    refused,
 )
 from splittime.api.schema import FunctionTool, JsonObjectFormat, TextFormat, no_effect
 from splittime.core.errors import RequestError
@@ -77,7 +76,7 @@ class NoReasoning(ResponsesPart, kw_only=True):
 
 
 class ResponsesStreamOptions(ResponsesPart, kw_only=True):
-    include_obfuscation: Annotated[Literal[False] | None, no_effect("events are not padded.")] = None
+    include_obfuscation: Annotated[Literal[False] | None, refused("include_obfuscation")] = None
 
 
 class ResponsesBody(ResponsesPart, kw_only=True):
@@ -114,15 +113,15 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up.")] = None
     prompt_cache_retention: Annotated[str | None, no_effect("prefixes stay while there is room.")] = None
     service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
-    background: Literal[False] | None = None
-    include: Nothing | None = None
-    reasoning: NoReasoning | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
-    max_tool_calls: None = None
-    conversation: None = None
-    prompt: None = None
-    context_management: Nothing | None = None
+    background: Annotated[Literal[False] | None, refused("background")] = None
+    include: Annotated[Nothing | None, refused("include")] = None
+    reasoning: Annotated[NoReasoning | None, refused("reasoning")] = None
+    truncation: Annotated[Literal["disabled"] | None, refused("truncation")] = None
+    top_logprobs: Annotated[Literal[0] | None, refused("top_logprobs")] = None
+    max_tool_calls: Annotated[None, refused("max_tool_calls")] = None
+    conversation: Annotated[None, refused("conversation")] = None
+    prompt: Annotated[None, refused("prompt")] = None
+    context_management: Annotated[Nothing | None, refused("context_management")] = None
 
     def to_chat(self, items: Sequence[Item], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
         """Returns a chat's body of all items, those of earlier responses included. A stream counts its tokens at its
@@ -182,9 +181,12 @@ def error(body: bytes) -> bytes:
     return orjson.dumps(told)
 
 
+DESCRIBED = (ResponsesBody, *KINDS.values(), OfferedFunction)
+
+
 def describe(schemas: dict[str, Any]) -> None:
     """Says in a description of the API what the lists of a body hold."""
     fields = schemas["ResponsesBody"]["properties"]
-    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ItemMessage, ItemCall, ItemCallOutput)]
+    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in KINDS.values()]
     fields["input"]["anyOf"][1]["items"] = {"anyOf": kinds}
     fields["tools"]["anyOf"][0]["items"] = {"$ref": f"#/components/schemas/{OfferedFunction.__name__}"}

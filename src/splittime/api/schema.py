@@ -14,7 +14,7 @@ made for those servers send them at their defaults; any other value is refused b
 `decode.py` makes values of bytes.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,7 +28,9 @@ MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A body in which every field means something."""
+    """A body in which every field means something. meant: fields of names that others of our bodies refuse."""
+
+    meant: ClassVar[frozenset[str]] = frozenset()
 
 
 def no_effect(description: str) -> Meta:
@@ -101,9 +103,7 @@ PROMPT_FORMS = {
     ],
 }
 
-OPENS_ANSWER = (
-    "The template writes what begins the model's answer; default: true, unless the last message is continued."
-)
+OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
 

@@ -4,7 +4,7 @@ Progress goes to standard error. A run that is killed goes on from its last chec
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -163,8 +163,12 @@ def _show(result: "Result") -> None:
         f"{result.out}: {result.student_parameters:,} parameters (teacher {result.teacher_parameters:,}), "
         f"{result.seen_tokens:,} tokens, updates: {result.updates:,}, {result.seconds:,.0f} s"
     )
-    for note in result.notes:
-        console.print(f"note: {note}")
+    _show_notes(result.notes)
+
+
+def _show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        wide().print(f"note: {note}")
 
 
 def _show_head(result: "HeadResult") -> None:
@@ -179,6 +183,7 @@ def _show_head(result: "HeadResult") -> None:
         f"{result.out}: a head of {result.head_parameters:,} parameters, {result.seen_tokens:,} tokens, updates: "
         f"{result.updates:,}, {result.seconds:,.0f} s"
     )
+    _show_notes(result.notes)
 
 
 def _show_gain(gain: "DraftGain") -> None:

@@ -12,6 +12,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
 POOLINGS = ("last", "cls", "mean")
+LOGITS = "logits"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -25,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     () is no such list. `bad_token_ids`: none of these runs of tokens comes whole, which is how `bad_words` are held
     (each is two: at a text's begin and behind a space). `pooling`: no token comes; what
     is answered is the last layer's output for the prompt: of its last token, of its first (`cls`), or the mean of all
-    (`mean`); "" is none of these.
+    (`mean`); or what the model says of the `allowed_token_ids` behind it (`logits`). "" is none of these.
     """
 
     max_tokens: int | None = None
@@ -107,9 +108,13 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                 )
 
     def _check_pooling(self) -> None:
-        if self.pooling and self.pooling not in POOLINGS:
-            words = f"pooling is {self.pooling!r}, and can be {', '.join(POOLINGS)}"
-            raise RequestError(words, param="pooling", value=self.pooling, limit=list(POOLINGS))
+        kinds = (*POOLINGS, LOGITS)
+        if self.pooling and self.pooling not in kinds:
+            words = f"pooling is {self.pooling!r}, and can be {', '.join(kinds)}"
+            raise RequestError(words, param="pooling", value=self.pooling, limit=list(kinds))
+        if self.pooling == LOGITS and not self.allowed_token_ids:
+            words = "pooling of logits needs allowed_token_ids: of these"
+            raise RequestError(words, param="allowed_token_ids", value=None)
 
     def _check_lists(self) -> None:
         _check_count("bad_words", len(self.bad_token_ids), 2 * MAX_BAD_WORDS)

@@ -14,7 +14,8 @@ from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
-EMBEDDINGS = "embeddings"  # the endpoint of one whose prompt was computed and of which no token was wanted
+EMBEDDINGS = "embeddings"
+WITHOUT_TOKENS = frozenset({EMBEDDINGS, "rerank", "score"})  # endpoints at which a prompt is computed, and no token
 TRY_AGAIN = 429
 VLLM_IS_FULL = "http_503"  # vLLM's answer at --max-num-queued-reqs and --max-num-queued-tokens, as its books have it
 LIMITS_OF_A_KEY = ("max_open_requests", "requests_per_minute", "tokens_per_minute")  # the codes of such a refusal

@@ -15,7 +15,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.models.head import HiddenFeatures
 from splittime.runner.draft_blocks import DraftBlocks, spare_blocks
-from splittime.runner.draft_worth import LEAST_TEXT, ModelCosts
+from splittime.runner.draft_worth import LEAST_TEXT, DraftingCosts
 from splittime.runner.drafted_answer import DraftedAnswer
 from splittime.runner.parked import Emptied
 from splittime.runner.torch_runner import TorchRunner
@@ -40,7 +40,7 @@ class DraftSteps:
         self._runner, self._most, self._now_ns, self._features = runner, most, now_ns, features
         self._block_size = runner.store.block_size
         self._blocks = DraftBlocks(num_blocks, range(num_blocks, runner.store.num_blocks), self._block_size)
-        self.costs = ModelCosts()
+        self.costs = DraftingCosts()
 
     def measure(self) -> None:
         """Times steps before the first request: a row, some rows, and a text. Raises ConfigError for a draft model that

@@ -17,7 +17,7 @@ MARGIN = 0.03
 LEAST_TEXT = 16  # tokens that a step of texts computes at least, and of which their price is learnt
 
 
-class ModelCosts:
+class DraftingCosts:
     """model, draft: how long steps of either take, by their rows. text_ns: what a token of a text takes the draft
     model."""
 
@@ -59,7 +59,7 @@ class StepWorth:
     """What the step that verifies drafts is worth: tokens that it is expected to give, and its time, with that in which
     its drafts are made."""
 
-    def __init__(self, costs: ModelCosts, num_rows: int) -> None:
+    def __init__(self, costs: DraftingCosts, num_rows: int) -> None:
         self._costs = costs
         self.tokens, self.ns = float(num_rows), costs.model.expected_ns(num_rows)
 

@@ -1,41 +1,66 @@
-"""Embeddings: the last layer's normed output for a prompt, of one token or the mean of all (`sampling.pooling`).
+"""What is answered of a prompt behind which no token is wanted (`sampling.pooling`).
 
-A prompt may come in chunks. What its embedding needs of a chunk is kept in the request's slot until the last one: of
-`cls` the first token's output, of `mean` the sum so far. It is summed in float64, so that the mean is the same however
-the prompt was cut, but for the last bit. A preempted request has a new slot, and begins again.
+An embedding is the last layer's normed output of one token, or the mean of all. A prompt may come in chunks: what is
+needed of a chunk is kept in the request's slot until the last one, of `cls` the first token's output, of `mean` the sum
+so far. It is summed in float64, so that the mean is the same however the prompt was cut, but for the last bit. A
+preempted request has a new slot, and begins again.
+
+Of `logits` it is what the model says of some tokens behind the prompt, in their order.
 """
 
 import torch
 from torch import Tensor
 
+from splittime.core.sampling import LOGITS
 from splittime.models.decoder import Decoder
 from splittime.runner.batch import Batch, Slot
 from splittime.runner.marks import to_device, to_host
 
 
 def pool(decoder: Decoder, batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
-    """Returns the embeddings of the prompts that end in this batch, by request: float32 [hidden], of the host, complete
-    when a mark after this is reached. hidden: [T, hidden], of which `decoder.normed` makes the outputs."""
+    """Returns what the prompts that end in this batch are answered with, by request: float32, of the host, complete
+    when a mark after this is reached. hidden: [T, hidden], the last layer's output, not normed."""
     wanted = [index for index, slot in enumerate(batch.slots) if slot.admitted.sampling.pooling]
     if not wanted:
         return {}
-    spans = [_span(batch, index) for index in wanted]
-    places = to_device(torch.cat([torch.arange(begin, end) for begin, end in spans]), hidden.device)
-    parts = decoder.normed(hidden[places]).split([end - begin for begin, end in spans])
-    for index, part in zip(wanted, parts, strict=True):
-        _take(batch.slots[index], part)
-    ended = [batch.slots[index] for index in wanted if _ends(batch, index)]
-    return {slot.admitted.request_id: to_host(_embedding(slot)) for slot in ended}
+    scored = [index for index in wanted if _kind(batch, index) == LOGITS]
+    embedded = [index for index in wanted if _kind(batch, index) != LOGITS]
+    made = _embeddings(decoder, batch, hidden, embedded) if embedded else {}
+    ended = [index for index in scored if _ends(batch, index)]
+    return made | _logits(decoder, batch, hidden, ended) if ended else made
+
+
+def _kind(batch: Batch, index: int) -> str:
+    return batch.slots[index].admitted.sampling.pooling
 
 
 def _ends(batch: Batch, index: int) -> bool:
     return batch.attention.context_lens[index] == batch.slots[index].prompt_len
 
 
+def _logits(decoder: Decoder, batch: Batch, hidden: Tensor, rows: list[int]) -> dict[str, Tensor]:
+    lines, found = decoder.logits(batch.last_of(hidden, rows)), {}
+    for line, index in zip(lines, rows, strict=True):
+        admitted = batch.slots[index].admitted
+        token_ids = to_device(torch.tensor(admitted.sampling.allowed_token_ids), line.device)
+        found[admitted.request_id] = to_host(line[token_ids])
+    return found
+
+
+def _embeddings(decoder: Decoder, batch: Batch, hidden: Tensor, rows: list[int]) -> dict[str, Tensor]:
+    spans = [_span(batch, index) for index in rows]
+    places = to_device(torch.cat([torch.arange(begin, end) for begin, end in spans]), hidden.device)
+    parts = decoder.normed(hidden[places]).split([end - begin for begin, end in spans])
+    for index, part in zip(rows, parts, strict=True):
+        _take(batch.slots[index], part)
+    ended = [batch.slots[index] for index in rows if _ends(batch, index)]
+    return {slot.admitted.request_id: to_host(_embedding(slot)) for slot in ended}
+
+
 def _span(batch: Batch, index: int) -> tuple[int, int]:
     """Returns which of the batch's tokens a row's embedding needs, if any: [begin, end)."""
     begin, end = batch.attention.query_begins[index : index + 2]
-    kind = batch.slots[index].admitted.sampling.pooling
+    kind = _kind(batch, index)
     if kind == "cls":
         return begin, begin + (batch.rows[index].start == 0)
     if kind == "last":

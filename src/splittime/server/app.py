@@ -1,6 +1,7 @@
 """The application: which path is answered by what (`App`), and the same on a socket (`serve`)."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import uvloop
 
@@ -31,23 +32,25 @@ __all__ = ["PATHS", "App", "build_app", "listen", "make_server", "run", "serve"]
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 
-async def complete(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await Visit(service, "completions", scope, receive, send).serve()
+def visited(endpoint: str) -> Handler:
+    """Returns who answers at this one of `endpoints.ENDPOINTS`."""
+
+    async def serve(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        await Visit(service, endpoint, scope, receive, send).serve()
+
+    return serve
 
 
-async def answer_chat(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await Visit(service, "chat", scope, receive, send).serve()
-
-
-async def embed(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await Visit(service, "embeddings", scope, receive, send).serve()
-
-
+VISITED = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
+}
 # a name in braces, at the end of a path, stands for the rest of it: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/completions", complete),
-    ("POST", "/v1/chat/completions", answer_chat),
-    ("POST", "/v1/embeddings", embed),
+    *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
     ("POST", "/v1/responses", routes_responses.create),
@@ -92,18 +95,16 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
 
 OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
 OF_EMBEDDINGS = "POST /v1/embeddings speaks OpenAI's API"
-NOT_RANKED = "not served here: POST /v1/embeddings gives vectors to compare"
+OF_RANKING = "POST /v1/rerank ranks texts, /v1/score scores pairs"
 OTHER_APIS = {  # what a client of another API asks for
     "/api/generate": OF_OPENAI,  # Ollama
     "/api/chat": OF_OPENAI,
     "/api/tags": "GET /v1/models lists the models",
     "/completion": OF_OPENAI,  # llama.cpp
     "/generate": OF_OPENAI,  # TGI, SGLang
-    "/v1/score": NOT_RANKED,
-    "/score": NOT_RANKED,
-    "/v1/rerank": NOT_RANKED,
-    "/v2/rerank": NOT_RANKED,
-    "/rerank": NOT_RANKED,
+    "/score": OF_RANKING,
+    "/v2/rerank": OF_RANKING,
+    "/rerank": OF_RANKING,
     "/api/embed": OF_EMBEDDINGS,  # Ollama
     "/embedding": OF_EMBEDDINGS,  # llama.cpp
     "/embed": OF_EMBEDDINGS,  # TEI
@@ -114,6 +115,10 @@ OTHER_APIS = {  # what a client of another API asks for
 }
 
 
+def _refuse_at_once(service: Service, endpoint: str, scope: http.Scope) -> http.AtOnce | None:
+    return Visit(service, endpoint, scope).refuse_at_once()
+
+
 class App:
     """The ASGI application; `service` is what it serves with (drain it before the process ends)."""
 
@@ -122,10 +127,8 @@ class App:
         self._paths = PathTable(PATHS, service, OTHER_APIS, "GET /openapi.json")
         self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
             ("GET", "/health"): routes_info.health_at_once,
-            ("POST", "/v1/completions"): lambda scope: Visit(service, "completions", scope).refuse_at_once(),
-            ("POST", "/v1/chat/completions"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
-            ("POST", "/v1/responses"): lambda scope: Visit(service, "chat", scope).refuse_at_once(),
-            ("POST", "/v1/embeddings"): lambda scope: Visit(service, "embeddings", scope).refuse_at_once(),
+            **{("POST", path): partial(_refuse_at_once, service, endpoint) for path, endpoint in VISITED.items()},
+            ("POST", "/v1/responses"): partial(_refuse_at_once, service, "chat"),
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

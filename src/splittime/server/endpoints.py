@@ -7,6 +7,7 @@ from splittime.api.answer import Renderer
 from splittime.api.embeddings import EmbeddingBody, EmbeddingRenderer, embedding_ask
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
+from splittime.api.ranking import RankRenderer, RerankBody, ScoreBody, ScoreRenderer, rerank_ask, score_ask
 from splittime.api.schema import ChatBody, CompletionBody, Strict
 from splittime.text.answer_marks import AnswerMarks
 from splittime.text.tokenizer import Tokenizer
@@ -26,4 +27,6 @@ ENDPOINTS = {
     "completions": Endpoint("cmpl", CompletionBody, ask_of, Renderer),
     "chat": Endpoint("chatcmpl", ChatBody, ask_of, Renderer),
     "embeddings": Endpoint("embd", EmbeddingBody, embedding_ask, EmbeddingRenderer),
+    "rerank": Endpoint("rerank", RerankBody, rerank_ask, RankRenderer),
+    "score": Endpoint("score", ScoreBody, score_ask, ScoreRenderer),
 }

@@ -22,6 +22,7 @@ from splittime.api.choice import Choice, Echo
 from splittime.api.embeddings import pooling_notices
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, Prompt
+from splittime.api.ranking import ANSWERS, OPTIONS, RankAsk
 from splittime.core.errors import DeadlineExceeded, RequestError
 from splittime.core.request import Request
 from splittime.ledger.account import Account
@@ -30,7 +31,7 @@ from splittime.ledger.stages import Stage
 from splittime.server.service import Service
 from splittime.text.foreign_code import num_bytes, require_at_most
 from splittime.text.output import OutputText, make_detokenizer
-from splittime.text.process import Encode, Render, TextDone, TextWork, carry_out
+from splittime.text.process import Encode, Render, RenderEach, TextDone, TextWork, carry_out
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.worker import TextTask
 from splittime.text.workers import SHORT_CHARS
@@ -81,6 +82,8 @@ class Prompts:
         self.work: TextWork | None = None
         if ask.is_chat:
             self.work = Render(ask.messages, ask.template_options, most_tokens=self._most_tokens)
+        elif isinstance(ask, RankAsk):
+            self.work = RenderEach(ask.chats(), OPTIONS, most_tokens=self._most_tokens)
         elif len(self._given_ids) < len(ask.prompts):
             texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
             self.work = Encode(texts, most_tokens=self._most_tokens)
@@ -116,20 +119,23 @@ class Prompts:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
             return self._given_ids
-        is_inline = self._service.takes_inline(self.work)
-        done = self._here(self.work) if is_inline else await self._in_worker(self.work, deadline_ns)
+        done = await self._done(self.work, deadline_ns)
         self._service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
         return done.ids
 
-    async def without(self, ask: Ask, deadline_ns: int | None) -> Ask:
-        """Returns the ask with its bad words as token ids: of each, as a text begins and behind a space. Raises what
-        `tokenize` does."""
+    async def _done(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+        return self._here(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
+
+    async def with_ids(self, ask: Ask, deadline_ns: int | None) -> Ask:
+        """Returns the ask with its words as token ids: of each bad one, as a text begins and behind a space; and of the
+        answers by which texts are ranked. Raises what `tokenize` does."""
+        if isinstance(ask, RankAsk):
+            return ask.answered_by((await self._done(Encode(ANSWERS, add_special_tokens=False), deadline_ns)).ids)
         if not ask.bad_words:
             return ask
         spelled = tuple(before + word.lstrip() for word in ask.bad_words for before in ("", " "))
         work = Encode(spelled, add_special_tokens=False)
-        is_inline = self._service.takes_inline(work)
-        done = self._here(work) if is_inline else await self._in_worker(work, deadline_ns)
+        done = await self._done(work, deadline_ns)
         runs = tuple(dict.fromkeys(filter(None, map(tuple, done.ids))))
         sampling = msgspec.structs.replace(ask.sampling, bad_token_ids=runs)
         sampling.validate()

@@ -1,10 +1,11 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat's `Visit` between two translations
-(`api.messages`), of the body as it is read and of the answer as it is sent. What the account says of a chat, it says of
-a message."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, Anthropic's API: a chat's `Visit` between two translations, of
+the body as it is read (`api.messages`) and of the answer as it is sent (`api.message_answers`). What the account says
+of a chat, it says of a message."""
 
-from splittime.api import messages
+from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
 from splittime.api.params import check_model, template_options
+from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
 from splittime.server.routes_info import worked_on
 from splittime.server.service import Service
@@ -32,8 +33,9 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
         given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
         check_model(given.model, model)
         chat = messages.chat_of(given)
-        texts = tuple(message.to_template() for message in chat.messages)
-        done = await worked_on(service, Render(texts, template_options(chat)), receive)
+        tool_use = tool_use_of(chat, service.marks)
+        options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
+        done = await worked_on(service, Render(as_template_reads(chat, service.marks), options), receive)
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
@@ -65,10 +67,10 @@ class MessageExchange:
 
 def _as_message(send: http.Send) -> http.Send:
     names = {b"x-request-id": b"request-id"}
-    return TranslatedAnswer(send, _translated, lambda: messages.MessageEvents().feed, names).send
+    return TranslatedAnswer(send, _translated, lambda: message_answers.MessageEvents().feed, names).send
 
 
 def _translated(status: int, body: bytes) -> bytes:
     if status != 200:
-        return messages.error(status, body)
-    return messages.message(body) if b'"choices":' in body else body
+        return message_answers.error(status, body)
+    return message_answers.message(body) if b'"choices":' in body else body

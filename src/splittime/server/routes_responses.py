@@ -1,6 +1,6 @@
-"""`/v1/responses`, OpenAI's Responses API: a chat's `Visit` between two translations (`api.responses`,
-`api.response_answers`), and what is kept of responses (`response_store`). What the account says of a chat, it says of a
-response."""
+"""`/v1/responses`, OpenAI's Responses API: a chat's `Visit` between two translations (`api.responses`;
+`api.response_answers`, `api.response_events`), and what is kept of responses (`response_store`). What the account says
+of a chat, it says of a response."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.api import response_answers, responses
+from splittime.api import response_answers, response_events, responses
 from splittime.api.decode import decode_body
 from splittime.api.response_items import Item, items_of, require_calls
 from splittime.api.responses import ResponsesBody, functions_of
@@ -101,7 +101,7 @@ class ResponseExchange:
         return orjson.dumps(response)
 
     def stream(self) -> Callable[[bytes], bytes]:
-        return response_answers.ResponseEvents(self._asked, self._keep).feed
+        return response_events.ResponseEvents(self._asked, self._keep).feed
 
     def _keep(self, response: dict[str, Any]) -> None:
         """Stores a response that is to be kept. One for which there is no room says that it is not."""

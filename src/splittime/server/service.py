@@ -272,7 +272,11 @@ class Service:
     def load_report(self, wanted: str) -> Headers:
         """The load report that Envoy and llm-d ask for (ORCA), in the form they ask for."""
         stats = self.client.stats()
-        named = {"kv_cache_usage_perc": round(stats.kv_cache_usage, 6), "num_requests_waiting": stats.num_waiting}
+        named = {
+            "kv_cache_usage_perc": round(stats.kv_cache_usage, 6),
+            "num_requests_waiting": stats.num_waiting,
+            "num_requests_running": stats.num_running,
+        }
         if wanted.upper() == "JSON":
             return [(b"endpoint-load-metrics", b"JSON " + orjson.dumps({"named_metrics": named}))]
         if wanted.upper() == "TEXT":

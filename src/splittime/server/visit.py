@@ -136,7 +136,7 @@ class Visit:
             first_token_by_ns=self._first_token_by_ns,
         )
         tokenized = await prompts.tokenize(deadline_ns)
-        ask = begun(await prompts.without(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
+        ask = begun(await prompts.with_ids(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected

@@ -74,6 +74,18 @@ class Render(msgspec.Struct, frozen=True, tag=True):
         return said + _text_size(self.options)
 
 
+class RenderEach(msgspec.Struct, frozen=True, tag=True):
+    """Several chats, each to token ids as `Render` does it."""
+
+    chats: tuple[tuple[dict[str, Any], ...], ...]
+    options: dict[str, Any] = {}
+    most_tokens: int | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(Render(chat, self.options).size for chat in self.chats)
+
+
 class Decode(msgspec.Struct, frozen=True, tag=True):
     """Token ids to a text."""
 
@@ -85,7 +97,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
         return len(self.token_ids)
 
 
-TextWork = Encode | Render | Decode
+TextWork = Encode | Render | RenderEach | Decode
 
 
 class TextDone(msgspec.Struct, frozen=True, tag=True):
@@ -121,6 +133,9 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             return TextDone(text=text)
         case Encode():
             return _encoded(work, work.texts, tokenizer)
+        case RenderEach():
+            texts = tuple(tokenizer.render_chat(chat, **work.options) for chat in work.chats)
+            return _encoded(Encode(texts, add_special_tokens=False, most_tokens=work.most_tokens), texts, tokenizer)
         case Render():
             text = tokenizer.render_chat(work.messages, **work.options)
             try:

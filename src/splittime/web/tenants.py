@@ -57,8 +57,13 @@ TENANT_PATHS = frozenset(
         "/tokenizer_info",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/rerank",
         "/v1/responses",
+        "/v1/score",
         "/version",
     }
 )

@@ -151,9 +151,19 @@ def test_a_head_is_measured_on_short_documents_too(school, tmp_path):
     words = ("--held-out", short, "--tokens", 1, "--step-tokens", 64, "--json", "--out", tmp_path / "head")
     found = run(school, *words, student="mtp")
     assert found.exit_code == 0, found.stderr
-    scores = json.loads(found.stdout)["scores"]
+    result = json.loads(found.stdout)
+    scores = result["scores"]
     assert scores["windows"] == 30
     assert 30 * 15 <= scores["tokens"] < 30 * 64
+
+
+def test_a_head_s_figures_come_with_what_speaks_against_them(school, tmp_path):
+    words = ("--held-out", school / "held.jsonl", "--tokens", 1, "--step-tokens", 64, "--out", tmp_path / "head")
+    found = run(school, *words, student="mtp")
+    assert found.exit_code == 0, found.stderr
+    said = " ".join(found.stdout.split())
+    assert "note: 3 documents of the text are held out, and were not learnt from" in said
+    assert "note: intervals of 3 held-out documents say little" in said
 
 
 def test_a_teacher_that_can_have_no_head_is_said(school, tmp_path):

@@ -2,7 +2,7 @@
 
 import re
 
-from splittime.diagnose.incident.shareable import LEFT_OUT, Shareable, label
+from splittime.diagnose.incident.names import LEFT_OUT, SharedNames, label
 
 PREFIXES = ("splittime_", "vllm:")
 SAFE_LABELS = frozenset(
@@ -15,6 +15,7 @@ SAFE_LABELS = frozenset(
         "cache_dtype",
         "block_size",
         "cause",
+        "choice",
         "enable_prefix_caching",
         "engine",
         "execution",
@@ -35,21 +36,22 @@ SAFE_LABELS = frozenset(
         "stage",
         "state",
         "upstream",
+        "verdict",
         "why",
     ]
 )
-RENAMED_LABELS = frozenset({"tenant", "model_name"})
+RENAMED_LABELS = frozenset({"tenant", "model_name", "model"})
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>[-+.\w]+)")
 _LABEL_PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)",?')
 
 
-def shareable_metrics(text: str, shareable: Shareable) -> str:
+def shareable_metrics(text: str, shareable: SharedNames) -> str:
     """Returns the lines of metrics that we know, in Prometheus' text form."""
     shown = (_shown(line, shareable) for line in text.splitlines())
     return "".join(f"{line}\n" for line in shown if line is not None)
 
 
-def _shown(line: str, shareable: Shareable) -> str | None:
+def _shown(line: str, shareable: SharedNames) -> str | None:
     if line.startswith("#"):
         words = line.split(" ", 3)
         return line if len(words) > 3 and words[1] == "TYPE" and words[2].startswith(PREFIXES) else None
@@ -61,9 +63,9 @@ def _shown(line: str, shareable: Shareable) -> str | None:
     return f"{found['name']}{labels} {found['value']}"
 
 
-def _value(name: str, value: str, shareable: Shareable) -> str:
+def _value(name: str, value: str, shareable: SharedNames) -> str:
     if name == "tenant":
         return shareable.tenant(value)
-    if name == "model_name":
+    if name in ("model_name", "model"):
         return label(shareable.model(value))
     return value if value == "+Inf" else label(value) if name in SAFE_LABELS else LEFT_OUT

@@ -9,12 +9,11 @@ within the bundle, and nobody can try whether a guessed prompt, id or name gives
 prompts have no key, so they do not go as they are. Their sums keep their law (`ledger.prompt_parts`): where two
 beginnings were equal, and where two blocks were equal, they still are.
 
-A field is in a bundle because this file names it. `tests/diagnose/test_incident_shareable.py` holds that each field of
-an account is named here, and that planted texts do not come out.
+A field is in a bundle because this file, or `attempts`, names it. `tests/diagnose/test_incident_shareable.py` holds
+that each field of an account is decided on, and that planted texts do not come out.
 """
 
 import re
-import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 from itertools import pairwise
@@ -23,14 +22,13 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ErrorInfo
+from splittime.diagnose.incident.attempts import shared_attempt, shared_routing
+from splittime.diagnose.incident.names import LEFT_OUT, SharedNames, label, word
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import Attempt, Considered, RouteDecision
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import HASH_BITS, PREFIX_BYTES, PromptParts, prefix_list
 from splittime.ledger.steps import EXECUTIONS, StepRecord
-from splittime.ledger.store import ID_PREFIXES
 
-LEFT_OUT = "(left out)"
 HASHES = 1 << 8 * PREFIX_BYTES
 AS_THEY_ARE = (
     "started_at_unix_ns",
@@ -74,64 +72,23 @@ TEXTS_KEPT = frozenset(  # settings and states that are texts and say how a serv
         "name",
         "policy",
         "quantization",
+        "region",
         "state",
         "texts",
         "wait_estimate",
     ]
 )
-_OUR_ID = re.compile(r"[0-9a-f]{24}(?:-\d{1,4})?")
-_WORD = re.compile(r"(?=.{1,48}$)(?:[a-z]+(?:_[a-z]+)*|(?:http|upstream)_\d{3})")
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,63}")
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _VERSION = re.compile(r"\d+:[0-9a-f]+")
 _PROGRAM = re.compile(r"[A-Za-z][A-Za-z0-9._+ -]{0,63}")
 
 
-def word(text: str) -> str:
-    """Returns a code as it is, and `other` for what is no code: upstreams write codes too."""
-    return text if not text or _WORD.fullmatch(text) else "other"
-
-
-def label(text: str) -> str:
-    """Returns a name that the operator gave."""
-    return text if not text or _LABEL.fullmatch(text) else LEFT_OUT
-
-
-class Shareable:
-    """Makes records of one server shareable. facts: name its models. key: for tests; default: one that is drawn."""
+class Shareable(SharedNames):
+    """Makes records of one server shareable. facts, key: as of `SharedNames`."""
 
     def __init__(self, facts: ServerFacts | None, key: bytes | None = None) -> None:
-        self._key = secrets.token_bytes(32) if key is None else key
-        self._models = frozenset(facts.model.split(", ")) if facts is not None else frozenset()
+        super().__init__(facts, key)
         self._blocks: dict[int, int] = {}
-        self._ids: dict[str, str] = {}
-
-    # ---- names
-
-    def mark(self, text: str) -> str:
-        """Returns what tells a text from others, and does not tell it; empty for an empty one."""
-        return self._hash(text.encode("utf-8", "surrogatepass")).hex() if text else ""
-
-    def request_id(self, name: str) -> str:
-        """Returns an id that a server made as it is, one that a client chose renamed."""
-        if name not in self._ids:
-            prefix = next((prefix for prefix in ID_PREFIXES if name.startswith(prefix)), "")
-            own, at, tenant = name[len(prefix) :].partition("@")
-            shown = own if _OUR_ID.fullmatch(own) or not own else f"id-{self.mark(own)}"
-            self._ids[name] = f"{prefix}{shown}{at}{self.tenant(tenant)}"
-        return self._ids[name]
-
-    def tenant(self, name: str) -> str:
-        return f"tenant-{self.mark(name)}" if name else ""
-
-    def model(self, name: str) -> str:
-        """Returns the name of a model that is served, without its folders; a name that a client wrote is renamed."""
-        if not name or name in self._models:
-            return re.split(r"[/\\]", name)[-1] if name.startswith(("/", ".", "~")) or "\\" in name else name
-        return f"model-{self.mark(name)}"
-
-    def _hash(self, data: bytes) -> bytes:
-        return blake2b(data, key=self._key, digest_size=PREFIX_BYTES).digest()
 
     # ---- hashes of prompts
 
@@ -155,7 +112,7 @@ class Shareable:
         near = (block, (block + 1) % HASHES, (block - 1) % HASHES)
         known = next((one for one in near if one in self._blocks), None)
         if known is None:
-            self._blocks[block] = int.from_bytes(self._hash(b"%d" % block))
+            self._blocks[block] = int.from_bytes(self.hashed(b"%d" % block))
             known = block
         return self._blocks[known]
 
@@ -180,9 +137,9 @@ class Shareable:
             tenant=self.tenant(account.tenant),
             trace_id=self.mark(account.trace_id),
             parent_id=self.mark(account.parent_id),
-            attempts=tuple(map(self.attempt, account.attempts)),
+            attempts=tuple(shared_attempt(attempt, self) for attempt in account.attempts),
             degraded=label(account.degraded),
-            routing=self.routing(account.routing),
+            routing=shared_routing(account.routing, self),
             config_version=account.config_version if _VERSION.fullmatch(account.config_version) else "",
         )
 
@@ -193,38 +150,6 @@ class Shareable:
         limit = error.limit if type(error.limit) in (int, float) else None
         kind, code = word(error.kind), word(error.code)
         return ErrorInfo(kind, code, code, error.status, limit=limit, retry_after_s=error.retry_after_s)
-
-    def attempt(self, attempt: Attempt) -> Attempt:
-        return Attempt(
-            upstream=label(attempt.upstream),
-            request_id=self.request_id(attempt.request_id),
-            considered=tuple(Considered(label(one.upstream), one.requests, one.tokens) for one in attempt.considered),
-            begin_ns=attempt.begin_ns,
-            end_ns=attempt.end_ns,
-            status=attempt.status,
-            first_byte_ns=attempt.first_byte_ns,
-            error=word(attempt.error),
-            num_events=attempt.num_events,
-            knows_tokens=attempt.knows_tokens,
-            nested=attempt.nested,
-            nested_fault=LEFT_OUT if attempt.nested_fault else "",
-            resumed_by=word(attempt.resumed_by),
-            resumed_after=attempt.resumed_after,
-            tied_to=self.request_id(attempt.tied_to),
-            lost_tokens=attempt.lost_tokens,
-        )
-
-    def routing(self, routing: RouteDecision | None) -> RouteDecision | None:
-        if routing is None:
-            return None
-        return RouteDecision(
-            policy=label(routing.policy),
-            rule=label(routing.rule),
-            asked_model=self.model(routing.asked_model),
-            model=self.model(routing.model),
-            upstreams=tuple(map(label, routing.upstreams)),
-            prompt_tokens=routing.prompt_tokens,
-        )
 
     def step(self, record: StepRecord) -> StepRecord:
         """Returns the step's numbers, and its requests by the names that their accounts have."""
@@ -270,7 +195,7 @@ class Shareable:
             return [self.state(each, name) for each in value]
         if value is None or isinstance(value, bool | int | float):
             return value
-        is_kept = isinstance(value, str) and name in TEXTS_KEPT and _LABEL.fullmatch(value)
+        is_kept = isinstance(value, str) and name in TEXTS_KEPT and label(value) == value
         return value if is_kept else LEFT_OUT
 
     def _name_of(self, key: Any) -> str:

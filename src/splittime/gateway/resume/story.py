@@ -34,6 +34,7 @@ class StreamStory:
         self.head: Fields = {}
         self.is_ended = False  # a finish reason was told
         self.is_lost = False  # it cannot be told any more where the stream stands
+        self._is_in_content = True  # a chat: what comes next is content, not reasoning
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +47,7 @@ class StreamStory:
 
     @property
     def is_known(self) -> bool:
-        return bool(self.head) and self.prompt_ids is not None and not self.is_lost
+        return bool(self.head) and self.prompt_ids is not None and not self.is_lost and self._is_in_content
 
     def note(self, chunk: Fields) -> None:
         """A chunk that the client is about to have."""
@@ -60,6 +61,8 @@ class StreamStory:
             self.prompt_ids = self.prompt_ids or choice.get("prompt_token_ids")
             told = choice.get("token_ids") or []
             self.token_ids += told
+            if told and self.path == CHAT:  # who goes on writes all as content
+                self._is_in_content = "text" in choice or "content" in (choice.get("delta") or {})
             self.is_lost = self.is_lost or (not told and bool(choice.get("text"))) or len(self.token_ids) > MAX_TOKENS
         elif text := choice.get("text"):
             self._texts.append(text)

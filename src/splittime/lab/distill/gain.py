@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from splittime.lab.distill.fidelity import Scores
-from splittime.runner.draft_worth import ModelCosts
+from splittime.runner.draft_worth import DraftingCosts
 from splittime.runner.torch_runner import TorchRunner
 from splittime.runner.warm_up import Probe
 
@@ -36,7 +36,7 @@ class DraftGain(msgspec.Struct, frozen=True):
 def draft_gain(teacher: TorchRunner, student: TorchRunner, name: str, chances: tuple[float, float, float]) -> DraftGain:
     """Times steps of both, and returns what they gain then. chances: that a draft is right: the value, and the ends of
     its interval."""
-    costs = ModelCosts()
+    costs = DraftingCosts()
     with Probe(teacher.run, teacher.resolved, 1, ROWS) as probe:
         teacher_ns, served_ns = _median_ns(probe.decode), _median_ns(probe.decode_served)
         for _ in range(LEARNT):

@@ -55,6 +55,7 @@ class HeadResult(msgspec.Struct, frozen=True):
     seen_tokens: int
     updates: int
     seconds: float
+    notes: tuple[str, ...]
     scores: HeadScores
     gain: DraftGain
 
@@ -121,7 +122,13 @@ def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -
 
 
 def head_result(
-    asked: tuple[str, str], inputs: Inputs, settings: DistillSettings, out: Path, run: DistillRun, num: tuple[int, int]
+    asked: tuple[str, str],
+    inputs: Inputs,
+    settings: DistillSettings,
+    out: Path,
+    run: DistillRun,
+    num: tuple[int, int],
+    notes: tuple[str, ...],
 ) -> HeadResult:
     """asked: the out folder and the teacher, as they were named. num: tokens learnt from and written by the teacher."""
     goal, model = run.task.goal, run.model
@@ -138,6 +145,7 @@ def head_result(
         seen_tokens=run.state.tokens,
         updates=run.state.step,
         seconds=round(run.state.seconds, 1),
+        notes=notes,
         scores=scores,
         gain=head_gain(inputs, out, scores, settings.workers),
     )

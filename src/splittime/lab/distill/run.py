@@ -85,7 +85,8 @@ def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
         out, num_tokens = work.begin_result(), (len(learnt), len(said))
         student.write_folder(out, inputs.plan, run.model.state_dict(), inputs.folder)
         if asked.student == WORD:
-            result = head_result((str(asked.out), asked.teacher), inputs, asked.settings, out, run, num_tokens)
+            asked_for, notes = (str(asked.out), asked.teacher), _notes(inputs, num_tokens, run.state)
+            result = head_result(asked_for, inputs, asked.settings, out, run, num_tokens, notes)
         else:
             result = _report(asked, inputs, out, run, num_tokens, hooks.tell)
         tensor_file.write_json(out / REPORT, msgspec.to_builtins(result))
@@ -176,7 +177,7 @@ def _report(
         seen_tokens=run.state.tokens,
         updates=run.state.step,
         seconds=round(run.state.seconds, 1),
-        notes=_notes(inputs, sizes, tokens, run.state),
+        notes=(*_size_notes(sizes), *_notes(inputs, tokens, run.state)),
         scores=scores,
         differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
         gains=tuple(
@@ -196,10 +197,15 @@ def _load(name: str, folder: Path, length: int) -> LocalModel:
     return LocalModel.load(name, config)
 
 
-def _notes(inputs: Inputs, sizes: tuple[int, int], tokens: tuple[int, int], state: State) -> tuple[str, ...]:
+def _size_notes(sizes: tuple[int, int]) -> tuple[str, ...]:
+    """sizes: parameters of the teacher, and of the student."""
+    if sizes[1] < sizes[0]:
+        return ()
+    return (f"the student has {sizes[1]:,} parameters, the teacher {sizes[0]:,}: it is no smaller",)
+
+
+def _notes(inputs: Inputs, tokens: tuple[int, ...], state: State) -> tuple[str, ...]:
     found = []
-    if sizes[1] >= sizes[0]:
-        found.append(f"the student has {sizes[1]:,} parameters, the teacher {sizes[0]:,}: it is no smaller")
     if inputs.split.dropped:
         found.append(f"{inputs.split.dropped} documents of the text are held out, and were not learnt from")
     if len(inputs.held_out) < MIN_DOCUMENTS:

@@ -1,0 +1,220 @@
+"""`POST /v1/rerank` and `/v1/score`: how well texts answer a query, by a model that says yes or no (Qwen3-Reranker).
+
+Each pair of query and document is a chat, written by the model's own template, in which the model is asked whether one
+meets the other. No token is generated; the score is how likely "yes" is where the answer must be "yes" or "no":
+
+    score = p(yes) / (p(yes) + p(no))            behind the template's last word
+
+The words of the question are those that Qwen3-Reranker was trained on. No file of a model says whether it was; one that
+was not answers all the same, as well as it can, and its scores are worth as much. A model without a chat template, or
+whose vocabulary has no token for either word, is refused by name.
+
+Both endpoints are the forms of vLLM's, Jina's and Cohere's clients; each text that is scored is a request of its own.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from splittime.api.answer import last_ended, timing
+from splittime.api.answer_structs import Notices, Timing
+from splittime.api.choice import Choice
+from splittime.api.embeddings import EmbeddingUsage
+from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.params import Ask, check_model
+from splittime.api.schema import Strict, no_effect
+from splittime.core.errors import EngineError, RequestError
+from splittime.core.sampling import LOGITS, SamplingParams
+from splittime.text.tokenizer import Tokenizer
+
+ANSWERS = ("no", "yes")
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "variables": {"enable_thinking": False}}
+SeveralTexts = Annotated[list[str], Meta(min_length=1)]
+MODEL = Meta(description="A name from /v1/models; default: the model served.")
+TASK = Meta(description=f"What is asked of a document; default: {INSTRUCTION}.")
+
+
+class RerankBody(Strict, kw_only=True):
+    meant = frozenset({"documents"})
+
+    query: str
+    documents: SeveralTexts
+    model: Annotated[str | None, MODEL] = None
+    top_n: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="The best ones only; 0 is all.")] = None
+    instruction: Annotated[str | None, TASK] = None
+    return_documents: Annotated[bool | None, Meta(description="Default: true.")] = None
+    truncate_prompt_tokens: None = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+
+
+class ScoreBody(Strict, kw_only=True):
+    text_1: Annotated[str | SeveralTexts, Meta(description="A query, or one for each of text_2.")]
+    text_2: Annotated[str | SeveralTexts, Meta(description="What is scored.")]
+    model: Annotated[str | None, MODEL] = None
+    instruction: Annotated[str | None, TASK] = None
+    truncate_prompt_tokens: None = None
+    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+
+
+class RankedText(msgspec.Struct):
+    text: str
+
+
+class Ranked(msgspec.Struct, kw_only=True):
+    index: int
+    document: RankedText | UnsetType = UNSET
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+class OneScore(msgspec.Struct, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    id: str
+    created: int
+    model: str
+    data: list[OneScore]
+    usage: EmbeddingUsage
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAsk(Ask):
+    """pairs: query and document. top_n: of a ranking, how many are told; with_texts: and whether their texts are."""
+
+    pairs: tuple[tuple[str, str], ...]
+    instruction: str
+    top_n: int = 0
+    with_texts: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.pairs)
+
+    def chats(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        """Returns the question about each pair."""
+        asked = [f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: {text}" for query, text in self.pairs]
+        judge = {"role": "system", "content": JUDGE}
+        return tuple((judge, {"role": "user", "content": text}) for text in asked)
+
+    def answered_by(self, token_ids: Sequence[Sequence[int]]) -> "RankAsk":
+        """Returns the ask with the tokens of `ANSWERS`. Raises `RequestError` where one is not one token."""
+        for word, ids in zip(ANSWERS, token_ids, strict=True):
+            if len(ids) != 1:
+                said = f"{self.model} cannot rank: its vocabulary has no token for {word!r}"
+                raise RequestError(said, code="unsupported_model", param="model", value=self.model)
+        answers = tuple(ids[0] for ids in token_ids)
+        return replace(self, sampling=SamplingParams(pooling=LOGITS, allowed_token_ids=answers, max_tokens=0, seed=0))
+
+
+def rerank_ask(body: RerankBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = "") -> RankAsk:
+    """timing: a header asks for it. template: of the model's chats. Raises `RequestError`."""
+    pairs = [(body.query, text) for text in body.documents]
+    ask = _ask(body, pairs, "documents", model, limits, timing, template)
+    return replace(ask, top_n=body.top_n or 0, with_texts=body.return_documents is not False)
+
+
+def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: bool, template: str = "") -> RankAsk:
+    """As `rerank_ask`."""
+    queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    texts = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(queries) not in (1, len(texts)):
+        said = f"text_1 has {len(queries)} texts and text_2 {len(texts)}; it can have one, or as many"
+        raise RequestError(said, param="text_1", value=len(queries), limit=[1, len(texts)])
+    pairs = list(zip(queries * len(texts) if len(queries) == 1 else queries, texts, strict=True))
+    return _ask(body, pairs, "text_2", model, limits, timing, template)
+
+
+def _ask(
+    body: RerankBody | ScoreBody,
+    pairs: list[tuple[str, str]],
+    param: str,
+    model: ModelInfo,
+    limits: BodyLimits,
+    timing: bool,
+    template: str,
+) -> RankAsk:
+    check_model(body.model, model)
+    if not template:
+        said = f"{model.name} cannot rank: it has no chat template to ask it by"
+        raise RequestError(said, code="unsupported_model", param="model", value=model.name)
+    most = limits.max_choices
+    if len(pairs) > most:
+        said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
+        raise RequestError(said, param=param, value=len(pairs), limit=most, hint=hint)
+    return RankAsk(
+        endpoint="rerank" if isinstance(body, RerankBody) else "score",
+        model=body.model or model.name,
+        sampling=SamplingParams(max_tokens=0, pooling=LOGITS),
+        include_timing=timing,
+        pairs=tuple(pairs),
+        instruction=body.instruction or INSTRUCTION,
+    )
+
+
+# ---- the answer
+
+
+def score_of(pooled: bytes) -> float:
+    """Returns the chance of "yes" where `ANSWERS` are all there is. Raises `EngineError` if nothing was computed."""
+    if not pooled:
+        raise EngineError("the engine computed no score", hint="this runner computes no model")
+    no, yes = array("f", pooled)
+    return 1 / (1 + math.exp(min(no - yes, 700.0)))
+
+
+class ScoreRenderer:
+    """Renders the answer to one HTTP request for scores."""
+
+    def __init__(self, ask: RankAsk, group_id: str, tokenizer: Tokenizer) -> None:
+        """tokenizer: of no use to it; every renderer is given one."""
+        self.ask, self._group_id = ask, group_id
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+        counted = sum(len(choice.request.prompt_token_ids) for choice in choices)
+        told = timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET
+        more: dict[str, Any] = {"usage": EmbeddingUsage(counted, counted), "timing": told}
+        more["notices"] = list(notices) or UNSET
+        scores = [score_of(choice.pooled) for choice in choices]
+        return msgspec.json.encode(self._answer(scores, id=self._group_id, model=self.ask.model, **more))
+
+    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
+        data = [OneScore(index=index, score=score) for index, score in enumerate(scores)]
+        return ScoreList(data=data, created=int(time.time()), **more)
+
+
+class RankRenderer(ScoreRenderer):
+    """Renders the answer to one HTTP request for a ranking, the best first."""
+
+    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.ask.top_n or None]
+        return Ranking(results=[self._ranked(index, scores[index]) for index in best], **more)
+
+    def _ranked(self, index: int, score: float) -> Ranked:
+        document = RankedText(self.ask.pairs[index][1]) if self.ask.with_texts else UNSET
+        return Ranked(index=index, document=document, relevance_score=score)
