@@ -9,12 +9,13 @@ that neither was trained on, cut off within a line; an answer is right if its fi
 the module. That is measured and not assumed; but it is a construction: both models are tiny, a prompt is no question,
 and how well n-grams tell easy pieces of code from hard ones says little about questions of people.
 
-Half of the prompts are the labels, the other half is evaluated. A token costs as much as its model has parameters, of
-prompt and answer alike. The target is what the large model alone reaches on the labels, less 2 points of a hundred.
+A third of the prompts are the labels (modules that picked the models' checkpoints), the others are evaluated (modules
+that nobody has read). The target is what the large model alone reaches on the labels, less 2 points of a hundred.
 
-* by_text, by_first_tokens: the curves of `splittime gateway evaluate`, by the answers of both models
-* routes: the evaluated prompts asked through a gateway, as streams one after the other: the large model alone, the
-  small one, `text`, `tokens` (verify, then escalate), and `both`. right, cost, first_ms (to the first text), all_ms
+* by_parameters: as `splittime gateway evaluate` finds it, where a token, of prompt and answer alike, costs as much as
+  its model has parameters; by_price: where an answer of the large model costs 20 times as much as one of the small one
+* routes: some of the evaluated prompts asked through a gateway, as streams one after the other: the large model alone,
+  the small one, `text`, `tokens` (verify, then escalate), and `both`. right, cost, first_ms (to the first text), all_ms
 * added_ms: of answers that were escalated, how much later their first text came than that of the large model alone;
   held_ms: of sure ones, how long their first tokens were held back
 
@@ -48,12 +49,12 @@ from splittime.gateway.routing.judge import ALWAYS_LARGE, DifficultyJudge, calib
 from splittime.gateway.routing.labels import LabelledPrompt, read_labels
 from splittime.ledger.derive import percentiles
 from splittime.stats.paired import means
-from training.corpus import load_corpus
+from training.corpus import Document, load_corpus
 
 SMALL, LARGE = "code-draft", "code"
 PROMPT_CHARS, ANSWER_CHARS, MAX_TOKENS, LOOKED_AT = 400, 4, 8, 2
 LESS = 0.02  # than the large model alone
-SERVED = ("--served-model-name",)
+NEIGHBOURS = 16  # the default
 ROUTES = ("text", "tokens", "both")
 
 
@@ -76,18 +77,21 @@ class Answer(NamedTuple):
     request_id: str = ""
 
 
-def pieces(count: int) -> list[Piece]:
-    """Returns pieces of held-out modules, each cut off within a line, behind a word."""
+def pieces(documents: Sequence[Document], count: int) -> list[Piece]:
+    """Returns pieces of these modules, none of which overlap, each cut off within a line between a word and none."""
     found = []
-    for document in load_corpus().heldout:
-        text, draw = document.text, random.Random(document.name)
-        for begin in range(0, len(text) - 2 * PROMPT_CHARS, PROMPT_CHARS):
-            at = begin + PROMPT_CHARS + draw.randrange(PROMPT_CHARS)
-            truth = text[at : at + ANSWER_CHARS]
-            if "\n" not in truth and not truth.isspace() and text[at - 1].isalnum() != text[at].isalnum():
-                found.append(Piece(text[at - PROMPT_CHARS : at], truth))
+    for text in (document.text for document in documents):
+        for begin in range(PROMPT_CHARS, len(text) - 2 * PROMPT_CHARS, 2 * PROMPT_CHARS):
+            places = (at for at in range(begin, begin + PROMPT_CHARS) if _is_between(text, at))
+            if (at := next(places, None)) is not None:
+                found.append(Piece(text[at - PROMPT_CHARS : at], text[at : at + ANSWER_CHARS]))
     random.Random(0).shuffle(found)
     return found[:count]
+
+
+def _is_between(text: str, at: int) -> bool:
+    truth = text[at : at + ANSWER_CHARS]
+    return "\n" not in truth and not truth.isspace() and text[at - 1].isalnum() != text[at].isalnum()
 
 
 # ---- both models' answers
@@ -246,24 +250,31 @@ def weights_of(*models: str) -> dict[str, int]:
     return {model: (locate(model) / "model.safetensors").stat().st_size // 2 for model in models}
 
 
-def measured(count: int, folder: Path) -> dict[str, Any]:
-    prompts, weights = pieces(count), weights_of(SMALL, LARGE)
-    with served(SMALL, *SERVED, SMALL) as small_url, served(LARGE, *SERVED, LARGE) as large_url:
-        urls = {SMALL: small_url, LARGE: large_url}
+def measured(count: int, streamed: int, folder: Path) -> dict[str, Any]:
+    corpus, weights = load_corpus(), weights_of(SMALL, LARGE)
+    prompts = [*pieces(corpus.validation, count // 3), *pieces(corpus.heldout, count - count // 3)]
+    with served(SMALL, "--served-model-name", SMALL) as small, served(LARGE, "--served-model-name", LARGE) as large:
+        urls = {SMALL: small, LARGE: large}
         answers = [[answer_of(urls[name], name, piece.prompt) for name in urls] for piece in prompts]
-        told = [labelled(piece, small, large, weights) for piece, (small, large) in zip(prompts, answers, strict=True)]
-        half = len(told) // 2
+        told = [labelled(piece, pair[0], pair[1], weights) for piece, pair in zip(prompts, answers, strict=True)]
+        labels, judged = told[: count // 3], told[count // 3 :]
         path = folder / "labels.jsonl"
-        path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in told[:half]))
-        target = statistics.mean(float(one.large_right or 0) for one in told[:half]) - LESS
-        below = bound_of(told[:half], target)
+        path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in labels))
+        target = statistics.mean(float(one.large_right or 0) for one in labels) - LESS
+        below = bound_of(labels, target)
         with gateway(config(urls, path, target, below), folder) as url:
-            address = url.removeprefix("http://")
-            figures = route_figures(address, prompts[half:], asked_by_all(address, prompts[half:]), weights)
+            address, some = url.removeprefix("http://"), prompts[count // 3 :][:streamed]
+            routes = route_figures(address, some, asked_by_all(address, some), weights)
+    judge = DifficultyJudge(read_labels(path, "labels"), NEIGHBOURS, target)
+    priced = [msgspec.structs.replace(one, small_cost=1.0, large_cost=20.0) for one in judged]
+    found = {"by_parameters": evaluated(judge, judged, below), "by_price": evaluated(judge, priced, below)}
+    return {"target": target, "below": below, "routes": routes, **found}
+
+
+def evaluated(judge: DifficultyJudge, judged: Sequence[LabelledPrompt], below: float) -> dict[str, Any]:
     route = DifficultyConfig(model="both", small=SMALL, large=LARGE, escalate=EscalateConfig(below=below))
-    judge = DifficultyJudge(read_labels(path, "labels"), route.neighbours, target)
-    found = evaluate(route, judge, told[half:], Costs(1, 1), means)
-    return {"target": target, "below": below, "routes": figures, "evaluation": msgspec.to_builtins(found)}
+    found: dict[str, Any] = msgspec.to_builtins(evaluate(route, judge, judged, Costs(1, 1), means))
+    return found
 
 
 def show(found: dict[str, Any]) -> None:
@@ -273,25 +284,31 @@ def show(found: dict[str, Any]) -> None:
         added = "-" if one["added_ms"] is None else f"{one['added_ms']['p50']:.1f}"
         cells = f"{one['right']:>7.3f}{one['share_small']:>7.0%}{one['cost']:>8.1f}{one['first_ms']['p50']:>14.1f}"
         print(f"{name:<12}{cells}{one['escalated']:>11}{added:>14}")
-    for name in ("chosen", "chosen_check"):
-        point = found["evaluation"][name]
-        worth, gain = point["worth"], point["gain"]
-        print(f"{name}: worth {worth['value']:.3f}, gain over chance {gain['value']:.3f} ", end="")
-        print(f"({gain['low']:.3f} to {gain['high']:.3f}) at cost {point['cost']['value']:.1f}")
+    for name in ("by_parameters", "by_price"):
+        for point in ("always_small", "always_large", "best", "chosen", "chosen_check"):
+            print(f"{name:<14} {point:<13}{_words(found[name][point])}")
+
+
+def _words(point: dict[str, Any]) -> str:
+    worth, gain = point["worth"], point["gain"]
+    chance = f"gain over chance {gain['value']:.3f} ({gain['low']:.3f} to {gain['high']:.3f})"
+    interval = f"({worth['low']:.3f} to {worth['high']:.3f})"
+    return f"worth {worth['value']:.3f} {interval}, cost {point['cost']['value']:.1f}, {chance}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=1000, help="labels and evaluated ones together")
+    parser.add_argument("--prompts", type=int, default=3000, help="labels and evaluated ones together")
+    parser.add_argument("--streams", type=int, default=200, help="evaluated ones that go through a gateway too")
     parser.add_argument("--small", action="store_true", help="a trial with few prompts")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     asked = parser.parse_args()
-    count = 120 if asked.small else asked.prompts
+    count, streams = (150, 10) if asked.small else (asked.prompts, asked.streams)
     with tempfile.TemporaryDirectory() as folder:
-        figures = measured(count, Path(folder))
+        figures = measured(count, streams, Path(folder))
     if not asked.json:
         show(figures)
-    file_result("gateway_routing", figures, {"prompts": count}, asked.json)
+    file_result("gateway_routing", figures, {"prompts": count, "streams": streams}, asked.json)
 
 
 if __name__ == "__main__":
