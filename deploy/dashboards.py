@@ -54,7 +54,12 @@ SERVER_ROWS: Rows = {
         "splittime_offloaded_tokens_total",
         "splittime_restored_tokens_total",
     ),
-    "Guessing ahead": ("splittime_draft_tokens_total", "splittime_accepted_draft_tokens_total"),
+    "Guessing ahead": (
+        "splittime_draft_tokens_total",
+        "splittime_accepted_draft_tokens_total",
+        "splittime_drafted_rows_total",
+        "splittime_accepted_drafts_by_position_total",
+    ),
 }
 GATEWAY_ROWS: Rows = {
     "What users feel": (

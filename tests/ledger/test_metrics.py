@@ -111,6 +111,22 @@ def test_prometheus_text_parses_and_counts():
     assert samples[("splittime_step_seconds_count", ("part", "device"))] == 1
 
 
+def test_guesses_are_counted_by_row_and_by_position():
+    ledger = Ledger()
+    exporter = PrometheusExporter(ledger, lambda: EngineStats(now_ns=0))
+    for number, verified in enumerate(((("a", 3, 2), ("b", 1, 0)), (("a", 2, 1),), ()), 1):
+        record = books.step(number, number * 10_000_000, (1, 2, 3, 4, 5), rows={"a": 4, "b": 2})
+        ledger.add_step(msgspec.structs.replace(record, verified=verified, draft_ns=500_000 if verified else 0))
+    samples = _scrape(exporter)
+    assert samples[("splittime_drafted_rows_total",)] == 3
+    right = {"0": 2, "1": 1}
+    name = "splittime_accepted_drafts_by_position_total"
+    assert {dict(labels)["position"]: v for (each, *labels), v in samples.items() if each == name} == right
+    theirs = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert {dict(labels)["position"]: v for (each, *labels), v in samples.items() if each == theirs} == right
+    assert samples[("splittime_step_seconds_sum", ("part", "draft"))] == 0.001
+
+
 def test_totals_and_gauges_are_each_their_own():
     stats = EngineStats(
         now_ns=0, num_steps=11, num_preemptions=12, prefix_query_tokens=13, prefix_hit_tokens=14,

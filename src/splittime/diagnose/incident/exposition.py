@@ -27,6 +27,7 @@ SAFE_LABELS = frozenset(
         "num_gpu_blocks",
         "outcome",
         "part",
+        "position",
         "prompt_tokens",
         "reason",
         "result",

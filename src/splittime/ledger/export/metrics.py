@@ -23,7 +23,12 @@ METRICS = (
     MetricSpec(
         "splittime_max_stall_seconds", "histogram", ("prompt_tokens",), "Longest gap of a request, once a request"
     ),
-    MetricSpec("splittime_step_seconds", "histogram", ("part",), "A step's own split, and the gaps before it"),
+    MetricSpec(
+        "splittime_step_seconds",
+        "histogram",
+        ("part",),
+        "A step's own split, and the gaps before it; draft is a part of launch",
+    ),
     MetricSpec("splittime_send_lag_seconds", "histogram", (), "Token ready to bytes given to the socket"),
     MetricSpec(
         "splittime_unseen_seconds",
@@ -47,6 +52,13 @@ METRICS = (
     MetricSpec("splittime_prefix_host_hit_tokens_total", "counter", (), "Of these, the ones that were in host memory"),
     MetricSpec("splittime_draft_tokens_total", "counter", (), "Guessed tokens that were verified"),
     MetricSpec("splittime_accepted_draft_tokens_total", "counter", (), "Of these, the ones that were right"),
+    MetricSpec("splittime_drafted_rows_total", "counter", (), "Rows of steps that verified guesses"),
+    MetricSpec(
+        "splittime_accepted_drafts_by_position_total",
+        "counter",
+        ("position",),
+        "Rows in which the guess at this position, the first is 0, and all before it were right",
+    ),
     MetricSpec("splittime_offloaded_tokens_total", "counter", (), "Tokens of evicted blocks copied to host memory"),
     MetricSpec("splittime_restored_tokens_total", "counter", (), "Tokens of blocks copied back from there"),
     MetricSpec("splittime_gc_pause_seconds_total", "counter", (), "Time the engine spent in garbage collection"),

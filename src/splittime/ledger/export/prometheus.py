@@ -37,7 +37,7 @@ class PrometheusExporter(Collector):
             if alias.spec.kind == "histogram" and alias.same_as is None:
                 self._histograms[alias.spec.name] = Histogram(alias.edges)
         self._counters: dict[str, dict[tuple[str, ...], float]] = {s.name: {} for s in METRICS if s.kind == "counter"}
-        self._num_padded = 0
+        self._num_padded = self._num_drafted = 0
         self._step_errors: Callable[[], Mapping[str, float | None]] = dict
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -87,6 +87,7 @@ class PrometheusExporter(Collector):
         totals = _totals(stats)
         totals["splittime_invalid_accounts_total"] = counts.invalid_accounts
         totals["splittime_padded_rows_total"] = self._num_padded
+        totals["splittime_drafted_rows_total"] = self._num_drafted
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
@@ -112,10 +113,19 @@ class PrometheusExporter(Collector):
                 step.observe(("restore",), record.restore_ns)
             self._histograms["vllm:iteration_tokens_total"].observe((), record.prefill_tokens + record.decode_tokens)
             self._count("splittime_executions_total", record.execution)
+            if record.draft_ns:
+                step.observe(("draft",), record.draft_ns)
+            self._on_verified(record)
             if record.execution != "host":
                 self._on_device(record)
         else:
             self._on_account(record)
+
+    def _on_verified(self, record: StepRecord) -> None:
+        self._num_drafted += len(record.verified)
+        for _, _, num_right in record.verified:
+            for position in range(num_right):
+                self._count("splittime_accepted_drafts_by_position_total", str(position))
 
     def _on_device(self, record: StepRecord) -> None:
         self._count("splittime_device_seconds_total", "busy", record.busy_ns / 1e9)

@@ -89,6 +89,14 @@ ALIASES = (
     _same("prefix_cache_queries_total", "counter", "splittime_prefix_query_tokens_total"),
     _same("prefix_cache_hits_total", "counter", "splittime_prefix_hit_tokens_total"),
     _same("spec_decode_num_draft_tokens_total", "counter", "splittime_draft_tokens_total"),
+    _same("spec_decode_num_drafts_total", "counter", "splittime_drafted_rows_total"),
+    _alias(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "counter",
+        "Same as splittime_accepted_drafts_by_position_total",
+        "splittime_accepted_drafts_by_position_total",
+        ("position",),
+    ),
     _same("spec_decode_num_accepted_tokens_total", "counter", "splittime_accepted_draft_tokens_total"),
     _same("num_requests_waiting", "gauge", "splittime_requests_waiting"),
     _alias(
