@@ -224,6 +224,15 @@ def test_a_head_has_the_bits_that_are_asked_for_or_the_model_s(
     assert features.count_nonzero() * features.itemsize <= 2 * PAGE_BYTES, "but for what shares a page with others"
 
 
+def test_a_head_that_is_quantised_already_is_not_rounded_again(tmp_path: Path) -> None:
+    write_head(tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    held = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": held}))
+    with pytest.raises(ConfigError, match=r"quantization is 'int8', but the checkpoint is already quantised"):
+        head_drafter(asking(tmp_path), SpeculativeConfig(method="mtp", model=str(tmp_path), quantization="int8"))
+
+
 def test_prefixes_in_host_memory_do_not_go_with_a_head() -> None:
     config = RunnerConfig(model_path="x", speculative_config='{"method": "mtp"}', kv_offload_memory_bytes=1 << 20)
     with pytest.raises(ConfigError, match="does not go with kv_offload_memory_bytes"):

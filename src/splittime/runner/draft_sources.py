@@ -24,6 +24,7 @@ from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import HostExecution
+from splittime.runner.honoured import check_rounding
 from splittime.runner.kv_store import KvStore
 from splittime.runner.load import OnPhase, draft_bytes_per_block
 from splittime.runner.speculative import (
@@ -107,6 +108,7 @@ def head_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
     config, resolved, store = runner.config, runner.resolved, runner.store
     path, most = Path(config.draft_model_path or config.model_path), asked.num_speculative_tokens
     model = read_config(path)
+    check_rounding(msgspec.structs.replace(config, quantization=asked.quantization), model, path)
     num_blocks = resolved.num_blocks + num_spare_blocks(most, config.block_size, config.max_num_seqs)
     features = HiddenFeatures(num_blocks, config.block_size, model.hidden_size)
     plan = machine.choose_weights(
