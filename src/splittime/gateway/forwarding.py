@@ -232,6 +232,7 @@ class Forwarding:
             tokens=request.tokens,
             prompt_tokens=request.prompt_tokens,
             prefix=self._prefix,
+            is_stream=request.is_stream,
         )
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:

@@ -262,13 +262,13 @@ class Relay:
         body = await self._read(response, first)
         answer = PassedAnswer(response.status, _passed_on(response), body)
         failure = self._judged(answer)
+        self.events.take_whole(body)
+        edited = answer if failure is not None else answer._replace(body=self._editor.edit_whole(body))
         if failure is None and self.has_begun:
             words = f"upstream {self._upstream.name!r} answered {answer.status} and no stream: {body_text(answer.body)}"
             failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
-        edited = answer._replace(body=self._editor.edit_whole(body))
-        self.events.take_whole(body)
         self._on_read()
         await self.give_answer(edited)
 

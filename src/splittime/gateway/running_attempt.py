@@ -38,14 +38,17 @@ class RunningAttempt:
         tokens: int,
         prompt_tokens: int,
         prefix: SeenPrefix | None = None,
+        is_stream: bool = True,
     ) -> None:
         self._gateway, self._account, self._tenant = gateway, account, tenant
         self._tokens, self._prompt_tokens, self._prefix = tokens, prompt_tokens, prefix
         self.routed, self.relay, self.resumption = routed, relay, resumption
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
-        self.is_ended = self._has_begun = False
+        self.is_ended = False
+        self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
         relay.on_first_byte = self._begun
-        routed.upstream.waits.sent(tokens, begin_ns)
+        if is_stream:
+            routed.upstream.waits.sent(tokens, begin_ns)
         gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
 
     async def open(self) -> None:
@@ -113,7 +116,7 @@ class RunningAttempt:
             attempt_id=self.attempt_id,
             tied_to=self.tied_to,
             lost_tokens=self._prompt_tokens if ending in (TIED_LOST, UNSURE) else 0,
-            first_tokens=self.resumption.first_tokens,
+            first_tokens=self.resumption.first_tokens if self.relay.first_byte_ns else None,
         )
         self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
         self._gateway.queue.leave(self.routed, self._tenant, self._tokens)

@@ -36,7 +36,6 @@ from splittime.web.tenants import Quota, tenant_of
 
 now_ns = time.monotonic_ns
 SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope
-MAX_PAUSE_S = 2.0
 
 
 class GatewayVisit:

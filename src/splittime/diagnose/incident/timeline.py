@@ -167,7 +167,10 @@ def _slices(
 def _slice(at_ns: int, unix_ns: int | None, ended: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> TimeSlice:
     served = [account for account in ended if account.error is None]
     ttft_ns = [ns for account in served if (ns := derive.ttft_ns(account)) is not None]
-    queue_ns = [derive.stage_ns(account).get(Stage.QUEUE, 0) for account in served]
+    stages = [derive.stage_ns(account) for account in served]
+    queue_ns = [
+        by_stage.get(Stage.QUEUE, 0) + by_stage.get(Stage.ADMIT, 0) for by_stage in stages
+    ]  # a gateway's: ADMIT
     return TimeSlice(
         begin_ns=at_ns,
         unix_ns=unix_ns,

@@ -83,7 +83,7 @@ class PrefixAffinity:
         caps = {one.name: self._cap(least, depths[one.name] - prefix.shared) for one in held}
         within = [one for one in held if one in free and one.tokens <= caps[one.name]]
         best = (within or held)[-1]
-        why = "" if within else "over_cap" if any(one in free for one in held) else "no_room"
+        why = "" if within else "over_cap" if best in free else "no_room"
         return (best if within else None), AffinityDecision(
             result=HIT if within else CAPPED,
             why=why,

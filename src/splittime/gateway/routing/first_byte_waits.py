@@ -11,6 +11,8 @@ import math
 
 FORGET_S = 30.0  # in which a rate forgets all but 1/e
 LEAST_SEEN_S = 0.05  # for a rate to be told
+LEAST_TOKENS = 1e-9  # a rate falls to so many at most, and never to "nothing was seen"
+MOST_S = 86_400.0  # of a wait that is told: records keep its nanoseconds in 64 bits
 
 
 class FirstByteWaits:
@@ -48,12 +50,12 @@ class FirstByteWaits:
         self._elapse(now_ns)
         if self._seconds < LEAST_SEEN_S or self._begun <= 0:
             return None
-        return int(self.tokens * self._seconds / self._begun * 1e9)
+        return int(min(self.tokens * self._seconds / self._begun, MOST_S) * 1e9)
 
     def _elapse(self, now_ns: int) -> None:
         if self._since_ns is not None and now_ns > self._since_ns:
             lasted_s = (now_ns - self._since_ns) / 1e9
             kept = math.exp(-lasted_s / FORGET_S)
-            self._begun *= kept
+            self._begun = max(self._begun * kept, LEAST_TOKENS) if self._begun else 0.0
             self._seconds = self._seconds * kept + lasted_s
             self._since_ns = now_ns

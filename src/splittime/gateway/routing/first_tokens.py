@@ -19,7 +19,9 @@ def why_not_looked_at(body: Fields) -> str:
     """Returns why the first tokens of this request's answer tell nothing; "" if they do."""
     if body.get("echo"):
         return "echo"
-    return "several_answers" if body.get("n", 1) != 1 or body.get("best_of", 1) != 1 else ""
+    prompt = body.get("prompt")
+    has_several = isinstance(prompt, list) and len(prompt) > 1 and type(prompt[0]) is not int
+    return "several_answers" if has_several or body.get("n", 1) != 1 or body.get("best_of", 1) != 1 else ""
 
 
 def asking_for_logprobs(request: ForwardedRequest) -> tuple[ForwardedRequest, bool]:
@@ -57,7 +59,8 @@ def says_something(choice: Fields) -> bool:
 
 def without_logprobs(answer: Fields) -> Fields:
     """Returns the chunk or answer as it is where nobody asked for log-probabilities."""
-    for choice in answer.get("choices") or ():
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict) and "logprobs" in choice:
             choice["logprobs"] = None
     return answer
