@@ -3,10 +3,11 @@ else as JSON: only the schema says whether `12` is a number."""
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-MOST_HOPS = 16  # from one reference to another
+MOST_PARTS = 1024  # of a schema, looked at for one value's types
+MOST_REFERENCE_CHARS = 1024
 MAX_LITERAL_CHARS = 2**16  # of a value in Python's form
 MAX_LITERAL_DEPTH = 64
 _WORDS = {"True": True, "False": False, "None": None}  # as some templates write them
@@ -14,17 +15,18 @@ _WORDS = {"True": True, "False": False, "None": None}  # as some templates write
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """Returns the schema that a chain of references within `root` leads to; as it is where they lead nowhere."""
-    for _ in range(MOST_HOPS):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        found = _at(root, reference) if isinstance(reference, str) else None
+    for _ in range(MOST_PARTS):
+        found = _behind_reference(schema, root)
         if found is None:
             break
         schema = found
     return schema
 
 
-def _at(root: Mapping[str, Any], reference: str) -> Any:
-    if not reference.startswith("#/"):
+def _behind_reference(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Returns what the schema's reference leads to; None where it has none, or one that leads nowhere or is too long."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or len(reference) > MOST_REFERENCE_CHARS or not reference.startswith("#/"):
         return None
     found: Any = root
     for name in reference[2:].split("/"):
@@ -32,24 +34,49 @@ def _at(root: Mapping[str, Any], reference: str) -> Any:
     return found
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """Returns JSON's types that a value may have by the schema; None where any may be."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > MOST_HOPS:
-        return None
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """Returns JSON's types that a value may have by the schema; None where any may be, or where the schema has more
+    than MOST_PARTS parts that say so."""
+    found: set[str] = set()
+    looked_at: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in looked_at:
+            continue
+        looked_at.add(id(part))
+        types, parts = _of_part(part, root)
+        if (types is None and not parts) or len(looked_at) > MOST_PARTS:
+            return None
+        found |= types or frozenset()
+        waiting += parts
+    return frozenset(found) or None
+
+
+def _of_part(schema: Any, root: Mapping[str, Any]) -> tuple[frozenset[str] | None, Sequence[Any]]:
+    """Returns the types that the schema itself names, or None and the schemas whose types it has: none of these either
+    where any type may be."""
+    behind = _behind_reference(schema, root)
+    if behind is not None:
+        return None, [behind]
+    if not isinstance(schema, Mapping):
+        return None, []
+    own = _own_types(schema)
+    if own is not None:
+        return own, []
+    return None, next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     if "const" in schema:
         return frozenset({type_of(schema["const"])})
     if isinstance(schema.get("enum"), list):
-        return frozenset(map(type_of, schema["enum"]))
+        return frozenset(map(type_of, {type(each): each for each in schema["enum"]}.values()))
     given = schema.get("type")
     if isinstance(given, str):
         return frozenset({given})
     if isinstance(given, list):
         return frozenset(each for each in given if isinstance(each, str))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            found = [types_of(each, root, depth + 1) for each in schema[name]]
-            return None if None in found else frozenset[str]().union(*(each for each in found if each is not None))
     return None
 
 

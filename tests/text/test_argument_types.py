@@ -1,0 +1,73 @@
+"""What a schema says of an argument's type, and which values an answer can hold."""
+
+from typing import Any
+
+import pytest
+
+from splittime.text import argument_types
+from splittime.text.argument_types import MOST_PARTS, MOST_REFERENCE_CHARS, resolved, types_of
+
+TEXT = frozenset({"string"})
+
+
+def referring(name: str) -> dict[str, str]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "defined", "types"),
+    [
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"const": None}, {"enum": [1, 2.5]}]}]}, {}, "string null integer number"),
+        ({"anyOf": [{"type": "string"}, {}]}, {}, None),
+        ({"type": ["integer", "null", ["x"]]}, {}, "integer null"),
+        (referring("a"), {"a": referring("b"), "b": {"type": "boolean"}}, "boolean"),
+        (referring("a"), {"a": referring("a")}, None),
+        (referring("a"), {"a": {"anyOf": [referring("a"), {"type": "string"}]}}, "string"),
+        ({**referring("nowhere"), "type": "array"}, {}, "array"),
+    ],
+)
+def test_the_types_that_a_schema_allows(schema: dict, defined: dict, types: str | None) -> None:
+    assert types_of(schema, {"$defs": defined}) == (None if types is None else frozenset(types.split()))
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, schema: Any, root: dict[str, Any]) -> tuple[Any, int]:
+    """The types, and how many parts of the schema were looked at for them."""
+    plain, parts = argument_types._of_part, []
+
+    def counted(part: Any, root: Any) -> Any:
+        parts.append(part)
+        if len(parts) > 2 * MOST_PARTS:
+            raise AssertionError("parts are looked at again and again")
+        return plain(part, root)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(argument_types, "_of_part", counted)
+        return types_of(schema, root), len(parts)
+
+
+def test_each_part_of_a_schema_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"a": {"anyOf": [referring("b") for _ in range(4)]}, "b": {"anyOf": [referring("a") for _ in range(4)]}}
+    assert looked_at(monkeypatch, referring("a"), {"$defs": many}) == (None, 11)
+    levels = {f"l{at}": {"anyOf": [referring(f"l{at + 1}")] * 2} for at in range(40)} | {"l40": {"type": "string"}}
+    assert looked_at(monkeypatch, referring("l0"), {"$defs": levels}) == (TEXT, 82)
+
+
+def test_a_schema_of_too_many_parts_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = {"anyOf": [{"type": "string"} for _ in range(MOST_PARTS - 1)]}
+    assert looked_at(monkeypatch, most, {}) == (TEXT, MOST_PARTS)
+    more = {"anyOf": [{"type": "string"} for _ in range(3 * MOST_PARTS)]}
+    assert looked_at(monkeypatch, more, {})[0] is None
+
+
+def test_a_long_reference_leads_nowhere() -> None:
+    deep = "#" + "/a" * (MOST_REFERENCE_CHARS // 2)
+    root: dict[str, Any] = {"type": "string"}
+    for _ in range(MOST_REFERENCE_CHARS // 2):
+        root = {"a": root}
+    assert types_of({"$ref": deep}, root) is None  # a character more than is read
+    assert types_of({"$ref": deep[:-2]}, {"a": root["a"]["a"]}) == TEXT
+
+
+def test_references_that_go_round_are_followed_to_no_end() -> None:
+    round_ = {"$defs": {"a": referring("b"), "b": referring("a")}}
+    assert "$ref" in resolved(referring("a"), round_)
