@@ -2,10 +2,20 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from splittime.text import argument_types
-from splittime.text.argument_types import MOST_PARTS, MOST_REFERENCE_CHARS, resolved, types_of
+from splittime.text.argument_types import (
+    MOST_PARTS,
+    MOST_REFERENCE_CHARS,
+    python_value_of,
+    resolved,
+    types_of,
+    value_of,
+)
+from splittime.text.tool_families import FAMILIES
+from splittime.text.tool_parser import ToolParser
 
 TEXT = frozenset({"string"})
 
@@ -71,3 +81,37 @@ def test_a_long_reference_leads_nowhere() -> None:
 def test_references_that_go_round_are_followed_to_no_end() -> None:
     round_ = {"$defs": {"a": referring("b"), "b": referring("a")}}
     assert "$ref" in resolved(referring("a"), round_)
+
+
+@pytest.mark.parametrize("written", ['"\\ud83d"', '["a", {"\\ud83d": 1}]', "NaN", "[1, -Infinity]", '{"a": 1e999}', "1e999"])
+def test_a_value_that_no_answer_can_hold_is_the_text_that_was_written(written: str) -> None:
+    assert value_of(written, None) == written
+    assert value_of(written, frozenset({"number", "array", "object"})) == written
+    assert python_value_of(written) == written
+
+
+@pytest.mark.parametrize("written", ["'\\ud83d'", "('a', 1e999)", "{'a': b'x'}", "{1, 2}", "{(1, 2): 3}", "2j"])
+def test_a_literal_that_is_no_json_is_the_text_that_was_written(written: str) -> None:
+    assert python_value_of(written) == written
+
+
+def test_values_that_an_answer_can_hold_are_read() -> None:
+    assert value_of('["\\ud83d\\ude00", 1e9]', None) == ["😀", 1e9]
+    assert python_value_of("('\\u00e9', {'a': None})") == ("é", {"a": None})
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("pythonic", "[f(a=", ")]"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
+    ],
+)
+@pytest.mark.parametrize("written", ['"\\ud83d"', "NaN", "-1e999"])
+def test_arguments_of_calls_are_always_text_that_json_can_hold(
+    family: str, before: str, after: str, written: str
+) -> None:
+    parser = ToolParser(FAMILIES[family], {"f": {"type": "object"}})
+    (call,) = parser.push(before + written + after, is_end=True).calls
+    sent = msgspec.json.encode(call.arguments).decode()
+    assert msgspec.json.decode(msgspec.json.decode(sent)) == {"a": written}

@@ -108,7 +108,7 @@ def value_of(written: str, types: frozenset[str] | None) -> Any:
     if is_text(types):
         return written
     try:
-        value = _WORDS[written.strip()] if written.strip() in _WORDS else json.loads(written)
+        value = _json_value(written)
     except (ValueError, RecursionError):
         return written
     found = type_of(value)
@@ -120,16 +120,27 @@ def python_value_of(written: str) -> Any:
     """Returns the value of a literal of Python's, or of JSON's; the text itself where it is neither."""
     bare = written.strip()
     try:
-        return _WORDS[bare] if bare in _WORDS else json.loads(bare)
+        return _json_value(bare)
     except (ValueError, RecursionError):
         pass
     if len(bare) > MAX_LITERAL_CHARS or _depth(bare) > MAX_LITERAL_DEPTH:
         return bare
     try:
-        value = ast.literal_eval(bare)
-        json.dumps(value, allow_nan=False)
+        return _writable(ast.literal_eval(bare))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return bare
+
+
+def _json_value(written: str) -> Any:
+    """Returns the value of JSON, or of a word of Python's. Raises ValueError for what is neither, or not writable."""
+    bare = written.strip()
+    return _WORDS[bare] if bare in _WORDS else _writable(json.loads(written))
+
+
+def _writable(value: Any) -> Any:
+    """Returns the value. Raises ValueError for one with half of a surrogate pair, an infinity or NaN in it, and
+    TypeError for one of a type that JSON has not: no answer can hold them."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     return value
 
 
