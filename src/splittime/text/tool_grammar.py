@@ -36,16 +36,34 @@ def grammar_of_calls(
     """Returns the grammar of answers that call tools. may_answer: or that are a text, or (where the family marks
     calls) have one before them. may_repeat: more than one call. token_ids: of marks that are tokens. Raises
     RequestError, which names the tool, for a schema that is too large or too deep or cannot be held to."""
-    rules = [rule for rule in _Rules(family, tools, token_ids).written(may_answer, may_repeat) if rule]
-    written = "\n".join(dict.fromkeys(rules))
-    if len(written) > MAX_SCHEMA_CHARS:
+    rules: dict[str, None] = {}
+    size = 0
+    for rule in _Rules(family, tools, token_ids).written(may_answer, may_repeat):
+        if rule and rule not in rules:
+            rules[rule] = None
+            size += len(rule)
+            _require_size(size)
+    return of_lark("\n".join(rules), "tools")
+
+
+def _require_size(size: int) -> None:
+    """Raises RequestError before more rules are written."""
+    if size > MAX_SCHEMA_CHARS:
         raise RequestError(
-            f"tools have {len(written)} characters, more than {MAX_SCHEMA_CHARS}",
+            f"tools have more than {MAX_SCHEMA_CHARS} characters",
             param="tools",
-            value=len(written),
             limit=MAX_SCHEMA_CHARS,
+            hint="give fewer tools, or smaller schemas of their arguments",
         )
-    return of_lark(written, "tools")
+
+
+def _require_checkable(schema: Mapping[str, Any], param: str) -> None:
+    """Raises RequestError for a schema too large or too deep to be looked at for each argument."""
+    require_depth(schema, param)
+    size = len(json.dumps(schema, ensure_ascii=False))
+    if size > MAX_SCHEMA_CHARS:
+        said = f"{param} has {size} characters, more than {MAX_SCHEMA_CHARS}"
+        raise RequestError(said, param=param, value=size, limit=MAX_SCHEMA_CHARS)
 
 
 class _Rules:
@@ -69,7 +87,7 @@ class _Rules:
             yield f"next: {self._literal(family.between + family.begin)} call {end}"
         yield f"call: {' | '.join(f'call_{index}' for index in range(len(self._tools)))}"
         for index, tool in enumerate(self._tools):
-            require_depth(tool.parameters, _param(index))
+            _require_checkable(tool.parameters, _param(index))
             yield from self._calls(index, tool)
 
     def _literal(self, text: str) -> str:

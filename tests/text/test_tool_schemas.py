@@ -1,0 +1,64 @@
+"""Schemas of tools that a grammar is not made of, or only so far: by size, by shape and by keyword."""
+
+from typing import Any
+
+import pytest
+
+from splittime.core.errors import RequestError
+from splittime.text import tool_grammar
+from splittime.text.grammars import MAX_SCHEMA_CHARS
+from splittime.text.tool_families import FAMILIES, Tool
+from splittime.text.tool_grammar import grammar_of_calls
+
+OWN_FORMS = ("qwen3_coder", "glm45", "pythonic", "lfm2", "olmo3")
+TAGGED = OWN_FORMS[:2]
+
+
+def grammar(family: str, *schemas: dict[str, Any]) -> str:
+    tools = [Tool(f"f{at}", schema, True) for at, schema in enumerate(schemas)]
+    return grammar_of_calls(FAMILIES[family], tools, may_answer=False, may_repeat=True)
+
+
+def refused(family: str, *schemas: dict[str, Any]) -> Any:
+    with pytest.raises(RequestError) as error:
+        grammar(family, *schemas)
+    return error.value.info
+
+
+# ---- size
+
+
+@pytest.fixture
+def written_chars(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The characters of each rule of JSON that was written."""
+    plain, sizes = tool_grammar.json_schema_rule, []
+
+    def noted(schema: Any) -> str:
+        rule = plain(schema)
+        sizes.append(len(rule))
+        return rule
+
+    monkeypatch.setattr(tool_grammar, "json_schema_rule", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+def test_no_more_rules_are_written_once_they_are_too_large(family: str, written_chars: list[int]) -> None:
+    properties = {f"p{at}": {"$ref": "#/$defs/a"} for at in range(100)}
+    info = refused(family, {"properties": properties, "$defs": {"a": {"const": 1, "title": "x" * 20_000}}})
+    assert info.message == f"tools have more than {MAX_SCHEMA_CHARS} characters"
+    assert (info.param, info.limit) == ("tools", MAX_SCHEMA_CHARS)
+    assert len(written_chars) == MAX_SCHEMA_CHARS // 20_000 + 1
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+def test_a_schema_that_is_too_large_itself_has_no_rule_written(family: str, written_chars: list[int]) -> None:
+    assert refused(family, {}, {"x": "y" * MAX_SCHEMA_CHARS}).param == "tools[1].function.parameters"
+    assert sum(written_chars) < 1000
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tools_are_measured_together(family: str) -> None:
+    large = {"properties": {"a": {"type": "integer", "title": "x" * (MAX_SCHEMA_CHARS // 2)}}}
+    grammar(family, large)
+    assert refused(family, large, large).param == "tools"
