@@ -62,3 +62,48 @@ def test_tools_are_measured_together(family: str) -> None:
     large = {"properties": {"a": {"type": "integer", "title": "x" * (MAX_SCHEMA_CHARS // 2)}}}
     grammar(family, large)
     assert refused(family, large, large).param == "tools"
+
+
+# ---- shape
+
+
+class ListThatIsNotSearched(list):
+    def __contains__(self, wanted: object) -> bool:
+        raise AssertionError("a list is searched for each argument")
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+def test_the_names_that_must_be_are_not_searched_for_each_argument(family: str) -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "required": ListThatIsNotSearched(["b", "a"])}
+    assert grammar(family, schema) == grammar(family, {**schema, "required": ["b", "a"]})
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ({"required": 5}, "required"),
+        ({"required": "a"}, "required"),
+        ({"required": [["a"]]}, "required"),
+        ({"required": [1]}, "required"),
+        ({"properties": ["x"]}, "properties"),
+        ({"properties": 5}, "properties"),
+        ({"properties": {"a": 5}}, "properties.a"),
+        ({"properties": {"a": None}}, "properties.a"),
+    ],
+)
+def test_what_has_not_the_shape_of_a_schema_is_refused_by_its_place(family: str, schema: dict, where: str) -> None:
+    info = refused(family, {}, schema)
+    assert (info.param, info.status) == (f"tools[1].function.parameters.{where}", 400)
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("values", [5, "ab", {}])
+def test_an_enum_that_is_no_list_is_refused(family: str, values: Any) -> None:
+    info = refused(family, {"properties": {"a": {"type": "string", "enum": values}}})
+    assert info.param == "tools[0].function.parameters.enum"
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+def test_what_is_null_is_not_given(family: str) -> None:
+    assert grammar(family, {"properties": None, "required": None}) == grammar(family, {})

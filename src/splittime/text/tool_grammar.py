@@ -149,6 +149,8 @@ class _Rules:
             return f"{rule}: {rule}_json {after}\n{rule}_json: %json {_rooted(schema, root)}"
         found = resolved(schema, root)
         texts = [found["const"]] if "const" in found else found.get("enum")
+        if texts is not None and not isinstance(texts, list):
+            raise _misshapen(index, "enum", "a list")
         if texts is not None:
             return f"{rule}: ({' | '.join(json.dumps(text) for text in texts)}) {after}"
         _refuse(found, _OF_TEXTS, self._family, index)
@@ -197,11 +199,38 @@ def _properties(tool: Tool, index: int, family: ToolFamily) -> list[tuple[str, A
     """Returns each argument's name and schema, and whether it must be; None where any may be given."""
     schema = tool.parameters
     _refuse(schema, _OF_OBJECTS, family, index)
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    properties, required = _shown(schema, index), _required(schema, index)
     if not properties and not required and schema.get("additionalProperties", True) in (True, {}):
         return None
     named = {**properties, **{name: {} for name in required if name not in properties}}
     return [(name, each, name in required) for name, each in named.items() if each is not False]
+
+
+def _shown(schema: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Returns the schema of each argument. Raises RequestError where that is not what `properties` is."""
+    found = schema.get("properties")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise _misshapen(index, "properties", "an object of schemas")
+    wrong = next((name for name, each in found.items() if not isinstance(each, Mapping | bool)), None)
+    if wrong is not None:
+        raise _misshapen(index, f"properties.{wrong}", "a schema")
+    return found
+
+
+def _required(schema: Mapping[str, Any], index: int) -> Mapping[str, None]:
+    """Returns the names of arguments that must be, in order. Raises RequestError where `required` is no such list."""
+    found = schema.get("required")
+    if found is None:
+        return {}
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise _misshapen(index, "required", "a list of names")
+    return dict.fromkeys(found)
+
+
+def _misshapen(index: int, where: str, wanted: str) -> RequestError:
+    return RequestError(f"{_param(index)}.{where} is not {wanted}", param=f"{_param(index)}.{where}")
 
 
 def _refuse(schema: Mapping[str, Any], keywords: Sequence[str], family: ToolFamily, index: int) -> None:
