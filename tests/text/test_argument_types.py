@@ -9,8 +9,8 @@ from splittime.text import argument_types
 from splittime.text.argument_types import (
     MOST_PARTS,
     MOST_REFERENCE_CHARS,
+    followed,
     python_value_of,
-    resolved,
     types_of,
     value_of,
 )
@@ -27,7 +27,11 @@ def referring(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("schema", "defined", "types"),
     [
-        ({"anyOf": [{"type": "string"}, {"oneOf": [{"const": None}, {"enum": [1, 2.5]}]}]}, {}, "string null integer number"),
+        (
+            {"anyOf": [{"type": "string"}, {"oneOf": [{"const": None}, {"enum": [1, 2.5]}]}]},
+            {},
+            "string null integer number",
+        ),
         ({"anyOf": [{"type": "string"}, {}]}, {}, None),
         ({"type": ["integer", "null", ["x"]]}, {}, "integer null"),
         (referring("a"), {"a": referring("b"), "b": {"type": "boolean"}}, "boolean"),
@@ -78,12 +82,14 @@ def test_a_long_reference_leads_nowhere() -> None:
     assert types_of({"$ref": deep[:-2]}, {"a": root["a"]["a"]}) == TEXT
 
 
-def test_references_that_go_round_are_followed_to_no_end() -> None:
+def test_references_that_go_round_are_followed_so_far() -> None:
     round_ = {"$defs": {"a": referring("b"), "b": referring("a")}}
-    assert "$ref" in resolved(referring("a"), round_)
+    assert len(followed(referring("a"), round_)) == MOST_PARTS + 1
 
 
-@pytest.mark.parametrize("written", ['"\\ud83d"', '["a", {"\\ud83d": 1}]', "NaN", "[1, -Infinity]", '{"a": 1e999}', "1e999"])
+@pytest.mark.parametrize(
+    "written", ['"\\ud83d"', '["a", {"\\ud83d": 1}]', "NaN", "[1, -Infinity]", '{"a": 1e999}', "1e999"]
+)
 def test_a_value_that_no_answer_can_hold_is_the_text_that_was_written(written: str) -> None:
     assert value_of(written, None) == written
     assert value_of(written, frozenset({"number", "array", "object"})) == written

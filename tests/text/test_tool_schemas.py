@@ -107,3 +107,58 @@ def test_an_enum_that_is_no_list_is_refused(family: str, values: Any) -> None:
 @pytest.mark.parametrize("family", OWN_FORMS)
 def test_what_is_null_is_not_given(family: str) -> None:
     assert grammar(family, {"properties": None, "required": None}) == grammar(family, {})
+
+
+# ---- what a call cannot be held to
+
+
+COMBINED = [(word, [{"type": "string"}]) for word in ("anyOf", "oneOf", "allOf")]
+COMBINED += [("not", {"const": "x"}), ("if", {"const": "x"})]
+LIMITS = [*COMBINED, ("pattern", "x"), ("minLength", 1), ("maxLength", 2)]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(("keyword", "value"), [*LIMITS, ("format", "date")])
+def test_a_text_between_marks_is_not_held_to_other_rules(family: str, keyword: str, value: Any) -> None:
+    info = refused(family, {}, {"properties": {"a": {"type": "string", keyword: value}}})
+    assert (info.param, info.value) == ("tools[1].function.parameters", keyword)
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(("keyword", "value"), LIMITS)
+def test_nor_is_one_of_a_list(family: str, keyword: str, value: Any) -> None:
+    assert refused(family, {"properties": {"a": {"enum": ["x", "yyy"], keyword: value}}}).value == keyword
+    grammar(family, {"properties": {"a": {"enum": ["x", "yyy"], "format": "enum"}}})
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(("keyword", "value"), [*LIMITS, ("enum", ["x"]), ("const", "x"), ("format", "date")])
+def test_nor_is_one_to_rules_beside_a_reference(family: str, keyword: str, value: Any) -> None:
+    defined = {"text": {"type": "string"}, "other": {"$ref": "#/$defs/text", keyword: value}}
+    for named in (defined["other"], {"$ref": "#/$defs/other"}):
+        assert refused(family, {"properties": {"a": named}, "$defs": defined}).value == keyword
+    grammar(family, {"properties": {"a": {"$ref": "#/$defs/text", "title": "A"}}, "$defs": defined})
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_alternatives_that_are_not_all_texts_are_held_to_as_json(family: str) -> None:
+    grammar(family, {"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}})
+
+
+@pytest.mark.parametrize("family", [family for family in OWN_FORMS if family not in TAGGED])
+@pytest.mark.parametrize(("keyword", "value"), [("allOf", [{"const": True}]), ("const", True)])
+def test_a_truth_that_is_held_to_more_is_written_as_json(family: str, keyword: str, value: Any) -> None:
+    limited = grammar(family, {"properties": {"a": {"type": "boolean", keyword: value}}})
+    assert "True" not in limited
+    assert "True" in grammar(family, {"properties": {"a": {"type": "boolean"}}})
+
+
+@pytest.mark.parametrize("family", OWN_FORMS)
+@pytest.mark.parametrize("properties", [{}, {"a": {"type": "integer"}}])
+def test_arguments_of_any_name_are_not_held_to_a_schema(family: str, properties: dict) -> None:
+    info = refused(family, {"properties": properties, "additionalProperties": {"type": "integer"}})
+    assert (info.param, info.value) == ("tools[0].function.parameters", "additionalProperties")
+    free = grammar(family, {"properties": properties})
+    for anything in (None, True, {}):
+        assert grammar(family, {"properties": properties, "additionalProperties": anything}) == free
+    assert (grammar(family, {"properties": properties, "additionalProperties": False}) == free) == bool(properties)

@@ -13,18 +13,16 @@ MAX_LITERAL_DEPTH = 64
 _WORDS = {"True": True, "False": False, "None": None}  # as some templates write them
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Returns the schema that a chain of references within `root` leads to; as it is where they lead nowhere."""
-    for _ in range(MOST_PARTS):
-        found = _behind_reference(schema, root)
-        if found is None:
-            break
-        schema = found
-    return schema
+def followed(schema: Any, root: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the schema and, in order, those that its chain of references within `root` leads to."""
+    chain = [schema]
+    while len(chain) <= MOST_PARTS and (found := _behind_reference(chain[-1], root)) is not None:
+        chain.append(found)
+    return chain
 
 
 def _behind_reference(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Returns what the schema's reference leads to; None where it has none, or one that leads nowhere or is too long."""
+    """Returns what the reference in this schema leads to; None for none, or one too long or that leads nowhere."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or len(reference) > MOST_REFERENCE_CHARS or not reference.startswith("#/"):
         return None

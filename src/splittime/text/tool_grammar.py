@@ -2,7 +2,7 @@
 
 Properties come in the order of the schema, those that are not required or not. Where a family writes texts as they are
 (`Style.TAGGED`), a text may be anything up to the mark behind it, or one of an enum's; what cannot be held to there
-(a pattern, a length, properties that depend on others) is refused by its keyword.
+(a pattern, a length, alternatives, properties that depend on others) is refused by its keyword.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splittime.core.errors import RequestError
-from splittime.text.argument_types import is_text, resolved, types_of
+from splittime.text.argument_types import followed, is_text, types_of
 from splittime.text.grammars import MAX_SCHEMA_CHARS, json_schema_rule, of_lark, require_depth
 from splittime.text.lark import literal, up_to, without
 from splittime.text.marks import trigger
@@ -18,9 +18,11 @@ from splittime.text.tool_families import Style, Tool, ToolFamily
 
 NO_IDS: Mapping[str, int] = {}
 _NAME = "ARGUMENT: /[a-zA-Z0-9_.-]{1,64}/"
-_OF_TEXTS = ("pattern", "minLength", "maxLength", "format")
+_COMBINED = ("anyOf", "oneOf", "allOf", "not", "if")
+_OF_LISTED_TEXTS = (*_COMBINED, "pattern", "minLength", "maxLength")
+_OF_TEXTS = ("format",)  # that no list says
 _OF_OBJECTS = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
+    *(*_COMBINED, "enum", "const", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "$ref"),
 )
 
@@ -147,14 +149,23 @@ class _Rules:
         after = self._literal(self._family.after_value)
         if not is_text(types_of(schema, root)):
             return f"{rule}: {rule}_json {after}\n{rule}_json: %json {_rooted(schema, root)}"
-        found = resolved(schema, root)
-        texts = [found["const"]] if "const" in found else found.get("enum")
-        if texts is not None and not isinstance(texts, list):
-            raise _misshapen(index, "enum", "a list")
+        texts = self._texts_allowed(followed(schema, root), index)
         if texts is not None:
             return f"{rule}: ({' | '.join(json.dumps(text) for text in texts)}) {after}"
-        _refuse(found, _OF_TEXTS, self._family, index)
         return up_to(rule, self._family.after_value, self._ids)
+
+    def _texts_allowed(self, chain: Sequence[Any], index: int) -> Sequence[str] | None:
+        """Returns the texts that a chain of references allows; None for any. Raises RequestError for other rules."""
+        *referring, found = chain
+        for each in referring:
+            _refuse(each, ("const", "enum", *_OF_LISTED_TEXTS, *_OF_TEXTS), self._family, index)
+        _refuse(found, _OF_LISTED_TEXTS, self._family, index)
+        texts = [found["const"]] if "const" in found else found.get("enum")
+        if texts is None:
+            _refuse(found, _OF_TEXTS, self._family, index)
+        elif not isinstance(texts, list):
+            raise _misshapen(index, "enum", "a list")
+        return texts
 
     def _python(self, index: int, tool: Tool) -> Iterator[str]:
         given = _properties(tool, index, self._family)
@@ -182,8 +193,9 @@ def _separated(rule: str, at: int, is_required: bool) -> Iterator[str]:
 
 
 def _python_value(rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    types = types_of(schema, root)
-    if types == {"boolean"} and "enum" not in resolved(schema, root) and "const" not in resolved(schema, root):
+    if types_of(schema, root) == {"boolean"} and not any(
+        keyword in each for each in followed(schema, root) for keyword in ("enum", "const", *_COMBINED)
+    ):
         yield f'{rule}: "True" | "False"'
         return
     yield f"{rule}: %json {_rooted(schema, root)}"
@@ -199,8 +211,11 @@ def _properties(tool: Tool, index: int, family: ToolFamily) -> list[tuple[str, A
     """Returns each argument's name and schema, and whether it must be; None where any may be given."""
     schema = tool.parameters
     _refuse(schema, _OF_OBJECTS, family, index)
+    others = schema.get("additionalProperties")
+    if not (others is None or isinstance(others, bool) or others == {}):
+        _refuse(schema, ("additionalProperties",), family, index)
     properties, required = _shown(schema, index), _required(schema, index)
-    if not properties and not required and schema.get("additionalProperties", True) in (True, {}):
+    if not properties and not required and others is not False:
         return None
     named = {**properties, **{name: {} for name in required if name not in properties}}
     return [(name, each, name in required) for name, each in named.items() if each is not False]
