@@ -15,7 +15,7 @@ from splittime.text.call_heads import CallHead, Nesting, read_members, read_name
 from splittime.text.marks import behind, overlap, trigger
 from splittime.text.tool_families import Style, ToolFamily
 
-MOST_HEAD_CHARS = 1024  # of a call, up to its arguments
+MOST_HEAD_CHARS = 1024  # of a call, up to its arguments; of an argument, up to its value (python)
 _POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))""")  # a value without a name
 _KEYWORD = re.compile(r"[\s,]*([^\s=(),]+)\s*=")
 
@@ -193,9 +193,12 @@ class PythonReader(CallReader):
             self.arguments += "{}" if self._is_first else "}"
             self.is_over = True
             return bare[1:]
-        found = _KEYWORD.match(text)
-        self._is_skipped = found is None
-        if found is None and not _POSITIONAL.match(text):
+        if bare != text:
+            return bare
+        head = text[:MOST_HEAD_CHARS]
+        found = _KEYWORD.match(head)
+        self._is_skipped = found is None  # as is what is too long for a name
+        if found is None and len(text) < MOST_HEAD_CHARS and not _POSITIONAL.match(head):
             return None
         self._written, self._state = "", self._value
         if found is None:
