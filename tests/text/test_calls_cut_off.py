@@ -48,7 +48,39 @@ def test_a_name_of_an_argument_is_looked_for_in_a_bounded_text(patterns: list[Me
     assert 0 < max(each.longest for each in patterns) <= MOST_HEAD_CHARS
 
 
-def test_what_is_too_long_for_a_name_is_a_value_without_one() -> None:
-    for length, call in ((MOST_HEAD_CHARS - 1, f'f{{"{"x" * (MOST_HEAD_CHARS - 1)}": 2, "a": 1}}'), (1024, 'f{"a": 1}')):
-        text = f"[f({'x' * length}=2, a=1)]"
-        assert read("pythonic", text) == read("pythonic", *text) == ("", call)
+@pytest.mark.parametrize(
+    ("length", "call"),
+    [
+        (MOST_HEAD_CHARS - 1, f'f{{"{"x" * (MOST_HEAD_CHARS - 1)}": 2, "a": 1}}'),
+        (MOST_HEAD_CHARS, 'f{"a": 1}'),
+    ],
+)
+def test_what_is_too_long_for_a_name_is_a_value_without_one(length: int, call: str) -> None:
+    text = f"[f({'x' * length}=2, a=1)]"
+    assert read("pythonic", text) == read("pythonic", *text) == ("", call)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        *(("pythonic", text) for text in ("[Paris", "[", "[f", "[ Paris, ,", "[, ", "[Par is")),
+        *(("llama3_json", text) for text in ('{"na', "{", '{"name": "f', '{"name": "f", "parameters":')),
+    ],
+)
+def test_the_answer_of_a_bare_family_that_ends_before_a_name_is_a_text(family: str, text: str) -> None:
+    assert read(family, text) == read(family, *text) == (text, "")
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "call"),
+    [
+        ("pythonic", "[f(", "f"),
+        ("pythonic", "[f(a=1), g", 'f{"a": 1}'),
+        ("llama3_json", '{"name": "f", "parameters": {', "f{"),
+        ("llama3_json", '{"name": "f", "parameters": {}}; {"na', "f{}"),
+        ("hermes", '<tool_call>\n{"na', ""),
+        ("lfm2", "<|tool_call_start|>[Paris", ""),
+    ],
+)
+def test_behind_a_call_or_a_mark_what_is_cut_off_stays_cut_off(family: str, text: str, call: str) -> None:
+    assert read(family, text) == read(family, *text) == ("", call)

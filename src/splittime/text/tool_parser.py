@@ -3,7 +3,7 @@
 What may be the beginning of a mark is held back, so that no mark is ever part of the content. A call is told once its
 name is whole and is that of a tool; its arguments follow as the model writes them (`text.call_readers`). What looked
 like a call and is none (no tool's name, no JSON) is content, without the marks. What an answer's end cuts off stays cut
-off: nothing is added.
+off: nothing is added. Where no mark told a call from a text, and no name was read, the text is the answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,6 +109,8 @@ class ToolParser:
         if closed is None or begun is None:
             return self._no_call() if is_end and self._kept else False
         is_call = begun != text or not family.begin
+        if self._kept:  # white space in front is content too, if no call follows
+            self._kept += self._text[: len(self._text) - len(text)]
         self._text, self._state = (begun, self._begin_call) if is_call else (text, self._in_content)
         return True
 
@@ -127,7 +129,7 @@ class ToolParser:
         reader = self._reader
         was_known = reader.name is not None
         self._text = reader.feed(self._text, is_end=is_end)
-        if reader.is_none:
+        if reader.is_none or (is_end and self._is_text_so_far()):
             return self._no_call()
         if reader.name is not None and not was_known:
             self._calls.append(CallDelta(self.num_calls, reader.name, "", reader.number))
@@ -138,6 +140,10 @@ class ToolParser:
         if reader.is_over:
             self._state = self._after_call
         return reader.is_over
+
+    def _is_text_so_far(self) -> bool:
+        """Whether all of the answer is a text that only begins as calls do, in a family without marks."""
+        return self._family.is_bare and not self.num_calls and self._reader.name is None
 
     def _no_call(self) -> bool:
         """What came is content after all."""
