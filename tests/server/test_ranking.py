@@ -13,6 +13,7 @@ from . import conftest
 from .conftest import TEMPLATE, LiveServer
 
 YES, NO = 257, 258
+MANY, LONG = ["a"] * 128, "q" * 40_000
 THINKING = TEMPLATE.replace("<|assistant|>", "<|assistant|>{% if enable_thinking is false %}<>{% endif %}")
 
 
@@ -93,6 +94,9 @@ def test_scores_of_pairs(live: LiveServer, text_1: object, text_2: object, pairs
         ("rerank", {"query": "q", "documents": ["a"], "model": "x"}, "model", "no model"),
         ("rerank", {"query": "q", "documents": ["a" * 5000]}, "prompt", "at most 4096"),
         ("score", {"text_1": ["q", "r"], "text_2": ["a"]}, "text_1", "can have one, or as many"),
+        ("rerank", {"query": LONG, "documents": MANY}, "documents", "characters, each with its query"),
+        ("rerank", {"query": "q", "documents": MANY, "instruction": LONG}, "documents", "more than 4194304"),
+        ("score", {"text_1": LONG, "text_2": MANY}, "text_2", "more than 4194304"),
     ],
 )
 def test_refusals_name_the_field(live: LiveServer, path: str, body: dict, param: str, words: str) -> None:

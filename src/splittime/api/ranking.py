@@ -41,6 +41,7 @@ JUDGE = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+MAX_ASKED_CHARS = 2**22  # of all questions together, each with its query, text and instruction
 OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "variables": {"enable_thinking": False}}
 SeveralTexts = Annotated[list[str], Meta(min_length=1)]
 MODEL = Meta(description="A name from /v1/models; default: the model served.")
@@ -165,14 +166,26 @@ def _ask(
     if len(pairs) > most:
         said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
         raise RequestError(said, param=param, value=len(pairs), limit=most, hint=hint)
+    instruction = body.instruction or INSTRUCTION
+    _require_short(pairs, instruction, param)
     return RankAsk(
         endpoint="rerank" if isinstance(body, RerankBody) else "score",
         model=body.model or model.name,
         sampling=SamplingParams(max_tokens=0, pooling=LOGITS),
         include_timing=timing,
         pairs=tuple(pairs),
-        instruction=body.instruction or INSTRUCTION,
+        instruction=instruction,
     )
+
+
+def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: str) -> None:
+    """Raises `RequestError` for questions that are too long together: each repeats the query and the instruction, so
+    that a body of 4 MB could become 500 MB of them."""
+    asked = sum(len(query) + len(text) for query, text in pairs) + len(instruction) * len(pairs)
+    if asked > MAX_ASKED_CHARS:
+        said = f"{param} come to {asked} characters, each with its query and the instruction, more than {MAX_ASKED_CHARS}"
+        hint = "each has the query too: send fewer texts, or shorter ones"
+        raise RequestError(said, param=param, value=asked, limit=MAX_ASKED_CHARS, hint=hint)
 
 
 # ---- the answer
