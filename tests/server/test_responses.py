@@ -8,7 +8,7 @@ import pytest
 from splittime.api.limits import ModelInfo
 from splittime.api.response_answers import whole
 from splittime.api.response_events import ResponseEvents
-from splittime.api.response_items import chat_messages, items_of
+from splittime.api.response_items import ItemCall, ItemMessage, chat_messages, items_of
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
@@ -329,6 +329,23 @@ def test_items_become_a_chats_messages() -> None:
         {"role": "assistant", "content": "c", "tool_calls": [{**function, "id": "c1"}]}
     ]
     assert [each["content"] for each in chat_of(said, said)] == ["c", "c"]
+
+
+class Apart(str):
+    """A text that is not to be copied with each that follows it."""
+
+    def __add__(self, other: str) -> str:
+        raise AssertionError(f"{self} is copied")
+
+    __radd__ = __add__
+
+
+def test_the_texts_of_one_message_are_joined_once() -> None:
+    systems = [ItemMessage(role="system", content=Apart(each)) for each in "bcd"]
+    assert chat_messages(Apart("a"), systems) == [{"role": "system", "content": "a\n\nb\n\nc\n\nd"}]
+    call = ItemCall(call_id="c", name="f", arguments="{}", type="function_call")
+    said = [ItemMessage(role="assistant", content=Apart(each)) for each in "xyz"]
+    assert [each["content"] for each in chat_messages(None, [call, *said])] == ["xyz"]
 
 
 def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> None:
