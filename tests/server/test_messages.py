@@ -105,6 +105,13 @@ def test_refusals_have_the_apis_form(live: LiveServer, more: dict, word: str, ki
     assert word in answer["error"]["message"]
 
 
+def test_what_a_chat_cannot_have_is_refused_in_counting_too(live: LiveServer) -> None:
+    body = {"messages": ASKED["messages"], "tools": [{"name": "get weather", "input_schema": {}}]}
+    status, _, counted = post(live, body, "/v1/messages/count_tokens")
+    assert (status, counted["error"]["param"]) == (400, "tools[...].function.name")
+    assert post(live, {**ASKED, **body})[2] == counted
+
+
 def test_versions_and_keys(live: LiveServer) -> None:
     status, _, answer = post(live, ASKED, **{"anthropic-version": "2099-01-01"})
     assert (status, answer["type"]) == (400, "error")
