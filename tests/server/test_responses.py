@@ -362,6 +362,17 @@ def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> 
     assert live.engine.submitted[-1].sampling.grammar
 
 
+LARGE = {"type": "object", "default": 2**64, "minimum": -(10**30)}
+
+
+def test_a_schema_that_is_repeated_may_have_numbers_of_more_than_64_bits(live: LiveServer) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": LARGE}
+    more = {"text": {"format": form}, "tools": [{**TOOL, "parameters": LARGE}], "tool_choice": "none"}
+    for response in (ask(live, **more), streamed(live, **more)[-1]["response"]):
+        assert response["text"]["format"]["schema"] == response["tools"][0]["parameters"] == LARGE
+        assert live.get(f"/v1/responses/{response['id']}", **KEY)[2] == response
+
+
 DEEP: dict = {}
 for _ in range(70):
     DEEP = {"not": DEEP}
@@ -383,6 +394,7 @@ REFUSED = [
     ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "as a function"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
     ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
+    ({"tools": [{**TOOL, "parameters": LARGE}]}, "tools", "write such a number as a text"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "leave"),

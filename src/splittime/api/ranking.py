@@ -183,9 +183,9 @@ def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: st
     that a body of 4 MB could become 500 MB of them."""
     asked = sum(len(query) + len(text) for query, text in pairs) + len(instruction) * len(pairs)
     if asked > MAX_ASKED_CHARS:
-        said = f"{param} come to {asked} characters, each with its query and the instruction, more than {MAX_ASKED_CHARS}"
-        hint = "each has the query too: send fewer texts, or shorter ones"
-        raise RequestError(said, param=param, value=asked, limit=MAX_ASKED_CHARS, hint=hint)
+        most, hint = MAX_ASKED_CHARS, "each has the query too: send fewer texts, or shorter ones"
+        said = f"{param} come to {asked} characters, each with its query and the instruction; at most {most} can be"
+        raise RequestError(said, param=param, value=asked, limit=most, hint=hint)
 
 
 # ---- the answer
