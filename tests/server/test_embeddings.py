@@ -156,6 +156,17 @@ def test_each_has_an_account_that_closes(live: LiveServer) -> None:
     assert live.get("/ledger/requests/embd-e2")[0] == 200
 
 
+@pytest.mark.parametrize("given", [["a", "bcdefg"], ["bcdefg", "a"]])
+def test_the_answers_timing_is_that_of_the_embedding_that_came_last(launch, given: list[str]) -> None:
+    live = launch(model={"pooling": NAMED}, prefill_chunk=1)
+    status, _, answer = live.post(PATH, {"input": given}, {"X-Include-Timing": "1"})
+    assert status == 200
+    last = max(live.ledger.accounts(), key=lambda account: account.prompt_tokens)
+    (told,) = [each for each in answer["timing"]["stages"] if each["stage"] == "deliver"]
+    (begin_ns,) = [each.begin_ns for each in last.intervals if each.stage is Stage.DELIVER]
+    assert told["begin_ns"] == begin_ns - last.start_ns
+
+
 def test_generations_metrics_do_not_count_it(live: LiveServer) -> None:
     embedded(live, "abc")
     text = live.get("/metrics")[2].decode()

@@ -286,6 +286,7 @@ def test_a_stream_that_fails_says_so_with_what_it_had() -> None:
     told = checked(events_of(chunk({"content": "ab"}), error))
     assert (told[-1]["type"], told[-1]["response"]["status"]) == ("response.failed", "failed")
     assert told[-1]["response"]["error"] == {"code": "deadline_exceeded", "message": "late"}
+    assert (told[0]["response"]["store"], told[-1]["response"]["store"]) == (True, False)
     (alone, end) = events_of(error).decode().split("\n\n")[:-1]
     assert json.loads(alone.split("data: ")[1])["message"] == "late"
     assert end == "data: [DONE]"

@@ -195,7 +195,7 @@ class ResponseEvents:
             return {"type": "error", "code": code, "message": message, "param": error["param"]}
         output = [*self._done, *([] if self._open is None else [self._open.item("incomplete")])]
         failed = response_of(self._asked, self._head, "failed", output, error={"code": code, "message": message})
-        return {"type": "response.failed", "response": failed}
+        return {"type": "response.failed", "response": failed | {"store": False}}  # only what is whole is kept
 
     @property
     def _next_index(self) -> int:
