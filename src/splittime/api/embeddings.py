@@ -146,9 +146,10 @@ def _inputs(given: str | Sequence[str | int | list[int]], model: ModelInfo, most
         raise RequestError(said, param="input", value=len(lists), limit=most, hint=hint)
     if kinds == {str}:
         return tuple(lists)
-    for ids in lists:
-        require_at_most(len(ids), model.max_model_len)
-    return tuple(check_token_ids(ids, model.vocab_size, "input") for ids in lists)
+    at = ["input"] if len(lists) == 1 else [f"input[{index}]" for index in range(len(lists))]
+    for ids, param in zip(lists, at, strict=True):
+        require_at_most(len(ids), model.max_model_len, param)
+    return tuple(check_token_ids(ids, model.vocab_size, param) for ids, param in zip(lists, at, strict=True))
 
 
 # ---- the answer
