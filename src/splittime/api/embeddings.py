@@ -87,9 +87,9 @@ class EmbeddingAsk(Ask):
 
 
 def embedding_ask(
-    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
+    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
 ) -> EmbeddingAsk:
-    """timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
+    """include_timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
     check_model(body.model, model)
     pooling = model.pooling
     require_pooling(pooling, model.name, body.dimensions)
@@ -100,7 +100,7 @@ def embedding_ask(
         model=body.model or model.name,
         prompts=_inputs(body.input, model, limits.max_choices),
         sampling=SamplingParams(pooling=pooling.kind, max_tokens=0, seed=0),
-        include_timing=timing,
+        include_timing=include_timing,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         pooling=pooling,

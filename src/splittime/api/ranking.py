@@ -135,14 +135,18 @@ class RankAsk(Ask):
         return replace(self, sampling=SamplingParams(pooling=LOGITS, allowed_token_ids=answers, max_tokens=0, seed=0))
 
 
-def rerank_ask(body: RerankBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
-    """timing: a header asks for it. marks: of no use to it. Raises `RequestError`."""
+def rerank_ask(
+    body: RerankBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
+) -> RankAsk:
+    """include_timing: a header asks for it. marks: of no use to it. Raises `RequestError`."""
     pairs = [(body.query, text) for text in body.documents]
-    ask = _ask(body, pairs, "documents", model, limits, timing)
+    ask = _ask(body, pairs, "documents", model, limits, include_timing)
     return replace(ask, top_n=body.top_n or 0, with_texts=body.return_documents is not False)
 
 
-def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
+def score_ask(
+    body: ScoreBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
+) -> RankAsk:
     """As `rerank_ask`."""
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     texts = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -150,7 +154,7 @@ def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: boo
         said = f"text_1 has {len(queries)} texts and text_2 {len(texts)}; it can have one, or as many"
         raise RequestError(said, param="text_1", value=len(queries), limit=[1, len(texts)])
     pairs = list(zip(queries * len(texts) if len(queries) == 1 else queries, texts, strict=True))
-    return _ask(body, pairs, "text_2", model, limits, timing)
+    return _ask(body, pairs, "text_2", model, limits, include_timing)
 
 
 def _ask(
@@ -159,7 +163,7 @@ def _ask(
     param: str,
     model: ModelInfo,
     limits: BodyLimits,
-    timing: bool,
+    include_timing: bool,
 ) -> RankAsk:
     check_model(body.model, model)
     most = limits.max_choices
@@ -172,7 +176,7 @@ def _ask(
         endpoint="rerank" if isinstance(body, RerankBody) else "score",
         model=body.model or model.name,
         sampling=SamplingParams(max_tokens=0, pooling=LOGITS),
-        include_timing=timing,
+        include_timing=include_timing,
         pairs=tuple(pairs),
         instruction=instruction,
     )
