@@ -180,9 +180,7 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
     return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
 
 
-def _ids_of_each(
-    work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
-) -> Iterator[tuple[int, ...]]:
+def _ids_of_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
     special, most = work.add_special_tokens, work.most_tokens
     for index, text in enumerate(texts):
