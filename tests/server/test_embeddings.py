@@ -104,9 +104,16 @@ def test_a_size_that_the_model_does_not_allow(launch, pooling: dict, dimensions:
         ({"input": [300]}, "input", "outside the vocabulary"),
         ({"input": ["a"] * 129}, "input", "129 entries, more than 128"),
         ({"input": [[1]] * 129}, "input", "129 entries, more than 128"),
-        ({"input": "a" * 65}, "prompt", "at most 64"),
-        ({"input": [1] * 65}, "prompt", "at most 64"),
-        ({"input": ""}, "prompt", "no tokens"),
+        ({"input": "a" * 65}, "input", "at most 64"),
+        ({"input": "a" * 5000}, "input", "at most 64"),
+        ({"input": ["a", "a" * 65]}, "input[1]", "at most 64"),
+        ({"input": ["a", "a" * 5000]}, "input[1]", "at most 64"),
+        ({"input": [1] * 65}, "input", "at most 64"),
+        ({"input": [[1], [1] * 65]}, "input[1]", "at most 64"),
+        ({"input": [[1], [300]]}, "input[1]", "outside the vocabulary"),
+        ({"input": ""}, "input", "no tokens"),
+        ({"input": [[]]}, "input", "no tokens"),
+        ({"input": ["a", ""]}, "input[1]", "no tokens"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
         ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
         ({"input": "a", "stream": True}, "stream", "no such field"),
@@ -154,6 +161,17 @@ def test_each_has_an_account_that_closes(live: LiveServer) -> None:
         seen = [interval.stage for interval in one.intervals]
         assert seen[-4:] == [Stage.HANDOFF, Stage.QUEUE, Stage.PREFILL, Stage.DELIVER]
     assert live.get("/ledger/requests/embd-e2")[0] == 200
+
+
+@pytest.mark.parametrize("given", [["a", "bcdefg"], ["bcdefg", "a"]])
+def test_the_answers_timing_is_that_of_the_embedding_that_came_last(launch, given: list[str]) -> None:
+    live = launch(model={"pooling": NAMED}, prefill_chunk=1)
+    status, _, answer = live.post(PATH, {"input": given}, {"X-Include-Timing": "1"})
+    assert status == 200
+    last = max(live.ledger.accounts(), key=lambda account: account.prompt_tokens)
+    (told,) = [each for each in answer["timing"]["stages"] if each["stage"] == "deliver"]
+    (begin_ns,) = [each.begin_ns for each in last.intervals if each.stage is Stage.DELIVER]
+    assert told["begin_ns"] == begin_ns - last.start_ns
 
 
 def test_generations_metrics_do_not_count_it(live: LiveServer) -> None:

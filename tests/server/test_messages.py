@@ -105,6 +105,13 @@ def test_refusals_have_the_apis_form(live: LiveServer, more: dict, word: str, ki
     assert word in answer["error"]["message"]
 
 
+def test_what_a_chat_cannot_have_is_refused_in_counting_too(live: LiveServer) -> None:
+    body = {"messages": ASKED["messages"], "tools": [{"name": "get weather", "input_schema": {}}]}
+    status, _, counted = post(live, body, "/v1/messages/count_tokens")
+    assert (status, counted["error"]["param"]) == (400, "tools[0].function.name")
+    assert post(live, {**ASKED, **body})[2] == counted
+
+
 def test_versions_and_keys(live: LiveServer) -> None:
     status, _, answer = post(live, ASKED, **{"anthropic-version": "2099-01-01"})
     assert (status, answer["type"]) == (400, "error")
@@ -114,13 +121,32 @@ def test_versions_and_keys(live: LiveServer) -> None:
     assert live.post("/v1/messages", ASKED, {"Authorization": "Bearer no", "x-api-key": "k"})[0] == 401
 
 
-def test_events_do_not_depend_on_how_the_stream_is_cut() -> None:
+def stream_of(*pieces: tuple[dict, str | None]) -> bytes:
+    """A chat's stream, which ends with an error. pieces: a delta, and why it ended."""
     usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
     chunk = {"id": "chatcmpl-a", "model": "m", "usage": usage}
-    pieces = [({"content": "ä"}, None), ({"content": "b"}, None), ({"content": ""}, "length")]
     choices = [{"index": 0, "delta": delta, "finish_reason": why} for delta, why in pieces]
     events = [json.dumps({**chunk, "choices": [choice]}, ensure_ascii=False) for choice in choices]
-    stream = "".join(f"data: {each}\n\n" for each in [*events, '{"error": {"message": "late"}}', "[DONE]"]).encode()
+    return "".join(f"data: {each}\n\n" for each in [*events, '{"error": {"message": "late"}}', "[DONE]"]).encode()
+
+
+def test_a_chunk_may_end_a_call_and_have_text_and_another_call() -> None:
+    first, last = [{"index": n, "id": f"c{n}", "function": {"name": "f", "arguments": "{"}} for n in (0, 1)]
+    more = {"index": 0, "function": {"arguments": "}"}}
+    both = {"reasoning_content": "t", "content": "x", "tool_calls": [more, last]}
+    raw = MessageEvents().feed(stream_of(({"tool_calls": [first]}, None), (both, "length")))
+    told = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: ")]
+    blocks = [each["content_block"]["type"] for each in told if each["type"] == "content_block_start"]
+    assert blocks == ["tool_use", "thinking", "text", "tool_use"]
+    written = ["", "", "", ""]
+    for each in (each for each in told if each["type"] == "content_block_delta"):
+        delta = each["delta"]
+        written[each["index"]] += delta.get("partial_json") or delta.get("text") or delta["thinking"]
+    assert written == ["{}", "t", "x", "{"]
+
+
+def test_events_do_not_depend_on_how_the_stream_is_cut() -> None:
+    stream = stream_of(({"content": "ä"}, None), ({"content": "b"}, None), ({"content": ""}, "length"))
     whole = MessageEvents().feed(stream)
     assert whole.count(b"event: ") == 8
     for size in (1, 7, 64):

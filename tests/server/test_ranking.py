@@ -13,6 +13,7 @@ from . import conftest
 from .conftest import TEMPLATE, LiveServer
 
 YES, NO = 257, 258
+MANY, LONG = ["a"] * 128, "q" * 40_000
 THINKING = TEMPLATE.replace("<|assistant|>", "<|assistant|>{% if enable_thinking is false %}<>{% endif %}")
 
 
@@ -91,8 +92,13 @@ def test_scores_of_pairs(live: LiveServer, text_1: object, text_2: object, pairs
         ("rerank", {"documents": ["a"]}, "query", "missing"),
         ("rerank", {"query": "q", "documents": ["a"], "rank_fields": []}, "rank_fields", "no such field"),
         ("rerank", {"query": "q", "documents": ["a"], "model": "x"}, "model", "no model"),
-        ("rerank", {"query": "q", "documents": ["a" * 5000]}, "prompt", "at most 4096"),
+        ("rerank", {"query": "q", "documents": ["a" * 5000]}, "documents", "at most 4096"),
+        ("rerank", {"query": "q", "documents": ["a", "a" * 5000]}, "documents[1]", "at most 4096"),
+        ("score", {"text_1": "q", "text_2": ["a", "a" * 5000]}, "text_2[1]", "at most 4096"),
         ("score", {"text_1": ["q", "r"], "text_2": ["a"]}, "text_1", "can have one, or as many"),
+        ("rerank", {"query": LONG, "documents": MANY}, "documents", "characters, each with its query"),
+        ("rerank", {"query": "q", "documents": MANY, "instruction": LONG}, "documents", "at most 4194304 can be"),
+        ("score", {"text_1": LONG, "text_2": MANY}, "text_2", "at most 4194304 can be"),
     ],
 )
 def test_refusals_name_the_field(live: LiveServer, path: str, body: dict, param: str, words: str) -> None:

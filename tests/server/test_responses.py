@@ -8,7 +8,7 @@ import pytest
 from splittime.api.limits import ModelInfo
 from splittime.api.response_answers import whole
 from splittime.api.response_events import ResponseEvents
-from splittime.api.response_items import chat_messages, items_of
+from splittime.api.response_items import ItemCall, ItemMessage, chat_messages, items_of
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
@@ -286,6 +286,7 @@ def test_a_stream_that_fails_says_so_with_what_it_had() -> None:
     told = checked(events_of(chunk({"content": "ab"}), error))
     assert (told[-1]["type"], told[-1]["response"]["status"]) == ("response.failed", "failed")
     assert told[-1]["response"]["error"] == {"code": "deadline_exceeded", "message": "late"}
+    assert (told[0]["response"]["store"], told[-1]["response"]["store"]) == (True, False)
     (alone, end) = events_of(error).decode().split("\n\n")[:-1]
     assert json.loads(alone.split("data: ")[1])["message"] == "late"
     assert end == "data: [DONE]"
@@ -331,6 +332,23 @@ def test_items_become_a_chats_messages() -> None:
     assert [each["content"] for each in chat_of(said, said)] == ["c", "c"]
 
 
+class Apart(str):
+    """A text that is not to be copied with each that follows it."""
+
+    def __add__(self, other: str) -> str:
+        raise AssertionError(f"{self} is copied")
+
+    __radd__ = __add__
+
+
+def test_the_texts_of_one_message_are_joined_once() -> None:
+    systems = [ItemMessage(role="system", content=Apart(each)) for each in "bcd"]
+    assert chat_messages(Apart("a"), systems) == [{"role": "system", "content": "a\n\nb\n\nc\n\nd"}]
+    call = ItemCall(call_id="c", name="f", arguments="{}", type="function_call")
+    said = [ItemMessage(role="assistant", content=Apart(each)) for each in "xyz"]
+    assert [each["content"] for each in chat_messages(None, [call, *said])] == ["xyz"]
+
+
 def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> None:
     ask(live, instructions="Be brief.", top_p=0.5, max_output_tokens=7, text={"format": {"type": "json_object"}})
     mine = live.engine.submitted[-1]
@@ -343,6 +361,17 @@ def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> 
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     assert ask(live, text={"format": schema})["text"]["format"] == {**schema, "description": None}
     assert live.engine.submitted[-1].sampling.grammar
+
+
+LARGE = {"type": "object", "default": 2**64, "minimum": -(10**30)}
+
+
+def test_a_schema_that_is_repeated_may_have_numbers_of_more_than_64_bits(live: LiveServer) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": LARGE}
+    more = {"text": {"format": form}, "tools": [{**TOOL, "parameters": LARGE}], "tool_choice": "none"}
+    for response in (ask(live, **more), streamed(live, **more)[-1]["response"]):
+        assert response["text"]["format"]["schema"] == response["tools"][0]["parameters"] == LARGE
+        assert live.get(f"/v1/responses/{response['id']}", **KEY)[2] == response
 
 
 DEEP: dict = {}
@@ -366,6 +395,7 @@ REFUSED = [
     ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "as a function"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
     ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
+    ({"tools": [{**TOOL, "parameters": LARGE}]}, "tools", "write such a number as a text"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "leave"),

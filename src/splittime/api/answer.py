@@ -235,7 +235,7 @@ def server_timing(choice: Choice, now_ns: int) -> bytes:
 
 def last_ended(choices: Sequence[Choice]) -> Choice:
     """The choice that the response waited for."""
-    return max(choices, key=lambda choice: choice.ready_ns[-1] if choice.ready_ns else 0)
+    return max(choices, key=lambda choice: choice.heard_ns)
 
 
 class CompletionForm:

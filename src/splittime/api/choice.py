@@ -52,7 +52,8 @@ class Echo:
 
 @dataclass(slots=True)
 class Choice:
-    """`index` is its number in the response. `is_done` once it will get no more tokens, whoever ended it."""
+    """`index` is its number in the response. `is_done` once it will get no more tokens, whoever ended it. `heard_ns`:
+    when the engine last said something of it before that; when it was submitted, if it has said nothing."""
 
     index: int
     request: Request
@@ -83,10 +84,10 @@ class Choice:
     _new_reasoning: list[str] = field(default_factory=list)
     _num_taken: int = 0
     _num_scored_taken: int = 0
-    _heard_ns: int = 0
+    heard_ns: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._heard_ns = self.request.submitted_ns
+        self.heard_ns = self.request.submitted_ns
         if self.echo is not None:
             self._new_text.append(self.echo.text)
 
@@ -185,11 +186,11 @@ class Choice:
 
     def lose_track(self) -> None:
         """The engine died: from what was last heard of it on, nobody knows."""
-        begin_ns = max(self._heard_ns, self.account.marks[-1].begin_ns)
+        begin_ns = max(self.heard_ns, self.account.marks[-1].begin_ns)
         self.account.enter(Stage.UNATTRIBUTED, begin_ns, Cause.ENGINE_DIED)
 
     def _note_facts(self, ready_ns: int, output: RequestOutput) -> None:
-        self._heard_ns = ready_ns
+        self.heard_ns = ready_ns
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if output.num_cached_tokens is not None:
             self.cached_tokens, self.host_tokens = output.num_cached_tokens, output.num_host_tokens

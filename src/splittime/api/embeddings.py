@@ -87,9 +87,9 @@ class EmbeddingAsk(Ask):
 
 
 def embedding_ask(
-    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
+    body: EmbeddingBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
 ) -> EmbeddingAsk:
-    """timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
+    """include_timing: a header asks for it. marks: of chats, and of no use here. Raises `RequestError`."""
     check_model(body.model, model)
     pooling = model.pooling
     require_pooling(pooling, model.name, body.dimensions)
@@ -100,7 +100,7 @@ def embedding_ask(
         model=body.model or model.name,
         prompts=_inputs(body.input, model, limits.max_choices),
         sampling=SamplingParams(pooling=pooling.kind, max_tokens=0, seed=0),
-        include_timing=timing,
+        include_timing=include_timing,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         pooling=pooling,
@@ -146,9 +146,10 @@ def _inputs(given: str | Sequence[str | int | list[int]], model: ModelInfo, most
         raise RequestError(said, param="input", value=len(lists), limit=most, hint=hint)
     if kinds == {str}:
         return tuple(lists)
-    for ids in lists:
-        require_at_most(len(ids), model.max_model_len)
-    return tuple(check_token_ids(ids, model.vocab_size, "input") for ids in lists)
+    at = ["input"] if len(lists) == 1 else [f"input[{index}]" for index in range(len(lists))]
+    for ids, param in zip(lists, at, strict=True):
+        require_at_most(len(ids), model.max_model_len, param)
+    return tuple(check_token_ids(ids, model.vocab_size, param) for ids, param in zip(lists, at, strict=True))
 
 
 # ---- the answer

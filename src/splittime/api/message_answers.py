@@ -92,7 +92,11 @@ class MessageEvents:
             yield {"type": "message_stop"}
 
     def _pieces(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields what is new, in the order in which a model writes it."""
+        """Yields what is new: of the call that is open, then thinking and text, then calls that begin."""
+        calls = delta.get("tool_calls") or ()
+        for call in calls:
+            if "id" not in call and self._open == "tool_use":
+                yield from self._arguments(call)
         if thought := delta.get("reasoning_content"):
             if self._open != "thinking":
                 yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
@@ -101,12 +105,15 @@ class MessageEvents:
             if self._open != "text":
                 yield from self._begin({"type": "text", "text": ""})
             yield self._piece({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls") or ():
+        for call in calls:
             if "id" in call:
                 name = call["function"]["name"]
                 yield from self._begin({"type": "tool_use", "id": call["id"], "name": name, "input": {}})
-            if arguments := call["function"]["arguments"]:
-                yield self._piece({"type": "input_json_delta", "partial_json": arguments})
+                yield from self._arguments(call)
+
+    def _arguments(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if arguments := call["function"]["arguments"]:
+            yield self._piece({"type": "input_json_delta", "partial_json": arguments})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._end()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from splittime.api.schema import CacheControl, ChatBody, Strict, no_effect
+from splittime.api.schema import CacheControl, Strict, no_effect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
@@ -167,9 +167,6 @@ def _content(given: str | Sequence[MessagesBlock]) -> Any:
     return given if isinstance(given, str) else [block.to_chat() for block in given]
 
 
-def chat_of(body: CountTokensBody) -> ChatBody:
-    return msgspec.convert(body.to_chat(), ChatBody)
-
-
-def chat_body(body: MessagesBody) -> bytes:
+def chat_body(body: CountTokensBody) -> bytes:
+    """Returns the chat's body that asks the same, as JSON: it is read as a client's own, with the same refusals."""
     return msgspec.json.encode(body.to_chat())

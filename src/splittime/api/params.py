@@ -85,33 +85,33 @@ class Ask:
 
 
 def ask_of(
-    body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks
+    body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
 ) -> Ask:
-    """timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
+    """include_timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
     if isinstance(body, ChatBody):
-        return _ask_chat(body, model, limits, timing, marks)
-    return _ask_completion(body, model, limits, timing)
+        return _ask_chat(body, model, limits, include_timing, marks)
+    return _ask_completion(body, model, limits, include_timing)
 
 
-def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, include_timing: bool) -> Ask:
     prompts = _prompts(body.prompt, model, limits.max_choices)
     default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
     max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, limits)
     echo_only = max_tokens == 0 and bool(body.echo)
     _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
-    ask = _ask("completions", body, model, limits, timing)
+    ask = _ask("completions", body, model, limits, include_timing)
     echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
     sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
     ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
     return _check_against_model(ask, model, limits)
 
 
-def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> Ask:
+def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks) -> Ask:
     max_tokens = _to_the_end(_max_tokens(body, limits), limits)
     tool_use, reasoning = tool_use_of(body, marks), reasoning_use_of(body, marks)
     _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ask = _ask("chat", body, model, limits, timing)
+    ask = _ask("chat", body, model, limits, include_timing)
     told = {} if tool_use is None else {"tools": tool_use.told}
     sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=logprobs, echo=False)
     ask = replace(
@@ -177,7 +177,7 @@ def check_lists(sampling: SamplingParams, vocab_size: int) -> None:
         check_token_ids(run, vocab_size, "bad_token_ids")
 
 
-def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimits, timing: bool) -> Ask:
+def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimits, include_timing: bool) -> Ask:
     """The fields that both kinds share; `sampling` is filled in by the caller."""
     check_model(body.model, model)
     stream = bool(body.stream)
@@ -198,7 +198,7 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimi
         stream=stream,
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
-        include_timing=timing or (options is not None and options.include_timing),
+        include_timing=include_timing or (options is not None and options.include_timing),
         return_token_ids=bool(body.return_token_ids),
         priority=priority,
         cache_salt=salt,

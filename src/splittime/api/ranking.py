@@ -41,6 +41,7 @@ JUDGE = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+MAX_ASKED_CHARS = 2**22  # of all questions together, each with its query, text and instruction
 OPTIONS: dict[str, Any] = {"add_generation_prompt": True, "variables": {"enable_thinking": False}}
 SeveralTexts = Annotated[list[str], Meta(min_length=1)]
 MODEL = Meta(description="A name from /v1/models; default: the model served.")
@@ -134,14 +135,18 @@ class RankAsk(Ask):
         return replace(self, sampling=SamplingParams(pooling=LOGITS, allowed_token_ids=answers, max_tokens=0, seed=0))
 
 
-def rerank_ask(body: RerankBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
-    """timing: a header asks for it. marks: of no use to it. Raises `RequestError`."""
+def rerank_ask(
+    body: RerankBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
+) -> RankAsk:
+    """include_timing: a header asks for it. marks: of no use to it. Raises `RequestError`."""
     pairs = [(body.query, text) for text in body.documents]
-    ask = _ask(body, pairs, "documents", model, limits, timing)
+    ask = _ask(body, pairs, "documents", model, limits, include_timing)
     return replace(ask, top_n=body.top_n or 0, with_texts=body.return_documents is not False)
 
 
-def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: bool, marks: AnswerMarks) -> RankAsk:
+def score_ask(
+    body: ScoreBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
+) -> RankAsk:
     """As `rerank_ask`."""
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     texts = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -149,7 +154,7 @@ def score_ask(body: ScoreBody, model: ModelInfo, limits: BodyLimits, timing: boo
         said = f"text_1 has {len(queries)} texts and text_2 {len(texts)}; it can have one, or as many"
         raise RequestError(said, param="text_1", value=len(queries), limit=[1, len(texts)])
     pairs = list(zip(queries * len(texts) if len(queries) == 1 else queries, texts, strict=True))
-    return _ask(body, pairs, "text_2", model, limits, timing)
+    return _ask(body, pairs, "text_2", model, limits, include_timing)
 
 
 def _ask(
@@ -158,21 +163,33 @@ def _ask(
     param: str,
     model: ModelInfo,
     limits: BodyLimits,
-    timing: bool,
+    include_timing: bool,
 ) -> RankAsk:
     check_model(body.model, model)
     most = limits.max_choices
     if len(pairs) > most:
         said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
         raise RequestError(said, param=param, value=len(pairs), limit=most, hint=hint)
+    instruction = body.instruction or INSTRUCTION
+    _require_short(pairs, instruction, param)
     return RankAsk(
         endpoint="rerank" if isinstance(body, RerankBody) else "score",
         model=body.model or model.name,
         sampling=SamplingParams(max_tokens=0, pooling=LOGITS),
-        include_timing=timing,
+        include_timing=include_timing,
         pairs=tuple(pairs),
-        instruction=body.instruction or INSTRUCTION,
+        instruction=instruction,
     )
+
+
+def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: str) -> None:
+    """Raises `RequestError` for questions that are too long together: each repeats the query and the instruction, so
+    that a body of 4 MB could become 500 MB of them."""
+    asked = sum(len(query) + len(text) for query, text in pairs) + len(instruction) * len(pairs)
+    if asked > MAX_ASKED_CHARS:
+        most, hint = MAX_ASKED_CHARS, "each has the query too: send fewer texts, or shorter ones"
+        said = f"{param} come to {asked} characters, each with its query and the instruction; at most {most} can be"
+        raise RequestError(said, param=param, value=asked, limit=most, hint=hint)
 
 
 # ---- the answer

@@ -6,6 +6,7 @@ chunk has come that counts the tokens is the response whole, which its last even
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import orjson
 
 from splittime.api.response_answers import (
@@ -111,9 +112,11 @@ class ResponseEvents:
         return b"".join(map(self._written, self._events_of(orjson.loads(data))))
 
     def _written(self, told: Told) -> bytes:
+        """Returns the event's bytes. A schema that it repeats may have numbers of more than 64 bits, which orjson does
+        not write."""
         numbered = {"type": told["type"], "sequence_number": self._num_events, **told}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), orjson.dumps(numbered))
+        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), msgspec.json.encode(numbered))
 
     def _events_of(self, chunk: Told) -> Iterator[Told]:
         if "error" in chunk:
@@ -192,7 +195,7 @@ class ResponseEvents:
             return {"type": "error", "code": code, "message": message, "param": error["param"]}
         output = [*self._done, *([] if self._open is None else [self._open.item("incomplete")])]
         failed = response_of(self._asked, self._head, "failed", output, error={"code": code, "message": message})
-        return {"type": "response.failed", "response": failed}
+        return {"type": "response.failed", "response": failed | {"store": False}}  # only what is whole is kept
 
     @property
     def _next_index(self) -> int:

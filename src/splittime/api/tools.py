@@ -20,8 +20,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """An answer that may call tools. tools: the schema of the arguments, by the tool's name. told: as the chat template
-    reads them. grammar: what the answer is held to; ""
-    where the model is free."""
+    reads them. grammar: what the answer is held to; "" where the model is free."""
 
     family: ToolFamily
     tools: Mapping[str, Mapping[str, Any]]

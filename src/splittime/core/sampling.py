@@ -24,9 +24,9 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     out. `stop` strings are cut from the text; `stop_token_ids` end a request like end-of-sequence does. `grammar` is
     what the answer is held to, in the form of `text.grammars`; "" is none. `allowed_token_ids`: no other token comes;
     () is no such list. `bad_token_ids`: none of these runs of tokens comes whole, which is how `bad_words` are held
-    (each is two: at a text's begin and behind a space). `pooling`: no token comes; what
-    is answered is the last layer's output for the prompt: of its last token, of its first (`cls`), or the mean of all
-    (`mean`); or what the model says of the `allowed_token_ids` behind it (`logits`). "" is none of these.
+    (each is two: at a text's begin and behind a space). `pooling`: no token comes; what is answered is the last layer's
+    output for the prompt: of its last token, of its first (`cls`), or the mean of all (`mean`); or what the model says
+    of the `allowed_token_ids` behind it (`logits`). "" is none of these.
     """
 
     max_tokens: int | None = None

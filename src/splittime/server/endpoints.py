@@ -14,19 +14,20 @@ from splittime.text.tokenizer import Tokenizer
 
 
 class Endpoint(NamedTuple):
-    """prefix: of the id in an answer. ask_of: what a body asks for; raises `RequestError`. renderer: of the answer to
-    an ask, under an id."""
+    """prefix: of the id in an answer. prompts_field: of the body, from which the prompts are. ask_of: what a body asks
+    for; raises `RequestError`. renderer: of the answer to an ask, under an id."""
 
     prefix: str
+    prompts_field: str
     body: type[Strict]
     ask_of: Callable[[Any, ModelInfo, BodyLimits, bool, AnswerMarks], Ask]
     renderer: Callable[[Any, str, Tokenizer], Any]
 
 
 ENDPOINTS = {
-    "completions": Endpoint("cmpl", CompletionBody, ask_of, Renderer),
-    "chat": Endpoint("chatcmpl", ChatBody, ask_of, Renderer),
-    "embeddings": Endpoint("embd", EmbeddingBody, embedding_ask, EmbeddingRenderer),
-    "rerank": Endpoint("rerank", RerankBody, rerank_ask, RankRenderer),
-    "score": Endpoint("score", ScoreBody, score_ask, ScoreRenderer),
+    "completions": Endpoint("cmpl", "prompt", CompletionBody, ask_of, Renderer),
+    "chat": Endpoint("chatcmpl", "messages", ChatBody, ask_of, Renderer),
+    "embeddings": Endpoint("embd", "input", EmbeddingBody, embedding_ask, EmbeddingRenderer),
+    "rerank": Endpoint("rerank", "documents", RerankBody, rerank_ask, RankRenderer),
+    "score": Endpoint("score", "text_2", ScoreBody, score_ask, ScoreRenderer),
 }

@@ -28,6 +28,7 @@ from splittime.core.request import Request
 from splittime.ledger.account import Account
 from splittime.ledger.prompt_parts import PromptHashes, prompt_hashes
 from splittime.ledger.stages import Stage
+from splittime.server.endpoints import ENDPOINTS
 from splittime.server.service import Service
 from splittime.text.foreign_code import num_bytes, require_at_most
 from splittime.text.output import OutputText, make_detokenizer
@@ -74,7 +75,7 @@ class Prompts:
     in which the stages are entered."""
 
     def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account) -> None:
-        self._service, self._account = service, account
+        self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
         self._given = ask.prompts
@@ -97,8 +98,10 @@ class Prompts:
         long it becomes."""
         bound = self._service.tokenizer.bound
         if isinstance(self.work, Encode) and bound is not None:
-            for text in self.work.texts:
-                require_at_most(bound.least_tokens(text), self._most_tokens)
+            texts = self.work.texts
+            for index, text in enumerate(texts):
+                param = numbered(self._field, index, len(texts))
+                require_at_most(bound.least_tokens(text), self._most_tokens, param)
 
     def estimate_tokens(self) -> int:
         """Returns the tokens of all prompts together, as far as they are known now."""
@@ -119,7 +122,11 @@ class Prompts:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
             return self._given_ids
-        done = await self._done(self.work, deadline_ns)
+        try:
+            done = await self._done(self.work, deadline_ns)
+        except RequestError as error:
+            self._name_field(error)
+            raise
         self._service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
         return done.ids
 
@@ -145,6 +152,12 @@ class Prompts:
         """Nobody wants the ids any more: end the work on them, if there is any."""
         if self._task is not None and not self._task.done.done():
             self._service.texts.drop(self._task, Disconnected())
+
+    def _name_field(self, error: RequestError) -> None:
+        """Have the refusal of a prompt, or of one of several, name the field that the body of this endpoint has."""
+        name, bracket, index = (error.info.param or "").partition("[")
+        if name == "prompt":
+            error.info = msgspec.structs.replace(error.info, param=self._field + bracket + index)
 
     def _here(self, work: TextWork) -> TextDone:
         begin_ns = now_ns()
@@ -187,22 +200,36 @@ def too_late() -> DeadlineExceeded:
     return DeadlineExceeded.before("it reached the engine")
 
 
-def output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, *, is_strict: bool = False) -> int:
-    """Returns the output tokens that the request may get: those it asks for, but no more than the context has left.
+def numbered(name: str, index: int, count: int) -> str:
+    """Returns how an error calls the entry of a field, which may be the only one."""
+    return f"{name}[{index}]" if count > 1 else name
 
-    Raises `RequestError` if the prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
+
+def output_budgets(
+    prompts: Sequence[TokenizedPrompt], ask: Ask, model: ModelInfo, *, is_strict: bool = False
+) -> list[int]:
+    """Returns the output tokens that each prompt may get: those it asks for, but no more than the context has left.
+
+    Raises `RequestError` if a prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
     """
+    field, count = ENDPOINTS[ask.endpoint].prompts_field, len(prompts)
+    params = [numbered(field, index, count) for index in range(count)]
+    each = zip(prompts, params, strict=True)
+    return [_output_budget(prompt.token_ids, ask, model, param, is_strict) for prompt, param in each]
+
+
+def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param: str, is_strict: bool) -> int:
     room, least = model.max_model_len - len(prompt_ids), ask.sampling.least_tokens
     wanted = ask.sampling.max_tokens
     asked = max(wanted or 0, least)
     if not prompt_ids:
-        raise RequestError("the prompt has no tokens", code="empty_prompt", param="prompt", value=0)
+        raise RequestError("the prompt has no tokens", code="empty_prompt", param=param, value=0)
     if room < least or (is_strict and room < asked):
         raise RequestError(
             f"the model's context is {model.max_model_len} tokens; the prompt has {len(prompt_ids)} and "
             f"{asked} were asked for",
             code="context_length_exceeded",
-            param="messages" if ask.is_chat else "prompt" if room < 1 else "max_tokens",
+            param=param if ask.is_chat or room < 1 else "max_tokens",
             value=len(prompt_ids) + asked,
             limit=model.max_model_len,
             hint=f"ask for at most {room} tokens" if room > 0 else "shorten the prompt",

@@ -38,10 +38,9 @@ class Shelf:
         self.kept[response_id] = entry
         self.num_bytes += entry.size
 
-    def remove(self, response_id: str) -> bool:
+    def remove(self, response_id: str) -> None:
         entry = self.kept.pop(response_id, None)
         self.num_bytes -= 0 if entry is None else entry.size
-        return entry is not None
 
     def drop_until(self, now_ns: int) -> None:
         while self.kept and next(iter(self.kept.values())).until_ns <= now_ns:

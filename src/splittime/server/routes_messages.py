@@ -5,6 +5,7 @@ of a chat, it says of a message."""
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
 from splittime.api.params import check_model, template_options
+from splittime.api.schema import ChatBody
 from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
 from splittime.server.routes_info import worked_on
@@ -32,7 +33,7 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
         )
         given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
         check_model(given.model, model)
-        chat = messages.chat_of(given)
+        chat = decode_body(messages.chat_body(given), ChatBody)
         tool_use = tool_use_of(chat, service.marks)
         options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
         done = await worked_on(service, Render(as_template_reads(chat, service.marks), options), receive)

@@ -98,7 +98,7 @@ class ResponseExchange:
             return responses.error(body)
         response = response_answers.whole(self._asked, body)
         self._keep(response)
-        return orjson.dumps(response)
+        return msgspec.json.encode(response)
 
     def stream(self) -> Callable[[bytes], bytes]:
         return response_events.ResponseEvents(self._asked, self._keep).feed
@@ -106,5 +106,5 @@ class ResponseExchange:
     def _keep(self, response: dict[str, Any]) -> None:
         """Stores a response that is to be kept. One for which there is no room says that it is not."""
         if response["store"]:
-            turns = (*self._turns, orjson.dumps(response["output"]))
-            response["store"] = self._store.put(self._tenant, response["id"], orjson.dumps(response), turns)
+            turns, written = (*self._turns, msgspec.json.encode(response["output"])), msgspec.json.encode(response)
+            response["store"] = self._store.put(self._tenant, response["id"], written, turns)

@@ -26,7 +26,7 @@ from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budget, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budgets, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -170,7 +170,7 @@ class Visit:
     def _hand_off(
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, deadline_ns: int | None, place: Place
     ) -> tuple[Ask, Group, Writer]:
-        budgets = [output_budget(p.token_ids, ask, model, is_strict=self.service.config.strict) for p in prompts]
+        budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
         self.notices = notices_of(ask, budgets, model)
         count = ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]

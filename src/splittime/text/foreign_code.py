@@ -65,13 +65,13 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def require_at_most(num_tokens: int, most_tokens: int) -> None:
-    """Raise `RequestError` for a prompt that can never fit."""
+def require_at_most(num_tokens: int, most_tokens: int, param: str = "prompt") -> None:
+    """Raise `RequestError`, which names `param`, for a prompt that can never fit."""
     if num_tokens > most_tokens:
         raise RequestError(
             f"the prompt has {num_tokens} tokens or more, of which at most {most_tokens} fit the model's context",
             code="context_length_exceeded",
-            param="prompt",
+            param=param,
             value=num_tokens,
             limit=most_tokens,
             hint="shorten the prompt",

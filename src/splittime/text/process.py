@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -170,14 +171,25 @@ class InlineTokenizing:
 
 
 def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> TextDone:
-    special, most = work.add_special_tokens, work.most_tokens
-    ids = tuple(tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most)) for text in texts)
+    ids = tuple(_ids_of_each(work, texts, tokenizer))
     size = sum(map(num_bytes, texts))
     if work.answer_max_model_len is None:
         return TextDone(ids, size)
     strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
     answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
     return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
+
+
+def _ids_of_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
+    special, most = work.add_special_tokens, work.most_tokens
+    for index, text in enumerate(texts):
+        try:
+            yield tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most))
+        except RequestError as error:
+            if len(texts) > 1:
+                error.info = msgspec.structs.replace(error.info, param=f"{error.info.param}[{index}]")
+            raise
 
 
 def _text_size(value: Any) -> int:

@@ -15,7 +15,17 @@ import msgspec
 
 from splittime.core.errors import RequestError, error_from_info
 from splittime.ledger.stages import Cause
-from splittime.text.process import ENVIRONMENT, HEAD, TextAnswer, TextDone, TextFailed, TextLimits, TextWork, frame
+from splittime.text.process import (
+    ENVIRONMENT,
+    HEAD,
+    Render,
+    TextAnswer,
+    TextDone,
+    TextFailed,
+    TextLimits,
+    TextWork,
+    frame,
+)
 
 SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 
@@ -43,12 +53,24 @@ class TextTask:
 
 
 def _encoded(work: TextWork) -> bytes:
-    """A client's own values may be such as no message can hold."""
+    """A client's own values may be such as no message can hold: raises `RequestError`, which names the field."""
     try:
         return msgspec.msgpack.encode(work)
     except (OverflowError, RecursionError) as error:
-        said = f"chat_template_kwargs cannot be handed on: {error}"
-        raise RequestError(said, param="chat_template_kwargs") from None
+        param = _unheld(work)
+        hint = "write such a number as a text" if isinstance(error, OverflowError) else "nest it less deeply"
+        raise RequestError(f"{param} cannot be handed on: {error}", param=param, hint=hint) from None
+
+
+def _unheld(work: TextWork) -> str:
+    """Returns the field that has what no message can hold."""
+    parts = {"messages": work.messages, "tools": work.options.get("tools")} if isinstance(work, Render) else {}
+    for name, value in parts.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (OverflowError, RecursionError):
+            return name
+    return "chat_template_kwargs"
 
 
 class Owner(Protocol):
