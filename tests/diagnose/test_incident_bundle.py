@@ -18,6 +18,7 @@ from splittime.diagnose.incident.bundle import books_in, is_incident, pack
 from splittime.diagnose.incident.gather import Wanted, from_ledger
 from splittime.diagnose.incident.timeline import NUM_SLICES, timeline
 from splittime.ledger.facts import Process
+from splittime.ledger.stages import Stage
 
 LARGE = 10**8
 
@@ -169,6 +170,32 @@ def test_requests_of_before_the_host_started_are_left_out(ill, tmp_path):
     found = from_ledger(path, Wanted())
     assert len(found.books.accounts) == 70
     assert "30 requests are of another time" in found.notes[0]
+
+
+def test_requests_over_the_limit_are_noted(ill, tmp_path):
+    path = ledger_file(ill, tmp_path / "l.sqlite")
+    assert from_ledger(path, Wanted()).notes == ()
+    found = from_ledger(path, Wanted(max_accounts=9))
+    assert len(found.books.accounts) == 9
+    assert "91 requests" in found.notes[0]
+    assert "over the limit" in found.notes[0]
+
+
+def test_the_wait_at_a_gateway_is_in_the_timeline(ill):
+    def at_a_gateway(account):
+        moved = tuple(
+            msgspec.structs.replace(one, stage=Stage.ADMIT if one.stage is Stage.QUEUE else one.stage)
+            for one in account.intervals
+        )
+        return msgspec.structs.replace(account, intervals=moved)
+
+    def waits(accounts):
+        books = msgspec.structs.replace(ill, accounts=tuple(accounts))
+        return [each.queue_ms_p95 for each in timeline(books).slices]
+
+    told = waits(ill.accounts)
+    assert told == waits(at_a_gateway(account) for account in ill.accounts)
+    assert max(each or 0 for each in told) > 0
 
 
 def test_the_timeline_counts_what_the_books_hold(ill):

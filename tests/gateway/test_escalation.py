@@ -9,6 +9,7 @@ import uuid
 
 import pytest
 
+from splittime.gateway.routing.first_tokens import why_not_looked_at, without_logprobs
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
@@ -155,6 +156,50 @@ def test_an_upstream_that_refuses_logprobs_is_asked_without(graded, stream):
     _, _, answer, account = ask(graded, sure=UNSURE, stream=stream, refuses=True, logprobs=True)
     assert ends(account) == [("little", "")]  # its client asked for them: that is the client's to hear
     assert b"no logprobs" in answer
+
+
+def test_whose_client_has_a_sign_of_life_is_asked_without_logprobs_too(hostile, tmp_path):
+    text = "[queue]\nsign_of_life_s = 0.02\n" + route("auto", "big") + upstream("big", hostile.url("fine"))
+    text += upstream("little", hostile.url("scored"), "little", "stays", max_in_flight=1)
+    with gateway_of(tmp_path, text) as gateway:
+        asked = len(hostile.asked["scored"])
+        _, first = send(gateway, "stays", sure=[-0.1], stream=True, stays=True)
+        until(lambda: len(hostile.asked["scored"]) > asked)
+        request_id, connection = send(gateway, "auto", sure=SURE, stream=True, refuses=True)
+        told = connection.recv(65536)
+        while b": queued" not in told:
+            told += connection.recv(65536)
+        first.close()
+        while b"[DONE]" not in told:
+            assert b'"error"' not in told
+            told += connection.recv(65536)
+        connection.close()
+        assert told.count(b" small") == len(SURE)
+        account = account_from_json(gateway.account(request_id))
+        assert ends(account) == [("little", "logprobs_refused"), ("little", "")]
+        sums(account)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": ["a", "b"]}, "several_answers"),
+        ({"prompt": [[1, 2], [3]]}, "several_answers"),
+        ({"prompt": ["a"]}, ""),
+        ({"prompt": [[1, 2]]}, ""),
+        ({"prompt": [1, 2, 3]}, ""),
+        ({"prompt": []}, ""),
+        ({"n": 2}, "several_answers"),
+        ({"prompt": ["a", "b"], "echo": True}, "echo"),
+    ],
+)
+def test_several_prompts_have_several_answers(body, why):
+    assert why_not_looked_at(body) == why
+
+
+@pytest.mark.parametrize("choices", [5, None, "x", [], [5, None], {"logprobs": {}}])
+def test_choices_that_are_none_are_left_as_they_are(choices):
+    assert without_logprobs({"choices": choices}) == {"choices": choices}
 
 
 def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, hostile):

@@ -25,6 +25,9 @@ from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream
+from .test_chaos import metric
+from .test_endings import send
+from .test_tied import until
 
 MS, S = 10**6, 10**9
 PLACES = {"near": ("here", 1), "near2": ("here", 1), "far": ("there", 80), "far2": ("there", 80)}
@@ -118,6 +121,20 @@ def test_an_upstream_that_hangs_has_a_longer_wait_with_every_second():
     seen = [waits.wait_ns(at * S) for at in (1, 2, 5, 20)]
     assert seen == sorted(seen)
     assert seen[-1] > 15 * S
+
+
+@pytest.mark.parametrize("at_s", [900, 30_000, 200_000])
+def test_however_long_it_hangs_a_wait_is_told_and_fits_into_records(at_s):
+    waits = FirstByteWaits()
+    waits.sent(1000, 0)
+    waits.sent(1000, 0)
+    waits.begun(1000, S)
+    assert 0 < waits.wait_ns(at_s * S) <= 86_400 * S
+    waits.gone(1000, at_s * S)
+    waits.sent(10, at_s * S)
+    waits.begun(10, (at_s + 1) * S)
+    waits.sent(10, (at_s + 60) * S)
+    assert waits.wait_ns((at_s + 60) * S) < 600 * S  # and what comes afterwards is believed again
 
 
 @given(
@@ -243,6 +260,19 @@ def test_a_request_measures_the_way_that_it_goes(hostile, tmp_path):
         told = {one["name"]: one for one in gateway.get("/stats")["upstreams"]}
         assert (told["one"]["region"], told["two"]["round_trip_ns"]) == ("here", None)
         assert told["one"]["round_trip_ns"] < S
+
+
+def test_what_is_no_stream_tells_nothing_of_a_queue(hostile, tmp_path):
+    with gateway_of(tmp_path, upstream("held", hostile.url("slow"))) as gateway:
+        for is_stream, told in ((False, {"held": 0.0}), (True, {})):  # of one that waits, and has begun nowhere, nothing
+            asked = len(hostile.asked["slow"])
+            request_id, connection = send(gateway, "held", stream=is_stream)
+            until(lambda asked=asked: len(hostile.asked["slow"]) > asked)
+            assert metric(gateway, "splittime_gateway_expected_wait_seconds") == told
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+            assert account_from_json(gateway.account(request_id)).finish_reason == "abort"
+        assert metric(gateway, "splittime_gateway_expected_wait_seconds") == {"held": 0.0}
 
 
 def test_the_guides_examples_are_taken():

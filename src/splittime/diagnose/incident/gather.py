@@ -93,8 +93,8 @@ def from_ledger(path: Path, wanted: Wanted) -> Evidence:
     file = open_readonly(path)
     try:
         facts = file.facts()
-        given = file.accounts(limit=10 * wanted.max_accounts)
-        accounts = [account for account in given if wanted.has(account)][-wanted.max_accounts :]
+        given = [account for account in file.accounts(limit=10 * wanted.max_accounts) if wanted.has(account)]
+        accounts = given[-wanted.max_accounts :]
         begin_ns = min((account.start_ns for account in accounts), default=0)
         end_ns = max((account.end_ns for account in accounts), default=0)
         steps = file.steps_between(begin_ns, end_ns)
