@@ -11,7 +11,9 @@ import pytest
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
+from .test_chaos import metric
 from .test_endings import send
+from .test_tied import until
 
 KEYS = {"OPS_KEY": "of-ops", "A_KEY": "of-a", "B_KEY": "of-b"}
 TENANTS = "".join(
@@ -100,6 +102,17 @@ def test_metrics_tell_attempts_and_stages(keyed):
     assert 'splittime_gateway_first_byte_seconds_count{upstream="fine"}' in text
     assert "splittime_gateway_invalid_accounts_total 0.0" in text
     assert 'splittime_gateway_refusals_total{reason="max_open_requests"}' in text
+
+
+def test_what_an_upstream_refuses_by_no_clients_fault_is_counted(hostile, tmp_path):
+    text = "[retries]\nmax_attempts = 1\n[breaker]\nfailures = 1000\n" + upstream("refusing", hostile.url("refusing"))
+    with gateway_of(tmp_path, text) as gateway:
+        asked = [*((status, stream) for status in (400, 401, 403, 404, 500) for stream in (False, True)), (429, False)]
+        for status, stream in asked:
+            assert gateway.ask("refusing", stream=stream, status=status)[0] == status
+        until(lambda: sum(metric(gateway, "splittime_gateway_requests_total").values()) == len(asked))
+        counted = {"upstream_401": 2, "upstream_403": 2, "upstream_429": 1}
+        assert metric(gateway, "splittime_gateway_refusals_total") == counted
 
 
 # ---- upstreams

@@ -60,7 +60,12 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
     ),
-    MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec(
+        "splittime_gateway_refusals_total",
+        "counter",
+        ("reason",),
+        "Requests refused by the gateway; by upstream_401, upstream_403 or upstream_429 those that an upstream refused it",
+    ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
     ),
@@ -96,6 +101,7 @@ GATEWAY_METRICS = (
     *DIFFICULTY_METRICS,
     *VERSION_METRICS,
 )
+NOT_THE_CLIENTS = frozenset({"upstream_401", "upstream_403", "upstream_429"})  # refusals that no client can mend
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
 _COUNTED = (
     "requests",
@@ -206,6 +212,8 @@ class GatewayMetrics(Collector):
             self._count("splittime_gateway_degraded_total", record.degraded)
         if record.routing is not None:
             self._count("splittime_gateway_routed_total", record.routing.rule)
+        if record.is_refused and record.error is not None and record.error.code in NOT_THE_CLIENTS:
+            self.count_refusal(record.error.code)
         for name, labels, by in counted(record):
             self._count(name, *labels, by=by)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
