@@ -264,7 +264,7 @@ def test_a_request_measures_the_way_that_it_goes(hostile, tmp_path):
 
 def test_what_is_no_stream_tells_nothing_of_a_queue(hostile, tmp_path):
     with gateway_of(tmp_path, upstream("held", hostile.url("slow"))) as gateway:
-        for is_stream, told in ((False, {"held": 0.0}), (True, {})):  # of one that waits, and has begun nowhere, nothing
+        for is_stream, told in ((False, {"held": 0.0}), (True, {})):  # nothing: a stream waits
             asked = len(hostile.asked["slow"])
             request_id, connection = send(gateway, "held", stream=is_stream)
             until(lambda asked=asked: len(hostile.asked["slow"]) > asked)

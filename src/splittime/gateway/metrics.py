@@ -64,7 +64,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_refusals_total",
         "counter",
         ("reason",),
-        "Requests refused by the gateway; by upstream_401, upstream_403 or upstream_429 those that an upstream refused it",
+        "Requests refused by the gateway; upstream_401, upstream_403, upstream_429: by an upstream, for no client's fault",
     ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
