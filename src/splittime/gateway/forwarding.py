@@ -84,7 +84,8 @@ class Forwarding:
         """Begin again: an answer has come, and is not given. Returns what is asked now."""
         found = self._resumption.first_tokens
         assert found is not None, "there was a verdict"
-        asked = self._difficulty.anew(request, found)
+        assert self.relay is not None, "an answer has come"
+        asked = self._difficulty.anew(request, found, self.relay.events.read())
         self._gateway.queue.settle(self._tenant, request.tokens, self._account.asked_anew_tokens)
         self.relay, self.upstream_name, self.was_granted = None, "", False
         self._tried.clear()

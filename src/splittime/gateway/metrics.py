@@ -64,7 +64,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_refusals_total",
         "counter",
         ("reason",),
-        "Requests refused by the gateway; upstream_401, upstream_403, upstream_429: by an upstream, for no client's fault",
+        "Requests refused by the gateway, or to it by an upstream: upstream_401, upstream_403, upstream_429",
     ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
