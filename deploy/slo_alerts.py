@@ -148,7 +148,7 @@ SLO_ALERTS = [
         "SplittimeGatewayFirstByteBudget",
         "splittime:gateway_first_bytes_slow",
         FAST,
-        f"First bytes of upstreams take more than {FIRST_TOKEN_S:g} s",
+        f"First bytes of upstreams' streams take more than {FIRST_TOKEN_S:g} s",
         (GATEWAYS, GATEWAY, "slow-first-token"),
         (
             f'splittime_gateway_first_byte_seconds_bucket{{{_ON_GATEWAY},upstream="u",le="{FIRST_TOKEN_S}"}}',

@@ -1,10 +1,12 @@
 """Who may ask, how much, and how quickly a refusal comes, with the gateway in a process of its own."""
 
 import json
+import re
 import socket
 import threading
 import time
 import urllib.error
+import urllib.request
 
 import pytest
 
@@ -91,15 +93,21 @@ def test_the_security_floor_is_the_servers(keyed):
     assert (status, json.loads(body)["error"]["hint"]) == (404, "not passed on: chats and completions are")
 
 
-def test_metrics_tell_attempts_and_stages(keyed):
-    import urllib.request
+def scraped(gateway) -> str:
+    asked = urllib.request.Request(f"{gateway.url}/metrics", headers=bearer("of-ops"))
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        return response.read().decode()
 
-    keyed.ask("fine", bearer("of-a"))
-    asked = urllib.request.Request(f"{keyed.url}/metrics", headers=bearer("of-ops"))
-    text = urllib.request.urlopen(asked, timeout=10).read().decode()
+
+def test_metrics_tell_attempts_and_stages(keyed):
+    for name, is_stream in (("whole", False), ("stream", True)):
+        keyed.ask("fine", bearer("of-a") | {"x-request-id": name}, stream=is_stream)
+        keyed.account(name, "of-ops")
+    text = scraped(keyed)
     assert 'splittime_gateway_attempts_total{result="answered",upstream="fine"}' in text
     assert 'splittime_stage_seconds_count{stage="upstream",cause=""}' in text
-    assert 'splittime_gateway_first_byte_seconds_count{upstream="fine"}' in text
+    (firsts,) = re.findall(r'splittime_gateway_first_byte_seconds_count\{upstream="fine"\} (\S+)', text)
+    assert float(firsts) == 1  # of the stream: of a whole answer the first byte is the end
     assert "splittime_gateway_invalid_accounts_total 0.0" in text
     assert 'splittime_gateway_refusals_total{reason="max_open_requests"}' in text
 

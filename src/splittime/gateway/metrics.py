@@ -32,7 +32,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_first_byte_seconds",
         "histogram",
         ("upstream",),
-        "Request sent to first byte of the answer read, of attempts that had one",
+        "Request sent to first byte of the answer read, of streams: of a whole answer the first byte is the end",
     ),
     MetricSpec("splittime_gateway_requests_total", "counter", ("finish_reason",), "Requests ended"),
     MetricSpec(
@@ -205,7 +205,7 @@ class GatewayMetrics(Collector):
                 self._count("splittime_gateway_resumes_total", attempt.resumed_by)
             if attempt.error == TIED_LOST:
                 self._count_lost(attempt)
-            if attempt.first_byte_ns is not None:
+            if attempt.first_byte_ns is not None and attempt.num_events:  # of a stream
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
         if record.degraded:
