@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import zipfile
 
 import msgspec
@@ -131,6 +132,29 @@ def test_one_that_was_cut_off_is_refused(packed, share):
     packed.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ConfigError, match="not a readable incident"):
         books_in(packed, None, 1000)
+
+
+def test_one_whose_member_is_damaged_is_refused_whatever_packed_it(packed):
+    file, name = io.BytesIO(), "manifest.json"
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as new:
+        for each in old.namelist():
+            new.writestr(each, old.read(each))
+        begin = new.getinfo(name).header_offset + 30 + len(name) + 9  # behind the heads of zip and of LZMA
+    data = bytearray(file.getvalue())
+    data[begin : begin + 8] = b"\xff" * 8
+    packed.write_bytes(data)
+    with pytest.raises(ConfigError, match="not a readable incident") as refused:
+        books_in(packed, None, 1000)
+    assert isinstance(refused.value.__cause__, lzma.LZMAError)
+
+
+def test_no_more_requests_are_decoded_than_are_asked_for(packed):
+    with zipfile.ZipFile(packed) as members:
+        lines = members.read("ledger-1/accounts.jsonl").splitlines()
+    rewritten(packed, accounts=b"\n".join([b"{}", *lines[1:]]))
+    assert len(books_in(packed, None, len(lines) - 1).accounts) == len(lines) - 1
+    with pytest.raises(ConfigError, match="not a readable incident"):
+        books_in(packed, None, len(lines))
 
 
 def test_one_that_unpacks_to_too_much_is_refused(packed, monkeypatch):

@@ -1,9 +1,8 @@
 """One request brought to upstreams: attempt after attempt, until its client has an answer or no other may be made.
 
 Each attempt waits for a place (`fair_queue`), asks one upstream (`running_attempt`), and gives the place back; a second
-one may race with it (`tied`). What follows a
-failure is decided here: another attempt, that goes on with a stream where one had begun (`resume`), or the failure is
-told.
+one may race with it (`tied`). What follows a failure is decided here: another attempt, that goes on with a stream where
+one had begun (`resume`), or the failure is told.
 """
 
 import asyncio

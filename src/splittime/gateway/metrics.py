@@ -13,8 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
-from splittime.gateway.routing.measured import DIFFICULTY_METRICS, counted
-from splittime.gateway.routing.routing_metrics import ROUTING_METRICS, routing_series
+from splittime.gateway.routing.measured import DIFFICULTY_METRICS, ROUTING_METRICS, counted, routing_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
