@@ -199,10 +199,13 @@ def test_requests_of_before_the_host_started_are_left_out(ill, tmp_path):
 def test_requests_over_the_limit_are_noted(ill, tmp_path):
     path = ledger_file(ill, tmp_path / "l.sqlite")
     assert from_ledger(path, Wanted()).notes == ()
-    found = from_ledger(path, Wanted(max_accounts=9))
-    assert len(found.books.accounts) == 9
-    assert "91 requests" in found.notes[0]
-    assert "over the limit" in found.notes[0]
+    (note,) = from_ledger(path, Wanted(max_accounts=20)).notes
+    assert "80 requests" in note
+    assert "over the limit" in note
+    few = from_ledger(path, Wanted(max_accounts=9))
+    assert len(few.books.accounts) == 9
+    assert few.notes[0] == "requests before the latest 90 were not read"
+    assert "81 requests" in few.notes[1]
 
 
 def test_the_wait_at_a_gateway_is_in_the_timeline(ill):
