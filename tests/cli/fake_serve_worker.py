@@ -12,7 +12,8 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
 
-RESOLVED = {"max_model_len": 2048, "vocab_size": 256, "eos_token_ids": [], "default_sampling": {"temperature": 0.5}}
+MODEL = {"vocab_size": 256, "eos_token_ids": [], "default_sampling": {"temperature": 0.5}, "pooling": {}}
+RESOLVED = {"max_model_len": 2048, **MODEL}
 
 
 def build(settings, timeline, tell):

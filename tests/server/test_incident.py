@@ -14,7 +14,7 @@ from splittime.wire.get_json import get_json, get_text
 from .conftest import say
 
 KEY, OTHER_KEY, METRICS_KEY = "sk-operator-4711-SECRET", "sk-tenant-0815-SECRET", "sk-metrics-1-SECRET"
-SECRETS = (KEY, OTHER_KEY, METRICS_KEY, "SECRET", "blue elephant", "4711", "green", "/home/planted")
+SECRETS = (KEY, OTHER_KEY, METRICS_KEY, "SECRET", "blue elephant", "-4711-", "47114711", "green", "/home/planted")
 PROMPT = "my password is blue elephant 4711"
 
 
@@ -38,7 +38,7 @@ def loaded(launch):
         assert live.post("/v1/completions", {"prompt": PROMPT * 40}, headers | trace)[0] == 200
         assert live.post("/v1/completions", {"prompt": PROMPT, "blue elephant": 1}, headers)[0] == 400
         assert live.post("/v1/completions", {"prompt": PROMPT, "model": "SECRET"}, headers)[0] == 404
-        assert live.post("/v1/completions", {"prompt": PROMPT, "stop": ["4711"] * 99}, headers)[0] == 400
+        assert live.post("/v1/completions", {"prompt": PROMPT, "stop": ["halt-4711-now"] * 99}, headers)[0] == 400
     return live
 
 
