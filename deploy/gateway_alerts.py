@@ -4,6 +4,11 @@ from deploy.alerts import _AT_GATEWAY, _ON_GATEWAY, GATEWAY, GATEWAYS, PAGE, TIC
 
 _ON, _AT = _ON_GATEWAY, _AT_GATEWAY
 
+
+def _rate(name: str) -> str:
+    return f"sum by (job, instance) (rate(splittime_gateway_{name}_total[5m]))"
+
+
 GATEWAY_ALERTS = [
     Alert(
         "SplittimeGatewayDown",
@@ -52,19 +57,20 @@ GATEWAY_ALERTS = [
     ),
     Alert(
         "SplittimeGatewayRetries",
-        "sum by (job, instance) (rate(splittime_gateway_retries_total[5m])) > 0.05 * sum by (job, instance) "
-        "(rate(splittime_gateway_requests_total[5m]))",
+        f"{_rate('retries')} - ({_rate('tied')} or {_rate('retries')} * 0) > 0.05 * {_rate('requests')}",
         "10m",
         TICKET,
         GATEWAYS,
         "upstreams",
-        "More than 5 % of the requests need a second attempt.",
+        "More than 5 % of the requests need a second attempt, tied ones left out.",
         {
             f"splittime_gateway_retries_total{{{_ON}}}": "0+9x60",
             f'splittime_gateway_requests_total{{{_ON},finish_reason="stop"}}': "0+100x60",
         },
         {
-            f"splittime_gateway_retries_total{{{_ON}}}": "0+2x60",
+            f"splittime_gateway_retries_total{{{_ON}}}": "0+12x60",
+            f'splittime_gateway_tied_total{{{_ON},result="first"}}': "0+6x60",
+            f'splittime_gateway_tied_total{{{_ON},result="second"}}': "0+4x60",
             f'splittime_gateway_requests_total{{{_ON},finish_reason="stop"}}': "0+100x60",
         },
         "20m",

@@ -7,11 +7,14 @@ hour or 5 % in six, a ticket when 10 % went in three days. The short window besi
 from typing import NamedTuple
 
 from deploy.alerts import _ON, _ON_GATEWAY, GATEWAY, GATEWAYS, PAGE, SERVER, SERVING, TICKET, Alert
+from splittime.gateway.budgets import DAY, MONTH
+from splittime.ledger.account import LIMITS_OF_A_KEY
 
 AVAILABLE = 0.999  # of requests, over 30 days
 FAST = 0.99  # of first tokens, within:
 FIRST_TOKEN_S = 1.0  # an edge of the histograms
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
+OF_ONE_KEY = "|".join((*LIMITS_OF_A_KEY, DAY, MONTH))  # reasons of refusals that are no failure: a key is over its own
 
 
 class Recording(NamedTuple):
@@ -26,10 +29,12 @@ def _rate(metric: str, window: str) -> str:
 
 
 def _failed(requests: str, refusals: str, window: str) -> str:
-    """Returns the share of requests that ended in an error, missed their deadline, or were refused for want of room."""
+    """Returns the share of requests that ended in an error, missed their deadline, or were refused for want of room or
+    of a key that the upstream knows; a key that is over a limit of its own is refused however much room there is."""
     every = _rate(requests, window)
     ended = _rate(f'{requests}{{finish_reason=~"error|deadline"}}', window)
-    return f"(({ended} or {every} * 0) + ({_rate(refusals, window)} or {every} * 0)) / {every}"
+    refused = _rate(f'{refusals}{{reason!~"{OF_ONE_KEY}"}}', window)
+    return f"(({ended} or {every} * 0) + ({refused} or {every} * 0)) / {every}"
 
 
 def _slow(histogram: str, window: str) -> str:
@@ -69,15 +74,17 @@ SLOWLY = (("3d", "6h", 1.0),)
 
 
 def _slo(
-    name: str, ratio: str, slo: float, what: str, whose: tuple[str, str, str], series: tuple[str, str]
+    name: str, ratio: str, slo: float, what: str, whose: tuple[str, str, str], series: tuple[str, ...]
 ) -> list[Alert]:
     """Returns the page and the ticket of one ratio. whose: owner, job, runbook. series: one that grows by 30 a minute
-    while it burns and not else, and one that always grows by 70; `le` in the first: it is of what was quick."""
+    while it burns and not else, one that always grows by 70, and any that grow by 30 and are nothing to it; `le` in the
+    first: it is of what was quick."""
     owner, job, runbook = whose
-    first, second = series
+    first, second, *others = series
     is_quick = "le=" in first
     burning = {first: "0+70x500", second: "0+100x500"} if is_quick else {first: "0+30x500", second: "0+70x500"}
     calm = {first: "0+100x500", second: "0+100x500"} if is_quick else {first: "0+0x500", second: "0+70x500"}
+    calm |= dict.fromkeys(others, "0+30x500")
     speeds = (
         ("BurnsFast", QUICKLY, PAGE, "2m", "70m", "within days"),
         ("BurnsSlowly", SLOWLY, TICKET, "1h", "8h", "before it ends"),
@@ -110,6 +117,7 @@ SLO_ALERTS = [
         (
             f'splittime_requests_total{{{_ON},finish_reason="error"}}',
             f'splittime_requests_total{{{_ON},finish_reason="stop"}}',
+            f'splittime_refusals_total{{{_ON},reason="max_open_requests"}}',
         ),
     ),
     *_slo(
@@ -132,13 +140,15 @@ SLO_ALERTS = [
         (
             f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="draining"}}',
             f'splittime_gateway_requests_total{{{_ON_GATEWAY},finish_reason="stop"}}',
+            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_minute"}}',
+            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_day"}}',
         ),
     ),
     *_slo(
         "SplittimeGatewayFirstByteBudget",
         "splittime:gateway_first_bytes_slow",
         FAST,
-        f"First bytes of upstreams take more than {FIRST_TOKEN_S:g} s",
+        f"First bytes of upstreams' streams take more than {FIRST_TOKEN_S:g} s",
         (GATEWAYS, GATEWAY, "slow-first-token"),
         (
             f'splittime_gateway_first_byte_seconds_bucket{{{_ON_GATEWAY},upstream="u",le="{FIRST_TOKEN_S}"}}',

@@ -57,6 +57,22 @@ def test_what_cannot_be_asked_is_left_out_while_something_can(ledgers, tmp_path)
     assert "ledger-1: 100 requests" in result.stderr
 
 
+def test_a_damaged_one_in_a_folder_is_told(ledgers, tmp_path):
+    folder = tmp_path / "of-both"
+    folder.mkdir()
+    good = (ledgers / "a.sqlite").read_bytes()
+    (folder / "a.sqlite").write_bytes(good)
+    (folder / "damaged.sqlite").write_bytes(good[:16] + b"\xff" * (len(good) - 16))
+    result = invoke("incident", folder, "--out", "i.zip")
+    assert result.exit_code == 0
+    assert "damaged.sqlite" in result.stderr
+    assert "ledger-1: 100 requests" in result.stderr
+    (folder / "a.sqlite").write_bytes(good[:16] + b"\xff" * (len(good) - 16))
+    result = invoke("incident", folder, "--out", "i.zip")
+    assert result.exit_code == 2
+    assert (result.stderr.count("a.sqlite"), result.stderr.count("damaged.sqlite")) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

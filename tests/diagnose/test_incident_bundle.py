@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import zipfile
 
 import msgspec
@@ -18,6 +19,7 @@ from splittime.diagnose.incident.bundle import books_in, is_incident, pack
 from splittime.diagnose.incident.gather import Wanted, from_ledger
 from splittime.diagnose.incident.timeline import NUM_SLICES, timeline
 from splittime.ledger.facts import Process
+from splittime.ledger.stages import Stage
 
 LARGE = 10**8
 
@@ -132,6 +134,29 @@ def test_one_that_was_cut_off_is_refused(packed, share):
         books_in(packed, None, 1000)
 
 
+def test_one_whose_member_is_damaged_is_refused_whatever_packed_it(packed):
+    file, name = io.BytesIO(), "manifest.json"
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as new:
+        for each in old.namelist():
+            new.writestr(each, old.read(each))
+        begin = new.getinfo(name).header_offset + 30 + len(name) + 9  # behind the heads of zip and of LZMA
+    data = bytearray(file.getvalue())
+    data[begin : begin + 8] = b"\xff" * 8
+    packed.write_bytes(data)
+    with pytest.raises(ConfigError, match="not a readable incident") as refused:
+        books_in(packed, None, 1000)
+    assert isinstance(refused.value.__cause__, lzma.LZMAError)
+
+
+def test_no_more_requests_are_decoded_than_are_asked_for(packed):
+    with zipfile.ZipFile(packed) as members:
+        lines = members.read("ledger-1/accounts.jsonl").splitlines()
+    rewritten(packed, accounts=b"\n".join([b"{}", *lines[1:]]))
+    assert len(books_in(packed, None, len(lines) - 1).accounts) == len(lines) - 1
+    with pytest.raises(ConfigError, match="not a readable incident"):
+        books_in(packed, None, len(lines))
+
+
 def test_one_that_unpacks_to_too_much_is_refused(packed, monkeypatch):
     monkeypatch.setattr(bundle, "MAX_MEMBER_BYTES", 10_000)
     with pytest.raises(ConfigError, match="larger than 10000"):
@@ -169,6 +194,35 @@ def test_requests_of_before_the_host_started_are_left_out(ill, tmp_path):
     found = from_ledger(path, Wanted())
     assert len(found.books.accounts) == 70
     assert "30 requests are of another time" in found.notes[0]
+
+
+def test_requests_over_the_limit_are_noted(ill, tmp_path):
+    path = ledger_file(ill, tmp_path / "l.sqlite")
+    assert from_ledger(path, Wanted()).notes == ()
+    (note,) = from_ledger(path, Wanted(max_accounts=20)).notes
+    assert "80 requests" in note
+    assert "over the limit" in note
+    few = from_ledger(path, Wanted(max_accounts=9))
+    assert len(few.books.accounts) == 9
+    assert few.notes[0] == "requests before the latest 90 were not read"
+    assert "81 requests" in few.notes[1]
+
+
+def test_the_wait_at_a_gateway_is_in_the_timeline(ill):
+    def at_a_gateway(account):
+        moved = tuple(
+            msgspec.structs.replace(one, stage=Stage.ADMIT if one.stage is Stage.QUEUE else one.stage)
+            for one in account.intervals
+        )
+        return msgspec.structs.replace(account, intervals=moved)
+
+    def waits(accounts):
+        books = msgspec.structs.replace(ill, accounts=tuple(accounts))
+        return [each.queue_ms_p95 for each in timeline(books).slices]
+
+    told = waits(ill.accounts)
+    assert told == waits(at_a_gateway(account) for account in ill.accounts)
+    assert max(each or 0 for each in told) > 0
 
 
 def test_the_timeline_counts_what_the_books_hold(ill):

@@ -182,6 +182,10 @@ class Hostile:
         writer.write(whole(429, {"error": {"message": "busy"}}, "retry-after: 7"))
         return False
 
+    async def do_refusing(self, reader, writer, body) -> bool:
+        writer.write(whole(body["status"], {"error": {"message": "no"}}))
+        return False
+
     async def do_strict(self, reader, writer, body) -> bool:
         writer.write(whole(400, {"error": {"message": "too long", "code": "context_length_exceeded"}}))
         return False

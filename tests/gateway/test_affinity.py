@@ -133,6 +133,21 @@ def test_who_has_no_room_does_not_get_it():
     assert (second.affinity.result, second.affinity.why) == ("capped", "no_room")
 
 
+def test_it_is_said_of_who_is_named_why_that_one_does_not_get_it():
+    servers = Routed3(rooms=(64, 64, 64), load_cap=1.0, slack_tokens=0)
+    half, most = servers.upstreams[0], servers.upstreams[1]
+    for name, prompt in ((half.name, LONG), (most.name, LONG + LONG)):
+        servers.affinity.note_sent(servers.choose(prompt)[1], name, None)
+    for one in (half, most):
+        one.enter(10_000)
+    over = servers.choose(LONG + LONG)[2].affinity
+    assert (over.result, over.why, over.upstream) == ("capped", "over_cap", most.name)
+    while most.limit > most.requests:
+        most.enter(1)
+    full = servers.choose(LONG + LONG)[2].affinity
+    assert (full.result, full.why, full.upstream) == ("capped", "no_room", most.name)  # the other one is over its cap
+
+
 def test_a_retry_does_not_go_back_for_its_prefix():
     servers = Routed3()
     first = servers.serve(LONG)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from splittime.core.errors import ConfigError
+from splittime.diagnose.explain import explain
 from splittime.gateway.config_file import config_of, read_config, secrets_of
 from splittime.gateway.routing.difficulty import decide
 from splittime.gateway.routing.judge import ALWAYS_LARGE, DifficultyJudge, calibrated, judges_of, nearest_of
@@ -289,6 +290,8 @@ def test_explain_says_what_decided(graded):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     words = " ".join(done.stdout.split())
     assert f"small by the score {account.routing.difficulty.score:g} (threshold" in words, done.stdout + done.stderr
+    _, _, account = ask(graded, "")
+    assert "large, as it has no text (threshold" in " ".join(explain(account).plain.split())
 
 
 def test_a_running_gateway_takes_other_labels(hostile, tmp_path):

@@ -9,6 +9,7 @@ import uuid
 
 import pytest
 
+from splittime.gateway.routing.first_tokens import why_not_looked_at, without_logprobs
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
@@ -157,6 +158,50 @@ def test_an_upstream_that_refuses_logprobs_is_asked_without(graded, stream):
     assert b"no logprobs" in answer
 
 
+def test_whose_client_has_a_sign_of_life_is_asked_without_logprobs_too(hostile, tmp_path):
+    text = "[queue]\nsign_of_life_s = 0.02\n" + route("auto", "big") + upstream("big", hostile.url("fine"))
+    text += upstream("little", hostile.url("scored"), "little", "stays", max_in_flight=1)
+    with gateway_of(tmp_path, text) as gateway:
+        asked = len(hostile.asked["scored"])
+        _, first = send(gateway, "stays", sure=[-0.1], stream=True, stays=True)
+        until(lambda: len(hostile.asked["scored"]) > asked)
+        request_id, connection = send(gateway, "auto", sure=SURE, stream=True, refuses=True)
+        told = connection.recv(65536)
+        while b": queued" not in told:
+            told += connection.recv(65536)
+        first.close()
+        while b"[DONE]" not in told:
+            assert b'"error"' not in told
+            told += connection.recv(65536)
+        connection.close()
+        assert told.count(b" small") == len(SURE)
+        account = account_from_json(gateway.account(request_id))
+        assert ends(account) == [("little", "logprobs_refused"), ("little", "")]
+        sums(account)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"prompt": ["a", "b"]}, "several_answers"),
+        ({"prompt": [[1, 2], [3]]}, "several_answers"),
+        ({"prompt": ["a"]}, ""),
+        ({"prompt": [[1, 2]]}, ""),
+        ({"prompt": [1, 2, 3]}, ""),
+        ({"prompt": []}, ""),
+        ({"n": 2}, "several_answers"),
+        ({"prompt": ["a", "b"], "echo": True}, "echo"),
+    ],
+)
+def test_several_prompts_have_several_answers(body, why):
+    assert why_not_looked_at(body) == why
+
+
+@pytest.mark.parametrize("choices", [5, None, "x", [], [5, None], {"logprobs": {}}])
+def test_choices_that_are_none_are_left_as_they_are(choices):
+    assert without_logprobs({"choices": choices}) == {"choices": choices}
+
+
 def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, hostile):
     asked = len(hostile.asked["keeping"])
     _, connection = send(graded, "kept", stream=True)
@@ -215,16 +260,24 @@ def test_the_tenant_pays_for_both(hostile, tmp_path):
     text += "tokens_per_day = 1000\n" + route("auto", "big")
     text += upstream("little", hostile.url("scored")) + upstream("big", hostile.url("fine"))
     with gateway_of(tmp_path, text, OPS=key) as gateway:
-        headers = {"authorization": f"Bearer {key}", "x-request-id": "one"}
-        assert gateway.ask("auto", headers, sure=UNSURE)[0] == 200
-        small, _ = gateway.account("one", key)["attempts"]
-        assert small["lost_tokens"] > 0
-        asked = urllib.request.Request(f"{gateway.url}/metrics", headers=headers)
-        with urllib.request.urlopen(asked, timeout=30) as response:
-            (used,) = re.findall(r"splittime_gateway_budget_used_tokens\{.*day.*\} (\S+)", response.read().decode())
-    assert (
-        float(used) == small["lost_tokens"] + 4 + 10
-    )  # prompt and first tokens of the small one, and what `fine` tells
+        headers, used = {"authorization": f"Bearer {key}"}, [0.0]
+        for is_stream in (False, True):
+            request_id = uuid.uuid4().hex
+            assert gateway.ask("auto", headers | {"x-request-id": request_id}, sure=UNSURE, stream=is_stream)[0] == 200
+            small, _ = gateway.account(request_id, key)["attempts"]
+            assert small["lost_tokens"] > 0
+            until(lambda: budget_used(gateway, headers) > used[-1])
+            used.append(budget_used(gateway, headers))
+    told_by_fine = 10
+    assert used[1] == 7 + len(UNSURE) + told_by_fine  # of the small one what it told: it is charged when it is whole
+    assert used[2] - used[1] == small["lost_tokens"] + 4 + told_by_fine  # a stream is cut off: prompt and first tokens
+
+
+def budget_used(gateway, headers) -> float:
+    asked = urllib.request.Request(f"{gateway.url}/metrics", headers=headers)
+    with urllib.request.urlopen(asked, timeout=30) as response:
+        told = re.findall(r"splittime_gateway_budget_used_tokens\{.*day.*\} (\S+)", response.read().decode())
+    return float(told[0]) if told else 0.0
 
 
 def until(condition) -> None:

@@ -105,7 +105,10 @@ def test_from_a_shell(tmp_path):
     assert told["chosen_check"]["share_small"] == 1.0
     done = shell(tmp_path, "g.toml", "labels.jsonl")
     words = done.stdout
-    for each in ("always small", "always large", "best possible", "chosen by text", "chosen by tokens"):
+    rows = ("always small", "always large", "best possible", "chosen by text", "chosen by tokens")
+    for each in (*rows, "by tokens every prompt is checked"):
         assert each in words, done.stderr
     assert "large for nothing: 0.0%" in words
     assert "80 of them stand in the labels too" in " ".join(done.stderr.split())
+    (tmp_path / "text.toml").write_text(text)
+    assert "every prompt is checked" not in shell(tmp_path, "text.toml", "labels.jsonl").stdout

@@ -99,6 +99,12 @@ def test_failures_are_counted_and_others_attempts_are_not():
     assert found.gateway.seen.count == 3
 
 
+@pytest.mark.parametrize("ending", ["cancelled", "tied_lost", "unsure", "logprobs_refused"])
+def test_an_attempt_that_somebody_ended_has_not_failed(ending):
+    (one,) = of(NEAR, [account(1, 50, error=ending)]).upstreams
+    assert (one.seen.count, one.seen.failed) == (1, 0)
+
+
 def test_hops_of_clients_are_listed_by_name_the_frequent_ones_first():
     plain = {"trace_id": "ab" * 16, "clock": "c", "begin_ns": 0}
     hops = [

@@ -1,17 +1,21 @@
 """Who may ask, how much, and how quickly a refusal comes, with the gateway in a process of its own."""
 
 import json
+import re
 import socket
 import threading
 import time
 import urllib.error
+import urllib.request
 
 import pytest
 
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
+from .test_chaos import metric
 from .test_endings import send
+from .test_tied import until
 
 KEYS = {"OPS_KEY": "of-ops", "A_KEY": "of-a", "B_KEY": "of-b"}
 TENANTS = "".join(
@@ -89,17 +93,34 @@ def test_the_security_floor_is_the_servers(keyed):
     assert (status, json.loads(body)["error"]["hint"]) == (404, "not passed on: chats and completions are")
 
 
-def test_metrics_tell_attempts_and_stages(keyed):
-    import urllib.request
+def scraped(gateway) -> str:
+    asked = urllib.request.Request(f"{gateway.url}/metrics", headers=bearer("of-ops"))
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        return response.read().decode()
 
-    keyed.ask("fine", bearer("of-a"))
-    asked = urllib.request.Request(f"{keyed.url}/metrics", headers=bearer("of-ops"))
-    text = urllib.request.urlopen(asked, timeout=10).read().decode()
+
+def test_metrics_tell_attempts_and_stages(keyed):
+    for name, is_stream in (("whole", False), ("stream", True)):
+        keyed.ask("fine", bearer("of-a") | {"x-request-id": name}, stream=is_stream)
+        keyed.account(name, "of-ops")
+    text = scraped(keyed)
     assert 'splittime_gateway_attempts_total{result="answered",upstream="fine"}' in text
     assert 'splittime_stage_seconds_count{stage="upstream",cause=""}' in text
-    assert 'splittime_gateway_first_byte_seconds_count{upstream="fine"}' in text
+    (firsts,) = re.findall(r'splittime_gateway_first_byte_seconds_count\{upstream="fine"\} (\S+)', text)
+    assert float(firsts) == 1  # of the stream: of a whole answer the first byte is the end
     assert "splittime_gateway_invalid_accounts_total 0.0" in text
     assert 'splittime_gateway_refusals_total{reason="max_open_requests"}' in text
+
+
+def test_what_an_upstream_refuses_by_no_clients_fault_is_counted(hostile, tmp_path):
+    text = "[retries]\nmax_attempts = 1\n[breaker]\nfailures = 1000\n" + upstream("refusing", hostile.url("refusing"))
+    with gateway_of(tmp_path, text) as gateway:
+        asked = [*((status, stream) for status in (400, 401, 403, 404, 500) for stream in (False, True)), (429, False)]
+        for status, stream in asked:
+            assert gateway.ask("refusing", stream=stream, status=status)[0] == status
+        until(lambda: sum(metric(gateway, "splittime_gateway_requests_total").values()) == len(asked))
+        counted = {"upstream_401": 2, "upstream_403": 2, "upstream_429": 1}
+        assert metric(gateway, "splittime_gateway_refusals_total") == counted
 
 
 # ---- upstreams

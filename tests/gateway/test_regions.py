@@ -25,6 +25,9 @@ from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream
+from .test_chaos import metric
+from .test_endings import send
+from .test_tied import until
 
 MS, S = 10**6, 10**9
 PLACES = {"near": ("here", 1), "near2": ("here", 1), "far": ("there", 80), "far2": ("there", 80)}
@@ -120,6 +123,31 @@ def test_an_upstream_that_hangs_has_a_longer_wait_with_every_second():
     assert seen[-1] > 15 * S
 
 
+@pytest.mark.parametrize("at_s", [900, 30_000, 200_000])
+def test_however_long_it_hangs_a_wait_is_told_and_fits_into_records(at_s):
+    waits = FirstByteWaits()
+    waits.sent(1000, 0)
+    waits.sent(1000, 0)
+    waits.begun(1000, S)
+    assert 0 < waits.wait_ns(at_s * S) <= 86_400 * S
+    waits.gone(1000, at_s * S)
+    waits.sent(10, at_s * S)
+    waits.begun(10, (at_s + 1) * S)
+    waits.sent(10, (at_s + 60) * S)
+    assert waits.wait_ns((at_s + 60) * S) < 600 * S  # and what comes afterwards is believed again
+
+
+def test_how_often_it_is_asked_changes_nothing():
+    often, once = FirstByteWaits(), FirstByteWaits()
+    for waits in (often, once):
+        waits.sent(10, 0)
+        waits.sent(10, 0)
+        waits.begun(10, S)
+    for at in range(2, 200):
+        often.wait_ns(at * S)
+    assert often.wait_ns(200 * S) == pytest.approx(once.wait_ns(200 * S), rel=1e-6)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(["sent", "begun", "gone"]), st.integers(0, 9), st.integers(1, 99)), max_size=50)
 )
@@ -166,7 +194,7 @@ def test_a_farther_one_gets_it_when_the_wait_here_is_longer_than_the_way():
     busy(near2, 300)
     assert {router.choose("m", 300 * MS).upstream.name for _ in range(20)} == {"far", "far2"}
     told = router.choose("m", 300 * MS).considered
-    assert [one.wait_ns for one in told if one.upstream.startswith("near")] == [300 * MS] * 2
+    assert [one.wait_ns for one in told if one.upstream.startswith("near")] == pytest.approx([300 * MS] * 2, rel=0.01)
 
 
 def test_of_equal_ones_those_here_come_first():
@@ -243,6 +271,19 @@ def test_a_request_measures_the_way_that_it_goes(hostile, tmp_path):
         told = {one["name"]: one for one in gateway.get("/stats")["upstreams"]}
         assert (told["one"]["region"], told["two"]["round_trip_ns"]) == ("here", None)
         assert told["one"]["round_trip_ns"] < S
+
+
+def test_what_is_no_stream_tells_nothing_of_a_queue(hostile, tmp_path):
+    with gateway_of(tmp_path, upstream("held", hostile.url("slow"))) as gateway:
+        for is_stream, told in ((False, {"held": 0.0}), (True, {})):  # nothing: a stream waits
+            asked = len(hostile.asked["slow"])
+            request_id, connection = send(gateway, "held", stream=is_stream)
+            until(lambda asked=asked: len(hostile.asked["slow"]) > asked)
+            assert metric(gateway, "splittime_gateway_expected_wait_seconds") == told
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+            assert account_from_json(gateway.account(request_id)).finish_reason == "abort"
+        assert metric(gateway, "splittime_gateway_expected_wait_seconds") == {"held": 0.0}
 
 
 def test_the_guides_examples_are_taken():

@@ -6,6 +6,7 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import msgspec
 import pytest
 
 from splittime.core.errors import ConfigError
@@ -105,6 +106,25 @@ def test_stages_are_nested_and_sum_to_the_request():
     assert lengths["queue"] + lengths["decode"] == lengths["upstream"]
     assert int(root["startTimeUnixNano"]) == 10**18
     assert by_name["queue"]["startTimeUnixNano"] == by_name["upstream"]["startTimeUnixNano"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "has_failed"),
+    [
+        ("", False),
+        ("cancelled", False),
+        ("tied_lost", False),
+        ("unsure", False),
+        ("logprobs_refused", False),
+        ("upstream_died", True),
+    ],
+)
+def test_an_attempt_that_somebody_ended_is_no_error(ending, has_failed):
+    made = account()
+    attempts = tuple(msgspec.structs.replace(one, error=ending) for one in made.attempts)
+    (span,) = (one for one in spans_of(msgspec.structs.replace(made, attempts=attempts)) if one["kind"] == 3)
+    assert ("status" in span, attributes(span).get("error.type")) == (has_failed, ending if has_failed else None)
+    assert attributes(span).get("splittime.ending") == (None if has_failed or not ending else ending)
 
 
 def test_a_collector_is_told_and_the_upstream_works_for_the_attempt(collector, tmp_path):

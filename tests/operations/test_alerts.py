@@ -14,6 +14,7 @@ from deploy.alerts import PAGE, TICKET
 from deploy.generate import ALERTS, FOLDER, GROUPS, outdated
 from deploy.slo_alerts import FIRST_TOKEN_S, recordings
 from splittime.cli.main import app
+from splittime.gateway.config import TenantConfig
 from splittime.ledger.export.histogram import EDGES_NS
 
 from .promql import OF_PROMETHEUS, TARGET_LABELS, exported, labels_of, named
@@ -68,6 +69,15 @@ def test_the_first_tokens_bound_is_an_edge_of_the_histograms():
     edge_ns = round(FIRST_TOKEN_S * 1e9)
     assert edge_ns in EDGES_NS
     assert all(value == str(edge_ns / 1e9) for _, expr in RULES for label, value in named(expr).values if label == "le")
+
+
+def test_a_key_over_a_limit_of_its_own_is_no_failure():
+    limits = {name for name in TenantConfig.__struct_fields__ if name.startswith("max_") or "_per_" in name}
+    failed = [rule.expr for rule in recordings() if "failed" in rule.name]
+    left_out = [re.search(r'refusals_total\{reason!~"(.*?)"\}', expr) for expr in failed]
+    assert [set(found[1].split("|")) for found in left_out] == [limits] * len(failed)
+    assert len(failed) == 2 * 5
+    assert not any(re.fullmatch(left_out[0][1], reason) for reason in ("draining", "queued_requests", "upstream_401"))
 
 
 def test_each_alert_has_a_name_of_its_own_an_owner_a_severity_and_a_runbook():

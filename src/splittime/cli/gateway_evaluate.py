@@ -22,6 +22,8 @@ Examples:
 
 {EXIT_CODES}"""
 
+EACH_IS_CHECKED = "by tokens every prompt is checked; the gateway checks what goes to the small model by its text"
+
 
 @fails_clearly
 def evaluate(
@@ -82,6 +84,8 @@ def _tell(found: "Evaluation") -> None:
     _add_curve(table, "text", found.by_text, found.chosen)
     _add_curve(table, "tokens", found.by_first_tokens, found.chosen_check)
     wide().print(table)
+    if found.by_text and found.by_first_tokens:
+        print(EACH_IS_CHECKED)
     if found.misroutes is not None:
         wrong = found.misroutes
         print(f"large for nothing: {_share(wrong.wasted)} of requests, {_figure(wrong.wasted_cost)} a request")

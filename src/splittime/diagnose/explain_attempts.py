@@ -22,7 +22,7 @@ WHY = {
     "unseen": "nobody had served its beginning",
     "shared": "its known beginning is everybody's",
     "short": "it is too short",
-    "unread": "it was too long to be looked at",
+    "unread": "it was too long, or could not be read",
 }
 
 
@@ -96,9 +96,9 @@ def _text_words(difficulty: DifficultyDecision) -> str:
     """Returns what the text decided, and by what."""
     if not difficulty.labels:
         return f"{difficulty.choice} first"
-    score = "having no text" if difficulty.score is None else f"by the score {difficulty.score:g}"
+    score = ", as it has no text" if difficulty.score is None else f" by the score {difficulty.score:g}"
     bound = f"threshold {difficulty.threshold:g}, {difficulty.neighbours} neighbours, labels {difficulty.labels}"
-    return f"{difficulty.choice} {score} ({bound})"
+    return f"{difficulty.choice}{score} ({bound})"
 
 
 def _first_words(found: FirstTokens) -> str:

@@ -56,9 +56,9 @@ class FairQueue:
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix:
-        of its prompt, for affinity. draw: from 0 to 1,
-        the request's own; the lower, the sooner it is refused by chance. on_wait: called if nobody has room for it now.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix: of its
+        prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the sooner it is refused by chance.
+        on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         if not self._router.allowed(model, now_ns()):

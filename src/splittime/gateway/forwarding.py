@@ -1,9 +1,8 @@
 """One request brought to upstreams: attempt after attempt, until its client has an answer or no other may be made.
 
 Each attempt waits for a place (`fair_queue`), asks one upstream (`running_attempt`), and gives the place back; a second
-one may race with it (`tied`). What follows a
-failure is decided here: another attempt, that goes on with a stream where one had begun (`resume`), or the failure is
-told.
+one may race with it (`tied`). What follows a failure is decided here: another attempt, that goes on with a stream where
+one had begun (`resume`), or the failure is told.
 """
 
 import asyncio
@@ -84,7 +83,8 @@ class Forwarding:
         """Begin again: an answer has come, and is not given. Returns what is asked now."""
         found = self._resumption.first_tokens
         assert found is not None, "there was a verdict"
-        asked = self._difficulty.anew(request, found)
+        assert self.relay is not None, "an answer has come"
+        asked = self._difficulty.anew(request, found, self.relay.events.read())
         self._gateway.queue.settle(self._tenant, request.tokens, self._account.asked_anew_tokens)
         self.relay, self.upstream_name, self.was_granted = None, "", False
         self._tried.clear()

@@ -17,7 +17,7 @@ from splittime.gateway.config import GatewayConfig, UpstreamConfig
 from splittime.gateway.config_file import config_of
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import TIED_LOST, UNSURE
+from splittime.ledger.attempts import NO_FAILURE
 from splittime.ledger.hops import Hop
 from splittime.web.http import is_loopback
 from splittime.wire.target import Target
@@ -128,7 +128,7 @@ def _seen(name: str, accounts: Iterable[ClosedAccount]) -> SeenOfHop | None:
         return None
     lengths = [(one.end_ns - one.begin_ns) / 1e6 for one in attempts]
     firsts = [(one.first_byte_ns - one.begin_ns) / 1e6 for one in attempts if one.first_byte_ns is not None]
-    failed = sum(one.error not in ("", TIED_LOST, UNSURE) for one in attempts)
+    failed = sum(one.error not in NO_FAILURE for one in attempts)
     percents = (50, 99)
     return SeenOfHop(len(attempts), failed, derive.percentiles(lengths, percents), derive.percentiles(firsts, percents))
 

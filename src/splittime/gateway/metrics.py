@@ -13,8 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
-from splittime.gateway.routing.measured import DIFFICULTY_METRICS, counted
-from splittime.gateway.routing.routing_metrics import ROUTING_METRICS, routing_series
+from splittime.gateway.routing.measured import DIFFICULTY_METRICS, ROUTING_METRICS, counted, routing_series
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -32,7 +31,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_first_byte_seconds",
         "histogram",
         ("upstream",),
-        "Request sent to first byte of the answer read, of attempts that had one",
+        "Request sent to first byte of the answer read, of streams: of a whole answer the first byte is the end",
     ),
     MetricSpec("splittime_gateway_requests_total", "counter", ("finish_reason",), "Requests ended"),
     MetricSpec(
@@ -60,7 +59,12 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_resumes_total", "counter", ("by",), "Attempts that went on with another's stream, and how"
     ),
-    MetricSpec("splittime_gateway_refusals_total", "counter", ("reason",), "Requests refused by the gateway itself"),
+    MetricSpec(
+        "splittime_gateway_refusals_total",
+        "counter",
+        ("reason",),
+        "Requests refused by the gateway, or to it by an upstream: upstream_401, upstream_403, upstream_429",
+    ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
     ),
@@ -96,6 +100,7 @@ GATEWAY_METRICS = (
     *DIFFICULTY_METRICS,
     *VERSION_METRICS,
 )
+NOT_THE_CLIENTS = frozenset({"upstream_401", "upstream_403", "upstream_429"})  # refusals that no client can mend
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
 _COUNTED = (
     "requests",
@@ -199,13 +204,15 @@ class GatewayMetrics(Collector):
                 self._count("splittime_gateway_resumes_total", attempt.resumed_by)
             if attempt.error == TIED_LOST:
                 self._count_lost(attempt)
-            if attempt.first_byte_ns is not None:
+            if attempt.first_byte_ns is not None and attempt.num_events:  # of a stream
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
         if record.degraded:
             self._count("splittime_gateway_degraded_total", record.degraded)
         if record.routing is not None:
             self._count("splittime_gateway_routed_total", record.routing.rule)
+        if record.is_refused and record.error is not None and record.error.code in NOT_THE_CLIENTS:
+            self.count_refusal(record.error.code)
         for name, labels, by in counted(record):
             self._count(name, *labels, by=by)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))

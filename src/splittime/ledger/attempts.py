@@ -12,6 +12,7 @@ from splittime.ledger.stages import Cause, Stage
 
 CANCELLED, TIED_LOST = "cancelled", "tied_lost"  # ends of attempts that did not fail: their client left, another won
 UNSURE, LOGPROBS_REFUSED = "unsure", "logprobs_refused"  # a small model seemed unsure, or would not say: asked anew
+NO_FAILURE = frozenset({"", CANCELLED, TIED_LOST, UNSURE, LOGPROBS_REFUSED})  # `error` of attempts that did not fail
 UNSURE_KEPT = "unsure_kept"  # it seemed unsure, and its answer was given all the same
 HIT, CAPPED, NO_AFFINITY = "hit", "capped", "none"  # results of prefix affinity
 

@@ -9,6 +9,7 @@ no member beyond `MAX_MEMBER_BYTES`, whatever the file says of its sizes.
 """
 
 import io
+import lzma
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,10 @@ answer, no key, and no message of an error. Ids that clients chose, names of ten
 are renamed by a hash whose key was kept nowhere. How long prompts and answers were, and when they came, is in it.
 """
 
+UNREADABLE = (
+    *(OSError, EOFError, KeyError, NotImplementedError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)  # of zipfile, for a damaged member
 RecordT = TypeVar("RecordT", ClosedAccount, StepRecord)
 
 
@@ -197,9 +202,9 @@ def books_in(path: Path, name: str | None, limit: int) -> Books:
             manifest = msgspec.json.decode(_read(members, "manifest.json"), type=Manifest)
             entry = _chosen(manifest, name, path)
             facts = msgspec.json.decode(_read(members, f"{entry.name}/facts.json"), type=ServerFacts | None)
-            accounts = _records(_read(members, f"{entry.name}/accounts.jsonl"), ClosedAccount)[-limit:]
+            accounts = _records(_read(members, f"{entry.name}/accounts.jsonl"), ClosedAccount, limit)
             steps = _records(_read(members, f"{entry.name}/steps.jsonl"), StepRecord)
-    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, error) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(path, error) from error
@@ -230,9 +235,10 @@ def _read(members: zipfile.ZipFile, name: str) -> bytes:
     return data
 
 
-def _records(data: bytes, kind: type[RecordT]) -> list[RecordT]:
+def _records(data: bytes, kind: type[RecordT], limit: int | None = None) -> list[RecordT]:
+    """Returns the last `limit` records, or all; no other is decoded."""
     decoder = msgspec.json.Decoder(kind)
-    return [decoder.decode(line) for line in data.splitlines()]
+    return [decoder.decode(line) for line in data.splitlines()[-limit if limit else None :]]
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:

@@ -93,14 +93,17 @@ def from_ledger(path: Path, wanted: Wanted) -> Evidence:
     file = open_readonly(path)
     try:
         facts = file.facts()
-        given = file.accounts(limit=10 * wanted.max_accounts)
-        accounts = [account for account in given if wanted.has(account)][-wanted.max_accounts :]
+        read = file.accounts(limit=10 * wanted.max_accounts)
+        given = [account for account in read if wanted.has(account)]
+        accounts = given[-wanted.max_accounts :]
         begin_ns = min((account.start_ns for account in accounts), default=0)
         end_ns = max((account.end_ns for account in accounts), default=0)
         steps = file.steps_between(begin_ns, end_ns)
     finally:
         file.close()
-    return _evidence("ledger", (facts, given, steps), wanted, Shareable(facts))
+    is_all = len(read) < 10 * wanted.max_accounts
+    notes = () if is_all else (f"requests before the latest {len(read)} were not read",)
+    return _evidence("ledger", (facts, given, steps), wanted, Shareable(facts), notes=notes)
 
 
 Records = tuple[ServerFacts | None, Sequence[ClosedAccount], Sequence[StepRecord]]

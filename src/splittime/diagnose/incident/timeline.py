@@ -167,10 +167,7 @@ def _slices(
 def _slice(at_ns: int, unix_ns: int | None, ended: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> TimeSlice:
     served = [account for account in ended if account.error is None]
     ttft_ns = [ns for account in served if (ns := derive.ttft_ns(account)) is not None]
-    stages = [derive.stage_ns(account) for account in served]
-    queue_ns = [
-        by_stage.get(Stage.QUEUE, 0) + by_stage.get(Stage.ADMIT, 0) for by_stage in stages
-    ]  # a gateway's: ADMIT
+    queue_ns = [_queue_ns(account) for account in served]
     return TimeSlice(
         begin_ns=at_ns,
         unix_ns=unix_ns,
@@ -188,6 +185,12 @@ def _slice(at_ns: int, unix_ns: int | None, ended: Sequence[ClosedAccount], step
         most_waiting=max((step.num_waiting for step in steps), default=None),
         most_blocks_used=max((step.blocks_used for step in steps), default=None),
     )
+
+
+def _queue_ns(account: ClosedAccount) -> int:
+    """Returns how long a request waited for its turn: that is `admit` at a gateway, and of a server a moment."""
+    by_stage = derive.stage_ns(account)
+    return by_stage.get(Stage.QUEUE, 0) + by_stage.get(Stage.ADMIT, 0)
 
 
 def _ms(values_ns: Sequence[int], percent: float) -> float | None:

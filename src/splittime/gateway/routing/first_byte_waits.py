@@ -54,8 +54,7 @@ class FirstByteWaits:
 
     def _elapse(self, now_ns: int) -> None:
         if self._since_ns is not None and now_ns > self._since_ns:
-            lasted_s = (now_ns - self._since_ns) / 1e9
-            kept = math.exp(-lasted_s / FORGET_S)
+            kept = math.exp((self._since_ns - now_ns) / 1e9 / FORGET_S)
             self._begun = max(self._begun * kept, LEAST_TOKENS) if self._begun else 0.0
-            self._seconds = self._seconds * kept + lasted_s
+            self._seconds = self._seconds * kept + FORGET_S * (1 - kept)  # the same, looked at often or once
             self._since_ns = now_ns

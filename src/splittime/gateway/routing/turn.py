@@ -17,6 +17,7 @@ from splittime.gateway.service import GatewayService
 from splittime.ledger.attempts import UNSURE, DifficultyDecision, FirstTokens
 from splittime.ledger.stages import Stage
 from splittime.web import http
+from splittime.wire.sse import AnswerReader
 
 now_ns = time.monotonic_ns
 
@@ -49,11 +50,12 @@ class DifficultyTurn:
             return Resumption(request)
         return CheckedResumption(request, checks, self._may_escalate)
 
-    def anew(self, request: ForwardedRequest, found: FirstTokens) -> ForwardedRequest:
+    def anew(self, request: ForwardedRequest, found: FirstTokens, usage: AnswerReader) -> ForwardedRequest:
         """Returns what is asked in the place of an answer that nobody has seen: of the large model where the small one
-        was unsure, else of the small one again, which is looked at no more."""
+        was unsure, else of the small one again, which is looked at no more.
+        usage: what that answer told of its tokens."""
         self._anew, self._is_checked = found, False
-        self._account.asked_anew_tokens += self._spent(request, found)
+        self._account.asked_anew_tokens += self._spent(request, found, usage)
         if found.verdict == UNSURE and self._route is not None and self._difficulty is not None:
             decision = request.decision
             request = given_to(self._route.large, request, self._difficulty)
@@ -61,8 +63,14 @@ class DifficultyTurn:
         self._account.request = request
         return request
 
-    def _spent(self, request: ForwardedRequest, found: FirstTokens) -> int:
-        return request.prompt_tokens + found.num_tokens if found.verdict == UNSURE else 0
+    def _spent(self, request: ForwardedRequest, found: FirstTokens, usage: AnswerReader) -> int:
+        """Returns the tokens of an answer that nobody is given, as it told them: a stream that was cut off told none,
+        and has its prompt, as estimated, and what was looked at."""
+        if found.verdict != UNSURE:
+            return 0
+        if usage.prompt_tokens is not None and usage.output_tokens is not None:
+            return usage.prompt_tokens + usage.output_tokens
+        return request.prompt_tokens + found.num_tokens
 
     def _may_escalate(self) -> bool:
         """Whether the large model has a place now, and the request time to have it."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from splittime import __version__
 from splittime.core.trace_context import TraceContext
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import Attempt
+from splittime.ledger.attempts import NO_FAILURE, Attempt
 from splittime.ledger.stages import Cause, Stage
 
 AT_UPSTREAM = frozenset({Stage.UPSTREAM, Stage.NETWORK, Stage.CLIENT_WAIT})
@@ -111,16 +111,17 @@ class _SpanMaker:
 
     def _attempt(self, attempt: Attempt) -> Iterator[Span]:
         span_id = _span_id(self._account.trace_id, attempt.request_id)
-        first_ns = attempt.first_byte_ns
+        first_ns, has_failed = attempt.first_byte_ns, attempt.error not in NO_FAILURE
         told: dict[str, Value] = {
             **self._common(),
             "splittime.upstream": attempt.upstream,
             "http.response.status_code": attempt.status,
-            "error.type": attempt.error or None,
+            "error.type": attempt.error if has_failed else None,
+            "splittime.ending": None if has_failed else attempt.error or None,
             "splittime.first_byte_ms": None if first_ns is None else (first_ns - attempt.begin_ns) / 1e6,
         }
         span = self._span(self._name, CLIENT, attempt.begin_ns, attempt.end_ns, span_id, self._root_id, told)
-        yield span | {"status": {"code": ERROR}} if attempt.error else span
+        yield span | {"status": {"code": ERROR}} if has_failed else span
         for number, one in enumerate(attempt.nested):
             lasted = Lasted(one.stage, one.cause, attempt.begin_ns + one.begin_ns, attempt.begin_ns + one.end_ns)
             parent_id = self._upstream_ids.get(attempt.request_id, span_id)
