@@ -118,8 +118,8 @@ def _gathered(sources: list[str], wanted: "Wanted", api_key: str | None) -> "lis
             found.append(_evidence(source, wanted, api_key))
         except (ConfigError, EngineError, NotFound) as error:
             errors.append(error)
-    for error in errors[0 if found else 1 :]:
-        say_error(error)
+    for one in errors[0 if found else 1 :]:
+        say_error(one)
     if not found:
         raise errors[0]
     return found
