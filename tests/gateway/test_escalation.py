@@ -219,8 +219,9 @@ def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, ho
 def test_the_cache_has_answers_by_the_name_that_was_asked_for(graded, sure, text):
     body = {"sure": sure, "temperature": 0, "max_tokens": 7}
     assert ask(graded, **body)[1]["x-cache"] == "miss"
-    until(lambda: ask(graded, **body)[1]["x-cache"] == "hit")
-    _, headers, answer, account = ask(graded, **body)
+    asked = []  # a lookup that is late on a busy machine is no hit, and the next one may be
+    until(lambda: asked.append(ask(graded, **body)) or asked[-1][1]["x-cache"] == "hit")
+    _, headers, answer, account = asked[-1]
     assert text in answer
     assert (account.attempts, account.routing.model, account.routing.difficulty) == ((), "auto", None)
     assert "x-splittime-model" not in headers
