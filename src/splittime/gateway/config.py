@@ -11,7 +11,7 @@ from splittime.core.settings import Doc
 
 NAME = r"^[A-Za-z0-9._:-]{1,64}$"
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "messages", "count_tokens", "embeddings", "rerank", "score"]
 Kind = Literal["openai", "splittime"]
 
 

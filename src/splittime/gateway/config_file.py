@@ -72,7 +72,7 @@ NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "cors_origins": "pages of other origins are not let in",
-    "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
+    "embeddings": "requests for them are passed on as others are; [embedder] names who makes vectors for the cache",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",

@@ -50,20 +50,22 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
+        lacking: Collection[str] = (),
         prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix: of its
-        prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the sooner it is refused by chance.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
+        do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
+        sooner it is refused by chance.
         on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
-        waiting = QueuedRequest(tenant, model, tokens, tried, prefix)
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, lacking)
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
@@ -161,7 +163,7 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
+        if self._router.choose(newcomer.model, now_ns(), newcomer.avoided) is not None:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -219,7 +221,7 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self._router.choose(model, at_ns, waiting.tried, waiting.prefix)
+            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True

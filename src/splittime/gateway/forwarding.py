@@ -13,11 +13,12 @@ from functools import partial
 
 from splittime.core.errors import DeadlineExceeded, Overloaded, Refused
 from splittime.gateway.degrade.lesser import MarkedAnswer
-from splittime.gateway.failures import Interrupted, UpstreamFailure
+from splittime.gateway.failures import Interrupted, LacksEndpoint, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.resume.resumption import Resumption
 from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
@@ -70,7 +71,7 @@ class Forwarding:
     async def run(self, request: ForwardedRequest) -> None:
         """Raises what the client must be told where no attempt was answered."""
         self._gateway.retry_budget.note_request(now_ns())
-        if self._gateway.lint is not None:
+        if self._gateway.lint is not None and request.is_written:
             self._gateway.lint.note(request)
         request = await self._difficulty.begin(request)
         while True:
@@ -114,7 +115,7 @@ class Forwarding:
                 break
             if isinstance(failure, Interrupted):
                 self._sign.has_begun = True  # the head, and tokens behind it
-            else:
+            elif not isinstance(failure, LacksEndpoint):
                 await self._pause(len(tried))
         await self._tell_failure(failure)
 
@@ -138,6 +139,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                lacking=self._gateway.router.lacking(request.pool, request.path, at_ns),
                 prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
@@ -153,13 +155,21 @@ class Forwarding:
 
     def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
         """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
-        upstream that dies has done its part of the work, and all its streams break off at once."""
+        upstream that dies has done its part of the work, and all its streams break off at once. Nor is one where the
+        path was not there: that is known afterwards."""
         gateway, at_ns = self._gateway, now_ns()
         if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.pool, at_ns):
             return False
         if self._account.deadline_ns is not None and at_ns >= self._account.deadline_ns:
             return False
+        if isinstance(failure, LacksEndpoint):
+            allowed, lacking = gateway.router.allowed(request.pool, at_ns), self._without(request, at_ns)
+            return any(one.name not in lacking for one in allowed)
         return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
+
+    def _without(self, request: ForwardedRequest, at_ns: int) -> list[str]:
+        """Returns the upstreams that have been asked, or do not have the path."""
+        return [*self._tried, *self._gateway.router.lacking(request.pool, request.path, at_ns)]
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
@@ -200,7 +210,7 @@ class Forwarding:
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
-        tenant, tried, prefix = self._tenant, self._tried, self._prefix
+        tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
         routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
         if routed is None:
             return None
@@ -249,11 +259,18 @@ class Forwarding:
             max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self._account.note_read(upstream, relay, begin_ns),
+            on_read=lambda: self._note_read(upstream, relay, begin_ns),
             mark=MarkedAnswer(self._mark),
             has_begun=self._sign.has_begun,
         )
         return relay
+
+    def _note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
+        """The end of the answer is here, and the client does not have it yet."""
+        if relay.events.answer_id and self._account.request is not None:
+            held = HeldResponse(upstream.name, self._account.request.model)
+            self._gateway.held.note(self._tenant, relay.events.answer_id, held)
+        self._account.note_read(upstream, relay, begin_ns)
 
     def _deadline(self, total_s: float) -> Deadline:
         config_ns, client_ns = self._account.start_ns + int(total_s * 1e9), self._account.deadline_ns
@@ -268,4 +285,6 @@ class Forwarding:
         if failure.answer is None or self.relay is None or self.relay.has_begun:
             raise failure.error
         await self.relay.give_answer(failure.answer)
+        if isinstance(failure, LacksEndpoint):
+            return self._account.close_answered(self.relay, None)
         self._account.close(reason_of(failure.error), failure.error.info)

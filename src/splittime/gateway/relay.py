@@ -21,10 +21,13 @@ from typing import NamedTuple
 import aiohttp
 
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import AnswerEvents, WholeEvents
+from splittime.gateway.answer_events import WholeEvents
 from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
+from splittime.gateway.judged import is_for_client, judged
 from splittime.gateway.resume.resumption import BREAKS, Resumption
+from splittime.gateway.typed_events import events_of
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
 from splittime.wire.sse import body_text
@@ -34,8 +37,6 @@ CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client'
 CLOSING_S = 1.0  # for an upstream to end an answer after its last event
 EVENT_STREAM = "text/event-stream"
 PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-splittime-notice")
-TRY_ANOTHER = (502, 503, 504)
-BUSY = 429
 BROKEN = (aiohttp.ClientError, OSError, ValueError)
 
 
@@ -84,7 +85,7 @@ class Relay:
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
-        self.events = AnswerEvents()
+        self.events = events_of(self.path)
         self.status: int | None = None
         self.first_byte_ns: int | None = None
         self.on_first_byte: Callable[[], None] = lambda: None
@@ -99,8 +100,12 @@ class Relay:
         self._opened = await self._open()
 
     @property
+    def path(self) -> str:
+        return self._request.path
+
+    @property
     def is_refused(self) -> bool:
-        return self.status is not None and not _is_for_client(self.status)
+        return self.status is not None and not is_for_client(self.status)
 
     def close(self) -> None:
         """Nobody wants the answer that has begun."""
@@ -123,7 +128,7 @@ class Relay:
     async def _open(self) -> tuple[aiohttp.ClientResponse, bytes]:
         """Returns the answer's head and its first piece, b"" if it has no body."""
         config = self._upstream.config
-        url, timeout = self._upstream.base_url + self._request.path, aiohttp.ClientTimeout(connect=config.connect_s)
+        url, timeout = self._upstream.base_url + self.path, aiohttp.ClientTimeout(connect=config.connect_s)
         response: aiohttp.ClientResponse | None = None
         limit_s, is_deadline = self._deadline.within(config.first_byte_s)
         try:
@@ -208,7 +213,7 @@ class Relay:
             words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
             broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
         self._on_read()
-        await self._give(http.error_event(broken.error.info))
+        await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
 
@@ -261,7 +266,7 @@ class Relay:
     async def _whole(self, response: aiohttp.ClientResponse, first: bytes) -> None:
         body = await self._read(response, first)
         answer = PassedAnswer(response.status, _passed_on(response), body)
-        failure = self._judged(answer)
+        failure = judged(self._upstream.name, self._request, answer)
         self.events.take_whole(body)
         edited = answer if failure is not None else answer._replace(body=self._editor.edit_whole(body))
         if failure is None and self.has_begun:
@@ -296,22 +301,6 @@ class Relay:
         except BrokenStream as broken:
             raise UpstreamFailure(broken.error, is_fault=broken.is_fault) from broken
         return b"".join(pieces)
-
-    def _judged(self, answer: PassedAnswer) -> UpstreamFailure | None:
-        """Returns the failure that an answer is; None for one that the client shall have."""
-        name, status = self._upstream.name, answer.status
-        if _is_for_client(status):
-            return None
-        if status < 400:
-            return UpstreamFailure(UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer"))
-        error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
-        is_retryable = status in TRY_ANOTHER or status == BUSY
-        return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
-
-
-def _is_for_client(status: int) -> bool:
-    """Whether an answer is the client's whatever others would say: 2xx, and 4xx but 429."""
-    return 200 <= status < 300 or (400 <= status < 500 and status != BUSY)
 
 
 def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:

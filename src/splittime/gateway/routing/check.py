@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, GatewayConfig, RuleConfig
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
+from splittime.gateway.upstreams import held_line
 
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|password|cookie|signature)(-|$)")
@@ -22,10 +23,11 @@ def check_routing(config: GatewayConfig) -> None:
             hint = "take the alias out, or the model from `models`; or write a [[rule]] with models and model"
             raise ConfigError(f"aliases.{alias} is a model itself", param=f"aliases.{alias}", hint=hint)
         _among(f"aliases.{alias}", model, models)
-    for pool in pools_of(config.rule, config.upstream):
+    kept = [held_line(upstream.name) for upstream in config.upstream]
+    for pool in (*pools_of(config.rule, config.upstream), *kept):
         if pool in models:
-            hint = "give the rule another name: requests wait under this one"
-            raise ConfigError(f"a model is called {pool!r}, as a rule's line is", param="rule", hint=hint)
+            hint = "give the rule, or the model, another name: requests wait under this one"
+            raise ConfigError(f"a model is called {pool!r}, as a line of requests is", param="rule", hint=hint)
     for number, rule in enumerate(config.rule):
         _check_rule(f"rule[{number}]", rule, config)
 

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from splittime.core.errors import RequestError
 from splittime.gateway.config import DifficultyConfig
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.request_account import RequestAccount
@@ -37,10 +38,11 @@ class DifficultyTurn:
         route = self._route = self._gateway.difficulty.route(request)
         if route is None:
             return request
+        _require_decidable(route, request)
         self._account.enter(Stage.ROUTE, now_ns())
         request = self._account.request = await self._gateway.difficulty.decided(route, request)
         self._difficulty = None if request.decision is None else request.decision.difficulty
-        self._is_checked = route.escalate is not None and request.model == route.small
+        self._is_checked = route.escalate is not None and request.model == route.small and request.has_choices
         return request
 
     def resumption(self, request: ForwardedRequest) -> Resumption:
@@ -88,3 +90,13 @@ class DifficultyTurn:
         check = f"; check={found.verdict}" if found is not None and difficulty.choice == SMALL else ""
         told = f"choice={difficulty.choice}{check}".encode()
         return [(b"x-splittime-model", request.model.encode()), (b"x-splittime-difficulty", told)]
+
+
+def _require_decidable(route: DifficultyConfig, request: ForwardedRequest) -> None:
+    """Raises `RequestError` for a request that nothing would be decided of: its answer is not written, or has no first
+    tokens that are looked at."""
+    if request.has_choices or (request.is_written and route.labels is not None):
+        return
+    message = f"{route.model[:64]!r} stands for two models, of which nothing decides for {request.path}"
+    hint = f"ask for {route.small!r} or {route.large!r}"
+    raise RequestError(message, code="not_for_endpoint", param="model", value=route.model[:64], hint=hint)
