@@ -39,8 +39,9 @@ from splittime.gateway.config import (
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
+from splittime.gateway.routing.bounds import bounds_of
 from splittime.gateway.routing.check import check_routing
-from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge, judges_of
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
@@ -91,12 +92,13 @@ _INDEX = re.compile(r"\[[^\]]*\]")  # of a table among others
 
 
 class Secrets(NamedTuple):
-    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges:
-    made of files of labels, by the model of their `[[difficulty]]`."""
+    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges,
+    bounds: made of files of labels, by the model of their `[[difficulty]]`."""
 
     upstream_keys: dict[str, str]
     holders: tuple[tuple[bytes, Tenant], ...]
     judges: Mapping[str, DifficultyJudge] = {}
+    bounds: Mapping[str, ChosenThreshold] = {}
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -153,7 +155,7 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
     if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
         keys[TRACING] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
-    return Secrets(keys, tuple(holders), judges_of(config))
+    return Secrets(keys, tuple(holders), judges_of(config), bounds_of(config))
 
 
 # ---- what is refused

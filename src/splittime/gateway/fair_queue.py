@@ -94,6 +94,15 @@ class FairQueue:
         self._share(tenant).in_flight += 1
         return routed
 
+    def place_now(self, tenant: str, model: str, tokens: int) -> Routed | None:
+        """Returns a place for a request that shall not wait for it, and its tokens are charged; None if nobody has
+        room. Whoever waits comes first."""
+        self.dispatch()
+        routed = self._router.choose(model, now_ns())
+        if routed is not None:
+            self._take(self._share(tenant), routed, tokens)
+        return routed
+
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
         """A request that had a place at an upstream gives it back."""
         routed.upstream.leave(tokens)
@@ -232,14 +241,17 @@ class FairQueue:
 
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
-        routed.upstream.enter(waiting.tokens)
-        share.in_flight += 1
         self._least = share.least_counter
         share.rate.note(waiting.tokens, now_ns(), has_more=share.requests > 0)
-        if not waiting.is_retry:
-            share.counter += waiting.tokens / share.weight
-            share.unsettled += waiting.tokens
+        self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
+
+    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool = True) -> None:
+        routed.upstream.enter(tokens)
+        share.in_flight += 1
+        if is_charged:
+            share.counter += tokens / share.weight
+            share.unsettled += tokens
 
     def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
         self._remove(waiting)

@@ -62,7 +62,7 @@ class Forwarding:
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
-        self._difficulty = DifficultyTurn(gateway, account)
+        self._turn = DifficultyTurn(gateway, account, tenant)
         self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
@@ -73,19 +73,19 @@ class Forwarding:
         self._gateway.retry_budget.note_request(now_ns())
         if self._gateway.lint is not None and request.is_written:
             self._gateway.lint.note(request)
-        request = await self._difficulty.begin(request)
+        request = await self._turn.begin(request)
         while True:
             try:
                 return await self._until_answered(request)
             except AskedAnew:
-                request = self._anew(request)
+                request = self._begin_again(request)
 
-    def _anew(self, request: ForwardedRequest) -> ForwardedRequest:
-        """Begin again: an answer has come, and is not given. Returns what is asked now."""
+    def _begin_again(self, request: ForwardedRequest) -> ForwardedRequest:
+        """An answer has come, and is not given. Returns what is asked now."""
         found = self._resumption.first_tokens
         assert found is not None, "there was a verdict"
         assert self.relay is not None, "an answer has come"
-        asked = self._difficulty.anew(request, found, self.relay.events.read())
+        asked = self._turn.asked_anew(request, found, self.relay.events.read())
         self._gateway.queue.settle(self._tenant, request.tokens, self._account.asked_anew_tokens)
         self.relay, self.upstream_name, self.was_granted = None, "", False
         self._tried.clear()
@@ -93,7 +93,7 @@ class Forwarding:
 
     async def _until_answered(self, request: ForwardedRequest) -> None:
         gateway, tried = self._gateway, self._tried
-        self._resumption = self._difficulty.resumption(request)
+        self._resumption = self._turn.resumption(request)
         self._prefix = gateway.affinity.seen(request, self._tenant)
         failure: UpstreamFailure | None = None
         while True:
@@ -124,11 +124,13 @@ class Forwarding:
         """The headers that say who answers."""
         name, found = self.upstream_name, None if self.relay is None else self._resumption.first_tokens
         upstream = [(b"x-splittime-upstream", name.encode())] if name else []
-        return [*upstream, *self._difficulty.headers(found)]
+        return [*upstream, *self._turn.headers(found)]
 
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
         """Returns the upstream that has a place for it."""
         at_ns, client_ns = now_ns(), self._account.deadline_ns
+        if (place := self._turn.take_place()) is not None:
+            return self._granted(place)
         until_ns = at_ns + int(self._gateway.config.queue.max_wait_s * 1e9)
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self._account.enter(Stage.ADMIT, at_ns)
@@ -149,6 +151,9 @@ class Forwarding:
             if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
                 raise DeadlineExceeded.before("an upstream had room for it") from None
             raise
+        return self._granted(routed)
+
+    def _granted(self, routed: Routed) -> Routed:
         self.was_granted = True
         self._account.enter(Stage.ROUTE, now_ns())
         return routed
@@ -217,7 +222,7 @@ class Forwarding:
         if not gateway.retry_budget.take(at_ns):
             gateway.queue.give_back(routed, self._tenant, request.tokens)
             return None
-        second = self._sent(request, routed, self._difficulty.resumption(request))
+        second = self._sent(request, routed, self._turn.resumption(request))
         first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
         return second
 

@@ -82,7 +82,7 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
-        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges)
+        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
         upstreams = [upstream_of(before, one) for one in made]
         self.affinity = self._affinity(before)

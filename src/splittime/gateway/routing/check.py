@@ -64,6 +64,9 @@ def _check_difficulty(path: str, route: DifficultyConfig, config: GatewayConfig,
     _among(f"{path}.large", route.large, models)
     if route.small == route.large:
         raise ConfigError(f"{path}.large is the small one too", param=f"{path}.large", hint="name two models")
+    if route.escalate is not None and (route.escalate.below is None) == (route.escalate.labels is None):
+        param, hint = f"{path}.escalate.below", 'below = -1.0 is a bound; labels = "judged.jsonl" finds one'
+        raise ConfigError(f"{param}: escalate needs it or labels, and not both", param=param, hint=hint)
     if route.labels is None and route.escalate is None:
         hint = 'give labels = "labels.jsonl", or escalate = { below = -1.0 }, or both'
         raise ConfigError(f"{path} decides nothing", param=f"{path}.labels", hint=hint)
