@@ -241,7 +241,7 @@ class Forwarding:
         if self._gateway.tracing is not None:
             headers["traceparent"] = self._account.attempt_traceparent(attempt_id)
         relay = Relay(
-            self._gateway.session,
+            self._gateway.connections,
             upstream,
             headers,
             deadline,

@@ -29,9 +29,10 @@ from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.measured import distance_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
-from splittime.gateway.routing.round_trips import MeasuredConnector, RoundTrips
+from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
+from splittime.gateway.upstream_connections import KEEPALIVE_S, UpstreamConnections
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("splittime.gateway")
 
 ENGINE = "splittime gateway"
-KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
@@ -59,7 +59,7 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 OF_THE_PROCESS = (
     *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns"),
-    *("started_unix_s", "visits", "round_trips", "_session"),
+    *("started_unix_s", "visits", "round_trips", "connections", "_session"),
 )
 
 
@@ -125,6 +125,7 @@ class GatewayService:
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.lag, self.round_trips = LoopLag(), RoundTrips()
+        self.connections = UpstreamConnections(self.round_trips)
         self.audit = None if config.audit is None else AuditLog(config.audit)
         self.tracing = self._tracing(keys.get(TRACING))
         self.lint = None if config.lint is None else PromptLint(config.lint)
@@ -167,9 +168,8 @@ class GatewayService:
             self._before = None  # no chain of them is kept
             self._queue_polls.begin(self.session)
             return
-        connector = MeasuredConnector(self.round_trips, limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
@@ -294,6 +294,7 @@ class GatewayService:
             if self.tracing is not None:
                 await self.tracing.close(self._session, self.pool)
             await self._session.close()
+        self.connections.close()
         if self.cache is not None:
             self.cache.close()
         if self.lint is not None:
