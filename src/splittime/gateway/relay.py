@@ -19,10 +19,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import AnswerEvents, WholeEvents
+from splittime.gateway.answer_events import WholeEvents
 from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
+from splittime.gateway.judged import is_for_client, judged
 from splittime.gateway.resume.resumption import BREAKS, Resumption
+from splittime.gateway.typed_events import events_of
 from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer, UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
@@ -33,8 +36,6 @@ CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client'
 CLOSING_S = 1.0  # for an upstream to end an answer after its last event
 EVENT_STREAM = "text/event-stream"
 PASSED_ON = (b"content-type", b"content-encoding", b"retry-after", b"x-splittime-notice")
-TRY_ANOTHER = (502, 503, 504)
-BUSY = 429
 BROKEN = (OSError, ValueError)
 
 
@@ -84,7 +85,7 @@ class Relay:
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
-        self.events = AnswerEvents()
+        self.events = events_of(self.path)
         self.status: int | None = None
         self.first_byte_ns: int | None = None
         self.on_first_byte: Callable[[], None] = lambda: None
@@ -99,8 +100,12 @@ class Relay:
         self._opened = await self._open()
 
     @property
+    def path(self) -> str:
+        return self._request.path
+
+    @property
     def is_refused(self) -> bool:
-        return self.status is not None and not _is_for_client(self.status)
+        return self.status is not None and not is_for_client(self.status)
 
     def close(self) -> None:
         """Nobody wants the answer that has begun."""
@@ -129,7 +134,7 @@ class Relay:
             response = await self._connections.ask(
                 "POST",
                 self._upstream.address,
-                request.path,
+                self.path,
                 self._headers,
                 request.body,
                 connect_s=min(config.connect_s, limit_s),
@@ -211,7 +216,7 @@ class Relay:
             words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
             broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
         self._on_read()
-        await self._give(http.error_event(broken.error.info))
+        await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
 
@@ -264,7 +269,7 @@ class Relay:
     async def _whole(self, response: UpstreamAnswer, first: bytes) -> None:
         body = await self._read(response, first)
         answer = PassedAnswer(response.status, _passed_on(response), body)
-        failure = self._judged(answer)
+        failure = judged(self._upstream.name, self._request, answer)
         self.events.take_whole(body)
         edited = answer if failure is not None else answer._replace(body=self._editor.edit_whole(body))
         if failure is None and self.has_begun:
@@ -299,22 +304,6 @@ class Relay:
         except BrokenStream as broken:
             raise UpstreamFailure(broken.error, is_fault=broken.is_fault) from broken
         return b"".join(pieces)
-
-    def _judged(self, answer: PassedAnswer) -> UpstreamFailure | None:
-        """Returns the failure that an answer is; None for one that the client shall have."""
-        name, status = self._upstream.name, answer.status
-        if _is_for_client(status):
-            return None
-        if status < 400:
-            return UpstreamFailure(UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer"))
-        error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
-        is_retryable = status in TRY_ANOTHER or status == BUSY
-        return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
-
-
-def _is_for_client(status: int) -> bool:
-    """Whether an answer is the client's whatever others would say: 2xx, and 4xx but 429."""
-    return 200 <= status < 300 or (400 <= status < 500 and status != BUSY)
 
 
 def _passed_on(response: UpstreamAnswer) -> http.Headers:

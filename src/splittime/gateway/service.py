@@ -23,6 +23,7 @@ from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
+from splittime.gateway.responses.held import HeldResponses
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.difficulty import DifficultyRouting
@@ -58,7 +59,7 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 
 OF_THE_PROCESS = (
-    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns"),
+    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
     *("started_unix_s", "visits", "round_trips", "connections", "_session"),
 )
 
@@ -81,7 +82,7 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
-        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges)
+        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
         upstreams = [upstream_of(before, one) for one in made]
         self.affinity = self._affinity(before)
@@ -124,7 +125,7 @@ class GatewayService:
         self.budgets = TokenBudgets(config.tenant, config.budget_file)
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
-        self.lag, self.round_trips = LoopLag(), RoundTrips()
+        self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
         self.connections = UpstreamConnections(self.round_trips)
         self.audit = None if config.audit is None else AuditLog(config.audit)
         self.tracing = self._tracing(keys.get(TRACING))
