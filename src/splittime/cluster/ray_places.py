@@ -20,7 +20,12 @@ from splittime.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0  # for actors to answer
-TOKEN = {"RAY_AUTH_MODE": "token"}
+OWN_RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+}
 
 
 class ReplicaActor:
@@ -108,11 +113,10 @@ class RayPlaces:
 def start_ray(cluster: Cluster) -> str:
     """Start a Ray on this machine that ends with this process, and return its address: loopback only, no dashboard, and
     a token without which it takes nothing."""
-    os.environ.update(TOKEN, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))
     ray = _ray()
     context = ray.init(
         include_dashboard=False,
-        _node_ip_address=LOOPBACK,
         namespace=namespace_of(cluster.folder),
         log_to_driver=False,
         logging_level="ERROR",

@@ -74,7 +74,6 @@ class ReplicaProcess:
     def begin(self, flags: Sequence[str], key: str | None, ends_with: int) -> None:
         """Start it. key: that it asks for. ends_with: the process with which it ends."""
         command = [sys.executable, "-c", STARTED, str(ends_with), "serve", *flags, "--port", "0", "--json"]
-        environment = _environment(key)
         out, words = (self._path(kind).open("wb") for kind in ("out", "log"))
         with out, words:
             self._process = subprocess.Popen(
