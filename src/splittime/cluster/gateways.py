@@ -98,8 +98,8 @@ class ManagedGateways:
                 write_whole(files.config, text.encode())
             self._tell_all()
             return
-        for files, one, (config, _) in zip(self._files, self.seen, self._written, strict=True):
-            if one.gauges is not None and one.gauges.digest != digest_of(config):
+        for files, one, (written, _) in zip(self._files, self.seen, self._written, strict=True):
+            if one.gauges is not None and one.gauges.digest != digest_of(written):
                 self._tell(files)
 
     def _tell_all(self) -> None:
