@@ -200,7 +200,8 @@ def cluster_page() -> str:
     return (
         "# The cluster's config\n\n`splittime up --config FILE` reads it at the start, and again when it is told to. A "
         "key that is not here is an error. `[serve]` has the keys of [the settings](settings.md), `[gateway]` those of "
-        "[the gateway's config](gateway.md) but for its upstreams, `[canary]` those of its table of that name.\n" + tables
+        "[the gateway's config](gateway.md) but for its upstreams, `[canary]` those of its table of that name.\n"
+        + tables
     )
 
 

@@ -44,7 +44,7 @@ class RunningCluster:
     def of_phase(self, phase: str) -> list[str]:
         return [one["name"] for one in self.status()["replicas"] if one["phase"] == phase]
 
-    def until(self, what, limit_s: float = 60.0):
+    def until(self, what, limit_s: float = 150.0):
         """Returns what `what` returns as soon as that is true."""
         deadline_s = time.monotonic() + limit_s
         while not (found := what()):

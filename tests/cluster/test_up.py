@@ -64,6 +64,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(400)
 def test_to_none_and_back_with_and_without_a_warm_pool(tmp_path):
     scale = "[scale]\nmin_replicas = 0\nspare = 0\nidle_s = 3\ndown_delay_s = 2\n"
     text = FAST + scale + "warm_pool = 1\n"
@@ -87,6 +88,7 @@ def test_to_none_and_back_with_and_without_a_warm_pool(tmp_path):
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(400)
 def test_another_revision_replaces_replicas_without_an_error(tmp_path):
     text = FAST + "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
     with cluster_of(tmp_path, text) as cluster:
@@ -110,9 +112,10 @@ def is_rolled(cluster, before: str) -> bool:
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("setting", "verdict"), [("max_num_seqs = 5", "promoted"), ("bad", "rolled_back")])
 def test_a_canary_decides_on_another_revision(tmp_path, setting, verdict):
-    canary = "[canary]\nmin_requests = 20\nmargin = 0.9\nmax_s = 20\n"
+    canary = "[canary]\nmin_requests = 20\nmargin = 0.9\nmax_s = 60\n"
     scale = "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
     with cluster_of(tmp_path, FAST + canary + scale) as cluster:
         cluster.until(lambda: len(cluster.of_phase("serving")) == 2)

@@ -69,6 +69,9 @@ class ClusterConfig(Strictly, frozen=True, kw_only=True):
     canary: CanaryConfig | None = None
 
 
+TABLES: dict[str, type[msgspec.Struct]] = {"replica": ReplicaConfig, "scale": ScaleSettings, "canary": CanaryConfig}
+
+
 class ReplicaLaunch(msgspec.Struct, frozen=True):
     """All that makes one replica like another. flags: of `splittime serve`. models: by which names it is asked."""
 
@@ -155,8 +158,8 @@ def _refusal(message: str) -> ConfigError:
     unknown = _UNKNOWN.search(message)
     if not unknown:
         return ConfigError(message.replace(" - at `$.", " - at `"), param="config", hint=GUIDE)
-    table = {"replica": ReplicaConfig, "scale": ScaleSettings, "canary": CanaryConfig}.get(unknown[2] or "")
-    known = [field.name for field in msgspec.structs.fields(table or ClusterConfig)]
+    table: type[msgspec.Struct] = TABLES.get(unknown[2] or "") or ClusterConfig
+    known = [field.name for field in msgspec.structs.fields(table)]
     near = difflib.get_close_matches(unknown[1], known, n=1)
     name = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
     hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"

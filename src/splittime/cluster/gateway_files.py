@@ -112,16 +112,23 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def toml_of(table: Mapping[str, Any]) -> str:
     """Returns a table as TOML, a key a line."""
-    return "".join(f"{json.dumps(name)} = {_value(value)}\n" for name, value in table.items())
+    return "".join(f"{_text(name)} = {_value(value)}\n" for name, value in table.items())
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_value(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_text(name)} = {_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(one) for one in value) + "]"
-    if isinstance(value, bool | int | str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, bool | int):
+        return json.dumps(value)
     if isinstance(value, float) and math.isfinite(value):
         return repr(value)
     raise ConfigError(f"{value!r} is no value of a gateway's config", param="gateway", value=str(value))
+
+
+def _text(text: str) -> str:
+    """Returns a text as TOML has it: as JSON, but for pairs of surrogates and one control character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

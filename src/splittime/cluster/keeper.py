@@ -53,7 +53,7 @@ class FleetKeeper:
         self.state = self._file.read() or ClusterState.begun(cluster.launch)
         self._controller = FleetController(cluster.config.scale)
         self._gateways = ManagedGateways(cluster)
-        self._rollout = Rollout(self.state, cluster.config.canary)
+        self._rollout = Rollout(self.state, cluster.config.canary, cluster.config.replica.start_s)
         self._watches: dict[str, ReplicaWatch] = {}
         self._naps: dict[str, asyncio.Task[Any]] = {}
         self._events: deque[FleetEvent] = deque(maxlen=KEPT_EVENTS)
