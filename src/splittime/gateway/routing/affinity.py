@@ -67,6 +67,12 @@ class PrefixAffinity:
 
     # ---- the choice
 
+    def served(self, prefix: SeenPrefix | None) -> list[str]:
+        """Returns the upstreams that served more of a prompt than everybody's beginning."""
+        if self._table is None or prefix is None:
+            return []
+        return [name for name, depth in self._table.depths(prefix.keys).items() if depth > prefix.shared]
+
     def preferred(
         self, prefix: SeenPrefix | None, able: Sequence["Upstream"], free: Sequence["Upstream"]
     ) -> tuple["Upstream | None", AffinityDecision | None]:
