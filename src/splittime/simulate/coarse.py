@@ -10,11 +10,11 @@ the step's tokens last; whoever came last is preempted where decodes find no roo
 taken at once, up to the next end or arrival: a step's time grows evenly with the positions in the cache, so many steps
 take the sum of an arithmetic series.
 
-It is no copy of the scheduler, and its forecasts are not those of `simulate.replica`: KV room is counted in tokens with
-half a block for each request, steps have no noise, a request waits for nothing but the above, and what prefix caching
-finds goes by the ids of blocks of `PREFIX_TOKENS` that a trace tells. `tests/simulate/test_coarse_replica.py` holds it
-to the full replica; `benchmarks/cluster/thousand.py` publishes the difference. Refused is what it does not know:
-other policies, static batches, drafts, blocks in host memory, prompts that are never cut.
+It tells what `simulate.replica` tells without noise, to the nanosecond, while there are blocks for everybody; where
+requests are preempted, within an eighth (KV room is counted in tokens, with half a block for each request):
+`tests/simulate/test_coarse_replica.py` holds it to that. What prefix caching finds goes by the ids of blocks of
+`PREFIX_TOKENS` that a trace tells. Refused is what it does not know: other policies, static batches, drafts, blocks in
+host memory, prompts that are never cut.
 """
 
 import heapq
@@ -32,22 +32,22 @@ NEVER = math.inf
 
 class CoarseRequest:
     """prompt, output: tokens. blocks: the ids of the prompt's blocks of `PREFIX_TOKENS` from its beginning; equal ids
-    are equal tokens. generated: tokens that it has. came_ns, begun_ns: when it came here, and was first computed."""
+    are equal tokens. generated: tokens that it has. cached: of its prompt, found in the prefix cache."""
 
     __slots__ = (
-        *("prompt", "output", "blocks", "generated", "came_ns", "begun_ns", "cached", "known", "computed", "end_step"),
+        *("prompt", "output", "blocks", "generated", "cached", "known", "computed", "end_step", "freed_at"),
     )
 
     def __init__(self, prompt: int, output: int, blocks: tuple[int, ...] = ()) -> None:
         self.prompt, self.output, self.blocks = max(1, prompt), max(1, output), blocks
-        self.generated = self.cached = self.computed = self.came_ns = 0
+        self.generated = self.cached = self.computed = 0
         self.known = self.prompt  # tokens to be computed before the next one is sampled
-        self.begun_ns: int | None = None
+        self.freed_at: int | None = None  # preempted: when so many tokens of room had been taken
         self.end_step = -1  # of a request that decodes
 
 
 class CoarseNews(NamedTuple):
-    """A request has its first token, or its last one."""
+    """A request's prompt is computed and its next token is there, or its last one is."""
 
     at_ns: int
     request: CoarseRequest
@@ -90,21 +90,17 @@ class CoarseReplica:
         self._room = config.num_blocks * config.block_size
         self._keep_free = max(1, config.num_blocks // 100) * config.block_size
         self._most_tokens = config.max_prefill_tokens or config.max_num_batched_tokens
-        self.next_ns: float = NEVER
-        self.clear()
+        self._clear()
 
-    def clear(self) -> list[CoarseRequest]:
-        """Everything that it has is lost. Returns its requests."""
-        lost = [] if self.next_ns == NEVER else [*self._decoding, *self._behind, *self.waiting]
+    def _clear(self) -> None:
         self.waiting: deque[CoarseRequest] = deque()
         self._behind: list[CoarseRequest] = []  # whose prompts are being computed
         self._decoding: dict[CoarseRequest, None] = {}  # in the order in which they began
         self._ends: list[tuple[int, int, CoarseRequest]] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._in_hand: StepsInHand | None = None
-        self._step = self._count = self._context = self._held = 0
-        self.next_ns = NEVER
-        return lost
+        self._step = self._count = self._context = self._held = self._taken = 0
+        self.next_ns: float = NEVER
 
     @property
     def num_running(self) -> int:
@@ -128,23 +124,22 @@ class CoarseReplica:
         if request.prompt + request.output > self._config.max_model_len:
             words = f"a request has {request.prompt} + {request.output} tokens"
             raise ConfigError(words, param="max_model_len", limit=self._config.max_model_len)
-        request.came_ns, request.known = now_ns, request.prompt + request.generated
+        request.known = request.prompt + request.generated
         self.waiting.append(request)
         if self._in_hand is None:
             self._plan(now_ns + self._like.delivery.to_wake_ns)
         elif self._in_hand.count > 1:
             self._take_in_hand(self._in_hand._replace(count=self._in_hand.begun_by(now_ns)))
 
-    def drop(self, request: CoarseRequest) -> None:
-        """Its client has gone: it is not computed further. Asked between two turns."""
-        if request in self._decoding:
-            self._leave(request)
-        elif request in self._behind:
-            self._behind.remove(request)
-            self._held -= request.known
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        request.end_step = request.known = -1
+    def fail(self, now_ns: int) -> list[CoarseRequest]:
+        """It is gone, with all that it had. Returns its requests, each with as many tokens as were ready."""
+        if self._in_hand is not None:
+            self._step += self._in_hand.begun_by(now_ns) - 1
+        for request in self._decoding:
+            request.generated = request.output - max(0, request.end_step - self._step)
+        lost = [*self._decoding, *self._behind, *self.waiting]
+        self._clear()
+        return lost
 
     def turn(self) -> list[CoarseNews]:
         """Ends the steps in hand and plans the next ones. Returns what came of them."""
@@ -155,11 +150,11 @@ class CoarseReplica:
         self._step += steps.count
         self._context += steps.count * num_decodes
         self._held += steps.count * num_decodes
+        self._taken += steps.count * num_decodes
         while self._ends and self._ends[0][0] <= self._step:
             end_step, _, request = heapq.heappop(self._ends)
             if request.end_step == end_step:  # else it was preempted meanwhile
                 self._leave(request)
-                request.generated = request.output
                 news.append(CoarseNews(ready_ns, request, is_end=True))
         for request, count in steps.chunks:
             news += self._compute(request, count, ready_ns)
@@ -170,23 +165,20 @@ class CoarseReplica:
 
     def _compute(self, request: CoarseRequest, count: int, ready_ns: int) -> list[CoarseNews]:
         """A chunk of its prompt is done; with the last of them it has a token."""
-        if request.known < 0:  # dropped
-            return []
         request.computed += count
         if request.computed < request.known:
             return []
         self._behind.remove(request)
         self._remember(request)
-        is_first = request.generated == 0
         request.generated += 1
-        news = [CoarseNews(ready_ns, request, is_end=False)] if is_first else []
+        news = [CoarseNews(ready_ns, request, is_end=False)]
         left = request.output - request.generated
         self._held += 1
         if not left:
             self._held -= request.known + 1
             return [*news, CoarseNews(ready_ns, request, is_end=True)]
         self._decoding[request] = None
-        self._context += request.known + 1
+        self._context += request.known
         request.end_step, self._count = self._step + left, self._count + 1
         heapq.heappush(self._ends, (request.end_step, self._count, request))
         return news
@@ -195,15 +187,8 @@ class CoarseReplica:
         """It decodes no longer, and its room is free. Its `generated` is what it is by now."""
         request.generated = request.output - max(0, request.end_step - self._step)
         del self._decoding[request]
-        self._context -= request.prompt + request.generated
+        self._context -= request.prompt + request.generated - 1
         self._held -= request.prompt + request.generated
-
-    def generated_by(self, request: CoarseRequest, now_ns: int) -> int:
-        """Returns how many tokens of it are ready by this time."""
-        if request not in self._decoding or self._in_hand is None:
-            return request.generated
-        done = max(0, self._in_hand.begun_by(now_ns) - 1)
-        return request.output - max(0, request.end_step - self._step - done)
 
     # ---- a plan
 
@@ -216,7 +201,7 @@ class CoarseReplica:
             budget -= _cut(request, budget, chunks)
         while budget > 0 and self.waiting and self._may_admit(self.waiting[0]):
             request = self.waiting.popleft()
-            self._admit(request, now_ns)
+            self._admit(request)
             budget -= _cut(request, budget, chunks)
         if chunks:
             self._take_in_hand(self._mixed(now_ns, tuple(chunks)))
@@ -237,7 +222,7 @@ class CoarseReplica:
         while self._decoding and self._free() < len(self._decoding):
             request = next(reversed(self._decoding))
             self._leave(request)
-            request.end_step, request.computed = -1, 0
+            request.end_step, request.freed_at = -1, self._taken
             request.known = request.prompt + request.generated
             self.waiting.appendleft(request)
 
@@ -246,11 +231,12 @@ class CoarseReplica:
         has_slot = self.num_running < self._config.max_num_seqs
         return has_slot and self._free() - keep_free >= request.known
 
-    def _admit(self, request: CoarseRequest, now_ns: int) -> None:
+    def _admit(self, request: CoarseRequest) -> None:
         request.computed = self._found(request)
-        if request.begun_ns is None:
-            request.begun_ns, request.cached = now_ns, request.computed
+        if request.freed_at is None:
+            request.cached = request.computed
         self._held += request.known
+        self._taken += request.known - request.computed
         self._behind.append(request)
 
     def _mixed(self, now_ns: int, chunks: tuple[tuple[CoarseRequest, int], ...]) -> StepsInHand:
@@ -282,17 +268,18 @@ class CoarseReplica:
     # ---- the prefix cache
 
     def _found(self, request: CoarseRequest) -> int:
-        """Returns how many tokens of it are in the prefix cache; never all of them."""
+        """Returns how many tokens of it are in the prefix cache; never all of them. One that was preempted finds its own
+        again, but for what has been taken of its room since."""
         if not self._config.enable_prefix_caching:
             return 0
-        found = 0
+        found = 0 if request.freed_at is None else request.known - (self._taken - request.freed_at)
+        in_blocks, size = 0, self._config.block_size
         for block in request.blocks:
             if block not in self._cached:
                 break
             self._cached.move_to_end(block)
-            found += PREFIX_TOKENS
-        size = self._config.block_size
-        return min(found, (request.prompt - 1) // size * size)
+            in_blocks += PREFIX_TOKENS
+        return max(0, min(max(found, in_blocks), request.known - 1)) // size * size
 
     def _remember(self, request: CoarseRequest) -> None:
         for block in request.blocks[: request.prompt // PREFIX_TOKENS]:

@@ -48,7 +48,11 @@ class PrefixAffinity:
         if prompt is None:
             return UNREAD
         scope = msgspec.json.encode([tenant, prompt.salt.decode(), request.model, request.endpoint])
-        return self._table.see(scope, prompt.text)
+        return self.see(scope, prompt.text)
+
+    def see(self, scope: bytes, text: bytes) -> SeenPrefix | None:
+        """Returns the same of a prompt's text; scope: within which prompts are compared."""
+        return None if self._table is None else self._table.see(scope, text)
 
     def note_sent(self, prefix: SeenPrefix | None, upstream: str, decision: AffinityDecision | None) -> None:
         """The request goes there, and others of its beginning that come meanwhile may follow."""
