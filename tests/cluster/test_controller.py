@@ -237,7 +237,7 @@ def test_to_none_with_a_warm_pool_falls_asleep_and_is_woken_by_what_is_held():
     world.seconds(60)
     assert [one.state for one in world.replicas.values()] == [FleetState.ASLEEP]
     world.load = 500
-    assert [order.action for order in world.second().orders][0] is FleetAction.WAKE
+    assert next(order.action for order in world.second().orders) is FleetAction.WAKE
 
 
 @pytest.mark.parametrize("surge", [1, 2])

@@ -50,6 +50,11 @@ class FairQueue:
         self.requests = self.tokens = 0  # that wait
         self.on_leave: Callable[[], None] = lambda: None  # where others wait for places at the same upstreams
 
+    def lead_to(self, router: Router) -> None:
+        """Who waits, and whoever comes, gets an upstream of this router from now on."""
+        self._router = router
+        self.dispatch()
+
     async def enter(
         self,
         tenant: str,

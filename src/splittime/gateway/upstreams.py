@@ -40,7 +40,8 @@ class Upstream:
         self.breaker = Breaker(breaker)
         self.requests = self.tokens = 0
         wait_s = config.queue_wait_s
-        self.adapted = None if wait_s is None else InFlightLimit(config.max_in_flight, wait_s)
+        most = config.max_in_flight
+        self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
 
     @property
