@@ -43,7 +43,7 @@ class FairQueue:
         weights: Mapping[str, float] | None = None,
         clock: Callable[[], int] = now_ns,
     ) -> None:
-        self._config, self.router, self._now_ns = config, router, clock
+        self._config, self._router, self._now_ns = config, router, clock
         self._weights = dict(weights or {})
         self.shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
@@ -91,7 +91,7 @@ class FairQueue:
 
     def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
         """It waits from now on, or has its place already. Raises as `enter` does."""
-        if not self.router.may_ask(waiting.model, self._now_ns()):
+        if not self._router.may_ask(waiting.model, self._now_ns()):
             raise self._nobody(waiting.model)
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
@@ -117,7 +117,7 @@ class FairQueue:
         """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
         tokens are charged for it. Whoever waits comes first."""
         self.dispatch()
-        routed = self.router.choose(model, self._now_ns(), tried, prefix)
+        routed = self._router.choose(model, self._now_ns(), tried, prefix)
         if routed is None or routed.upstream.name in tried:
             return None
         routed.upstream.enter(tokens)
@@ -144,7 +144,7 @@ class FairQueue:
 
     def require_room(self, tenant: str, draw: float = NEVER_SHED) -> None:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
-        if not self.requests or self.router.has_room(self._now_ns()):
+        if not self.requests or self._router.has_room(self._now_ns()):
             return
         if self._is_full(1) and self._most_over(tenant, 1) is None:
             raise self._queue_full(tenant)
@@ -193,7 +193,7 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        if self.router.has_room_for(newcomer.model, self._now_ns(), newcomer.tried):
+        if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.tried):
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -251,11 +251,11 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self.router.choose(model, at_ns, waiting.tried, waiting.prefix)
+            routed = self._router.choose(model, at_ns, waiting.tried, waiting.prefix)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
-            if not self.router.may_ask(model, at_ns):
+            if not self._router.may_ask(model, at_ns):
                 self._refuse(waiting, self._nobody(model))
                 return True
         return False
@@ -299,9 +299,9 @@ class FairQueue:
 
     def _nobody(self, model: str) -> Refused:
         """429 where an upstream lives and asked for a pause, 503 where none can be had."""
-        at_ns, upstreams = self._now_ns(), self.router.of_model(model)
+        at_ns, upstreams = self._now_ns(), self._router.of_model(model)
         busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
-        wait_s = self.router.soonest_s(busy or upstreams, at_ns)
+        wait_s = self._router.soonest_s(busy or upstreams, at_ns)
         if busy:
             message = f"every upstream of {model!r} asked for a pause"
             return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))

@@ -25,7 +25,7 @@ from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
 DRAWN = 2
-MANY, OF_EACH = 64, 16  # upstreams; how many of each region are looked at where there are more
+MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 MAX_CONSIDERED = 8  # in an account
 
 

@@ -23,6 +23,7 @@ from splittime.simulate.replica import Replica
 from splittime.simulate.shape import StepShape
 
 TICK_S = 1.0
+FILL_S = 30.0  # a fleet begins empty: until it has filled, nobody scales it
 PROCESS_NOTICE_S = 1.0
 BEGINNING = (FleetAction.START, FleetAction.WAKE, FleetAction.ADMIT)
 SayFleet = Callable[[str, float], None]
@@ -102,6 +103,8 @@ class FleetRun:
         now_ns = self.agenda.now_ns
         self._fail_some()
         for number, region in enumerate(self.regions):
+            if now_ns < FILL_S * 1e9:
+                break
             own = [server for server in self.servers.values() if server.region == number and server.ended_ns is None]
             fleet = Fleet(REVISION, tuple(server.seen() for server in own), region.gateway.queue.tokens)
             for order in region.orders(now_ns, fleet, sum(server.num_waiting for server in own)):

@@ -90,17 +90,18 @@ class FleetGateway:
         is_on = settings.affinity and settings.routing == "gateway"
         self.affinity = PrefixAffinity(AffinityConfig(max_blocks=MAX_BLOCKS) if is_on else None)
         queue = QueueConfig(max_requests=65_536, max_tokens=2**40, shed_from=1.0, max_wait_s=settings.max_wait_s)
-        self.queue = FairQueue(queue, self._router([]), clock=agenda.clock)
+        self._router = self._router_to([])
+        self.queue = FairQueue(queue, self._router, clock=agenda.clock)
 
     def use(self, servers: Sequence[FleetServer]) -> None:
         """These are its upstreams from now on; what it knows of those that it had already stays."""
         for server in servers:
             if server.name not in self._upstreams:
                 self._upstreams[server.name], self.servers[server.name] = self._upstream(server), server
-        self.queue.router = self._router([self._upstreams[server.name] for server in servers])
-        self.queue.dispatch()
+        self._router = self._router_to([self._upstreams[server.name] for server in servers])
+        self.queue.lead_to(self._router)
 
-    def _router(self, upstreams: Sequence[Upstream]) -> Router:
+    def _router_to(self, upstreams: Sequence[Upstream]) -> Router:
         if self.settings.routing == "round_robin":
             return RoundRobin(upstreams, self.rng)
         regions = Regions(self._region, is_on=len(self.settings.regions) > 1)
@@ -165,7 +166,7 @@ class FleetGateway:
     def again(self, request: FleetRequest, prefix: SeenPrefix | None, *, has_begun: bool) -> None:
         """An attempt has failed: another is made if there may be one."""
         now_ns, num_attempts = self.agenda.now_ns, request.attempts
-        may_ask = self.queue.router.may_ask(MODEL, now_ns)
+        may_ask = self._router.may_ask(MODEL, now_ns)
         if not (may_ask and self.retry_budget.may_retry(num_attempts, now_ns, is_resumed=has_begun)):
             self.end(request, "broken" if has_begun else "failed")
         elif has_begun:
