@@ -4,9 +4,12 @@ Where there are more than `MANY`, some of each region are drawn first, and with 
 beginning: what a choice takes does not grow with the number of upstreams (with a thousand it took 3 ms). Of those that
 have room and a breaker that allows it, the ones of the nearest region are looked at where there are
 regions (`routing.regions`); of these the one that served the prompt's beginning gets it where there is affinity
-(`routing.affinity`). Else two are drawn, and the one with fewer tokens in flight at this gateway gets it (fewer
-requests where that is equal): the power of two choices (Mitzenmacher 2001), which needs no view of all and sends no
-herd to the emptiest. A retry goes to an upstream that has not been tried, while there is one.
+(`routing.affinity`). Else `DRAWN` are drawn, and of these the one has it that has the fewest tokens to come to a first
+byte at this gateway; where those are equal, the fewest tokens in flight, then requests. What streams already is hardly
+in a prompt's way, so counting it alike sent prompts to where others were being computed: of two drawn by tokens in
+flight the slowest first tokens took up to twice as long as one after the other, with this less (`cluster.simulated`,
+docs/log.md). More than two choices (Mitzenmacher 2001) are no herd while each gateway knows at once what it sent.
+A retry goes to an upstream that has not been tried, while there is one.
 """
 
 import random
@@ -24,7 +27,7 @@ from splittime.gateway.routing.round_trips import RoundTrip
 from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
-DRAWN = 2
+DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 MAX_CONSIDERED = 8  # in an account
 
@@ -177,7 +180,7 @@ class Router:
     def _least_of(self, free: list[Upstream]) -> list[Upstream]:
         """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
-        return sorted(drawn, key=lambda upstream: (upstream.tokens, upstream.requests, self._random.random()))
+        return sorted(drawn, key=lambda one: (one.waits.tokens, one.tokens, one.requests, self._random.random()))
 
     def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
         """Returns how long until the first of these may be asked again."""
