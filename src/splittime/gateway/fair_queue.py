@@ -79,8 +79,9 @@ class FairQueue:
         granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
         waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns(), lacking)
         self.line_up(waiting, until_ns=until_ns, draw=draw)
-        if not granted.done():
-            on_wait()
+        if granted.done():
+            return granted.result()
+        on_wait()
         try:
             async with asyncio.timeout(max(0.0, (until_ns - self._now_ns()) / 1e9)):
                 return await granted
