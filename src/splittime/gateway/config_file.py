@@ -193,19 +193,19 @@ def _struct_of(path: str) -> type[msgspec.Struct]:
 def _check_bounds(config: GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
-    _check_table("", config)
+    check_table("", config)
     for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
-            _check_table(name, getattr(config, name))
+            check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
-            _check_table(f"{name}[{number}]", table)
+            check_table(f"{name}[{number}]", table)
     for number, route in enumerate(config.difficulty):
         if route.escalate is not None:
-            _check_table(f"difficulty[{number}].escalate", route.escalate)
+            check_table(f"difficulty[{number}].escalate", route.escalate)
 
 
-def _check_table(path: str, table: msgspec.Struct) -> None:
+def check_table(path: str, table: msgspec.Struct) -> None:
     """As `core.settings.check`, with the table's name before the key's."""
     try:
         check(table)

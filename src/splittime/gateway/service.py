@@ -27,12 +27,13 @@ from splittime.gateway.responses.held import HeldResponses
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.difficulty import DifficultyRouting
-from splittime.gateway.routing.measured import distance_stats
+from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
-from splittime.gateway.routing.round_trips import MeasuredConnector, RoundTrips
+from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
+from splittime.gateway.upstream_connections import KEEPALIVE_S, UpstreamConnections
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("splittime.gateway")
 
 ENGINE = "splittime gateway"
-KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
@@ -60,7 +60,7 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 OF_THE_PROCESS = (
     *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
-    *("started_unix_s", "visits", "round_trips", "_session"),
+    *("started_unix_s", "visits", "round_trips", "connections", "_session"),
 )
 
 
@@ -126,6 +126,7 @@ class GatewayService:
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
+        self.connections = UpstreamConnections(self.round_trips)
         self.audit = None if config.audit is None else AuditLog(config.audit)
         self.tracing = self._tracing(keys.get(TRACING))
         self.lint = None if config.lint is None else PromptLint(config.lint)
@@ -168,9 +169,8 @@ class GatewayService:
             self._before = None  # no chain of them is kept
             self._queue_polls.begin(self.session)
             return
-        connector = MeasuredConnector(self.round_trips, limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
@@ -203,6 +203,16 @@ class GatewayService:
         """Raises `Refused` if a limit or a budget of this tenant lets no request in now. Takes nothing."""
         self.quota(tenant).check(time.monotonic_ns())
         self.budgets.check(tenant.name)
+
+    def is_open_to(self, tenant: Tenant) -> bool:
+        """Whether a request of this tenant is surely not refused for want of room: nobody waits, no limit is met."""
+        if self.is_draining or self.queue.requests:
+            return False
+        try:
+            self.require_allowance(tenant)
+        except Refused:
+            return False
+        return True
 
     def quota(self, tenant: Tenant) -> Quota:
         return self.quotas[tenant.name]
@@ -258,7 +268,7 @@ class GatewayService:
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
-            "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
+            "upstreams": [upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }
 
     # ---- the end
@@ -295,22 +305,9 @@ class GatewayService:
             if self.tracing is not None:
                 await self.tracing.close(self._session, self.pool)
             await self._session.close()
+        self.connections.close()
         if self.cache is not None:
             self.cache.close()
         if self.lint is not None:
             self.lint.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
-    breaker = upstream.breaker
-    return {
-        "name": name,
-        "requests": upstream.requests,
-        "tokens": upstream.tokens,
-        "limit": upstream.limit,
-        "is_open": breaker.is_open,
-        "is_busy": breaker.is_busy(at_ns),
-        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
-        **distance_stats(upstream, at_ns),
-    }
