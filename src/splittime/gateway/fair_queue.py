@@ -55,20 +55,22 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
+        lacking: Collection[str] = (),
         prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix: of its
-        prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the sooner it is refused by chance.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
+        do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
+        sooner it is refused by chance.
         on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         if not self._router.allowed(model, now_ns()):
             raise self._nobody(model)
-        waiting = QueuedRequest(tenant, model, tokens, tried, prefix)
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, lacking)
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
@@ -95,6 +97,15 @@ class FairQueue:
             return None
         routed.upstream.enter(tokens)
         self._share(tenant).in_flight += 1
+        return routed
+
+    def place_now(self, tenant: str, model: str, tokens: int) -> Routed | None:
+        """Returns a place for a request that shall not wait for it, and its tokens are charged; None if nobody has
+        room. Whoever waits comes first."""
+        self.dispatch()
+        routed = self._router.choose(model, now_ns())
+        if routed is not None:
+            self._take(self._share(tenant), routed, tokens)
         return routed
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
@@ -166,7 +177,7 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        if self._router.choose(newcomer.model, now_ns(), newcomer.tried) is not None:
+        if self._router.choose(newcomer.model, now_ns(), newcomer.avoided) is not None:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -224,7 +235,7 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self._router.choose(model, at_ns, waiting.tried, waiting.prefix)
+            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
@@ -235,14 +246,17 @@ class FairQueue:
 
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
-        routed.upstream.enter(waiting.tokens)
-        share.in_flight += 1
         self._least = share.least_counter
         share.rate.note(waiting.tokens, now_ns(), has_more=share.requests > 0)
-        if not waiting.is_retry:
-            share.counter += waiting.tokens / share.weight
-            share.unsettled += waiting.tokens
+        self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
+
+    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool = True) -> None:
+        routed.upstream.enter(tokens)
+        share.in_flight += 1
+        if is_charged:
+            share.counter += tokens / share.weight
+            share.unsettled += tokens
 
     def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
         self._remove(waiting)

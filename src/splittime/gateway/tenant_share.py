@@ -14,14 +14,21 @@ now_ns = time.monotonic_ns
 
 class QueuedRequest:
     """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated.
-    prefix: of its prompt, where that decides who gets it."""
+    avoided: who is not to have it while another may. prefix: of its prompt, where that decides who gets it."""
 
-    __slots__ = ("granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens", "tried")
+    __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens")
 
     def __init__(
-        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        tried: Collection[str],
+        prefix: SeenPrefix | None = None,
+        lacking: Collection[str] = (),
     ) -> None:
-        self.tenant, self.model, self.tokens, self.tried, self.prefix = tenant, model, tokens, tried, prefix
+        self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
+        self.avoided = (*tried, *lacking)
         self.is_retry, self.since_ns = bool(tried), now_ns()
         self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
 

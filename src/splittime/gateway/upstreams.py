@@ -23,6 +23,7 @@ from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
 DRAWN = 2
+LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
 
 
@@ -40,6 +41,7 @@ class Upstream:
         most = config.max_in_flight
         self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
+        self._lacks_until_ns: dict[str, int] = {}  # by path, of the few that are passed on
 
     @property
     def limit(self) -> int:
@@ -54,6 +56,13 @@ class Upstream:
     def keeps_accounts(self) -> bool:
         return self.config.kind == "splittime"
 
+    def lacks(self, path: str, now_ns: int) -> bool:
+        """Whether it said of late that it does not have this path."""
+        return now_ns < self._lacks_until_ns.get(path, 0)
+
+    def note_lacks(self, path: str, now_ns: int) -> None:
+        self._lacks_until_ns[path] = now_ns + LACKS_NS
+
     def enter(self, tokens: int) -> None:
         self.breaker.begin()
         self.requests += 1
@@ -67,6 +76,11 @@ class Upstream:
 
     def considered(self, cost: DistanceCost) -> Considered:
         return Considered(self.name, self.requests, self.tokens, *cost)
+
+
+def held_line(upstream: str) -> str:
+    """Returns the name of the line of requests that one upstream alone can have, as it keeps what was before them."""
+    return f"responses kept by {upstream}"
 
 
 class Routed(NamedTuple):
@@ -99,7 +113,8 @@ class Router:
                 self._by_model.setdefault(model, []).append(upstream)
         by_name = {upstream.name: upstream for upstream in self.upstreams}
         named = {pool: [by_name[name] for name in names] for pool, names in (pools or {}).items()}
-        self._lines = named | self._by_model
+        alone = {held_line(upstream.name): [upstream] for upstream in self.upstreams}
+        self._lines = named | alone | self._by_model
 
     @property
     def models(self) -> list[str]:
@@ -143,6 +158,10 @@ class Router:
         """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
         return sorted(drawn, key=lambda upstream: (upstream.tokens, upstream.requests, self._random.random()))
+
+    def lacking(self, model: str, path: str, now_ns: int) -> list[str]:
+        """Returns the names of a model's upstreams that do not have this path."""
+        return [upstream.name for upstream in self.of_model(model) if upstream.lacks(path, now_ns)]
 
     def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
         """Returns how long until the first of these may be asked again."""

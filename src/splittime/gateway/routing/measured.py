@@ -37,7 +37,12 @@ ROUTING_METRICS = (
 )
 DIFFICULTY_METRICS = (
     MetricSpec(DECIDED, "counter", ("model", "choice"), "Requests for a [[difficulty]] by the choice, small or large"),
-    MetricSpec(CHECKED, "counter", ("upstream", "verdict"), "Answers of small models by what their first tokens said"),
+    MetricSpec(
+        CHECKED,
+        "counter",
+        ("upstream", "verdict", "why"),
+        "Answers of small models by what their first tokens said, and why unsure ones were kept",
+    ),
     MetricSpec(HELD, "counter", ("verdict",), "Time for which such answers were held back, from their first piece on"),
     MetricSpec(ANEW, "counter", ("verdict",), "Time of the attempts whose answers were not given, and asked anew"),
 )
@@ -73,7 +78,7 @@ def counted(account: ClosedAccount) -> Iterator[tuple[str, tuple[str, ...], floa
     for attempt in account.attempts:
         found = attempt.first_tokens
         if found is not None:
-            yield CHECKED, (attempt.upstream, found.verdict), 1
+            yield CHECKED, (attempt.upstream, found.verdict, found.why), 1
             yield HELD, (found.verdict,), found.held_ns / 1e9
             if attempt.error == found.verdict:
                 yield ANEW, (found.verdict,), (attempt.end_ns - attempt.begin_ns) / 1e9
