@@ -105,7 +105,7 @@ def test_a_canary_decides_on_another_revision(tmp_path, setting, verdict):
     with cluster_of(tmp_path, FAST + canary + TWO) as cluster:
         cluster.until(lambda: len(cluster.of_phase("serving")) == 2)
         before = cluster.status()["revision"]
-        with asking(cluster, 3, max_tokens=12):
+        with asking(cluster, 3, max_tokens=12, prompt="def f(x):\n" * 20):
             cluster.apply("max_num_seqs = 4", setting)
             cluster.until(lambda: verdict in [one["what"] for one in cluster.status()["events"]])
         assert (cluster.status()["revision"] == before) == (verdict == "rolled_back")
