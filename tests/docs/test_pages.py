@@ -31,6 +31,11 @@ NOT_RUN = {
         "splittime gateway apply new.toml --canary 10%",
         "splittime gateway audit verify audit.jsonl",
     ],
+    "docs/guides/cluster.md": [
+        "splittime up --config cluster.toml",
+        "splittime up --config cluster.toml --apply",
+        "pip install 'splittime[cluster]'",
+    ],
     "docs/guides/gateway-routing.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
     ],
