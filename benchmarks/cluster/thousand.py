@@ -76,17 +76,17 @@ def scenarios(size: float) -> dict[str, FleetScenario]:
     failing = FailureSettings(per_replica_hour=12.0)
     growing = ScaleSettings(min_replicas=3, max_replicas=many(1000), spare=many(10), down_delay_s=60.0)
     asleep = msgspec.structs.replace(growing, warm_pool=many(300))
-    fixed = FleetSettings(replicas=max(3, many(1000)), scaling="none", ttft_s=5.0)
+    fixed = FleetSettings(replicas=max(3, many(1000)), scaling="none", ttft_s=5.0, tpot_s=0.15)
     return {
         "routing": FleetScenario(
             "servegen_deepseek_r1.csv.gz",
-            FleetLoadSpec(speed_up=18.0, copies=many(5)),
+            FleetLoadSpec(speed_up=18.0, copies=many(4)),
             msgspec.structs.replace(fixed, regions=REGIONS, failures=failing),
             {"gateway": {}, "round robin": {"routing": "round_robin"}},
         ),
         "prefixes": FleetScenario(
             "mooncake_conversation.csv.gz",
-            FleetLoadSpec(speed_up=10.0, copies=many(4)),
+            FleetLoadSpec(speed_up=8.0, copies=many(2)),
             msgspec.structs.replace(fixed, ttft_s=10.0),
             {"affinity": {}, "no affinity": {"affinity": False}, "round robin": {"routing": "round_robin"}},
         ),
@@ -100,7 +100,7 @@ def scenarios(size: float) -> dict[str, FleetScenario]:
 
 
 def server() -> Replica:
-    config = SchedulerConfig(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=64)
+    config = SchedulerConfig(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=64, max_prefill_tokens=512)
     return replica_of_data_sheet("L40S", COST, config, precision="int8")
 
 
