@@ -36,7 +36,7 @@ from splittime.cluster.scaling import ScaleSettings
 from splittime.cluster.simulated.figures import figures_of
 from splittime.cluster.simulated.fleet import FleetRun
 from splittime.cluster.simulated.load import FleetLoadSpec, load_of_trace
-from splittime.cluster.simulated.settings import FailureSettings, FleetSettings, StartTimes
+from splittime.cluster.simulated.settings import FailureSettings, FleetSettings
 from splittime.core.facts import TokenCost
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.asked import Asked, asked_requests
@@ -128,7 +128,10 @@ def coarse_beside_full(like: Replica, trace: Trace, count: int, rate: float) -> 
     coarse = _coarse_times(like, asked)
     ratios = {}
     for name, which in (("ttft", 0), ("e2e", -1)):
-        pairs = [(ours[which] - one[0], theirs[which] - one[0]) for ours, theirs, one in zip(coarse, full, asked, strict=True)]
+        pairs = [
+            (ours[which] - one[0], theirs[which] - one[0])
+            for ours, theirs, one in zip(coarse, full, asked, strict=True)
+        ]
         ratios[f"{name}_mean"] = statistics.mean(a for a, _ in pairs) / statistics.mean(b for _, b in pairs)
         ratios[f"{name}_p50"] = statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
     return {name: round(ratio, 4) for name, ratio in ratios.items()}
@@ -193,7 +196,9 @@ def main() -> None:
         figures[name] = came
         told = {key: came[key] for key in TOLD if key in came} or came
         times = [came[key].get("p99") for key in ("ttft_ms", "tpot_ms") if key in came]
-        print(name, told, "p99 of ttft, tpot, ms:", times, came.get("reaction"), "cpu_s:", came.get("cpu_s"), flush=True)
+        print(
+            name, told, "p99 of ttft, tpot, ms:", times, came.get("reaction"), "cpu_s:", came.get("cpu_s"), flush=True
+        )
     if not args.small:
         suffix = "" if args.only is None else f"_{args.only}"
         file_result(f"thousand_replicas{suffix}", figures, vars(args), args.json)

@@ -139,9 +139,7 @@ def _settings(given: FleetOptions) -> "FleetSettings":
         "scale": scale,
         "rtt_ms": rtt_s * 1e3,
         "starts": msgspec.to_builtins(StartTimes(cold_s=cold_s, wake_s=wake_s)),
-        "failures": msgspec.to_builtins(
-            FailureSettings(per_replica_hour=given.failures, node_share=given.node_share)
-        ),
+        "failures": msgspec.to_builtins(FailureSettings(per_replica_hour=given.failures, node_share=given.node_share)),
         "ttft_s": ttft_s,
         "tpot_s": tpot_s,
     }
@@ -149,7 +147,9 @@ def _settings(given: FleetOptions) -> "FleetSettings":
         msgspec.convert(scale, ScaleSettings)
         return msgspec.convert(told, FleetSettings).validate()
     except msgspec.ValidationError as error:
-        raise ConfigError(f"no such fleet: {error}", param="fleet", hint="splittime fleet -h says what there is") from None
+        raise ConfigError(
+            f"no such fleet: {error}", param="fleet", hint="splittime fleet -h says what there is"
+        ) from None
 
 
 def _load_spec(given: FleetOptions) -> "FleetLoadSpec":

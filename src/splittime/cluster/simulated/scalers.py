@@ -50,7 +50,9 @@ class WaitingScaler:
         awake = [one for one in fleet.replicas if one.state in (FleetState.STARTING, FleetState.READY)]
         wanted = self._number(at_ns, num_waiting, len(awake))
         orders += [FleetOrder(FleetAction.START, "", REVISION, "waiting")] * (wanted - len(awake))
-        surplus = sorted(awake, key=lambda one: (one.state is FleetState.READY, one.tokens))[: max(0, -wanted + len(awake))]
+        surplus = sorted(awake, key=lambda one: (one.state is FleetState.READY, one.tokens))[
+            : max(0, -wanted + len(awake))
+        ]
         return orders + [_order(_letting_go(one), one) for one in surplus]
 
     def _number(self, at_ns: int, num_waiting: int, num_awake: int) -> int:
