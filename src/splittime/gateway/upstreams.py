@@ -79,7 +79,7 @@ class ManyUpstreams:
     """A line of so many upstreams that nobody looks at all of them for a request."""
 
     def __init__(self, line: Sequence[Upstream]) -> None:
-        self.members: frozenset[Upstream | None] = frozenset(line)
+        self.members: frozenset[Upstream] = frozenset(line)
         self._regions: dict[str | None, list[Upstream]] = {}
         for upstream in line:
             self._regions.setdefault(upstream.config.region, []).append(upstream)
@@ -161,8 +161,9 @@ class Router:
         many = self._many.get(model)
         if many is None:
             return ()
-        served = (self._by_name.get(name) for name in self._affinity.served(prefix))
-        return list(dict.fromkeys([*many.draw(self._random), *(one for one in served if one in many.members)]))
+        named = (self._by_name.get(name) for name in self._affinity.served(prefix))
+        served = [one for one in named if one is not None and one in many.members]
+        return list(dict.fromkeys([*many.draw(self._random), *served]))
 
     def _best_of(self, able: list[Upstream], free: list[Upstream], now_ns: int, prefix: SeenPrefix | None) -> Routed:
         costs = self._regions.costs(free, now_ns)

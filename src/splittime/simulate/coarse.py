@@ -11,10 +11,10 @@ taken at once, up to the next end or arrival: a step's time grows evenly with th
 take the sum of an arithmetic series.
 
 It tells what `simulate.replica` tells without noise, to the nanosecond, while there are blocks for everybody; where
-requests are preempted, nearly (KV room is counted in tokens, with half a block for each request; who is preempted when
-decides much): `tests/simulate/test_coarse_replica.py` holds it to that. What prefix caching finds goes by the ids of blocks of
-`PREFIX_TOKENS` that a trace tells. Refused is what it does not know: other policies, static batches, drafts, blocks in
-host memory, prompts that are never cut.
+requests are preempted, nearly: KV room is counted in tokens, with half a block for each request.
+`tests/simulate/test_coarse_replica.py` holds it to that. What prefix caching finds goes by the ids of blocks that a
+trace tells (`cached_blocks`). Refused is what it does not know: other policies, static batches, drafts, blocks in host
+memory, prompts that are never cut.
 """
 
 import heapq
@@ -26,6 +26,7 @@ from splittime.core.errors import ConfigError
 from splittime.simulate.cached_blocks import PREFIX_TOKENS, CachedBlocks
 from splittime.simulate.replica import Replica
 from splittime.simulate.shape import StepShape
+from splittime.simulate.steps_in_hand import StepsInHand
 
 NEVER = math.inf
 
@@ -66,31 +67,6 @@ class CoarseNews(NamedTuple):
     at_ns: int
     request: CoarseRequest
     is_end: bool
-
-
-class StepsInHand(NamedTuple):
-    """Steps that follow each other: the first takes `first_ns`, each next one `more_ns` more. late_ns: from a step's
-    tokens to the begin of the next step. chunks: prompts' parts in it, of a single step."""
-
-    begin_ns: int
-    count: int
-    first_ns: float
-    more_ns: float
-    late_ns: int
-    chunks: tuple[tuple[CoarseRequest, int], ...] = ()
-
-    @property
-    def end_ns(self) -> int:
-        return self.begin_ns + round(self.count * (self.first_ns + self.more_ns * (self.count - 1) / 2))
-
-    def begun_by(self, now_ns: int) -> int:
-        """Returns how many have begun by this time, at least one."""
-        passed, half = now_ns - self.begin_ns, self.first_ns - self.more_ns / 2
-        if self.more_ns > 0:
-            count = (math.sqrt(half * half + 2 * self.more_ns * passed) - half) / self.more_ns
-        else:
-            count = passed / self.first_ns
-        return min(self.count, max(1, math.ceil(count)))
 
 
 class CoarseReplica:
@@ -160,7 +136,7 @@ class CoarseReplica:
     def turn(self) -> list[CoarseNews]:
         """Ends the steps in hand and plans the next ones. Returns what came of them."""
         steps = self._in_hand
-        assert steps is not None and self.next_ns < NEVER, "it has nothing to do"
+        assert steps is not None, "it has nothing to do"
         at_ns, num_decodes = steps.end_ns, len(self._decoding)
         ready_ns, news = at_ns - steps.late_ns, []
         self._step += steps.count
@@ -306,8 +282,8 @@ class CoarseReplica:
     # ---- the prefix cache
 
     def _found(self, request: CoarseRequest) -> int:
-        """Returns how many tokens of it are in the prefix cache; never all of them. One that was preempted finds its own
-        again, but for what has been taken of its room since."""
+        """Returns how many tokens of it are in the prefix cache; never all of them. One that was preempted finds its
+        own again, but for what has been taken of its room since."""
         if not self._config.enable_prefix_caching:
             return 0
         found = 0 if request.freed_at is None else request.known - (self._taken - request.freed_at)
