@@ -107,7 +107,8 @@ class Requests:
         state.is_known_to_runner = True
         request, known = state.request, tuple(state.token_ids)
         stop_ids, salt = tuple(state.stop_ids), request.cache_salt
-        return Admitted(state.request_id, known, state.num_output, request.sampling, stop_ids, salt)
+        asked = request.sampling, stop_ids, salt, request.adapter
+        return Admitted(state.request_id, known, state.num_output, *asked)
 
     def preempt(self, victim: RequestState, now_ns: int) -> None:
         """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has. Why

@@ -1,0 +1,69 @@
+"""What an adapter (LoRA) adds to the products of a layer: y += (x A^T) B^T, on the rows of the tokens that use it.
+
+    product    qkv             output    gate_up       down         the weights of a layer (`kernels.layer`)
+    parts      query, key,     one       gate, up      one          each has a B of its own, with the scale in it
+               value
+
+The base product of the whole batch stays as it is, whatever its weights are rounded to, and rows that use no adapter
+are not touched. So a row's result does not depend on its neighbours where that of `Ops.linear` does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from splittime.kernels.api import Ops
+from splittime.kernels.layer import PackedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPart:
+    """up: [end - begin, rank], added to the outputs [begin, end) of the product; it reads the columns [rank_begin,
+    rank_begin + rank) of what `LowRank.down` gives."""
+
+    begin: int
+    end: int
+    rank_begin: int
+    rank: int
+    up: PackedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What one adapter adds to one product. down: [sum of the parts' ranks, in]."""
+
+    down: PackedWeight
+    parts: tuple[LowRankPart, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAdapter:
+    """What one adapter adds to a layer's products; None: nothing."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedTokens:
+    """An adapter and the tokens of a step that use it. layers: one for each of the model's; tokens: int64 [n]."""
+
+    layers: tuple[LayerAdapter, ...]
+    tokens: Tensor
+
+
+Additions = Sequence[tuple[LowRank | None, Tensor]]  # of each adapter in the step, to one product
+
+
+def add_low_rank(ops: Ops, y: Tensor, x: Tensor, additions: Additions) -> None:
+    """x [T, in], y [T, out]: in place, what each adapter adds on its tokens."""
+    for low_rank, tokens in additions:
+        if low_rank is None:
+            continue
+        inner = ops.linear(x[tokens], low_rank.down)
+        for part in low_rank.parts:
+            read = inner[:, part.rank_begin : part.rank_begin + part.rank]
+            y[:, part.begin : part.end].index_add_(0, tokens, ops.linear(read, part.up))
