@@ -7,6 +7,7 @@ got their place first: who comes for one of these waits too, until it is none of
 each adapter's turn comes after the requests that were there before it, however many newcomers the others have.
 """
 
+from splittime.core.request import adapter_name
 from splittime.scheduler.state import RequestState
 
 
@@ -19,14 +20,14 @@ class AdapterSlots:
         self._waiting: dict[str, dict[str, RequestState]] = {}  # by adapter, the one that has waited longest first
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """Those that have a place."""
-        return tuple(self._users)
+    def names(self) -> tuple[str, ...]:
+        """Returns the adapters that have a place, as clients name them."""
+        return tuple(map(adapter_name, self._users))
 
     @property
-    def waiting_adapters(self) -> tuple[str, ...]:
-        """Those that have requests waiting for a place."""
-        return tuple(self._waiting)
+    def waiting_names(self) -> tuple[str, ...]:
+        """Returns those that have requests waiting for a place."""
+        return tuple(map(adapter_name, self._waiting))
 
     def is_waiting(self, state: RequestState) -> bool:
         return state.request_id in self._waiting.get(state.request.adapter, ())

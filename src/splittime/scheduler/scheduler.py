@@ -47,6 +47,7 @@ class Scheduler:
         self._planner = Planner(requests)
         self.cache, self.counts, self.speculation = requests.cache, requests.counts, requests.speculation
         self.queue, self.held, self.running = requests.queue, requests.held, requests.running
+        self.adapter_slots = requests.adapter_slots
         self._states = requests.by_id
         self._block_size = config.block_size
         self._deadlines: MortalHeap[tuple[int, int, str]] = MortalHeap(self._is_still_due)  # arrival, request id
