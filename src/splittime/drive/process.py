@@ -238,11 +238,10 @@ class ProcessClient:
             self._started.set_result(ready)
 
     def _take_adapter(self, answer: AdapterLoaded) -> None:
-        assert self._incarnation is not None
-        if self._adapters.take(answer):
-            self._incarnation.is_up = not self._adapters.are_awaited
-        else:
+        if not self._adapters.take(answer):
             self._calls.settle(answer.call_id, answer.num_parameters, answer.error)
+        elif self._incarnation is not None:
+            self._incarnation.is_up = not self._adapters.are_awaited
 
     def _take_knobs(self, answer: ConfigureDone) -> None:
         if answer.error is None:
