@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import adapter_files
 import msgspec
 import pytest
 import tiny_checkpoint
 from native_or_not import has_native_kernels
 
+import adapter_files
 from splittime.assemble.worker import WorkerSettings
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError, SplittimeError
@@ -166,7 +166,9 @@ async def _through_process(settings: bytes, folder: Path, alone: list[list]) -> 
         assert await free == _tokens(alone[0])
         with pytest.raises(ConfigError, match=r"adapter_config\.json"):
             await client.load_adapter("none#4", str(folder / "base"))
-        assert await asyncio.gather(*(_read(client, f"r{i}", *one) for i, one in enumerate(ASKED))) == [*map(_tokens, alone)]
+        assert await asyncio.gather(*(_read(client, f"r{i}", *one) for i, one in enumerate(ASKED))) == [
+            *map(_tokens, alone)
+        ]
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await _until_up_again(client)

@@ -2,7 +2,6 @@
 
 import json
 
-import adapter_files
 import pytest
 import tiny_checkpoint
 import torch
@@ -10,6 +9,7 @@ from driving import Driver, Sequence
 from native_or_not import has_native_kernels
 from safetensors.torch import save_file
 
+import adapter_files
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.runner.compose import load_torch_runner
@@ -32,7 +32,7 @@ def answers(runner, sequences, num_tokens=6):
     """The tokens, with their log-probabilities, of requests that are served beside each other."""
     driver = Driver(runner)
     for place, sequence in enumerate(sequences):
-        driver.step({sequence: len(PROMPT) - place % 3, **{one: 1 for one in sequences[:place]}})
+        driver.step({sequence: len(PROMPT) - place % 3, **dict.fromkeys(sequences[:place], 1)})
     while any(len(one.outputs) < num_tokens for one in sequences):
         late = {one: len(one.tokens) - one.num_computed for one in sequences}
         driver.step(late)
@@ -136,24 +136,32 @@ def test_what_is_not_honoured_is_refused_by_name(base, tmp_path, name):
 
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+FAR = PREFIX.replace("layers.0", "layers.2")
 SPOILED = {
-    "an embedding": (lambda given: given | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 61)}, "no part"),
-    "a layer too many": (lambda given: given | {PREFIX.replace("layers.0", "layers.2") + "A.weight": torch.ones(4, 32)}, "no part"),
-    "half of a pair": (lambda given: {name: one for name, one in given.items() if name != PREFIX + "B.weight"}, "has no lora_B"),
-    "another shape": (lambda given: given | {PREFIX + "A.weight": torch.ones(4, 31)}, r"\[4, 31\]"),
-    "integers": (lambda given: given | {PREFIX + "A.weight": torch.ones(4, 32, dtype=torch.int32)}, "int32"),
-    "a NaN": (lambda given: given | {PREFIX + "A.weight": torch.full((4, 32), float("nan"))}, "not finite"),
-    "nothing": (lambda given: {}, "no tensors"),
-    "too much": (lambda given: given | {"x": torch.zeros(1 << 23)}, "has at most"),
-}  # fmt: skip
+    "an embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 61)}, "no part"),
+    "a layer too many": ({f"{FAR}A.weight": torch.ones(4, 32), f"{FAR}B.weight": torch.ones(32, 4)}, "no part"),
+    "half of a pair": ({f"{PREFIX}B.weight": None}, "has no lora_B"),
+    "another shape": ({f"{PREFIX}A.weight": torch.ones(4, 31)}, r"\[4, 31\]"),
+    "integers": ({f"{PREFIX}A.weight": torch.ones(4, 32, dtype=torch.int32)}, "int32"),
+    "a NaN": ({f"{PREFIX}A.weight": torch.full((4, 32), float("nan"))}, "not finite"),
+    "too much": ({"x": torch.zeros(1 << 23)}, "has at most"),
+}
 
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_file_that_does_not_fit_is_refused(base, tmp_path, name):
-    spoil, said = SPOILED[name]
-    given = adapter_files.write_adapter(tmp_path, base[1])
-    save_file(spoil(given), tmp_path / "adapter_model.safetensors")
+    changes, said = SPOILED[name]
+    given = adapter_files.write_adapter(tmp_path, base[1]) | changes
+    given = {tensor: content for tensor, content in given.items() if content is not None}
+    save_file(given, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=said):
+        runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
+
+
+def test_a_file_of_nothing_is_refused(base, tmp_path):
+    adapter_files.write_adapter(tmp_path, base[1])
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="no tensors"):
         runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
 
 

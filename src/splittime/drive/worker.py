@@ -20,8 +20,8 @@ import zmq
 
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
-from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.adapter_gate import AdapterGate
+from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.loop import Inbox, run_loop

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format (LoRA): a folder with adapter_config.json and adapter_model.safetensors, for one base model.
+"""Adapters (LoRA) in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors, for one base.
 
 Such a folder is a stranger's. Its config is held to a list: a field that would change the arithmetic and is not
 honoured is refused by name, also one that nobody here has heard of. The file of weights is refused by its size before
@@ -11,16 +11,16 @@ alpha / sqrt(r), is multiplied into B once.
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops, WeightScheme
-from splittime.kernels.layer import LayerSpec, MlpSpec
+from splittime.kernels.layer import LayerSpec, MlpSpec, PackedWeight
 from splittime.kernels.low_rank import LayerAdapter, LowRank, LowRankPart
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
@@ -55,7 +55,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Of `adapter_config.json`. scale: on what is added."""
+    """What `adapter_config.json` says that is honoured. scale: on what is added."""
 
     rank: int
     scale: float
@@ -79,7 +79,7 @@ def read_config(path: Path, max_rank: int) -> LoraConfig:
     return LoraConfig(rank, alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
 
 
-def _check_fields(values: dict[str, Any]) -> None:
+def _check_fields(values: dict[str, object]) -> None:
     if values.get("peft_type") != "LORA":
         raise _refused("peft_type", values.get("peft_type"), "must be LORA", "LORA")
     if values.get("use_rslora") not in (None, True, False):
@@ -169,7 +169,7 @@ def _pairs(tensors: list[str], layers: list[dict[str, Projection]]) -> dict[int,
 class _AdapterPacker:
     """take: the tensor of this name."""
 
-    def __init__(self, ops: Ops, scheme: WeightScheme, lora: LoraConfig, take: Any) -> None:
+    def __init__(self, ops: Ops, scheme: WeightScheme, lora: LoraConfig, take: Callable[[str], Tensor]) -> None:
         self._ops, self._scheme, self._lora, self._take = ops, scheme, lora, take
         self.num_parameters = 0
 
@@ -191,11 +191,11 @@ class _AdapterPacker:
             parts.append(LowRankPart(*ends, number * rank, rank, self._pack(up)))
         return LowRank(self._pack(torch.cat(downs)), tuple(parts))
 
-    def _pack(self, weight: Tensor) -> Any:
+    def _pack(self, weight: Tensor) -> PackedWeight:
         return self._ops.pack_linear([weight.to(self._ops.device)], None, self._scheme)
 
     def _read(self, name: str, *shape: int) -> Tensor:
-        tensor: Tensor = self._take(name)
+        tensor = self._take(name)
         if tuple(tensor.shape) != shape:
             said = f"has shape {list(tensor.shape)}, the base model and r ask for {list(shape)}"
             raise _misfit(name, said, list(shape), None)
@@ -207,11 +207,11 @@ class _AdapterPacker:
         return tensor.float()
 
 
-def _misfit(name: str, said: str, limit: Any, hint: str | None) -> ConfigError:
+def _misfit(name: str, said: str, limit: object, hint: str | None) -> ConfigError:
     return ConfigError(f"the adapter's tensor {name[:200]} {said}", param="lora_path", limit=limit, hint=hint)
 
 
-def _refused(name: str, value: Any, said: str, limit: Any = None, hint: str | None = None) -> ConfigError:
+def _refused(name: str, value: object, said: str, limit: object = None, hint: str | None = None) -> ConfigError:
     shown = f"{name[:100]} = {str(value)[:100]} " if name else ""
     return ConfigError(
         f"{CONFIG_NAME}: {shown}{said}", param="lora_path", value=str(value)[:100], limit=limit, hint=hint

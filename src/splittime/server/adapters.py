@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from splittime.api.limits import LoadedAdapter, ModelInfo
-from splittime.core.errors import Conflict, ConfigError, NotFound, RequestError
+from splittime.core.errors import ConfigError, Conflict, NotFound, RequestError
 from splittime.core.request import adapter_id
 from splittime.drive.client import EngineClient
 from splittime.server.config import ADAPTER_NAME, ServerConfig, lora_modules
@@ -53,7 +53,9 @@ def folder_below(root: str | None, given: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         inside = []
     if not inside or not all(path.is_relative_to(real_root) for path in inside):
-        message = f"there is no adapter {given[:200]!r} below the server's lora_root: a folder with {' and '.join(FILES)}"
+        message = (
+            f"there is no adapter {given[:200]!r} below the server's lora_root: a folder with {' and '.join(FILES)}"
+        )
         raise NotFound(message, code="adapter_not_found", param="lora_path", value=given[:200])
     return inside[0]
 
@@ -75,7 +77,9 @@ async def load(service: Service, name: str, given: str) -> None:
     try:
         loaded = await read(service.client, name, folder)
     except ConfigError as error:  # a setting's error there, and the request's fault here
-        raise RequestError(error.info.message, param="lora_path", limit=error.info.limit, hint=error.info.hint) from error
+        raise RequestError(
+            error.info.message, param="lora_path", limit=error.info.limit, hint=error.info.hint
+        ) from error
     model = service.require_model()
     try:
         check_new(name, model)  # once more: another request may have been faster

@@ -55,8 +55,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def open_file(folder: Path, name: str) -> Any:
-    """Returns the handle of one safetensors file. Raises `ConfigError` for one that leads out of the folder or cannot be
-    read."""
+    """Returns the handle of one safetensors file. Raises `ConfigError` for one that leads out of the folder or that
+    cannot be read."""
     path = folder / name
     try:
         _refuse_leaving(folder, path)
