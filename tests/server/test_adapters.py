@@ -108,7 +108,7 @@ def test_without_a_root_nothing_is_loaded(launch, root) -> None:
     assert (status, answer["error"]["code"]) == (403, "lora_root")
 
 
-@pytest.mark.parametrize("name", ["", "a#1", "a,b", "-a", "a" * 129, "fake", "a b", "é"])
+@pytest.mark.parametrize("name", ["", "a#1", "a,b", "-a", "fake", "a b", "é"])
 def test_names_that_cannot_be(live, name) -> None:
     status, _, answer = load(live, name, "sql")
     assert (status, answer["error"]["param"]) == (400, "lora_name")

@@ -1,26 +1,13 @@
 """`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, as vLLM has them, for an operator's key: see
 docs/guides/lora.md."""
 
-from typing import Annotated
-
-from msgspec import Meta
-
+from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.decode import decode_body
-from splittime.api.schema import Strict
 from splittime.server import adapters
 from splittime.server.service import Service
 from splittime.web import http
 
 MAX_BODY_BYTES = 16 << 10
-
-
-class LoadAdapterBody(Strict):
-    lora_name: str
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
-class UnloadAdapterBody(Strict):
-    lora_name: str
 
 
 async def load(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -78,11 +78,14 @@ async def favicon(service: Service, scope: http.Scope, receive: http.Receive, se
 
 def _card(name: str, model: ModelInfo) -> ModelCard:
     """A name's entry. parent: of an adapter, the model that it belongs to."""
-    adapter, created = model.adapters.get(name), model.created_unix_s
-    about = {"root": name, "max_model_len": model.max_model_len}
-    if adapter is None:
-        return ModelCard(id=name, created=created, **about)
-    return ModelCard(id=name, created=adapter.created_unix_s, parent=model.name, **about)
+    adapter = model.adapters.get(name)
+    return ModelCard(
+        id=name,
+        created=model.created_unix_s if adapter is None else adapter.created_unix_s,
+        max_model_len=model.max_model_len,
+        root=name,
+        parent=None if adapter is None else model.name,
+    )
 
 
 async def models(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
