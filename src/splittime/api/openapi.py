@@ -59,7 +59,13 @@ EXAMPLES: dict[str, Any] = {
         "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
         "clock": "laptop-1",
         "hops": [
-            {"span_id": "00f067aa0ba902b7", "name": "search", "kind": "retrieval", "begin_ns": 0, "duration_ns": 12_000_000}
+            {
+                "span_id": "00f067aa0ba902b7",
+                "name": "search",
+                "kind": "retrieval",
+                "begin_ns": 0,
+                "duration_ns": 12_000_000,
+            }
         ],
     },
 }
