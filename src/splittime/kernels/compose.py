@@ -12,7 +12,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
-from splittime.kernels.low_rank import Additions, LayerAdapter, add_low_rank
+from splittime.kernels.low_rank import Additions, LayerAdapter
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ def run_adapted(
     on_qkv = [(one.qkv, tokens) for one, tokens in adapters]
     mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan, on_qkv)
     hidden = ops.linear(mixed, layer.mixer.output, hidden)
-    add_low_rank(ops, hidden, mixed, [(one.output, tokens) for one, tokens in adapters])
+    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in adapters])
     normed = ops.rms_norm(hidden, layer.feed_forward_norm)
     if not isinstance(part, MlpWeights):
         return mixture(ops, part, normed, hidden)
     gate_up = ops.linear(normed, part.gate_up)
-    add_low_rank(ops, gate_up, normed, [(one.gate_up, tokens) for one, tokens in adapters])
+    ops.add_low_rank(gate_up, normed, [(one.gate_up, tokens) for one, tokens in adapters])
     inner = ops.silu_mul(gate_up)
     hidden = ops.linear(inner, part.down, hidden)
-    add_low_rank(ops, hidden, inner, [(one.down, tokens) for one, tokens in adapters])
+    ops.add_low_rank(hidden, inner, [(one.down, tokens) for one, tokens in adapters])
     return hidden
 
 
@@ -74,7 +74,7 @@ def attend(
     """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]. additions: of adapters, to
     queries, keys and values."""
     spec, product = part.spec, ops.linear(x, part.qkv)
-    add_low_rank(ops, product, x, additions)
+    ops.add_low_rank(product, x, additions)
     qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
     ops.rope_write(qkv, part.head_norm, turns, kv, plan)
     return ops.attention(qkv[:, : spec.num_heads], kv, plan, spec.scale)

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from splittime.kernels.api import Ops
 from splittime.kernels.layer import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPart:
-    """up: [end - begin, rank], added to the outputs [begin, end) of the product; it reads the columns [rank_begin,
-    rank_begin + rank) of what `LowRank.down` gives."""
+    """up: [end - begin, rank], added to the outputs [begin, end) of the product; it reads so many columns of what
+    `LowRank.down` gives, behind those that the part before it reads."""
 
     begin: int
     end: int
-    rank_begin: int
     rank: int
     up: PackedWeight
 
@@ -49,21 +47,10 @@ class LayerAdapter:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedTokens:
-    """An adapter and the tokens of a step that use it. layers: one for each of the model's; tokens: int64 [n]."""
+    """An adapter and the tokens of a step that use it. layers: one for each of the model's; tokens: int32 [n]."""
 
     layers: tuple[LayerAdapter, ...]
     tokens: Tensor
 
 
 Additions = Sequence[tuple[LowRank | None, Tensor]]  # of each adapter in the step, to one product
-
-
-def add_low_rank(ops: Ops, y: Tensor, x: Tensor, additions: Additions) -> None:
-    """x [T, in], y [T, out]: in place, what each adapter adds on its tokens."""
-    for low_rank, tokens in additions:
-        if low_rank is None:
-            continue
-        inner = ops.linear(x[tokens], low_rank.down)
-        for part in low_rank.parts:
-            read = inner[:, part.rank_begin : part.rank_begin + part.rank]
-            y[:, part.begin : part.end].index_add_(0, tokens, ops.linear(read, part.up))

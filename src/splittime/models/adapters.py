@@ -182,13 +182,13 @@ class _AdapterPacker:
 
     def _product(self, index: int, places: dict[str, Projection], modules: list[str]) -> LowRank:
         downs, parts, rank = [], [], self._lora.rank
-        for number, module in enumerate(modules):
+        for module in modules:
             place, prefix = places[module], f"base_model.model.model.layers.{index}.{module}.lora_"
             downs.append(self._read(f"{prefix}A.weight", rank, place.in_features))
             up = self._read(f"{prefix}B.weight", place.out_features, rank) * self._lora.scale
             up = pair_rows(up, place.head_dim) if place.head_dim else up
             ends = place.begin, place.begin + place.out_features
-            parts.append(LowRankPart(*ends, number * rank, rank, self._pack(up)))
+            parts.append(LowRankPart(*ends, rank, self._pack(up)))
         return LowRank(self._pack(torch.cat(downs)), tuple(parts))
 
     def _pack(self, weight: Tensor) -> PackedWeight:

@@ -57,4 +57,4 @@ def adapted_tokens(adapters: Sequence[Adapter | None], begins: Sequence[int]) ->
     for row, adapter in enumerate(adapters):
         if adapter is not None:
             tokens.setdefault(adapter, []).extend(range(begins[row], begins[row + 1]))
-    return tuple(AdaptedTokens(one.layers, torch.tensor(mine)) for one, mine in tokens.items())
+    return tuple(AdaptedTokens(one.layers, torch.tensor(mine, dtype=torch.int32)) for one, mine in tokens.items())
