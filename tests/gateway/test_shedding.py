@@ -165,12 +165,11 @@ class Turned:
         return self.at_ns
 
 
-def test_a_refusal_says_how_long_its_tenants_queue_will_take(monkeypatch):
+def test_a_refusal_says_how_long_its_tenants_queue_will_take():
     clock = Turned()
-    monkeypatch.setattr(fair_queue, "now_ns", clock)
 
     async def run():
-        queue = FairQueue(QueueConfig(max_requests=30), router_of(1))
+        queue = FairQueue(QueueConfig(max_requests=30), router_of(1), clock=clock)
         tasks = [asyncio.ensure_future(queue.enter("a", "m", 20, until_ns=FAR_NS)) for _ in range(50)]
         await asyncio.sleep(0)
         for i in range(20):  # one each tenth of a second: 200 tokens a second

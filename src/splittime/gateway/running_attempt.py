@@ -6,7 +6,7 @@ It ends once, however many say so, and then its place is free, the breaker and t
 import time
 
 from splittime.gateway.blame import blame
-from splittime.gateway.failures import BrokenStream, UpstreamFailure
+from splittime.gateway.failures import BrokenStream, LacksEndpoint, UpstreamFailure
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -102,6 +102,8 @@ class RunningAttempt:
         if failure is not None:
             if failure.is_fault:
                 self._gateway.affinity.note_failed(self._prefix, upstream.name)
+            if isinstance(failure, LacksEndpoint):
+                upstream.note_lacks(self.relay.path, now_ns())
             blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
         elif ending and ending != UNSURE:
             upstream.breaker.note_nothing()
