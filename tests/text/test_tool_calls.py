@@ -270,7 +270,8 @@ CASES += [
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "\\ud8', "", [("now", '{"a": "\\ud8')]),
     (
         "gemma4",
-        """<|tool_call>call:mix{count: 3, note:<|"|>a "}, <b> \\ <|"|>,<|"|>deep<|"|>:{a:[],b:{},c:true},kinds:["x\\n", y ]}<tool_call|>""",
+        """<|tool_call>call:mix{count: 3, note:<|"|>a "}, <b> \\ <|"|>,<|"|>n<|"|>:{a:[],b:{},c:true},"""
+        """k:["x\\n", y ]}<tool_call|>""",
         "",
         [
             (
