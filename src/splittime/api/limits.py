@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from splittime.core.errors import RequestError
 from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc
 
@@ -46,3 +47,10 @@ class ModelInfo:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def require_generating(self) -> None:
+        """Raises RequestError where the model is an encoder, which answers nothing with tokens."""
+        if self.pooling.is_all:
+            said = f"{self.name} is an encoder: it makes embeddings and generates nothing"
+            hint = "POST /v1/embeddings"
+            raise RequestError(said, code="unsupported_model", param="model", value=self.name, hint=hint)

@@ -32,7 +32,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
 LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
 MAX_PRIORITY = 2**31 - 1
-_TOO_MANY = "asks for too many choices (prompts x n)"
 
 Prompt = str | tuple[int, ...]
 
@@ -88,6 +87,7 @@ def ask_of(
     body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
 ) -> Ask:
     """include_timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
+    model.require_generating()
     if isinstance(body, ChatBody):
         return _ask_chat(body, model, limits, include_timing, marks)
     return _ask_completion(body, model, limits, include_timing)
@@ -163,7 +163,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
     """What concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, limits.max_choices
-    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
+    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, "asks for too many choices (prompts x n)", limit)
     check_lists(ask.sampling, model.vocab_size)
     return ask
 

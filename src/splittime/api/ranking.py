@@ -166,6 +166,7 @@ def _ask(
     include_timing: bool,
 ) -> RankAsk:
     check_model(body.model, model)
+    model.require_generating()
     most = limits.max_choices
     if len(pairs) > most:
         said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
