@@ -10,8 +10,12 @@ import tokenizers
 import torch
 
 from splittime import LLM, SamplingParams
-from splittime.core.errors import ConfigError, RequestError, SplittimeError
-from splittime.models.encoder_config import ENCODERS, is_encoder, parse_encoder_config
+from splittime.assemble.model_source import load_tokenizer
+from splittime.core.errors import ConfigError, RequestError
+from splittime.core.step import Admitted, Row, StepPlan
+from splittime.models.encoder_config import ENCODERS, is_encoder, load_encoder_config, parse_encoder_config
+from splittime.runner.config import RunnerConfig
+from splittime.runner.encoder import load_encoder_runner
 
 MAX_ABS_ERROR = 1e-4
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(50)), "##s"]
@@ -106,11 +110,35 @@ def bert(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_text_in_chunks_is_computed_whole(bert: Path) -> None:
-    whole = LLM(bert, num_threads=1).embed(TEXTS)
-    cut = LLM(bert, num_threads=1, max_num_seqs=4, max_num_batched_tokens=16)
-    cut.configure(enable_chunked_prefill=True, max_prefill_tokens=5) if hasattr(cut, "configure") else None
-    assert np.abs(np.array(cut.embed(TEXTS)) - np.array(whole)).max() < MAX_ABS_ERROR
+def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Path) -> None:
+    runner = load_encoder_runner(RunnerConfig(model_path=str(bert), num_threads=1), lambda *told: None)
+    asked = SamplingParams(pooling="mean", max_tokens=0, seed=0)
+    one, other = (Admitted(name, ids, 0, asked, ()) for name, ids in (("one", (2, 9, 8, 7, 3)), ("other", (2, 5, 3))))
+
+    def pooled(*rows: Row, admitted: tuple[Admitted, ...] = (), released: tuple[str, ...] = ()) -> list[np.ndarray]:
+        found = runner.run(StepPlan(0, rows, admitted, released)).rows
+        assert [row.error for row in found] == [None] * len(rows)
+        return [np.frombuffer(row.pooled, np.float32) for row in found]
+
+    whole = pooled(Row("one", 0, one.token_ids, (0,), 0), admitted=(one,))
+    assert len(pooled(Row("one", 0, one.token_ids[:2], (0,), 0), admitted=(one,), released=("one",))[0]) == 0
+    rows = (Row("other", 0, other.token_ids, (1,), 0), Row("one", 2, one.token_ids[2:], (), 0))
+    beside = pooled(*rows, admitted=(other,))
+    assert np.abs(beside[1] - whole[0]).max() < 1e-6
+    assert not np.array_equal(beside[0], beside[1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "said"),
+    [((2, 999), SamplingParams(pooling="cls", seed=0), "999"), ((2,), SamplingParams(seed=0), "encoder")],
+)
+def test_a_request_that_cannot_be_answered_fails_alone(bert: Path, ids, sampling, said: str) -> None:
+    runner = load_encoder_runner(RunnerConfig(model_path=str(bert), num_threads=1), lambda *told: None)
+    wrong, right = Admitted("wrong", ids, 0, sampling, ()), Admitted("a", (2, 3), 0, SamplingParams(pooling="cls"), ())
+    rows = (Row("wrong", 0, ids, (0,), 0), Row("a", 0, (2, 3), (1,), 0))
+    first, second = runner.run(StepPlan(0, rows, (wrong, right))).rows
+    assert said in str(first.error)
+    assert (first.pooled, second.error, len(second.pooled)) == (b"", None, 4 * 48)
 
 
 def test_as_long_a_text_as_there_are_positions_and_no_longer(bert: Path) -> None:
@@ -123,12 +151,9 @@ def test_as_long_a_text_as_there_are_positions_and_no_longer(bert: Path) -> None
 
 def test_an_encoder_generates_nothing(bert: Path) -> None:
     llm = LLM(bert, num_threads=1)
-    try:
-        (output,) = llm.generate("w1", SamplingParams(max_tokens=3))
-        assert output.error is not None
-        assert "encoder" in output.error.message
-    except SplittimeError as error:
-        assert "encoder" in str(error)
+    (output,) = llm.generate("w1", SamplingParams(max_tokens=3))
+    assert output.error is not None
+    assert "encoder" in output.error.message
     assert len(llm.embed("w1")[0]) == 48
 
 
@@ -175,3 +200,74 @@ def test_encoders_are_known_by_their_architecture(bert: Path, tmp_path: Path) ->
     assert is_encoder(bert)
     assert not is_encoder(tmp_path)
     assert {parse_encoder_config(CONFIG | {"architectures": [name]}).architecture for name in ENCODERS} == set(ENCODERS)
+
+
+JUDGES = {
+    "bert": ("BertForSequenceClassification", "Bert", {"max_position_embeddings": 64}),
+    "roberta": ("RobertaForSequenceClassification", "Roberta", {"type_vocab_size": 1, "pad_token_id": 1}),
+}
+PAIRS = [("w1 w2", "w3"), ("w1", "w4s w5 w6"), ("w7s", "what")]
+
+
+def make_judge(variant: str, folder: Path, **more: Any) -> Any:
+    """Writes a cross-encoder, and returns transformers' model of it and the tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    architecture, name, differences = JUDGES[variant]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | differences | more), num_labels=1)
+    model = getattr(transformers, architecture)(config).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "bias" in parameter_name or "Norm" in parameter_name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    tokenizer = write_tokenizer(folder)
+    ends, kind = ("[SEP]", 1) if variant == "bert" else ("[SEP] [SEP]", 0)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=f"[CLS] $A {ends} $B:{kind} [SEP]:{kind}",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("variant", JUDGES)
+def test_scores_of_pairs_equal_transformers(variant: str, tmp_path: Path) -> None:
+    model, tokenizer = make_judge(variant, tmp_path)
+    runner = load_encoder_runner(RunnerConfig(model_path=str(tmp_path), num_threads=1), lambda *told: None)
+    assert (runner.resolved.pooling.score, runner.resolved.unused_tensors) == ("sigmoid", ())
+    asked = SamplingParams(pooling="score", max_tokens=0, seed=0)
+    for number, pair in enumerate(PAIRS):
+        encoded = tokenizer.encode(*pair)
+        with torch.no_grad():
+            ids, types = torch.tensor([encoded.ids]), torch.tensor([encoded.type_ids])
+            wanted = model(ids, token_type_ids=types).logits.item()
+        assert load_tokenizer(tmp_path).encode_pair(*pair) == tuple(encoded.ids)
+        admitted = Admitted(str(number), tuple(encoded.ids), 0, asked, ())
+        plan = StepPlan(number, (Row(str(number), 0, admitted.token_ids, (0,), 0),), (admitted,))
+        (row,) = runner.run(plan).rows
+        assert abs(np.frombuffer(row.pooled, np.float32)[0] - wanted) < MAX_ABS_ERROR
+    with pytest.raises(RequestError, match="rerank"):
+        LLM(tmp_path, num_threads=1).embed("w1")
+
+
+def test_what_becomes_of_a_score_is_said_by_the_config(tmp_path: Path) -> None:
+    make_judge("bert", tmp_path)
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    linear = "torch.nn.modules.linear.Identity"
+    for more, kind in (
+        ({"sbert_ce_default_activation_function": linear}, "none"),
+        ({"sentence_transformers": {"activation_fn": linear}}, "none"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
+    ):
+        path.write_text(json.dumps(plain | more))
+        assert load_encoder_config(tmp_path).pooling.score == kind
+    for more, param in (
+        ({"sbert_ce_default_activation_function": "Tanh"}, "sbert_ce_default_activation_function"),
+        ({"id2label": {"0": "no", "1": "yes"}}, "id2label"),
+    ):
+        path.write_text(json.dumps(plain | more))
+        with pytest.raises(ConfigError) as refused:
+            load_encoder_config(tmp_path)
+        assert refused.value.info.param == param

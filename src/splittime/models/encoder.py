@@ -43,8 +43,20 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True)
+class JudgingHead:
+    """A layer with a bias, tanh, and another one with one output."""
+
+    dense: tuple[Tensor, Tensor]
+    output: tuple[Tensor, Tensor]
+
+    def __call__(self, first: Tensor) -> Tensor:
+        """first: the outputs of texts' first tokens, [texts, hidden] -> [texts, 1]."""
+        return functional.linear(torch.tanh(functional.linear(first, *self.dense)), *self.output)
+
+
+@dataclass(frozen=True)
 class Encoder:
-    """words, positions, types: tables of embeddings, as they are stored."""
+    """words, positions, types: tables of embeddings, as they are stored. head: None where it judges nothing."""
 
     config: EncoderConfig
     ops: Ops
@@ -55,11 +67,13 @@ class Encoder:
     layers: tuple[EncoderLayer, ...]
     num_parameters: int
     unused_tensors: tuple[str, ...]
+    head: JudgingHead | None = None
 
-    def forward(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-        """texts: token ids, at least one each -> for each text the last layer's outputs, float32 [tokens, hidden]."""
+    def forward(self, texts: Sequence[Sequence[int]], *, are_pairs: bool = False) -> tuple[Tensor, ...]:
+        """texts: token ids, at least one each -> for each text the last layer's outputs, float32 [tokens, hidden].
+        are_pairs: each is two texts, and the separator that stands behind both tells the second from the first."""
         sizes = [len(text) for text in texts]
-        hidden = torch.cat([self._embedded(torch.tensor(text)) for text in texts])
+        hidden = torch.cat([self._embedded(torch.tensor(text), are_pairs) for text in texts])
         hidden = self.norm(hidden.to(self.ops.activation_dtype))
         for layer in self.layers:
             mixed = self.ops.linear(self._attended(layer, hidden, sizes), layer.output)
@@ -68,10 +82,17 @@ class Encoder:
             hidden = layer.norm(hidden + self.ops.linear(inner, layer.down))
         return hidden.float().split(sizes)
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embedded(self, token_ids: Tensor, is_pair: bool) -> Tensor:
         words = self.words.index_select(0, token_ids).float()
         places = self.positions.index_select(0, self._places(token_ids)).float()
-        return words + places + self.types[0].float()
+        return words + places + self.types.index_select(0, self._kinds(token_ids, is_pair)).float()
+
+    def _kinds(self, token_ids: Tensor, is_pair: bool) -> Tensor:
+        """Returns 1 for tokens of a second text, where the model has that kind, else 0."""
+        if not is_pair or self.config.padding is not None or self.config.num_types < 2:
+            return torch.zeros_like(token_ids)
+        ends = (token_ids == token_ids[-1]).long()
+        return (ends.cumsum(0) - ends).clamp(max=1)
 
     def _places(self, token_ids: Tensor) -> Tensor:
         """Returns the number of each token's position; a token that is padding has that of padding."""
@@ -114,8 +135,19 @@ class _Reader:
         norm = self._norm("embeddings.LayerNorm")
         for name in UNREAD:
             self._source.skip(self._prefix + name)
+        head = self._head() if config.is_judge else None
         unused = tuple(self._source.not_taken())
-        return Encoder(config, self._ops, *tables, norm, layers, self._source.num_parameters, unused)
+        return Encoder(config, self._ops, *tables, norm, layers, self._source.num_parameters, unused, head)
+
+    def _head(self) -> JudgingHead:
+        width, is_bert = self._config.hidden_size, self._config.padding is None
+        dense = f"{self._prefix}pooler.dense" if is_bert else "classifier.dense"
+        output = "classifier" if is_bert else "classifier.out_proj"
+        return JudgingHead(self._product(dense, width, width), self._product(output, 1, width))
+
+    def _product(self, name: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
+        weight = self._source.take(f"{name}.weight", out_features, in_features)
+        return weight.float().clone(), self._source.take(f"{name}.bias", out_features).float().clone()
 
     def _layer(self, number: int) -> EncoderLayer:
         place, width, inner = f"encoder.layer.{number}.", self._config.hidden_size, self._config.inner_size

@@ -4,6 +4,7 @@ generated. What their parts cannot say is refused by name.
     BertModel                          positions 0, 1, ..; two kinds of tokens (`type_vocab_size`)
     RobertaModel, XLMRobertaModel      positions from behind `pad_token_id` on
     BertForMaskedLM, ..                the same with a head that is left unread
+    BertForSequenceClassification, ..  with a head of one label, which judges a pair of texts (a cross-encoder)
 """
 
 from pathlib import Path
@@ -18,7 +19,8 @@ from splittime.models.fields import EPSILON, LIMITS, Bounds, Fields, bad, read_j
 from splittime.models.pooling import MODULES, read_pooling
 
 _BODIES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}  # and what its tensors' names begin with
-_HEADS = ("Model", "ForMaskedLM")
+JUDGES = "ForSequenceClassification"
+_HEADS = ("Model", "ForMaskedLM", JUDGES)
 ENCODERS = {f"{body}{head}": body for body in _BODIES for head in _HEADS}
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # and how torch is to approximate it
 _LIMITS = LIMITS | {
@@ -48,6 +50,11 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = Pooling()
 
     @property
+    def is_judge(self) -> bool:
+        """Whether it has a head that judges pairs of texts."""
+        return self.architecture.endswith(JUDGES)
+
+    @property
     def max_position_embeddings(self) -> int:
         """Tokens that a text may have."""
         return self.num_positions - (0 if self.padding is None else self.padding + 1)
@@ -70,6 +77,8 @@ def load_encoder_config(folder: Path) -> EncoderConfig:
     """Raises `ConfigError` naming the key and the value that cannot be served."""
     values = read_json(folder / "config.json")
     config = parse_encoder_config(values)
+    if config.is_judge:
+        return msgspec.structs.replace(config, pooling=_judging(values, config.hidden_size))
     pooling = read_pooling(folder, values, config.hidden_size)
     kind = pooling.kind if (folder / MODULES).exists() else "cls"
     return msgspec.structs.replace(config, pooling=msgspec.structs.replace(pooling, kind=kind, is_all=True))
@@ -101,6 +110,22 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
     if config.max_position_embeddings < 2:
         raise bad("max_position_embeddings", config.num_positions, "room for two tokens behind pad_token_id")
     return config
+
+
+def _judging(values: dict[str, Any], size: int) -> Pooling:
+    """Returns how a pair is scored, as sentence-transformers reads it: by the sigmoid unless another is named."""
+    labels = values.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise bad("id2label", labels, "an object with one label: what has more classes does not judge a pair")
+    own = values.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or values.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kinds = {"Sigmoid": "sigmoid", "Identity": "none"}
+    kind = kinds.get(str(named).rpartition(".")[2])
+    if kind is None:
+        raise bad("sbert_ce_default_activation_function", named, f"one of {', '.join(kinds)}")
+    refusal = f"{values['architectures'][0]} judges pairs of texts; POST /v1/rerank"
+    return Pooling(size=size, refusal=refusal, is_all=True, score=kind)
 
 
 def _refuse_unsupported(values: dict[str, Any], fields: Fields) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
+from splittime.core.sampling import SCORE
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.choose import make_backend
@@ -24,7 +25,7 @@ from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.load import OnPhase
 
-NO_TOKENS = "this model is an encoder: it makes embeddings and generates nothing"
+NO_TOKENS = "this model is an encoder and generates nothing"
 WARM_UP_TOKENS = 8
 
 
@@ -60,7 +61,7 @@ class EncoderRunner:
         begin_ns = time.monotonic_ns()
         ended = [row for row in plan.rows if self._ends(row) and not self._fault(row)]
         texts = [self._known[row.request_id].token_ids for row in ended]
-        made = self.encoder.forward(texts) if texts else ()
+        made = self.encoder.forward(texts, are_pairs=self.encoder.head is not None) if texts else ()
         pooled = {row.request_id: self._pooled(row, states) for row, states in zip(ended, made, strict=True)}
         results = tuple(self._result(row, pooled.get(row.request_id)) for row in plan.rows)
         return StepResult(plan.step_id, results, device_ns=time.monotonic_ns() - begin_ns)
@@ -73,12 +74,17 @@ class EncoderRunner:
         admitted, size = self._known[row.request_id], self.resolved.vocab_size
         if not admitted.sampling.pooling or row.num_samples:
             return NO_TOKENS
+        if (admitted.sampling.pooling == SCORE) != (self.encoder.head is not None):
+            return f"this model has no answer of the kind {admitted.sampling.pooling}"
         wrong = next((token for token in admitted.token_ids if not 0 <= token < size), None)
         return "" if wrong is None else f"the model has no token {wrong}: it has {size}"
 
     def _pooled(self, row: Row, states: Tensor) -> Tensor:
         """states: [tokens, hidden]."""
         match self._known[row.request_id].sampling.pooling:
+            case "score":
+                assert self.encoder.head is not None
+                return self.encoder.head(states[:1])[0]
             case "cls":
                 return states[0]
             case "last":
