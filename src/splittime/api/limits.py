@@ -51,6 +51,8 @@ class ModelInfo:
     def require_generating(self) -> None:
         """Raises RequestError where the model is an encoder, which answers nothing with tokens."""
         if self.pooling.is_all:
-            does, hint = ("judges pairs", "/v1/rerank") if self.pooling.score else ("makes embeddings", "/v1/embeddings")
+            does, hint = ("makes embeddings", "/v1/embeddings")
+            if self.pooling.score:
+                does, hint = ("judges pairs", "/v1/rerank")
             said = f"{self.name} is an encoder: it {does} and generates nothing"
             raise RequestError(said, code="unsupported_model", param="model", value=self.name, hint=f"POST {hint}")

@@ -32,6 +32,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
 LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
 MAX_PRIORITY = 2**31 - 1
+_TOO_MANY = "asks for too many choices (prompts x n)"
 
 Prompt = str | tuple[int, ...]
 
@@ -163,7 +164,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
     """What concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, limits.max_choices
-    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, "asks for too many choices (prompts x n)", limit)
+    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
     check_lists(ask.sampling, model.vocab_size)
     return ask
 
@@ -258,15 +259,8 @@ def _bad_words(body: GenerationBody) -> tuple[str, ...]:
 
 
 _SAME_NAME = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
+    *("min_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
 )
 
 

@@ -1,9 +1,10 @@
 """`POST /v1/rerank` and `/v1/score`: how well texts answer a query, by a model that says yes or no (Qwen3-Reranker), or
 by an encoder with a head that judges pairs (a cross-encoder).
 
-An encoder is given both texts, and its head's number is the score, through the sigmoid if its files say so. Of another
-model, each pair of query and document is a chat, written by the model's own template, in which the model is asked whether one
-meets the other. No token is generated; the score is how likely "yes" is where the answer must be "yes" or "no":
+An encoder is given both texts, and its head's number is the score, through the sigmoid if its files say so. Any other
+model is asked: each pair of query and document is a chat, written by the model's own template, in which the question is
+whether one meets the other. No token is generated; the score is how likely "yes" is where the answer must be "yes" or
+"no":
 
     score = p(yes) / (p(yes) + p(no))            behind the template's last word
 
@@ -110,8 +111,8 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAsk(Ask):
-    """pairs: query and document. judged_by: a head, and what becomes of what it says (`core.pooling`); "" where the model
-    is asked. top_n: of a ranking, how many are told; with_texts: and whether their texts are."""
+    """pairs: query and document. judged_by: what becomes of what a head says (`Pooling.score`); "" where the model is
+    asked. top_n: of a ranking, how many are told; with_texts: and whether their texts are."""
 
     pairs: tuple[tuple[str, str], ...]
     instruction: str
@@ -206,8 +207,8 @@ def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: st
 
 
 def score_of(pooled: bytes, judged_by: str = "") -> float:
-    """Returns the chance of "yes" where `ANSWERS` are all there is, or what a head's number becomes. Raises `EngineError`
-    if nothing was computed."""
+    """Returns the chance of "yes" where `ANSWERS` are all there is, or what a head's number becomes. Raises
+    `EngineError` if nothing was computed."""
     if not pooled:
         raise EngineError("the engine computed no score", hint="this runner computes no model")
     *no, yes = array("f", pooled)

@@ -149,7 +149,9 @@ def _sized(config: SchedulerConfig, resolved: "Resolved", prefill_tokens: int) -
     )
 
 
-def _facts(config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner | EncoderRunner", known: Machine) -> ServerFacts:
+def _facts(
+    config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner | EncoderRunner", known: Machine
+) -> ServerFacts:
     """By their flags' names: what was asked, then what the machine decided, then what the scheduler goes by."""
     resolved = msgspec.structs.asdict(runner.resolved)
     guessing = {"speculative_config": without_place(resolved["speculative_config"])}

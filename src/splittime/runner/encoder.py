@@ -116,8 +116,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     with torch.inference_mode():
         encoder = load_encoder(folder, model, ops, scheme)
     on_phase("load weights", begin_ns, time.monotonic_ns())
-    reasons = {"kernels_reason": kernels_reason, "dtype_reason": dtype_reason, "dtype": name}
-    reasons["products_reason"] = machine.choose_rounding(config, name, kernels)[1]
+    reasons = {"dtype": name, "because": dtype_reason, "kernels": kernels_reason}
     weights_bytes = _weights_bytes(model, ops, scheme)
     cost = TokenCost(
         weight_bytes=weights_bytes,
@@ -187,5 +186,8 @@ def _resolved(
         speculative_reason="an encoder generates nothing",
         unused_tensors=encoder.unused_tensors,
         pooling=model.pooling,
-        **reasons,
+        dtype=reasons["dtype"],
+        kernels_reason=reasons["kernels"],
+        dtype_reason=reasons["because"],
+        products_reason=machine.choose_rounding(config, reasons["dtype"], ops.name)[1],
     )
