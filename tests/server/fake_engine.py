@@ -233,11 +233,12 @@ class FakeEngine:
         self._put(state, now_ns, output)
 
     def _embed(self, state: Running, now_ns: int) -> None:
-        """Eight values, of which the first two tell the prompt apart; of logits two, by the prompt's length."""
+        """Eight values, of which the first two tell the prompt apart; of logits two, and of a score the latter of them,
+        by the prompt's length."""
         request = state.request
         ids = request.prompt_token_ids
-        scores = request.sampling.pooling == "logits"
-        values = [3, len(ids) / 100] if scores else [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12]
+        scores = {"logits": [3, len(ids) / 100], "score": [len(ids) / 100]}
+        values = scores.get(request.sampling.pooling, [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12])
         state.account.enter(Stage.DELIVER, now_ns)
         self.running.remove(state)
         output = RequestOutput(
