@@ -158,6 +158,7 @@ class ComputedRows:
     pooled: dict[str, Tensor]
     end: StreamMark
     padded_rows: int | None
+    mask_ns: int = 0
     previous: StreamMark | None = None
     enqueue_ns: int = 0
 
@@ -204,6 +205,7 @@ class Launched:
                 padded_rows=found.padded_rows or 0,
                 gap_ns=0 if found.previous is None else max(0, found.begin.ns_since(found.previous)),
                 enqueue_ns=found.enqueue_ns,
+                mask_ns=found.mask_ns,
             )
         return result if self.moved is None else self.moved.added_to(result)
 
