@@ -15,7 +15,7 @@ from splittime.core.errors import RequestError
 from splittime.core.step import Admitted
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import FormMasks, GrammarWalk, Place
+from splittime.runner.form_masks import FormMasks, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -210,7 +210,7 @@ def test_ignore_eos_leaves_a_form_no_end() -> None:
 
 
 def allowed(walk: GrammarWalk, outputs: list[int], num_sure: int, masks: FormMasks | None = None) -> list[int] | None:
-    place = Place(walk, np.array(outputs, dtype=np.int64), num_sure, (0,))
+    place = FormPlace(walk, np.array(outputs, dtype=np.int64), num_sure, (0,))
     found = (masks or FormMasks(4096, 0, 1)).look([place])[place.key]
     assert found.error is None
     return None if found.forbidden is None else np.flatnonzero(~found.forbidden).tolist()
@@ -280,7 +280,7 @@ def slot_of(known: Grammars, grammar: str, outputs: list[int]) -> Slot:
 
 def test_what_was_begun_is_taken_and_drafts_are_looked_at_behind_what_is_known(known: Grammars) -> None:
     """In any order, one by one or together, and each line its own."""
-    a, b, c, x = (ids(letter)[0] for letter in "abcx")
+    a, b, c = (ids(letter)[0] for letter in "abc")
     grammar, masks = grammars.of_choice(["abc", "axyz"], "choice"), known.masks()
     one, free, other = slot_of(known, grammar, [a]), slot_of(known, "", [b]), slot_of(known, grammar, [])
     masks.begin([other, one], [0, 1])
@@ -318,3 +318,36 @@ def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
     masks.take([slot_of(known, ANYTHING, [])], [0])
     assert masks.take_waited_ns() > 0
     assert masks.take_waited_ns() == 0
+
+
+# ---- what must come
+
+
+def test_what_must_come_takes_no_step_of_its_own_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [held(of_schema(schema), seed, logprobs=1) for seed, schema in enumerate(SCHEMAS * 2)]
+    asked[3] = held(of_schema(SCHEMAS[0]), 3, frequency_penalty=0.5, min_tokens=4, logit_bias={5: 2.0}, max_tokens=7)
+
+    def answers() -> tuple[list[object], list[tuple[int, int]]]:
+        llm = LLM(num_threads=1, max_num_seqs=8, max_model_len=256, kernels="native")
+        outputs = llm.generate(["x = "] * 10, asked)
+        told = [(output.token_ids, output.finish_reason, output.logprobs) for output in outputs]
+        return told, [tuple(counts) for step in llm.ledger.steps(10_000) for _, *counts in step.verified]
+
+    quick, verified = answers()
+    monkeypatch.setattr(FormMasks, "forced", lambda self, slot: ())
+    assert answers() == (quick, [])
+    assert len(verified) > 10
+    assert all(num_drafts == num_right for num_drafts, num_right in verified)
+
+
+def test_what_must_come_is_all_that_may(known: Grammars) -> None:
+    schema = {"type": "object", "properties": {"colour": {"const": "red"}}, "required": ["colour"]}
+    grammar, masks = of_schema(schema | {"additionalProperties": False}), known.masks()
+    slot, taken = slot_of(known, grammar, ids('{"')), ids('{"')
+    forced = masks.forced(slot)
+    assert forced
+    for token in forced:
+        assert allowed(known.walk(grammar), taken, len(taken)) == [token]
+        taken.append(token)
+    assert masks.forced(slot_of(known, ANYTHING, [])) == ()
+    assert masks.forced(slot_of(known, grammars.of_choice(["a"], "choice"), ids("a"))) == ()  # but the end

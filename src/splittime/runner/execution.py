@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -188,6 +189,11 @@ class Launched:
         if self.computed is not None:
             self.computed.end.wait()
             self._settle(self.computed)
+
+    def tell_drafts(self, slot: Slot, token_ids: tuple[int, ...]) -> None:
+        """After `fetch`: what will follow the tokens that this request got, whatever it is told as."""
+        request_id = slot.admitted.request_id
+        self.results[request_id] = msgspec.structs.replace(self.results[request_id], draft_token_ids=token_ids)
 
     def result(self) -> StepResult:
         """After `fetch`."""

@@ -2,15 +2,21 @@
 
 What may come hangs on the tokens before, and on nothing that the model computes. So `begin` starts to look as soon as
 they are known: while a step ends, the next is planned, and the model computes. The sampler takes what was found
-(`take`), and waits for what is left. Walks are moved by that thread alone.
+(`take`), and waits for what is left.
+
+Where a form leaves only one token, or several of which each leaves one, these are known before anything is computed
+(`forced`). They are told as drafts, which cannot be wrong: the request's next row has them all, and they take no step
+of their own.
 
 A token that ends a request is no part of a grammar: it may come wherever the answer could end, and nothing else may
 come where it must.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import llguidance
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
 SHOWN_CHARS = 500  # of what the parser says
+MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
 Key = tuple["GrammarWalk", int]  # of a place: who, and behind how many outputs
 
 
@@ -58,7 +65,7 @@ class GrammarWalk:
         self.matcher, self._num_consumed, self._num_sure = self._begin.deep_copy(), 0, 0
 
 
-class Place(NamedTuple):
+class FormPlace(NamedTuple):
     """Where an answer is looked at: behind `outputs`, int64 [N], of which `num_sure` are known and the others drafts.
     end_token_ids: those that end the request."""
 
@@ -72,7 +79,7 @@ class Place(NamedTuple):
         return self.walk, len(self.outputs)
 
 
-class Found(NamedTuple):
+class FoundMask(NamedTuple):
     """forbidden: which tokens may not come, bool [vocab]; None where a draft cannot be, so that what follows it is of
     no interest. error: why the request ends."""
 
@@ -86,7 +93,8 @@ class FormMasks:
     def __init__(self, vocab_size: int, eos_token_id: int, num_threads: int) -> None:
         self._vocab_size, self._eos_token_id = vocab_size, eos_token_id
         self._thread, self._parser = ThreadPoolExecutor(1, "masks"), llguidance.LLExecutor(num_threads)
-        self._begun: dict[Key, Future[dict[Key, Found]]] = {}
+        self._begun: dict[Key, Future[dict[Key, FoundMask]]] = {}
+        self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
@@ -99,6 +107,19 @@ class FormMasks:
         ]
         if new:
             self._begun |= dict.fromkeys([place.key for place in new], self._thread.submit(self.look, new))
+
+    def forced(self, slot: "Slot") -> tuple[int, ...]:
+        """Returns the tokens that must follow what is known of a request that is held to a form, up to one that ends
+        it."""
+        assert slot.grammar is not None, "it is held to no form"
+        place = _place(slot, slot.grammar, slot.num_known - slot.prompt_len)
+        try:
+            with self._walking:
+                is_there = place.walk.follow(place.outputs, place.num_sure)
+                found = place.walk.matcher.compute_ff_tokens()[:MOST_FORCED] if is_there else ()
+        except Exception:  # of whatever kind the parser has: who looks there next hears of it
+            return ()
+        return tuple(takewhile(lambda token: token not in place.end_token_ids, found))
 
     def take(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> dict[int, np.ndarray]:
         """Returns by line which tokens may not come there, bool [vocab], and forgets what was found elsewhere. A
@@ -122,16 +143,17 @@ class FormMasks:
         waited_ns, self._waited_ns = self._waited_ns, 0
         return waited_ns
 
-    def look(self, places: Sequence[Place]) -> dict[Key, Found]:
+    def look(self, places: Sequence[FormPlace]) -> dict[Key, FoundMask]:
         """Returns what may come at these places, looking now."""
-        found: dict[Key, Found] = {}
+        found: dict[Key, FoundMask] = {}
         while places:  # a walk is at one place at a time
             firsts = {place.walk: place for place in reversed(places)}
-            found |= self._look_once(list(firsts.values()))
+            with self._walking:
+                found |= self._look_once(list(firsts.values()))
             places = [place for place in places if place.key not in found]
         return found
 
-    def _look_once(self, places: Sequence[Place]) -> dict[Key, Found]:
+    def _look_once(self, places: Sequence[FormPlace]) -> dict[Key, FoundMask]:
         try:
             whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
             lines = dict(zip([place.key for place in whole], self._forbidden(whole), strict=True)) if whole else {}
@@ -139,10 +161,10 @@ class FormMasks:
         except Exception as failure:  # of whatever kind the parser has: it must end one request alone
             if len(places) == 1:
                 error = f"the form that the answer is held to: {type(failure).__name__}"
-                return {places[0].key: Found(error=error)}
+                return {places[0].key: FoundMask(error=error)}
             return {key: found for place in places for key, found in self._look_once([place]).items()}
 
-    def _forbidden(self, places: Sequence[Place]) -> np.ndarray:
+    def _forbidden(self, places: Sequence[FormPlace]) -> np.ndarray:
         """Returns what the parser does not allow, bool [places, vocab]; of the tokens that end a request, all but where
         the answer could end, whatever the parser takes for its end."""
         words = np.zeros((len(places), -(-self._vocab_size // 32)), np.int32)
@@ -156,21 +178,21 @@ class FormMasks:
         return np.logical_not(allowed)
 
 
-def _place(slot: "Slot", walk: GrammarWalk, num_outputs: int) -> Place:
+def _place(slot: "Slot", walk: GrammarWalk, num_outputs: int) -> FormPlace:
     outputs = slot.tokens[slot.prompt_len : slot.prompt_len + num_outputs]
-    return Place(walk, outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
+    return FormPlace(walk, outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
 
 
-def _found(place: Place, forbidden: np.ndarray | None) -> Found:
+def _found(place: FormPlace, forbidden: np.ndarray | None) -> FoundMask:
     try:
         follows = place.walk.check(place.outputs, place.num_sure)
         if forbidden is None or not follows:
-            return Found()
+            return FoundMask()
         if forbidden.all():
             raise _too_much("the form that the answer is held to allows no token here")
-        return Found(forbidden)
+        return FoundMask(forbidden)
     except RequestError as error:
-        return Found(error=error.info)
+        return FoundMask(error=error.info)
 
 
 def _too_much(words: str) -> RequestError:

@@ -3,8 +3,8 @@ expressions under an Earley parser; Microsoft's guidance project).
 
 A grammar is text in llguidance's own form; `text.grammars` writes it. It is compiled once, in whatever thread asks
 (`drive.grammar_gate` asks in one of its own, before the request is queued), and the latest are kept. Each request walks
-a copy (`form_masks.GrammarWalk`), which follows the request's outputs: those that are known, and the drafts behind them,
-of which the wrong ones are taken back.
+a copy (`form_masks.GrammarWalk`), which follows its outputs: those that are known, and the drafts behind them, of which
+the wrong ones are taken back.
 
 The compiler calls itself as deep as a grammar's rules refer to each other, and ends the process where its stack ends:
 it has a thread with a stack of its own.

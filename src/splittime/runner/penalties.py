@@ -114,7 +114,7 @@ def adjusted(
 
 
 def _forbid(logits: Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
-    """Of all lines at once, however many forms there are."""
+    """Masks all lines at once, however many forms there are."""
     masks = to_device(torch.from_numpy(np.stack(list(forbidden.values()))), logits.device)
     if len(masks) == len(logits):
         logits.masked_fill_(masks, float("-inf"))

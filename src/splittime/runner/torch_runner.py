@@ -29,6 +29,7 @@ from splittime.runner import penalties, sampler
 from splittime.runner.batch import Batch, Slot, Slots
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
+from splittime.runner.honoured import drafts_are_exact
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
@@ -61,6 +62,7 @@ class TorchRunner:
     def __post_init__(self) -> None:
         self.slots = Slots(self.resolved.max_model_len, self.resolved.vocab_size)
         self._launched: deque[Launched] = deque()
+        self._drafts_forced = self.verifies_drafts and drafts_are_exact(self.config, self.decoder.ops.name)
         self._last_end: StreamMark | None = None  # of the step launched last, where steps run apart from the host
 
     @property
@@ -134,12 +136,17 @@ class TorchRunner:
             self.store.scrub(block_ids)
 
     def _look_ahead(self, step: Launched) -> None:
-        """Start to look what may follow the tokens that came."""
-        if self.slots.masks and step.computed is not None:
-            batch = step.computed.batch
-            slots = list(dict.fromkeys(batch.slots[index] for index in step.computed.sampling))
-            slots = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
-            self.slots.masks.begin(slots, [slot.num_known - slot.prompt_len for slot in slots])
+        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms."""
+        masks = self.slots.masks
+        if masks is None or step.computed is None:
+            return
+        batch = step.computed.batch
+        slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
+        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
+        for slot in held if self._drafts_forced else ():
+            if forced := masks.forced(slot):
+                step.tell_drafts(slot, forced)
+        masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
