@@ -138,6 +138,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         model, waiting for the slowest of them included.
     offload_ns, restore_ns: copies of blocks to host memory, and back.
     draft_ns: guessing what follows, after the rest.
+    mask_ns: of `sample_ns`, waiting for what forms allow, which is looked for beside the rest.
     """
 
     step_id: int
@@ -152,6 +153,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     offload_ns: int = 0
     restore_ns: int = 0
     draft_ns: int = 0
+    mask_ns: int = 0
 
 
 class Runner(Protocol):

@@ -47,6 +47,12 @@ def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig
     return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {', '.join(found)}"
 
 
+def drafts_are_exact(config: RunnerConfig, kernels: str) -> bool:
+    """Whether a token is computed alike as a draft and alone, to the last bit, and steps are not planned ahead, which
+    rows with drafts would hold up."""
+    return kernels == "native" and not config.async_scheduling and config.tensor_parallel_size == 1
+
+
 def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:
     """Drafts could change an answer where a token is not computed alike in every batch, to the last bit. A draft model
     must have the vocabulary, and the model's own copy fewer bits."""
