@@ -8,7 +8,6 @@ started (not if it never got ready even once: the same would happen again; nor, 
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -21,6 +20,7 @@ from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.client import Calls, StreamItem, Streams
+from splittime.drive.head_start import WORKER
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
 from splittime.drive.messages import (
@@ -63,7 +63,7 @@ class ProcessClient:
         on_record: Callable[[StepRecord], None] | None = None,
         on_loading: Callable[[Loading], None] | None = None,
     ) -> None:
-        self._command = command or [sys.executable, "-m", "splittime.assemble.worker"]
+        self._command = command or WORKER
         self._settings, self._on_record, self._on_loading = settings, on_record, on_loading
         self._streams, self._calls, self._known_facts = Streams(), Calls(), KnownFacts()
         self._sleeping = Sleeping(self._require_up, self._call, self._start_anew, self._known_facts)
