@@ -29,7 +29,7 @@ from splittime.api.outputs import Output, Piece
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock
-from splittime.core.errors import RequestError, error_from_info
+from splittime.core.errors import ConfigError, RequestError, error_from_info
 from splittime.core.facts import Machine
 from splittime.core.pooling import Pooling
 from splittime.core.request import Request
@@ -69,6 +69,9 @@ class LLM:
         from splittime.assemble.worker import build_engine, import_parts
 
         chosen = settings.from_arguments({**arguments, "model": None if model is None else str(model)})
+        for name in ("kv_peers", "kv_export"):
+            if chosen[name]:
+                raise ConfigError(f"{name} is for servers: an LLM shares no blocks", param=name, hint="leave it out")
         folder = model_source.locate(chosen["model"], chosen["load_format"])
         timeline: list[tuple[str, int, int]] = []
         import_parts(timeline)  # two seconds, paid by those who generate

@@ -7,7 +7,7 @@ input (`WorkerSettings`), while torch is imported or before.
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,8 @@ from splittime.assemble.model_source import load_tokenizer
 from splittime.core.facts import Machine
 from splittime.drive.crank import EngineParts
 from splittime.drive.host_time import importing
+from splittime.drive.kv_gate import Sharing
+from splittime.drive.kv_peer import Peer
 from splittime.drive.worker import Tell, Timeline, work
 from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
@@ -40,7 +42,8 @@ PREFILL_SLICE_S = 0.25
 Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
 
 
-NOT_TOLD = ("model_path", "draft_model_path", "packed_cache")  # where things lie is nobody's business
+NOT_TOLD = ("model_path", "draft_model_path", "packed_cache", "kv_peers")  # where things lie is nobody's business
+NOT_TOLD += ("kv_peer_key",)
 DECIDED = (
     *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
     *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
@@ -118,8 +121,22 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         measuring=gauge.measure() if gauge.is_due() else None,
         watch=runner.watch,
         grammars=grammars,
+        sharing=_sharing(config.runner, runner, note),
         resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},
     )
+
+
+def _sharing(config: RunnerConfig, runner: "TorchRunner", note: Callable[[str, int, int], None]) -> Sharing | None:
+    """What gives blocks to other servers and takes them from there; None where neither is asked for."""
+    from splittime.runner.kv_port import BlockPort
+
+    if not (config.kv_peers or config.kv_export):
+        return None
+    begin_ns = time.monotonic_ns()
+    port = BlockPort(runner)
+    note("hash weights", begin_ns, time.monotonic_ns())
+    peers = tuple(Peer(url, config.kv_peer_key) for url in config.kv_peers)
+    return Sharing(port, peers, config.kv_export, runner.resolved.prefill_ns_per_token)
 
 
 def _grammars(config: WorkerSettings, runner: "TorchRunner") -> "Grammars":

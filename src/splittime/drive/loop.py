@@ -19,9 +19,13 @@ from splittime.core.sleep import SleepReport
 from splittime.drive.crank import Crank
 from splittime.drive.messages import (
     Abort,
+    Arrived,
     Configure,
     ConfigureDone,
+    Export,
+    Exported,
     Fail,
+    Hold,
     Measured,
     Release,
     Sleep,
@@ -124,6 +128,12 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
             crank.fail(request_id, error)
         case Abort(request_id):
             crank.abort(request_id)
+        case Hold(request_id, cause):
+            crank.hold(request_id, cause)
+        case Arrived(names, numbers):
+            crank.take_in(names, numbers)
+        case Export(call_id, ask):
+            send(Exported(call_id, crank.export(ask)))
         case Configure(call_id, knobs):
             try:
                 send(ConfigureDone(call_id, crank.configure(knobs)))

@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.client import Calls, StreamItem, Streams
@@ -27,6 +28,8 @@ from splittime.drive.messages import (
     Abort,
     Configure,
     ConfigureDone,
+    Export,
+    Exported,
     Fatal,
     FromEngine,
     Loading,
@@ -155,6 +158,10 @@ class ProcessClient:
             raise shutting_down()
         return await self._sleeping.wake()
 
+    async def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        told: BlocksTold | None = await self._call(lambda call_id: Export(call_id, ask))
+        return told
+
     async def _call(self, message: Callable[[int], ToEngine]) -> Any:
         """Send what `message` makes of a call's number, and await its answer."""
         self._require_up()
@@ -189,6 +196,8 @@ class ProcessClient:
                 self._stats = message.stats
                 self._sleeping.take(message)
                 self._calls.settle(message.call_id, message.report, message.error)
+            case Exported(call_id, told):
+                self._calls.settle(call_id, told, None)
             case Fatal():
                 self._last_words = message
 

@@ -23,8 +23,9 @@ from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.process_start import process_start_ns
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.grammar_gate import GrammarCompiler, GrammarGate
+from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
+from splittime.drive.kv_gate import KvGate
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
 
@@ -81,7 +82,7 @@ def _work(
         freeze_heap()
         clock = SystemClock()
         crank = Crank(parts, clock, GcPauses(clock), processor_time())
-        inbox = _receive(inbound, outbound, parts.grammars)
+        inbox = _receive(inbound, outbound, parts)
         if parts.watch is not None:
             parts.watch(inbox.fail)
         send(Ready(parts.resolved, tuple(timeline), crank.stats(), parts.facts))
@@ -127,10 +128,12 @@ def _from_parent(inbound: str) -> "SimpleQueue[bytes]":
     return settings
 
 
-def _receive(inbound: str, outbound: str, grammars: GrammarCompiler | None) -> Inbox:
+def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
     """Start the receiving thread; it alone uses its sockets."""
     inbox = Inbox()
-    gate = GrammarGate(grammars, lambda message: inbox.put(message, time.monotonic_ns()))
+    cache = parts.engine.scheduler.cache
+    blocks = KvGate(parts.sharing, cache, lambda message: inbox.put(message, time.monotonic_ns()))
+    gate = GrammarGate(parts.grammars, blocks.let_in)
     decoder = msgspec.msgpack.Decoder(ToEngine)
     pong = msgspec.msgpack.encode(Pong())
 

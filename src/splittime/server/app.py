@@ -11,6 +11,7 @@ from splittime.ledger.store import Ledger
 from splittime.server import (
     routes_dashboard,
     routes_info,
+    routes_kv,
     routes_ledger,
     routes_messages,
     routes_responses,
@@ -77,6 +78,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/wake", routes_sleep.wake),
     ("POST", "/wake_up", routes_sleep.wake),
     ("GET", "/is_sleeping", routes_sleep.is_sleeping),
+    ("POST", "/kv/blocks", routes_kv.blocks),
     ("GET", "/ledger/requests", routes_ledger.requests),
     ("GET", "/ledger/requests/{request_id}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),
