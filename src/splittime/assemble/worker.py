@@ -20,7 +20,7 @@ from splittime.assemble.model_source import load_tokenizer
 from splittime.core.facts import Machine
 from splittime.drive.crank import EngineParts
 from splittime.drive.host_time import importing
-from splittime.drive.kv_gate import Sharing
+from splittime.drive.kv_gate import BlockSharing
 from splittime.drive.kv_peer import Peer
 from splittime.drive.worker import Tell, Timeline, work
 from splittime.engine.engine import Engine
@@ -42,8 +42,10 @@ PREFILL_SLICE_S = 0.25
 Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
 
 
-NOT_TOLD = ("model_path", "draft_model_path", "packed_cache", "kv_peers")  # where things lie is nobody's business
-NOT_TOLD += ("kv_peer_key",)
+NOT_TOLD = (  # where things lie is nobody's business
+    *("model_path", "draft_model_path", "packed_cache"),
+    *("kv_peers", "kv_peer_key"),
+)
 DECIDED = (
     *("dtype", "kv_cache_dtype", "kernels", "num_threads", "num_threads_reason", "linear_backend", "attention_backend"),
     *("weights", "weights_bytes", "activation_dtype", "products", "num_blocks", "kv_bytes_per_block", "num_parameters"),
@@ -126,7 +128,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     )
 
 
-def _sharing(config: RunnerConfig, runner: "TorchRunner", note: Callable[[str, int, int], None]) -> Sharing | None:
+def _sharing(config: RunnerConfig, runner: "TorchRunner", note: Callable[[str, int, int], None]) -> BlockSharing | None:
     """What gives blocks to other servers and takes them from there; None where neither is asked for."""
     from splittime.runner.kv_port import BlockPort
 
@@ -136,7 +138,7 @@ def _sharing(config: RunnerConfig, runner: "TorchRunner", note: Callable[[str, i
     port = BlockPort(runner)
     note("hash weights", begin_ns, time.monotonic_ns())
     peers = tuple(Peer(url, config.kv_peer_key) for url in config.kv_peers)
-    return Sharing(port, peers, config.kv_export, runner.resolved.prefill_ns_per_token)
+    return BlockSharing(port, peers, config.kv_export, runner.resolved.prefill_ns_per_token)
 
 
 def _grammars(config: WorkerSettings, runner: "TorchRunner") -> "Grammars":

@@ -29,7 +29,7 @@ class StartTimeline:
 
     @property
     def own(self) -> tuple[Part, ...]:
-        """Those of this process."""
+        """Returns the phases of this process."""
         return tuple(self._phases)
 
     def extend(self, phases: tuple[Part, ...]) -> None:

@@ -26,7 +26,7 @@ from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
 from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
-from splittime.drive.kv_gate import Sharing
+from splittime.drive.kv_gate import BlockSharing
 from splittime.drive.messages import StepOutput
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
 from splittime.engine.engine import Engine
@@ -86,7 +86,7 @@ class EngineParts:
     measuring: Pieces | None = None
     watch: Watch | None = None
     grammars: GrammarCompiler | None = None
-    sharing: Sharing | None = None
+    sharing: BlockSharing | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
 

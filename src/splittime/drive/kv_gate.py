@@ -10,7 +10,7 @@ any other. What has come is put into the prefix cache under its name, so only a 
 salt finds it. The gate looks at the engine's index from the receiving thread, to guess what is missing; that may be out
 of date, which costs a copy that is not wanted.
 
-At its start an engine takes what its peers used latest (`Sharing.take_over`), of as many blocks as are free.
+At its start an engine takes what its peers used latest (`BlockSharing.take_over`), of as many blocks as are free.
 """
 
 import threading
@@ -24,7 +24,7 @@ from typing import Protocol
 from splittime.core.kv_blocks import MAX_NAMES, MAX_TOLD_BYTES, BlocksAsk
 from splittime.core.request import Request
 from splittime.drive.kv_peer import Peer
-from splittime.drive.messages import Abort, Arrived, Hold, Release, Submit, ToEngine
+from splittime.drive.messages import Abort, BlocksArrived, Hold, Release, Submit, ToEngine
 from splittime.kv.blocks import block_names, root_name
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause
@@ -57,7 +57,7 @@ class Port(Protocol):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class BlockSharing:
     """gives: whether other servers may have blocks. prefill_ns_per_token: what fetching is held against."""
 
     port: Port
@@ -69,7 +69,7 @@ class Sharing:
 class KvGate:
     """put: gives the engine's loop a message, from any thread."""
 
-    def __init__(self, sharing: Sharing | None, cache: KVCache, put: Put) -> None:
+    def __init__(self, sharing: BlockSharing | None, cache: KVCache, put: Put) -> None:
         self._sharing, self._cache, self._put = sharing, cache, put
         self._pool = ThreadPoolExecutor(THREADS, "kv-peers")
         self._waiting: dict[str, Request] = {}  # by id, which a client may use again
@@ -138,9 +138,9 @@ class KvGate:
         numbered = [(name, self._sharing.port.receive(blob)) for name, blob in blocks]
         kept = [(name, number) for name, number in numbered if number is not None]
         if kept:
-            self._put(Arrived(tuple(name for name, _ in kept), tuple(number for _, number in kept)))
+            self._put(BlocksArrived(tuple(name for name, _ in kept), tuple(number for _, number in kept)))
 
-    def _take_over(self, sharing: Sharing) -> None:
+    def _take_over(self, sharing: BlockSharing) -> None:
         """At the start: what each peer used latest, as much as comes in one answer."""
         for peer in sharing.peers:
             blocks = peer.fetch(

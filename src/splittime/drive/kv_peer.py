@@ -37,7 +37,7 @@ class Peer:
 
     @property
     def is_up(self) -> bool:
-        """It has not failed lately."""
+        """Whether it has not failed lately."""
         return time.monotonic() >= self._rests_until_s
 
     def predicted_s(self, num_bytes: int) -> float:

@@ -19,7 +19,7 @@ from splittime.core.sleep import SleepReport
 from splittime.drive.crank import Crank
 from splittime.drive.messages import (
     Abort,
-    Arrived,
+    BlocksArrived,
     Configure,
     ConfigureDone,
     Export,
@@ -36,7 +36,7 @@ from splittime.drive.messages import (
     Wake,
 )
 
-Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured], None]
+Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | Exported], None]
 QUIET_S = 0.1
 
 
@@ -130,7 +130,7 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
             crank.abort(request_id)
         case Hold(request_id, cause):
             crank.hold(request_id, cause)
-        case Arrived(names, numbers):
+        case BlocksArrived(names, numbers):
             crank.take_in(names, numbers)
         case Export(call_id, ask):
             send(Exported(call_id, crank.export(ask)))

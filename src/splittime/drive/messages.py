@@ -1,7 +1,7 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
 Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `Export`, `Ping`; `Release`, `Fail`, `Hold` and
-`Arrived` come from the gates beside the engine's loop. Engine to client:
+`BlocksArrived` come from the gates beside the engine's loop. Engine to client:
 `Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured`
 when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Exported`, `Pong`, `Fatal` as the last word before
 it dies.
@@ -152,7 +152,7 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     cause: Cause
 
 
-class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+class BlocksArrived(msgspec.Struct, frozen=True, tag="arrived"):
     """Blocks of another server are here: their names, and the numbers of their contents at the runner."""
 
     names: tuple[bytes, ...]
@@ -173,5 +173,5 @@ class Exported(msgspec.Struct, frozen=True, tag="exported"):
     told: BlocksTold | None = None
 
 
-ToEngine = Submit | Release | Fail | Abort | Configure | Sleep | Wake | Ping | Hold | Arrived | Export
+ToEngine = Submit | Release | Fail | Abort | Configure | Sleep | Wake | Ping | Hold | BlocksArrived | Export
 FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong | Exported

@@ -129,7 +129,7 @@ class BlockPool:
                 self._free.append(block_id)
 
     def latest_evictable(self) -> Iterator[int]:
-        """Those that `take` would evict last, first."""
+        """Returns the evictable blocks, the one that `take` would evict last first."""
         return reversed(self._evictable)
 
     def discard_evictable(self) -> None:

@@ -25,8 +25,10 @@ from splittime.runner.kv_store import bytes_of
 from splittime.runner.torch_runner import TorchRunner
 
 MAX_RECEIVED_BYTES = 256 << 20
-OF_NUMBERS = ("architecture", "dtype", "activation_dtype", "products", "layers", "weights", "kv_cache_dtype")
-OF_NUMBERS += ("kernels", "linear_backend", "attention_backend", "block_size", "kv_bytes_per_block", "num_parameters")
+OF_NUMBERS = (
+    *("architecture", "dtype", "activation_dtype", "products", "layers", "weights", "kv_cache_dtype", "block_size"),
+    *("kernels", "linear_backend", "attention_backend", "kv_bytes_per_block", "num_parameters"),
+)
 
 
 class BlockPort:

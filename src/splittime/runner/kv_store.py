@@ -226,7 +226,8 @@ class KvStore:
         self.layers = tuple(stores[layer] for layer in sorted(stores))
         self.num_host_slots = num_host_slots
         self._host = HostStore(self.layers, num_host_slots) if num_host_slots else None
-        self.take_received: Callable[[int], bytes] = {}.pop  # by number: what `kv_port` has received
+        received: dict[int, bytes] = {}
+        self.take_received: Callable[[int], bytes] = received.pop  # by number; `kv_port` has one of its own
 
     def move(self, plan: StepPlan) -> CopyMarks | None:
         """Make a plan's copies to host memory, then those from there. None: there are none."""
