@@ -104,6 +104,12 @@ class Gate:
             assert self._news.wait_for(lambda: Release("r") in self.told, 20)
             return self.told
 
+    def wait_for(self, kind: type) -> object:
+        """Returns the first of this kind that was told."""
+        with self._news:
+            assert self._news.wait_for(lambda: any(isinstance(each, kind) for each in self.told), 20)
+            return next(each for each in self.told if isinstance(each, kind))
+
 
 def request_of(name: str) -> Request:
     sampling = SamplingParams(max_tokens=2, seed=0)
@@ -260,3 +266,15 @@ def test_the_sound_blocks_of_an_answer_are_those_that_were_asked_for() -> None:
     assert sound_blocks(raw, BlocksAsk(LAYOUT, NAMES[:1]), BLOCK_BYTES) == {NAMES[0]: BLOBS[NAMES[0]]}
     assert sound_blocks(raw, BlocksAsk(LAYOUT), BLOCK_BYTES) == BLOBS
     assert sound_blocks(raw, BlocksAsk("other"), BLOCK_BYTES) == {}
+
+
+def test_at_its_start_it_takes_what_a_peer_used_latest_in_as_many_answers_as_it_needs(peer_of) -> None:
+    def one_at_a_time(ask: BlocksAsk):
+        latest = () if ask.names is not None else tuple(reversed(NAMES))[ask.skip : ask.skip + 1]
+        return 200, told_of({name: BLOBS[name] for name in latest})
+
+    url, asked = peer_of(one_at_a_time)
+    gate = Gate(url)
+    arrived = gate.wait_for(BlocksArrived)
+    assert arrived.names == NAMES  # the latest last, as it is to be evicted last
+    assert [ask.skip for _, _, ask in asked if ask.names is None] == [0, 1, 2, 3]

@@ -53,7 +53,7 @@ class Pair:
             self.cache.free(lease)
 
     def give(self, names) -> dict[bytes, bytes]:
-        found = {name: self.blocks[block_id] for name, block_id in self.cache.exportable(names, 100)}
+        found = {name: self.blocks[block_id] for name, block_id in self.cache.exportable(names, 0, 100)}
         assert all(name == content for name, content in found.items()), "what is sent is not what its name says"
         return found
 
@@ -112,11 +112,12 @@ def test_a_prefix_that_came_is_cached_for_its_salt_alone() -> None:
 def test_it_is_not_sent_on_before_it_has_been_copied() -> None:
     receiver = sent()
     for num_plans in range(4):
-        there = [name for name, _ in receiver.cache.exportable(NAMES, 9)]
+        there = [name for name, _ in receiver.cache.exportable(NAMES, 0, 9)]
         assert there == (NAMES[:3] if num_plans == 3 else [])
         receiver.cache.take_imports()
     assert receiver.cache.take_imports() == ()
-    assert [name for name, _ in receiver.cache.exportable(None, 2)] == [NAMES[2], NAMES[1]]  # used latest first
+    assert [name for name, _ in receiver.cache.exportable(None, 0, 2)] == [NAMES[2], NAMES[1]]  # used latest first
+    assert [name for name, _ in receiver.cache.exportable(None, 1, 2)] == [NAMES[1], NAMES[0]]
 
 
 def test_what_finds_no_room_is_here_already_or_is_not_cached_is_not_wanted() -> None:

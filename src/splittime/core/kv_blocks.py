@@ -23,10 +23,11 @@ Name = Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
 
 
 class BlocksAsk(msgspec.Struct, frozen=True):
-    """names: of the blocks that are wanted; None: those that were used latest."""
+    """names: of the blocks that are wanted; None: those that were used latest, but for the first `skip` of them."""
 
     layout: str
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_NAMES)] | None = None
+    skip: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
 
 
 class BlocksTold(msgspec.Struct, frozen=True):

@@ -173,7 +173,7 @@ class Crank:
         if sharing is None or not sharing.gives or ask.layout != sharing.port.layout:
             return None
         most = max(1, min(MAX_NAMES, MAX_TOLD_BYTES // sharing.port.block_bytes))
-        found = self.engine.scheduler.cache.exportable(ask.names, most)
+        found = self.engine.scheduler.cache.exportable(ask.names, ask.skip, most)
         return BlocksTold(tuple(name for name, _ in found), sharing.port.read([block_id for _, block_id in found]))
 
     def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:

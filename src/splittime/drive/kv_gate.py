@@ -10,7 +10,7 @@ any other. What has come is put into the prefix cache under its name, so only a 
 salt finds it. The gate looks at the engine's index from the receiving thread, to guess what is missing; that may be out
 of date, which costs a copy that is not wanted.
 
-At its start an engine takes what its peers used latest (`BlockSharing.take_over`), of as many blocks as are free.
+At its start an engine takes what its peers used latest (`_take_over`).
 """
 
 import threading
@@ -31,7 +31,7 @@ from splittime.ledger.stages import Cause
 
 THREADS = 2
 MOST_WAITING = 64
-TAKE_OVER_S = 10.0
+TAKE_OVER_S, TAKE_OVER_BYTES = 10.0, 128 << 20
 Put = Callable[[ToEngine], None]
 
 
@@ -73,20 +73,25 @@ class KvGate:
         self._sharing, self._cache, self._put = sharing, cache, put
         self._pool = ThreadPoolExecutor(THREADS, "kv-peers")
         self._waiting: dict[str, Request] = {}  # by id, which a client may use again
+        self._num_fetches = 0  # under way, or waiting for a thread
+        self._lock = threading.Lock()
         if sharing is not None and sharing.peers:
             threading.Thread(target=partial(self._take_over, sharing), name="kv-take-over", daemon=True).start()
 
     def let_in(self, message: ToEngine) -> None:
         """Pass a message on; a request whose blocks are worth fetching, as one that is held for them."""
         if isinstance(message, Abort):
-            self._waiting.pop(message.request_id, None)
+            with self._lock:
+                self._waiting.pop(message.request_id, None)
         found = self._worth_fetching(message) if isinstance(message, Submit) else None
         if found is None:
             self._put(message)
             return
         assert isinstance(message, Submit)
         peer, names, computed_s = found
-        self._waiting[message.request.request_id] = message.request
+        with self._lock:
+            self._waiting[message.request.request_id] = message.request
+            self._num_fetches += 1
         self._put(Submit(message.request, Cause.KV_EXPORT))
         self._pool.submit(self._fetch, message.request, peer, names, time.monotonic() + computed_s)
 
@@ -95,7 +100,7 @@ class KvGate:
         sharing, cache = self._sharing, self._cache
         if sharing is None or not sharing.peers or message.held_for is not None or not cache.enable_prefix_caching:
             return None
-        if len(self._waiting) >= MOST_WAITING or not sharing.port.layout:
+        if self._num_fetches >= MOST_WAITING or not sharing.port.layout:
             return None
         tokens = message.request.prompt_token_ids
         if len(tokens) <= cache.block_size:  # of the last token nothing is taken from the cache
@@ -116,14 +121,16 @@ class KvGate:
         """Whatever comes of it, the request goes on."""
         assert self._sharing is not None
         try:
-            if self._waits(request):
+            if self._waits(request) and time.monotonic() < deadline_s:
                 ask = BlocksAsk(self._sharing.port.layout, names)
                 blocks = peer.fetch(ask, self._sharing.port.block_bytes, deadline_s, partial(self._tell, request))
                 self._take_in([(name, blocks[name]) for name in names if name in blocks])
         finally:
-            if self._waits(request):
-                del self._waiting[request.request_id]
-                self._put(Release(request.request_id))
+            with self._lock:
+                self._num_fetches -= 1
+                if self._waits(request):
+                    del self._waiting[request.request_id]
+                    self._put(Release(request.request_id))
 
     def _waits(self, request: Request) -> bool:
         return self._waiting.get(request.request_id) is request
@@ -141,9 +148,14 @@ class KvGate:
             self._put(BlocksArrived(tuple(name for name, _ in kept), tuple(number for _, number in kept)))
 
     def _take_over(self, sharing: BlockSharing) -> None:
-        """At the start: what each peer used latest, as much as comes in one answer."""
+        """At the start: what each peer used latest, of half as many blocks as there are at most."""
+        block_bytes, deadline_s = sharing.port.block_bytes, time.monotonic() + TAKE_OVER_S
+        most = min(TAKE_OVER_BYTES // block_bytes, self._cache.num_blocks // 2) // len(sharing.peers)
         for peer in sharing.peers:
-            blocks = peer.fetch(
-                BlocksAsk(sharing.port.layout), sharing.port.block_bytes, time.monotonic() + TAKE_OVER_S
-            )
-            self._take_in(reversed(blocks.items()))  # the latest comes last, as it is to be evicted last
+            found: dict[bytes, bytes] = {}
+            while len(found) < most:
+                num_before = len(found)
+                found |= peer.fetch(BlocksAsk(sharing.port.layout, skip=num_before), block_bytes, deadline_s)
+                if len(found) == num_before:
+                    break
+            self._take_in(reversed(found.items()))  # the latest comes last, as it is to be evicted last

@@ -56,6 +56,7 @@ class Peer:
             blocks = sound_blocks(raw, ask, block_bytes)
         except (OSError, http.client.HTTPException, msgspec.MsgspecError, ValueError):
             self._rests_until_s = time.monotonic() + REST_S
+            self._learn(time.monotonic() - begin_s, 0.0, 0, 0, ask)
             return {}
         self._learn(first_s - begin_s, time.monotonic() - first_s, len(raw), len(blocks), ask)
         return blocks

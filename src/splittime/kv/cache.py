@@ -182,15 +182,15 @@ class KVCache:
         """Imports (number, block), once each, for the plan that is sent next."""
         return self._imports.take()
 
-    def exportable(self, names: Sequence[bytes] | None, most: int) -> list[tuple[bytes, int]]:
+    def exportable(self, names: Sequence[bytes] | None, skip: int, most: int) -> list[tuple[bytes, int]]:
         """Returns the named blocks that are in the index and whose content is there: name and block. None: of all that
-        nobody holds, those that were used latest."""
+        nobody holds, those that were used latest. skip: so many of the first are left out."""
         index, on_their_way = self._index, self._imports.on_their_way
         if names is None:
             latest = ((index.name_of(block_id), block_id) for block_id in self._pool.latest_evictable())
         else:
             latest = ((name, block_id) for name in names if (block_id := index.find(name)) is not None)
-        return list(islice((each for each in latest if each[1] not in on_their_way), most))
+        return list(islice((each for each in latest if each[1] not in on_their_way), skip, skip + most))
 
     def check(self, leases: Iterable[Lease]) -> None:
         """Raise AssertionError if a block or a slot leaked or doubled, or an index disagrees with its pool."""
