@@ -144,10 +144,8 @@ def spoilt(what: str):
         if what == "wrong size":
             return 200, told_of({name: blob[1:] for name, blob in good.items()})
         if what == "swapped names":
-            raw = BlocksTold(tuple(good), (*list(good.values())[1:], good[NAMES[0]]))
-            return 200, msgspec.msgpack.encode(
-                msgspec.structs.replace(raw, digests=msgspec.msgpack.decode(told_of(good), type=BlocksTold).digests)
-            )
+            whole = msgspec.msgpack.decode(told_of(good), type=BlocksTold)
+            return 200, msgspec.msgpack.encode(msgspec.structs.replace(whole, names=(*whole.names[1:], whole.names[0])))
         if what == "no digests":
             return 200, msgspec.msgpack.encode(BlocksTold(tuple(good), tuple(good.values())))
         if what == "cut short":
