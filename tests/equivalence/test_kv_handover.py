@@ -15,7 +15,13 @@ from splittime.core.kv_blocks import BlocksAsk  # noqa: E402
 from splittime.core.request import Request  # noqa: E402
 from splittime.core.sampling import SamplingParams  # noqa: E402
 from splittime.drive.crank import Crank, EngineParts  # noqa: E402
+from splittime.kernels.native.library import LibraryMissing, library  # noqa: E402
 from splittime.kv.blocks import block_names, root_name  # noqa: E402
+
+try:
+    library()
+except LibraryMissing as error:
+    pytest.skip(str(error), allow_module_level=True)
 
 PROMPT = tuple((7 * place + 3) % 400 + 5 for place in range(75))
 
@@ -100,7 +106,7 @@ def test_nothing_is_given_of_another_layout_or_asleep_or_to_one_that_sleeps() ->
 
 
 def test_what_cannot_be_shared_is_refused_by_name() -> None:
-    for given in ({"speculative_config": '{"method": "self"}'}, {"kernels": "triton"}):
+    for given in ({"speculative_config": '{"method": "self"}'}, {"kernels": "triton"}, {"enable_lora": True}):
         with pytest.raises(ConfigError, match="are not shared with") as refused:
             parts_of(**given)
         assert refused.value.info.param == "kv_peers"

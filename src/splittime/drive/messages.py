@@ -1,10 +1,10 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `Export`, `Ping`; `Release`, `Fail`, `Hold` and
-`BlocksArrived` come from the gates beside the engine's loop. Engine to client:
-`Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured`
-when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Exported`, `Pong`, `Fatal` as the last word before
-it dies.
+Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `LoadAdapter`, `UnloadAdapter`, `Export`, `Ping`;
+`Release`, `Fail`, `Hold` and `BlocksArrived` come from the gates beside the engine's loop. Engine to client: `Loading`
+now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the
+machine's ceilings are known, `ConfigureDone`, `SleepDone`, `AdapterLoaded`, `Exported`, `Pong`, `Fatal` as the last
+word before it dies.
 """
 
 from typing import Any
@@ -173,5 +173,45 @@ class Exported(msgspec.Struct, frozen=True, tag="exported"):
     told: BlocksTold | None = None
 
 
-ToEngine = Submit | Release | Fail | Abort | Configure | Sleep | Wake | Ping | Hold | BlocksArrived | Export
-FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong | Exported
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read the adapter in this folder; `AdapterLoaded` comes when requests may name its id, or when they never will."""
+
+    call_id: int
+    adapter_id: str
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter. No request that names it comes after this."""
+
+    adapter_id: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
+    """The answer to `LoadAdapter`, which the engine's loop passes on: the number of parameters, or why there is no such
+    adapter."""
+
+    call_id: int
+    num_parameters: int = 0
+    error: ErrorInfo | None = None
+
+
+ToEngine = (
+    Submit
+    | Release
+    | Fail
+    | Abort
+    | Configure
+    | Sleep
+    | Wake
+    | LoadAdapter
+    | UnloadAdapter
+    | Export
+    | Ping
+    | Hold
+    | BlocksArrived
+    | AdapterLoaded
+)
+FromEngine = (
+    StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | AdapterLoaded | Exported | Fatal | Pong
+)

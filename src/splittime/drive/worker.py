@@ -22,6 +22,7 @@ import zmq
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.process_start import process_start_ns
+from splittime.drive.adapter_gate import AdapterGate
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
@@ -131,9 +132,12 @@ def _from_parent(inbound: str) -> "SimpleQueue[bytes]":
 def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
     """Start the receiving thread; it alone uses its sockets."""
     inbox = Inbox()
-    cache = parts.engine.scheduler.cache
-    blocks = KvGate(parts.sharing, cache, lambda message: inbox.put(message, time.monotonic_ns()))
-    gate = GrammarGate(parts.grammars, blocks.let_in)
+
+    def put(message: ToEngine) -> None:
+        inbox.put(message, time.monotonic_ns())
+
+    blocks = KvGate(parts.sharing, parts.engine.scheduler.cache, put)
+    gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, blocks.let_in).let_in)
     decoder = msgspec.msgpack.Decoder(ToEngine)
     pong = msgspec.msgpack.encode(Pong())
 

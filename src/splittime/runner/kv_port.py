@@ -69,9 +69,7 @@ class BlockPort:
 
 def layout_of(runner: TorchRunner) -> str:
     config, resolved, decoder = runner.config, runner.resolved, runner.decoder
-    files = list(open_source(Path(config.model_path), decoder.config).files)
-    if resolved.kernels == "native":
-        files.append(Path(library()._name))
+    files = [*open_source(Path(config.model_path), decoder.config).files, Path(library()._name)]
     hashes = fingerprints(files, machine.packed_cache_folder(config.packed_cache))
     values = {name: getattr(resolved, name) for name in OF_NUMBERS}
     shapes = [(list(tensor.shape[1:]), str(tensor.dtype)) for tensor in runner.store.tensors]
