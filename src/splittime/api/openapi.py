@@ -13,7 +13,7 @@ from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
-from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
 from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -142,6 +142,7 @@ def _paths(knobs: Schema) -> Schema:
         "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
         "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
         "/is_sleeping": {"get": _get("Whether it sleeps")},
+        "/kv/blocks": {"post": _get("Blocks of KV cache", errors=(400, 404, 408, 413, 503), content=MSGPACK) | KV_ASK},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},

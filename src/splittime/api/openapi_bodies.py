@@ -28,6 +28,8 @@ from splittime.api.schema import (
 from splittime.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
+MSGPACK: Schema = {"application/msgpack": {"schema": {"type": "string", "format": "binary"}}}
+KV_ASK: Schema = {"requestBody": {"required": True, "content": MSGPACK}}  # `core.kv_blocks.BlocksAsk`
 
 INT64_MAX = 2**63 - 1
 

@@ -33,6 +33,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Quantisation and types": ("quantization", "kv_cache_dtype", "dtype", "activation_dtype", "packed_cache"),
     "Memory": ("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_offload_memory_bytes", "block_size"),
+    "Blocks of other servers": ("kv_peers", "kv_peer_key", "kv_export"),
     "Scheduling": (
         "max_num_seqs",
         "max_num_batched_tokens",

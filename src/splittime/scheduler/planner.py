@@ -81,7 +81,8 @@ class Planner:
         offloads, restores = requests.cache.take_moves()
         released, preempted = requests.take_released()
         moves = offloads, restores
-        return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted)
+        imports = requests.cache.take_imports()
+        return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted, imports)
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,

@@ -24,7 +24,7 @@ from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.speculation import Speculation
 from splittime.scheduler.state import RequestState, end_output
 
-CAUSES = frozenset({Cause.GRAMMAR, Cause.LORA_SLOTS, Cause.KV_TRANSFER})
+CAUSES = frozenset({Cause.GRAMMAR, Cause.LORA_SLOTS, Cause.KV_EXPORT, Cause.KV_TRANSFER, Cause.KV_IMPORT})
 
 
 class HeldSet:
