@@ -13,6 +13,7 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -46,6 +47,7 @@ EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
+    "PrefillBody": {"prompt": _PROMPT},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
@@ -94,7 +96,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
     kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
@@ -113,6 +115,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
         "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
         "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
+        "/v1/prefill": {"post": _prefill("PrefillBody", "Compute a prompt that will come", "PrefillAnswer")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
@@ -134,8 +137,9 @@ def _paths(knobs: Schema) -> Schema:
         "/knobs": {"get": _get("What can be changed while serving"), "patch": _change_knobs(knobs)},
         "/reset_prefix_cache": {"post": _bodyless("Forget the prefixes that no request uses", [], (400, 413, 503))},
         "/sleep": {"post": _bodyless("Give the memory back", _SLEEP_QUERY, (400, 409, 500, 503))},
-        "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
-        "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
+        **{
+            path: {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))} for path in ("/wake", "/wake_up")
+        },
         "/is_sleeping": {"get": _get("Whether it sleeps")},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},

@@ -152,6 +152,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
 )
 HINTS = {
     "/v1/embeddings": "not passed on: chats and completions are",
+    "/v1/prefill": "not passed on: ask the server that the request will go to",
     "/v1/responses": "not passed on: POST /v1/chat/completions answers a conversation",
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",

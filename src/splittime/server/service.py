@@ -30,6 +30,7 @@ from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group
+from splittime.server.prefilled import Prefilled
 from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
@@ -89,6 +90,7 @@ class Service:
         self.responses = ResponseStore(
             config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_s
         )
+        self.prefilled = Prefilled(int(config.prefill_ahead_s * 1e9))
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 
@@ -148,12 +150,7 @@ class Service:
             return None
         said = self.client.facts() or ServerFacts(version=__version__, model="", max_model_len=0)
         pauses = self.gc_pauses.latest if self.gc_pauses is not None else ()
-        own = Process(
-            name="server",
-            started_ns=self.started_ns,
-            ready_ns=self._ready_ns,
-            pauses=pauses,
-        )
+        own = Process(name="server", started_ns=self.started_ns, ready_ns=self._ready_ns, pauses=pauses)
         return msgspec.structs.replace(
             said,
             model=model.name,
