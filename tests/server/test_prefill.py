@@ -80,32 +80,32 @@ def test_a_tenant_has_few_at_a_time_and_they_take_no_place_in_the_queue(live: Li
 
 def test_who_comes_with_its_prompt_is_told_what_it_saved_once() -> None:
     kept = Prefilled(10**9)
-    assert kept.told(*closed("prefill", range(100), cached=16)).ahead_tokens == 0
-    other = kept.told(*closed("chat", [*range(50), *range(900, 999)], cached=32, salt="other"))
+    assert kept.with_savings(*closed("prefill", range(100), cached=16)).ahead_tokens == 0
+    other = kept.with_savings(*closed("chat", [*range(50), *range(900, 999)], cached=32, salt="other"))
     assert (other.ahead_tokens, other.ahead_ns) == (0, 0)
-    account = kept.told(*closed("chat", [*range(90), 7, 7, 7], cached=80))
+    account = kept.with_savings(*closed("chat", [*range(90), 7, 7, 7], cached=80))
     assert (account.ahead_tokens, account.ahead_ns) == (64, 64 * 840 // 84)
     assert account_from_json(account_json(account)).ahead_tokens == 64
-    assert kept.told(*closed("chat", range(100), cached=80)).ahead_tokens == 0
+    assert kept.with_savings(*closed("chat", range(100), cached=80)).ahead_tokens == 0
 
 
 def test_of_prompts_that_part_only_what_is_in_common_counts() -> None:
     kept = Prefilled(10**9)
-    kept.told(*closed("prefill", range(100), cached=0))
-    kept.told(*closed("prefill", [*range(40), *range(500, 560)], cached=32))
-    assert kept.told(*closed("chat", [*range(40), *range(500, 520)], cached=48)).ahead_tokens == 40
-    assert kept.told(*closed("chat", [*range(40), *range(500, 520)], cached=48)).ahead_tokens == 16
+    kept.with_savings(*closed("prefill", range(100), cached=0))
+    kept.with_savings(*closed("prefill", [*range(40), *range(500, 560)], cached=32))
+    assert kept.with_savings(*closed("chat", [*range(40), *range(500, 520)], cached=48)).ahead_tokens == 40
+    assert kept.with_savings(*closed("chat", [*range(40), *range(500, 520)], cached=48)).ahead_tokens == 16
 
 
 def test_what_failed_or_is_long_ago_or_too_many_is_not_remembered() -> None:
     kept = Prefilled(5)
     account, request = closed("prefill", range(100), cached=0)
-    kept.told(msgspec.structs.replace(account, finish_reason="deadline"), request)
-    assert kept.told(*closed("chat", range(100), cached=96)).ahead_tokens == 0
-    kept.told(account, request)
-    assert kept.told(*closed("chat", range(100), cached=96, end_ns=account.end_ns + 6)).ahead_tokens == 0
+    kept.with_savings(msgspec.structs.replace(account, finish_reason="deadline"), request)
+    assert kept.with_savings(*closed("chat", range(100), cached=96)).ahead_tokens == 0
+    kept.with_savings(account, request)
+    assert kept.with_savings(*closed("chat", range(100), cached=96, end_ns=account.end_ns + 6)).ahead_tokens == 0
     for _ in range(3 * MOST_KEPT):
-        kept.told(account, request)
+        kept.with_savings(account, request)
     assert sum(map(len, kept._kept.values())) == MOST_KEPT
 
 

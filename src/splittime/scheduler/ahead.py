@@ -20,7 +20,7 @@ NEEDED = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
 class AheadSet:
-    """Those that do not run now, in the order in which they came; one that was put aside goes on first."""
+    """Who does not run now, in the order in which they came; one that was put aside goes on first."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}

@@ -43,7 +43,7 @@ class Prefilled:
     def leave(self, tenant: str) -> None:
         self._open[tenant] -= 1
 
-    def told(self, account: ClosedAccount, request: Request) -> ClosedAccount:
+    def with_savings(self, account: ClosedAccount, request: Request) -> ClosedAccount:
         """Returns the account of a request that has ended, with what a prefill saved it. That of a prefill is
         remembered, until somebody has come with its prompt."""
         kept = self._kept.setdefault(account.tenant, deque(maxlen=MOST_KEPT))

@@ -261,7 +261,7 @@ class Visit:
         """Close a choice's account, once."""
         if not choice.is_closed:
             account = choice.close(at_ns, **self._about())
-            self.service.file_account(self.service.prefilled.told(account, choice.request))
+            self.service.file_account(self.service.prefilled.with_savings(account, choice.request))
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""
