@@ -82,6 +82,13 @@ def test_where_nothing_would_be_left_of_it_it_is_refused(name: str) -> None:
     assert not scheduler.has_requests
 
 
+def test_for_an_adapter_it_is_refused() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match="not with an adapter"):
+        add(scheduler, "w", 4, sampling=WARM, adapter="one#1")
+    assert not scheduler.has_requests
+
+
 def test_while_it_waits_it_can_be_aborted_and_expires_and_is_held_for_nothing() -> None:
     scheduler = make_scheduler(**WIDE)
     add(scheduler, "v", 10, sampling=WARM)

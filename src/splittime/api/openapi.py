@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from splittime import __version__
+from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
@@ -52,6 +53,8 @@ EXAMPLES: dict[str, Any] = {
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
+    "LoadAdapterBody": {"lora_name": "sql", "lora_path": "sql"},
+    "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -97,7 +100,7 @@ def document(
 
 def _answer_schemas() -> Schema:
     answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
-    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
+    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
@@ -125,6 +128,8 @@ def _paths(knobs: Schema) -> Schema:
         },
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
+        "/v1/load_lora_adapter": {"post": _in_words("Serve an adapter, for an operator", "LoadAdapterBody")},
+        "/v1/unload_lora_adapter": {"post": _in_words("Serve it no longer", "UnloadAdapterBody")},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
         "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
         "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},
@@ -137,9 +142,8 @@ def _paths(knobs: Schema) -> Schema:
         "/knobs": {"get": _get("What can be changed while serving"), "patch": _change_knobs(knobs)},
         "/reset_prefix_cache": {"post": _bodyless("Forget the prefixes that no request uses", [], (400, 413, 503))},
         "/sleep": {"post": _bodyless("Give the memory back", _SLEEP_QUERY, (400, 409, 500, 503))},
-        **{
-            path: {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))} for path in ("/wake", "/wake_up")
-        },
+        "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
+        "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
         "/is_sleeping": {"get": _get("Whether it sleeps")},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},

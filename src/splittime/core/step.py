@@ -33,6 +33,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
     cache_salt: str = ""  # whose request it is: nothing of it may show in what another one gets
+    adapter: str = ""  # the id of the adapter that computes it; "": the model alone
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -27,6 +27,9 @@ from torch import Tensor
 from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
+from splittime.kernels.low_rank import AdaptedTokens
+from splittime.models.adapters import Adapter
+from splittime.runner.adapters import Adapters, adapted_tokens
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 
@@ -43,9 +46,11 @@ class Slot:
     error: why no row of it can be computed, or what was computed does not count; or None.
     dead_end: the position of the first draft of its row behind which nothing may come.
     pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
+    adapter: what is added to the model's products for it; None: nothing.
     """
 
     __slots__ = (
+        "adapter",
         "admitted",
         "block_ids",
         "counts",
@@ -74,6 +79,7 @@ class Slot:
         self.num_known = known
         self.pooled: Tensor | None = None
         self.grammar: GrammarWalk | None = None
+        self.adapter: Adapter | None = None
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
@@ -175,10 +181,11 @@ def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str
 
 class Slots:
     """The slots by request id. grammars: what answers are held to; None: nothing here is. masks: what may come in them;
-    None before the first."""
+    None before the first. adapters: those that are loaded; None: this runner has none."""
 
     grammars: "Grammars | None" = None
     masks: "FormMasks | None" = None
+    adapters: Adapters | None = None
 
     def __init__(self, max_tokens: int, vocab_size: int) -> None:
         self.max_tokens = max_tokens
@@ -206,6 +213,8 @@ class Slots:
             slot = self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)
             if newcomer.sampling.grammar:
                 self._hold_to_form(slot)
+            if newcomer.adapter:
+                self._adapt(slot)
 
     def _hold_to_form(self, slot: Slot) -> None:
         """A walk of its own through the grammar, which was compiled before the request was queued."""
@@ -217,11 +226,19 @@ class Slots:
         except SplittimeError as error:
             slot.error = error.info
 
+    def _adapt(self, slot: Slot) -> None:
+        try:
+            slot.adapter = None if self.adapters is None else self.adapters.named(slot.admitted.adapter)
+        except SplittimeError as error:
+            slot.error = error.info
+        if slot.adapter is None and slot.error is None:
+            slot.error = "this runner has no adapters"
+
 
 @dataclass(frozen=True)
 class Batch:
     """token_ids, positions: int64 [T]. `attention` is in the order of `rows` and `slots`. has_drafts: some rows are of
-    one request, since the plan's row brought drafts."""
+    one request, since the plan's row brought drafts. adapted: the tokens that use adapters."""
 
     rows: list[Row]
     slots: list[Slot]
@@ -229,6 +246,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+    adapted: tuple[AdaptedTokens, ...] = ()
 
     def last_of(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """hidden [T, hidden] -> of the last token of each of these rows, [len(rows), hidden]."""
@@ -269,7 +287,9 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
         num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
     )
     token_ids = np.array([token for row in ordered for token in row.token_ids])
-    return Batch(ordered, chosen, has_drafts, torch.from_numpy(token_ids), torch.from_numpy(positions), attention)
+    adapted = adapted_tokens([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
+    arrays = torch.from_numpy(token_ids), torch.from_numpy(positions)
+    return Batch(ordered, chosen, has_drafts, *arrays, attention, adapted)
 
 
 def _parts(row: Row) -> Iterator[Row]:

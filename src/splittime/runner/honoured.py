@@ -23,6 +23,14 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
         raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
+def check_adapters(config: RunnerConfig, kernels: str) -> None:
+    if config.enable_lora and kernels == "triton":
+        message = "enable_lora does not go with the triton kernels: adapters are served on a CPU"
+        raise ConfigError(
+            message, param="enable_lora", value=kernels, hint="kernels=native, or leave --enable-lora out"
+        )
+
+
 def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig, str]:
     """Returns these settings, in which nothing is guessed where "auto" cannot, and why in words."""
     asked = speculative_config(config.speculative_config)

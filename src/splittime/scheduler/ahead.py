@@ -11,6 +11,7 @@ prefix cache, for another that will come. Three rules keep it from being felt:
 from collections.abc import Iterator
 
 from splittime.core.errors import RequestError
+from splittime.core.request import Request, adapter_name
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.state import RequestState
@@ -46,8 +47,12 @@ class AheadSet:
         return min(self, key=lambda state: state.arrival, default=None)
 
 
-def check_ahead(config: SchedulerConfig) -> None:
-    """Raises RequestError where nothing would be left of a prompt that is computed ahead, or not in parts."""
+def check_ahead(request: Request, config: SchedulerConfig) -> None:
+    """Raises RequestError where nothing would be left of a prompt that is computed ahead, where it would not be cut,
+    and for one with an adapter, for whose place others may wait."""
+    if request.adapter:
+        words = "a prompt is computed ahead for the model itself, not with an adapter"
+        raise RequestError(words, param="model", value=adapter_name(request.adapter), hint="name the model")
     for name in NEEDED:
         if not getattr(config, name):
             hint = f"serve with --{name.replace('_', '-')}, or send the request itself"

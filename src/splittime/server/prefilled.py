@@ -68,7 +68,7 @@ class Prefilled:
 
 def _saved(kept: KeptPrompt, account: ClosedAccount, request: Request) -> int:
     """Returns how many of the tokens that this request found in the cache were computed ahead with that prompt."""
-    if kept.salt != request.cache_salt or account.cached_tokens <= kept.begin:
+    if request.adapter or kept.salt != request.cache_salt or account.cached_tokens <= kept.begin:
         return 0
     return min(_num_common(kept.token_ids, request.prompt_token_ids), account.cached_tokens) - kept.begin
 
