@@ -14,6 +14,7 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
+from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -47,6 +48,7 @@ EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
+    "PrefillBody": {"prompt": _PROMPT},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
@@ -97,7 +99,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
     kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
@@ -116,6 +118,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
         "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
         "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
+        "/v1/prefill": {"post": _prefill("PrefillBody", "Compute a prompt that will come", "PrefillAnswer")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},

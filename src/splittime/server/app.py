@@ -21,6 +21,7 @@ from splittime.server import (
 )
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
+from splittime.server.prefill import prefill
 from splittime.server.service import Service
 from splittime.server.visit import Visit
 from splittime.text.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ VISITED = {
 # a name in braces, at the end of a path, stands for the rest of it: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
+    ("POST", "/v1/prefill", prefill),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
     ("POST", "/v1/responses", routes_responses.create),
