@@ -44,6 +44,7 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+_HOP = {"span_id": "00f067aa0ba902b7", "name": "search", "kind": "retrieval", "begin_ns": 0, "duration_ns": 12_000_000}
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
@@ -57,19 +58,7 @@ EXAMPLES: dict[str, Any] = {
     "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
-    "HopsBody": {
-        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
-        "clock": "laptop-1",
-        "hops": [
-            {
-                "span_id": "00f067aa0ba902b7",
-                "name": "search",
-                "kind": "retrieval",
-                "begin_ns": 0,
-                "duration_ns": 12_000_000,
-            }
-        ],
-    },
+    "HopsBody": {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "clock": "laptop-1", "hops": [_HOP]},
 }
 
 
