@@ -10,6 +10,7 @@ from splittime import __version__
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
+from splittime.api.input_items import QUERY
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import Schema, body_schemas
@@ -120,6 +121,7 @@ def _paths(knobs: Schema) -> Schema:
             "get": _get("A stored response", [response_id], errors=(400, 404)),
             "delete": _get("Forget it", [response_id], errors=(400, 404)),
         },
+        "/v1/responses/{response_id}/input_items": {"get": _get("Its input", [response_id, *QUERY], errors=(400, 404))},
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
