@@ -10,16 +10,16 @@ Handler = Callable[[Any, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 
 class PathTable:
-    """paths: method, path and handler each. A name in braces stands for the rest of a path, or for what is
-    before its end: `http.PATH_REST` in the scope. owner: what every handler is given first. hints: by path, for those that a client of
-    another API asks for. listed_at: where all paths are listed."""
+    """paths: method, path and handler each. A name in braces stands for the rest of a path, or for what is before its
+    end: `http.PATH_REST` in the scope. owner: what every handler is given first. hints: by path, for those that a
+    client of another API asks for. listed_at: where all paths are listed."""
 
     def __init__(
         self, paths: Iterable[tuple[str, str, Handler]], owner: Any, hints: Mapping[str, str], listed_at: str
     ) -> None:
         self._owner, self._hints, self._listed_at = owner, hints, listed_at
         self._methods: dict[str, dict[str, Handler]] = {}  # by path; "HEAD" is answered as "GET"
-        folders = {}
+        folders: dict[tuple[str, str], str] = {}
         for method, path, handler in paths:
             start, brace, rest = path.partition("{")
             end = rest.partition("}")[2]
