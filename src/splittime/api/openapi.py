@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from splittime import __version__
+from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
@@ -51,6 +52,8 @@ EXAMPLES: dict[str, Any] = {
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
+    "LoadAdapterBody": {"lora_name": "sql", "lora_path": "sql"},
+    "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -96,7 +99,7 @@ def document(
 
 def _answer_schemas() -> Schema:
     answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
-    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
+    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
@@ -124,6 +127,8 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/responses/{response_id}/input_items": {"get": _get("Its input", [response_id, *QUERY], errors=(400, 404))},
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
+        "/v1/load_lora_adapter": {"post": _in_words("Serve an adapter, for an operator", "LoadAdapterBody")},
+        "/v1/unload_lora_adapter": {"post": _in_words("Serve it no longer", "UnloadAdapterBody")},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
         "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
         "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},
@@ -157,8 +162,7 @@ def _paths(knobs: Schema) -> Schema:
 
 
 def _generation(body: str, summary: str, answer: str) -> Schema:
-    described = _post(body, summary, answer, _GENERATION_ERRORS)
-    described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
+    described = _prefill(body, summary, answer)
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
     return described
 
@@ -169,32 +173,22 @@ def _prefill(body: str, summary: str, answer: str) -> Schema:
     return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
-def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:
+def _post(body: str, summary: str, answer: str | None, errors: Iterable[int]) -> Schema:
     content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content},
-        "responses": _responses(errors, _json(_ref(answer))),
+        "responses": _responses(errors, _json(OBJECT if answer is None else _ref(answer))),
     }
 
 
 def _in_words(summary: str, body: str) -> Schema:
     """Returns an operation of another API, whose answers its own documentation describes."""
-    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(_GENERATION_ERRORS, _json(OBJECT)),
-    }
+    return _post(body, summary, None, _GENERATION_ERRORS)
 
 
 def _post_hops() -> Schema:
-    content = {"application/json": {"schema": _ref("HopsBody"), "example": EXAMPLES["HopsBody"]}}
-    return {
-        "summary": "Keep what a client did beside its requests",
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses((400, 408, 409, 413, 415), _json(OBJECT)),
-    }
+    return _post("HopsBody", "Keep what a client did beside its requests", None, (400, 408, 409, 413, 415))
 
 
 def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:

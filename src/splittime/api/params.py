@@ -273,13 +273,13 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def check_model(name: str | None, model: ModelInfo) -> None:
-    if name is not None and name not in model.names:
+    if name is not None and name not in model.served_names:
         raise NotFound(
             f"no model {name!r} here",
             code="model_not_found",
             param="model",
             value=name,
-            hint=f"served: {', '.join(model.names)}",
+            hint=f"served: {', '.join(model.served_names)}",
         )
 
 

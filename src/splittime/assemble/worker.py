@@ -91,6 +91,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         measuring=gauge.measure() if gauge.is_due() else None,
         watch=runner.watch,
         grammars=grammars,
+        adapters=runner.slots.adapters,
         resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},
     )
 

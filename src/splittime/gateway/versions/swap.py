@@ -1,15 +1,15 @@
 """The versions of a running gateway: the one that serves, the one that a canary's tenants try, and how they change.
 
 Each version is a `GatewayService` of its own; a request keeps the one it came in by, so it ends under the config that
-it began with. A change is one assignment in the event loop: no request sees half of it. A file that is wrong changes
-nothing.
+it began with, but for upstreams: where nothing else has changed, it gets those of the latest. A change is one
+assignment in the event loop: no request sees half of it. A file that is wrong changes nothing.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +149,7 @@ class GatewayVersions:
         if made is not self.canary:
             await made.open()
         old, self.current = self.current, made
+        self._lead_waiting(made, (old, *self._retired))
         self._previous, self._applied = [self._applied], applied
         self._adopt(made)
         self._retire(old)
@@ -156,6 +157,14 @@ class GatewayVersions:
         made.metrics.gateway = made
         self.on_swap()
         self._note(what, made.version, by, why)
+
+    def _lead_waiting(self, made: GatewayService, earlier: Iterable[GatewayService]) -> None:
+        """Give the requests of earlier versions that differ in their upstreams alone the upstreams of this one: those
+        that wait for one that had no room, and retries of what was sent to one that is gone."""
+        for service in earlier:
+            if msgspec.structs.replace(service.config, upstream=made.config.upstream) == made.config:
+                service.router = made.router
+                service.queue.lead_to(made.router)
 
     def _adopt(self, service: GatewayService) -> None:
         service.versions, service.queue.on_leave = self, self._dispatch

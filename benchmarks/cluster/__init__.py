@@ -1,0 +1,1 @@
+"""Many servers, and what they do together."""

@@ -1,0 +1,1 @@
+"""Several servers behind gateways, scaled by what they have to do: `splittime up`."""

@@ -1,0 +1,72 @@
+"""Upstreams that come and go while requests wait for them, in a gateway that runs."""
+
+import signal
+import threading
+import time
+
+from .conftest import DEAD, gateway_of, upstream
+from .test_versions import changed
+
+
+def ask_in_thread(gateway, answers: list, **body) -> threading.Thread:
+    asking = threading.Thread(target=lambda: answers.append(gateway.ask("m", **body)))
+    asking.start()
+    return asking
+
+
+def write(gateway, folder, text: str) -> None:
+    (folder / "gateway.toml").write_text("port = 0\n" + text)
+    gateway.process.send_signal(signal.SIGHUP)
+    changed(gateway, "applied")
+
+
+def wait_for_open(gateway, number: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while gateway.get("/stats")["queue"]["requests"] < number:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_requests_wait_for_an_upstream_that_is_not_there_yet(hostile, tmp_path):
+    nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
+    with gateway_of(tmp_path, nobody + "[queue]\nsign_of_life_s = 0.05\n") as gateway:
+        answers: list = []
+        asking = [ask_in_thread(gateway, answers), ask_in_thread(gateway, answers, stream=True)]
+        wait_for_open(gateway, 2)
+        time.sleep(0.2)
+        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nsign_of_life_s = 0.05\n")
+        for thread in asking:
+            thread.join(20)
+        assert [answer[0] for answer in answers] == [200, 200]
+        assert any(b": queued" in answer[2] and b"[DONE]" in answer[2] for answer in answers)
+
+
+def test_who_waits_does_not_get_an_upstream_that_was_taken_out(hostile, tmp_path):
+    hostile.hold.clear()
+    one = upstream("one", hostile.url("held"), "m", max_in_flight=1)
+    with gateway_of(tmp_path, one) as gateway:
+        answers: list = []
+        asking = [ask_in_thread(gateway, answers) for _ in range(3)]
+        wait_for_open(gateway, 2)
+        write(gateway, tmp_path, upstream("two", hostile.url("fine"), "m"))
+        for _ in range(500):
+            if len(answers) == 2:
+                break
+            time.sleep(0.01)
+        assert [answer[1]["x-splittime-upstream"] for answer in answers] == ["two", "two"]
+        hostile.hold.set()
+        for thread in asking:
+            thread.join(20)
+        assert [answer[0] for answer in answers] == [200] * 3
+        assert answers[2][1]["x-splittime-upstream"] == "one"
+
+
+def test_another_change_leaves_who_waits_where_it_is(hostile, tmp_path):
+    nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
+    with gateway_of(tmp_path, nobody + "[queue]\nmax_wait_s = 1.0\n") as gateway:
+        answers: list = []
+        asking = ask_in_thread(gateway, answers)
+        wait_for_open(gateway, 1)
+        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nmax_wait_s = 2.0\n")
+        asking.join(20)
+        assert answers[0][0] == 429
