@@ -11,6 +11,7 @@ from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
+from splittime.api.input_items import QUERY
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
@@ -115,6 +116,7 @@ def _paths(knobs: Schema) -> Schema:
             "get": _get("A stored response", [response_id], errors=(400, 404)),
             "delete": _get("Forget it", [response_id], errors=(400, 404)),
         },
+        "/v1/responses/{response_id}/input_items": {"get": _get("Its input", [response_id, *QUERY], errors=(400, 404))},
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/v1/load_lora_adapter": {"post": _in_words("Serve an adapter, for an operator", "LoadAdapterBody")},
@@ -153,8 +155,7 @@ def _paths(knobs: Schema) -> Schema:
 
 
 def _generation(body: str, summary: str, answer: str) -> Schema:
-    described = _post(body, summary, answer, _GENERATION_ERRORS)
-    described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
+    described = _prefill(body, summary, answer)
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
     return described
 
@@ -165,32 +166,22 @@ def _prefill(body: str, summary: str, answer: str) -> Schema:
     return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
-def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:
+def _post(body: str, summary: str, answer: str | None, errors: Iterable[int]) -> Schema:
     content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content},
-        "responses": _responses(errors, _json(_ref(answer))),
+        "responses": _responses(errors, _json(OBJECT if answer is None else _ref(answer))),
     }
 
 
 def _in_words(summary: str, body: str) -> Schema:
     """Returns an operation of another API, whose answers its own documentation describes."""
-    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(_GENERATION_ERRORS, _json(OBJECT)),
-    }
+    return _post(body, summary, None, _GENERATION_ERRORS)
 
 
 def _post_hops() -> Schema:
-    content = {"application/json": {"schema": _ref("HopsBody"), "example": EXAMPLES["HopsBody"]}}
-    return {
-        "summary": "Keep what a client did beside its requests",
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses((400, 408, 409, 413, 415), _json(OBJECT)),
-    }
+    return _post("HopsBody", "Keep what a client did beside its requests", None, (400, 408, 409, 413, 415))
 
 
 def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:
