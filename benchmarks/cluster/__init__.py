@@ -1,1 +1,1 @@
-"""Clusters of `splittime up` under load: what happens when it grows, when something dies, and what the way in costs."""
+"""Many servers, and what they do together."""

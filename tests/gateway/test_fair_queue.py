@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, QueueConfig, UpstreamConfig
 from splittime.gateway.fair_queue import FairQueue, now_ns
-from splittime.gateway.upstreams import Router, Upstream
+from splittime.gateway.upstreams import DRAWN, MANY, Router, Upstream
 
 FAR_NS = 10**18
 
@@ -298,20 +298,33 @@ def test_a_retry_goes_elsewhere_and_to_the_front():
     asyncio.run(run())
 
 
-def test_the_less_laden_of_two_is_chosen():
+def test_who_has_least_before_a_first_byte_is_chosen():
     router = router_of(9, 9, 9)
-    router.upstreams[0].enter(1000)
+    first, second, third = router.upstreams
+    first.waits.sent(100, now_ns())  # its prompts are in the way; those of the others are not
+    second.enter(2000)
+    third.enter(3000)
     for _ in range(20):
         routed = router.choose("m", now_ns())
-        assert routed.upstream is not router.upstreams[0]
-        assert routed.considered[0].upstream == routed.upstream.name
-        assert len(routed.considered) == 2
-    assert {router.choose("m", now_ns(), ["u1", "u2"]).upstream.name for _ in range(20)} == {"u0"}
-    router.upstreams[1].enter(2000)
-    router.upstreams[2].enter(3000)
-    chosen = Counter(router.choose("m", now_ns()).upstream.name for _ in range(300))
-    assert chosen["u2"] == 0  # it loses to either
-    assert chosen["u0"] > chosen["u1"] > 0  # two are drawn, not all
+        assert routed.upstream is second
+        assert [one.upstream for one in routed.considered] == ["u1", "u2", "u0"]
+    second.waits.sent(200, now_ns())
+    third.waits.sent(300, now_ns())
+    assert router.choose("m", now_ns()).upstream is first
+    assert {router.choose("m", now_ns(), ["u0", "u1"]).upstream.name for _ in range(20)} == {"u2"}
+
+
+def test_some_are_drawn_of_several_and_of_many():
+    few, many = router_of(*[9] * 20), router_of(*[9] * (MANY + 1))
+    for router in (few, many):
+        router.upstreams[0].enter(1)  # the others are alike
+        routed = [router.choose("m", now_ns()) for _ in range(400)]
+        assert {len(one.considered) for one in routed} == {DRAWN}
+        assert len({one.upstream.name for one in routed}) > 18
+    for upstream in many.upstreams[1:]:
+        for _ in range(9):
+            upstream.enter(1)
+    assert many.choose("m", now_ns()).upstream is many.upstreams[0]  # the only one with room is found
 
 
 @settings(max_examples=60, deadline=None)

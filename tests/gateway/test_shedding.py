@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from splittime.core.errors import Refused
-from splittime.gateway import fair_queue
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.shedding import MOST_RETRY_S, GrantRate, chance, retry_after_s
@@ -165,12 +164,11 @@ class Turned:
         return self.at_ns
 
 
-def test_a_refusal_says_how_long_its_tenants_queue_will_take(monkeypatch):
+def test_a_refusal_says_how_long_its_tenants_queue_will_take():
     clock = Turned()
-    monkeypatch.setattr(fair_queue, "now_ns", clock)
 
     async def run():
-        queue = FairQueue(QueueConfig(max_requests=30), router_of(1))
+        queue = FairQueue(QueueConfig(max_requests=30), router_of(1), clock=clock)
         tasks = [asyncio.ensure_future(queue.enter("a", "m", 20, until_ns=FAR_NS)) for _ in range(50)]
         await asyncio.sleep(0)
         for i in range(20):  # one each tenth of a second: 200 tokens a second

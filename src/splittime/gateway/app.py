@@ -192,7 +192,9 @@ class GatewayApp:
         return None
 
     def _refuse_at_once(self, scope: http.Scope) -> http.AtOnce | None:
-        return GatewayVisit(self._versions.arm_of(tenant_of(scope)), scope["path"], scope).refuse_at_once()
+        tenant = tenant_of(scope)
+        arm = self._versions.arm_of(tenant)
+        return None if arm.is_open_to(tenant) else GatewayVisit(arm, scope["path"], scope).refuse_at_once()
 
 
 async def run(

@@ -32,10 +32,18 @@ QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
 class FairQueue:
-    """weights: by tenant; one that is not named has 1. shares: by tenant, what each has."""
+    """weights: by tenant; one that is not named has 1. clock: what time it is, in ns. shares: by tenant, what each has.
 
-    def __init__(self, config: QueueConfig, router: Router, weights: Mapping[str, float] | None = None) -> None:
-        self._config, self._router = config, router
+    `enter` is for those who can await; `line_up` and `abandon` are what it does."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        router: Router,
+        weights: Mapping[str, float] | None = None,
+        clock: Callable[[], int] = now_ns,
+    ) -> None:
+        self._config, self._router, self._now_ns = config, router, clock
         self._weights = dict(weights or {})
         self.shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
@@ -64,48 +72,64 @@ class FairQueue:
 
         until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
         do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
-        sooner it is refused by chance.
-        on_wait: called if nobody has room for it now.
+        sooner it is refused by chance. on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
-        if not self._router.allowed(model, now_ns()):
-            raise self._nobody(model)
-        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, lacking)
+        granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns(), lacking)
+        self.line_up(waiting, until_ns=until_ns, draw=draw)
+        if granted.done():
+            return granted.result()
+        on_wait()
+        try:
+            async with asyncio.timeout(max(0.0, (until_ns - self._now_ns()) / 1e9)):
+                return await granted
+        except TimeoutError:
+            self.abandon(waiting)
+            raise self.too_late(tenant) from None
+        except asyncio.CancelledError:
+            self.abandon(waiting)
+            raise
+
+    def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
+        """It waits from now on, or has its place already. Raises as `enter` does."""
+        if not self._router.may_ask(waiting.model, self._now_ns()):
+            raise self._nobody(waiting.model)
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
-        if not waiting.granted.done():
-            on_wait()
-        try:
-            async with asyncio.timeout(max(0.0, (until_ns - now_ns()) / 1e9)):
-                return await waiting.granted
-        except TimeoutError:
-            self._abandon(waiting)
-            raise self._refused(QUEUE_TIMEOUT, "it waited for as long as it may", tenant) from None
-        except asyncio.CancelledError:
-            self._abandon(waiting)
-            raise
 
-    def place_at_another(
-        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+    def abandon(self, waiting: QueuedRequest) -> None:
+        """It was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
+        granted = waiting.granted
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            if not waiting.is_retry:
+                self.settle(waiting.tenant, waiting.tokens, 0)
+            self.leave(granted.result(), waiting.tenant, waiting.tokens)
+        elif waiting in self.shares[waiting.tenant].by_model.get(waiting.model, ()):
+            self._remove(waiting)
+            self.dispatch()
+
+    def too_late(self, tenant: str) -> Refused:
+        return self._refused(QUEUE_TIMEOUT, "it waited for as long as it may", tenant)
+
+    def place_now(
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        tried: Collection[str] = (),
+        prefix: SeenPrefix | None = None,
+        *,
+        is_charged: bool,
     ) -> Routed | None:
-        """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
-        tokens are charged for it. Whoever waits comes first."""
+        """Returns a place, where it has not been sent, for a request that waits for none; None if nobody has room.
+        Whoever waits comes first. is_charged: not the second place of a request that has one."""
         self.dispatch()
-        routed = self._router.choose(model, now_ns(), tried, prefix)
+        routed = self._router.choose(model, self._now_ns(), tried, prefix)
         if routed is None or routed.upstream.name in tried:
             return None
-        routed.upstream.enter(tokens)
-        self._share(tenant).in_flight += 1
-        return routed
-
-    def place_now(self, tenant: str, model: str, tokens: int) -> Routed | None:
-        """Returns a place for a request that shall not wait for it, and its tokens are charged; None if nobody has
-        room. Whoever waits comes first."""
-        self.dispatch()
-        routed = self._router.choose(model, now_ns())
-        if routed is not None:
-            self._take(self._share(tenant), routed, tokens)
+        self._take(self._share(tenant), routed, tokens, is_charged=is_charged)
         return routed
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
@@ -128,7 +152,7 @@ class FairQueue:
 
     def require_room(self, tenant: str, draw: float = NEVER_SHED) -> None:
         """Raises `Refused` if any request of this tenant would be refused now, however short, and of whatever model."""
-        if not self.requests or self._router.has_room(now_ns()):
+        if not self.requests or self._router.has_room(self._now_ns()):
             return
         if self._is_full(1) and self._most_over(tenant, 1) is None:
             raise self._queue_full(tenant)
@@ -170,14 +194,14 @@ class FairQueue:
     def _require_time(self, tenant: str, until_ns: int) -> None:
         """Raises `Refused` if what its tenant has waiting will take longer than the request may wait."""
         share = self._share(tenant)
-        per_s, left_s = share.rate.per_s, (until_ns - now_ns()) / 1e9
+        per_s, left_s = share.rate.per_s, (until_ns - self._now_ns()) / 1e9
         if per_s is not None and share.tokens / per_s > left_s:
             words = f"it would wait longer than {max(0.0, left_s):.1f} s, which is as long as it may"
             raise self._refused("predicted_wait", words, tenant)
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        if self._router.choose(newcomer.model, now_ns(), newcomer.avoided) is not None:
+        if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided):
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -228,7 +252,7 @@ class FairQueue:
         return any(self._grant_first(share) for share in shares)
 
     def _grant_first(self, share: TenantShare) -> bool:
-        at_ns = now_ns()
+        at_ns = self._now_ns()
         lines = sorted(share.by_model.items(), key=lambda item: (not item[1][0].is_retry, item[1][0].since_ns))
         for model, line in lines:  # the longest wait first: a line that never empties would starve the others
             waiting = line[0]
@@ -239,7 +263,7 @@ class FairQueue:
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
-            if not self._router.allowed(model, at_ns):
+            if not self._router.may_ask(model, at_ns):
                 self._refuse(waiting, self._nobody(model))
                 return True
         return False
@@ -247,11 +271,11 @@ class FairQueue:
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
         self._least = share.least_counter
-        share.rate.note(waiting.tokens, now_ns(), has_more=share.requests > 0)
+        share.rate.note(waiting.tokens, self._now_ns(), has_more=share.requests > 0)
         self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
 
-    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool = True) -> None:
+    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool) -> None:
         routed.upstream.enter(tokens)
         share.in_flight += 1
         if is_charged:
@@ -262,17 +286,6 @@ class FairQueue:
         self._remove(waiting)
         if not waiting.granted.done():
             waiting.granted.set_exception(error)
-
-    def _abandon(self, waiting: QueuedRequest) -> None:
-        """Its task was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
-        granted = waiting.granted
-        if granted.done() and not granted.cancelled() and granted.exception() is None:
-            if not waiting.is_retry:
-                self.settle(waiting.tenant, waiting.tokens, 0)
-            self.leave(granted.result(), waiting.tenant, waiting.tokens)
-        elif waiting in self.shares[waiting.tenant].by_model.get(waiting.model, ()):
-            self._remove(waiting)
-            self.dispatch()
 
     # ---- what who gets nothing is told
 
@@ -297,7 +310,7 @@ class FairQueue:
 
     def _nobody(self, model: str) -> Refused:
         """429 where an upstream lives and asked for a pause, 503 where none can be had."""
-        at_ns, upstreams = now_ns(), self._router.of_model(model)
+        at_ns, upstreams = self._now_ns(), self._router.of_model(model)
         busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
         wait_s = self._router.soonest_s(busy or upstreams, at_ns)
         if busy:

@@ -20,6 +20,7 @@ from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.retry_budget import longest_pause_s
 from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.routing.turn import DifficultyTurn
@@ -33,7 +34,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 
 now_ns = time.monotonic_ns
-MAX_PAUSE_S = 2.0
 
 
 class Forwarding:
@@ -159,18 +159,18 @@ class Forwarding:
         return routed
 
     def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
-        """One that goes on with a stream is within `max_attempts`, and not counted by the budget of retries: an
-        upstream that dies has done its part of the work, and all its streams break off at once. Nor is one where the
-        path was not there: that is known afterwards."""
+        """A path that an upstream does not have is asked of another, and not counted by the budget of retries: that is
+        known afterwards."""
         gateway, at_ns = self._gateway, now_ns()
-        if num_attempts >= gateway.config.retries.max_attempts or not gateway.router.allowed(request.pool, at_ns):
+        if not gateway.router.may_ask(request.pool, at_ns):
             return False
-        if self._account.deadline_ns is not None and at_ns >= self._account.deadline_ns:
-            return False
-        if isinstance(failure, LacksEndpoint):
+        is_resumed, deadline_ns = isinstance(failure, Interrupted), self._account.deadline_ns
+        is_lacking = isinstance(failure, LacksEndpoint)
+        if is_lacking:
             allowed, lacking = gateway.router.allowed(request.pool, at_ns), self._without(request, at_ns)
-            return any(one.name not in lacking for one in allowed)
-        return isinstance(failure, Interrupted) or gateway.retry_budget.take(at_ns)
+            if all(one.name in lacking for one in allowed):
+                return False
+        return gateway.retry_budget.may_retry(num_attempts, at_ns, deadline_ns, is_free=is_resumed or is_lacking)
 
     def _without(self, request: ForwardedRequest, at_ns: int) -> list[str]:
         """Returns the upstreams that have been asked, or do not have the path."""
@@ -178,9 +178,8 @@ class Forwarding:
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
-        longest_s = self._gateway.config.retries.pause_s * 2 ** (num_attempts - 1)
         self._account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
-        await asyncio.sleep(random.uniform(0, min(longest_s, MAX_PAUSE_S)))
+        await asyncio.sleep(random.uniform(0, longest_pause_s(self._gateway.config.retries, num_attempts)))
 
     async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
         """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
@@ -216,7 +215,7 @@ class Forwarding:
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
         tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
-        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
+        routed = gateway.queue.place_now(tenant, request.pool, request.tokens, tried, prefix, is_charged=False)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):

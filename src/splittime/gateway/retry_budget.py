@@ -7,6 +7,7 @@ from collections import deque
 
 from splittime.gateway.config import RetryConfig
 
+MAX_PAUSE_S = 2.0
 PARTS = 60  # of a window; the oldest goes as a whole
 
 
@@ -23,6 +24,16 @@ class RetryBudget:
     def note_request(self, now_ns: int) -> None:
         self._part(now_ns)[1] += 1
         self._requests += 1
+
+    def may_retry(
+        self, num_attempts: int, now_ns: int, deadline_ns: int | None = None, *, is_free: bool = False
+    ) -> bool:
+        """Returns whether a request may have another attempt after so many, which is then counted. is_free: within
+        `max_attempts`, and not counted by the budget. So is one that goes on with a stream: an upstream that dies has
+        done its part of the work, and all its streams break off at once."""
+        if num_attempts >= self._config.max_attempts or (deadline_ns is not None and now_ns >= deadline_ns):
+            return False
+        return is_free or self.take(now_ns)
 
     def take(self, now_ns: int) -> bool:
         """Returns whether one more retry may be had, which is then counted."""
@@ -52,3 +63,8 @@ class RetryBudget:
         if not self._parts or self._parts[-1][0] != number:
             self._parts.append([number, 0, 0])
         return self._parts[-1]
+
+
+def longest_pause_s(config: RetryConfig, num_attempts: int) -> float:
+    """Returns the longest pause behind so many attempts."""
+    return min(config.pause_s * 2 ** (num_attempts - 1), MAX_PAUSE_S)

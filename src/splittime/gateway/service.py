@@ -27,7 +27,7 @@ from splittime.gateway.responses.held import HeldResponses
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.difficulty import DifficultyRouting
-from splittime.gateway.routing.measured import distance_stats
+from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import RoundTrips
@@ -204,6 +204,16 @@ class GatewayService:
         self.quota(tenant).check(time.monotonic_ns())
         self.budgets.check(tenant.name)
 
+    def is_open_to(self, tenant: Tenant) -> bool:
+        """Whether a request of this tenant is surely not refused for want of room: nobody waits, no limit is met."""
+        if self.is_draining or self.queue.requests:
+            return False
+        try:
+            self.require_allowance(tenant)
+        except Refused:
+            return False
+        return True
+
     def quota(self, tenant: Tenant) -> Quota:
         return self.quotas[tenant.name]
 
@@ -258,7 +268,7 @@ class GatewayService:
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
-            "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
+            "upstreams": [upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }
 
     # ---- the end
@@ -301,17 +311,3 @@ class GatewayService:
         if self.lint is not None:
             self.lint.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
-    breaker = upstream.breaker
-    return {
-        "name": name,
-        "requests": upstream.requests,
-        "tokens": upstream.tokens,
-        "limit": upstream.limit,
-        "is_open": breaker.is_open,
-        "is_busy": breaker.is_busy(at_ns),
-        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
-        **distance_stats(upstream, at_ns),
-    }

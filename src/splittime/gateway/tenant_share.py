@@ -1,20 +1,34 @@
 """What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams."""
 
-import asyncio
-import time
 from collections import deque
 from collections.abc import Collection
+from typing import Protocol
 
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import GrantRate
 from splittime.gateway.upstreams import Routed
 
-now_ns = time.monotonic_ns
+
+class Grant(Protocol):
+    """A future, or what does as one where nothing is awaited."""
+
+    def done(self) -> bool: ...
+
+    def cancelled(self) -> bool: ...
+
+    def exception(self) -> BaseException | None: ...
+
+    def result(self) -> Routed: ...
+
+    def set_result(self, result: Routed, /) -> None: ...
+
+    def set_exception(self, exception: BaseException, /) -> None: ...
 
 
 class QueuedRequest:
-    """One request in the queue. granted: who gets it, or why nobody does. tokens: prompt and answer, as estimated.
-    avoided: who is not to have it while another may. prefix: of its prompt, where that decides who gets it."""
+    """One request in the queue. tokens: prompt and answer, as estimated. prefix: of its prompt, where that decides who
+    gets it. granted: who gets it, or why nobody does. since_ns: when it came. avoided: who is not to have it while
+    another may: who was tried, and who lacks its path."""
 
     __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens")
 
@@ -24,13 +38,14 @@ class QueuedRequest:
         model: str,
         tokens: int,
         tried: Collection[str],
-        prefix: SeenPrefix | None = None,
+        prefix: SeenPrefix | None,
+        granted: Grant,
+        since_ns: int,
         lacking: Collection[str] = (),
     ) -> None:
         self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
         self.avoided = (*tried, *lacking)
-        self.is_retry, self.since_ns = bool(tried), now_ns()
-        self.granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+        self.is_retry, self.since_ns, self.granted = bool(tried), since_ns, granted
 
 
 class TenantShare:

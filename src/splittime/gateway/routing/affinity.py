@@ -48,7 +48,11 @@ class PrefixAffinity:
         if prompt is None:
             return UNREAD
         scope = msgspec.json.encode([tenant, prompt.salt.decode(), request.model, request.endpoint])
-        return self._table.see(scope, prompt.text)
+        return self.see(scope, prompt.text)
+
+    def see(self, scope: bytes, text: bytes) -> SeenPrefix | None:
+        """Returns the same of a prompt's text; scope: within which prompts are compared."""
+        return None if self._table is None else self._table.see(scope, text)
 
     def note_sent(self, prefix: SeenPrefix | None, upstream: str, decision: AffinityDecision | None) -> None:
         """The request goes there, and others of its beginning that come meanwhile may follow."""
@@ -66,6 +70,12 @@ class PrefixAffinity:
             self._table.forget(prefix.keys, upstream)
 
     # ---- the choice
+
+    def served(self, prefix: SeenPrefix | None) -> list[str]:
+        """Returns the upstreams that served more of a prompt than everybody's beginning."""
+        if self._table is None or prefix is None:
+            return []
+        return [name for name, depth in self._table.depths(prefix.keys).items() if depth > prefix.shared]
 
     def preferred(
         self, prefix: SeenPrefix | None, able: Sequence["Upstream"], free: Sequence["Upstream"]
