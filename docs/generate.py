@@ -20,6 +20,8 @@ from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
+from splittime.cluster.config import ClusterConfig, ReplicaConfig
+from splittime.cluster.scaling import ScaleSettings
 from splittime.core import errors
 from splittime.core.settings import Setting, settings_of
 from splittime.diagnose import doctor, finding
@@ -187,6 +189,22 @@ def gateway_page() -> str:
     )
 
 
+def cluster_page() -> str:
+    """Every key of `cluster.toml`, table by table."""
+    kinds = (("Of the file itself", ClusterConfig), ("`[replica]`", ReplicaConfig), ("`[scale]`", ScaleSettings))
+    tables = "".join(
+        f"\n## {title}\n\n{_first_paragraph(kind)}\n\n"
+        + _table(("key", "default", "range", "meaning"), [_key(one) for one in settings_of(kind)])
+        for title, kind in kinds
+    )
+    return (
+        "# The cluster's config\n\n`splittime up --config FILE` reads it at the start, and again when it is told to. A "
+        "key that is not here is an error. `[serve]` has the keys of [the settings](settings.md), `[gateway]` those of "
+        "[the gateway's config](gateway.md) but for its upstreams, `[canary]` those of its table of that name.\n"
+        + tables
+    )
+
+
 def _first_paragraph(kind: type[msgspec.Struct]) -> str:
     return (kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
 
@@ -310,6 +328,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "api.md": api_page,
     "gateway.md": gateway_page,
+    "cluster.md": cluster_page,
 }
 
 

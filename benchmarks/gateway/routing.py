@@ -10,7 +10,8 @@ the module. That is measured and not assumed; but it is a construction: both mod
 and how well n-grams tell easy pieces of code from hard ones says little about questions of people.
 
 A third of the prompts are the labels (modules that picked the models' checkpoints), the others are evaluated (modules
-that nobody has read). The target is what the large model alone reaches on the labels, less 2 points of a hundred.
+that nobody has read). The target is what the large model alone reaches on the labels at the least, less 2 points of a
+hundred. As many answers are escalated as the bound says: `at_most` is 1.
 
 * by_parameters: as `splittime gateway evaluate` finds it, where a token, of prompt and answer alike, costs as much as
   its model has parameters; by_price: where an answer of the large model costs 20 times as much as one of the small one
@@ -25,7 +26,6 @@ Worth and cost do not depend on the machine. All processes share its cores, so l
 import argparse
 import http.client
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -45,7 +45,8 @@ from benchmarks.report import file_result
 from benchmarks.server_process import served
 from splittime.gateway.config import DifficultyConfig, EscalateConfig
 from splittime.gateway.routing.evaluate import Costs, evaluate
-from splittime.gateway.routing.judge import ALWAYS_LARGE, DifficultyJudge, calibrated
+from splittime.gateway.routing.first_tokens import LEAST
+from splittime.gateway.routing.judge import DifficultyJudge, cheapest, lower_end, worth_of
 from splittime.gateway.routing.labels import LabelledPrompt, read_labels
 from splittime.ledger.derive import percentiles
 from splittime.stats.paired import means
@@ -135,7 +136,7 @@ def config(urls: dict[str, str], labels: Path, target: float, below: float) -> s
     told = "port = 0\n"
     for name, url in urls.items():
         told += f'[[upstream]]\nname = "{name}"\nurl = "{url}"\nmodels = ["{name}"]\nkind = "splittime"\n'
-    check = f"escalate = {{ below = {below}, tokens = {LOOKED_AT} }}\n"
+    check = f"escalate = {{ below = {below}, tokens = {LOOKED_AT}, at_most = 1.0 }}\n"
     by_labels = f'labels = "{labels}"\ntarget = {target}\n'
     for name, keys in (("text", by_labels), ("tokens", check), ("both", by_labels + check)):
         told += f'[[difficulty]]\nmodel = "{name}"\nsmall = "{SMALL}"\nlarge = "{LARGE}"\n{keys}'
@@ -235,12 +236,9 @@ def _cost(answer: Answer, found: dict[str, Any] | None, weights: dict[str, int])
 
 
 def bound_of(labels: Sequence[LabelledPrompt], target: float) -> float:
-    """Returns the log-probability below which the large model is asked, by the labels. The threshold is found among
-    probabilities, as scores are from 0 to 1."""
-    sure = np.array([math.exp(one.small_logprob or 0.0) for one in labels])
-    small, large = (np.array([float(getattr(one, name)) for one in labels]) for name in ("small_right", "large_right"))
-    threshold = calibrated(sure, small, large, target).threshold
-    return 0.0 if threshold == ALWAYS_LARGE else max(-100.0, math.log(threshold) if threshold else -100.0)
+    """Returns the log-probability below which the large model is asked, by the labels."""
+    logprobs = np.array([one.small_logprob or 0.0 for one in labels])
+    return cheapest(logprobs, worth_of(labels), target, [LEAST, *np.unique(logprobs).tolist(), 0.0]).threshold
 
 
 def weights_of(*models: str) -> dict[str, int]:
@@ -260,7 +258,8 @@ def measured(count: int, streamed: int, folder: Path) -> dict[str, Any]:
         labels, judged = told[: count // 3], told[count // 3 :]
         path = folder / "labels.jsonl"
         path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in labels))
-        target = statistics.mean(float(one.large_right or 0) for one in labels) - LESS
+        mean = statistics.mean(float(one.large_right or 0) for one in labels)
+        target = max(0.0, lower_end(mean, len(labels)) - LESS)
         below = bound_of(labels, target)
         with gateway(config(urls, path, target, below), folder) as url:
             address, some = url.removeprefix("http://"), prompts[count // 3 :][:streamed]

@@ -67,6 +67,7 @@ class Hostile:
         self.open = defaultdict(int)
         self.most_open = defaultdict(int)
         self.most_sent = 0  # bytes of `torrent`
+        self.kept = defaultdict(list)  # ids of responses by name
         self.hold = threading.Event()  # `held` answers when it is set
         self._port = port
         self._loop = asyncio.new_event_loop()
@@ -101,7 +102,7 @@ class Hostile:
                 self.open[name] += 1
                 self.most_open[name] = max(self.most_open[name], self.open[name])
                 try:
-                    if await getattr(self, f"do_{name}")(reader, writer, json.loads(body)):
+                    if await getattr(self, f"do_{name}")(reader, writer, {**json.loads(body or b"{}"), "line": first}):
                         break
                 finally:
                     self.open[name] -= 1
@@ -350,6 +351,93 @@ class Hostile:
             return await self._until_gone("scored", reader)
         writer.write(b"".join(chunk(event(each)) for each in (LAST, USAGE, b"[DONE]")) + b"0\r\n\r\n")
         return False
+
+    # ---- the other APIs
+
+    async def do_typed(self, reader, writer, body) -> bool:
+        """Answers at every path that a gateway passes on, and keeps its responses."""
+        method, path = body["line"].split(" ")[:2]
+        name, path = path.split("/")[1], "/" + path.split("/", 2)[2]
+        if path.startswith("/v1/responses/"):
+            return self._kept_response(writer, method, name, path.removeprefix("/v1/responses/"))
+        if path == "/v1/responses":
+            if body.get("previous_response_id") not in (None, *self.kept[name]):
+                writer.write(whole(400, {"error": {"message": "no such", "code": "previous_response_not_found"}}))
+                return False
+            body["told"] = response_id = f"resp_{name}_{len(self.asked[name])}"
+            self.kept[name].append(response_id)
+        if path in ("/v1/responses", "/v1/messages") and body.get("stream"):
+            return await self._typed_stream(reader, writer, path, body)
+        if path not in TYPED_WHOLE:
+            return await self.do_fine(reader, writer, body)
+        writer.write(whole(200, TYPED_WHOLE[path] | ({"id": body["told"]} if "told" in body else {})))
+        return False
+
+    do_typed2 = do_typed
+
+    def _kept_response(self, writer, method: str, name: str, rest: str) -> bool:
+        response_id = rest.removesuffix("/cancel")
+        if response_id not in self.kept[name]:
+            writer.write(whole(404, {"error": {"message": "no such response", "code": "not_found", "param": "id"}}))
+        elif rest.endswith("/cancel"):
+            writer.write(whole(400, {"error": {"message": "it is no background response", "code": "not_background"}}))
+        else:
+            if method == "DELETE":
+                self.kept[name].remove(response_id)
+            writer.write(whole(200, TYPED_WHOLE["/v1/responses"] | {"id": response_id}))
+        return False
+
+    async def _typed_stream(self, reader, writer, path, body) -> bool:
+        told = response_events(body["told"]) if path == "/v1/responses" else MESSAGE_EVENTS
+        writer.write(STREAM_HEAD)
+        for number, each in enumerate(told[: body.get("dies_after")]):
+            if number == body.get("stays_after"):
+                return await self._until_gone(body["line"].split("/")[1], reader)
+            writer.write(chunk(b"event: %b\n" % each["type"].encode() + event(each)))
+            await writer.drain()
+        if "dies_after" in body:
+            return True
+        writer.write(b"0\r\n\r\n")
+        return False
+
+    async def do_chatsonly(self, reader, writer, body) -> bool:
+        if "/v1/chat/" in body["line"]:
+            return await self.do_fine(reader, writer, body)
+        writer.write(whole(404, {"detail": "Not Found"}))
+        return False
+
+
+RESPONSE_USAGE = {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 3}
+MESSAGE_USAGE = {"input_tokens": 4, "cache_creation_input_tokens": 1, "cache_read_input_tokens": 2, "output_tokens": 3}
+COUNTED = {"prompt_tokens": 5, "total_tokens": 5}
+TYPED_WHOLE = {
+    "/v1/responses": {"object": "response", "status": "completed", "output": [], "usage": RESPONSE_USAGE},
+    "/v1/messages": {"id": "msg_1", "type": "message", "stop_reason": "tool_use", "usage": MESSAGE_USAGE},
+    "/v1/messages/count_tokens": {"input_tokens": 9},
+    "/v1/embeddings": {"object": "list", "data": [{"index": 0, "embedding": [0.5]}], "usage": COUNTED},
+    "/v1/rerank": {"results": [{"index": 0, "relevance_score": 0.5}], "usage": {"total_tokens": 6}},
+    "/v1/score": {"object": "list", "data": [{"index": 0, "score": 0.5}], "usage": COUNTED},
+}
+
+
+def response_events(response_id: str) -> list[dict]:
+    """Names of fields in the order of vLLM's: the type comes last."""
+    delta = {"item_id": "m", "output_index": 0, "delta": "tick", "type": "response.output_text.delta"}
+    last = TYPED_WHOLE["/v1/responses"] | {"id": response_id, "status": "incomplete"}
+    last |= {"incomplete_details": {"reason": "max_output_tokens"}}
+    begun = {"response": {"id": response_id, "status": "in_progress"}, "type": "response.created"}
+    return [begun, delta, delta, delta, {"response": last, "type": "response.incomplete"}]
+
+
+MESSAGE_EVENTS = [
+    {"type": "message_start", "message": {"id": "msg_1", "usage": MESSAGE_USAGE | {"output_tokens": 1}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "ping"},
+    *({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "tick"}} for _ in range(3)),
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": {"input_tokens": 0, "output_tokens": 3}},
+    {"type": "message_stop"},
+]
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ def refused(text: str) -> ConfigError:
 def test_the_least_is_taken():
     config = config_of(tomllib.loads(UPSTREAM))
     assert (config.host, config.port, config.upstream[0].kind) == ("127.0.0.1", 8100, "openai")
-    assert secrets_of(config, {}) == ({}, (), {})
+    assert secrets_of(config, {}) == ({}, (), {}, {})
 
 
 @pytest.mark.parametrize(
     ("text", "param", "value", "limit"),
     [
-        (UPSTREAM + "max_in_flight = 0\n", "upstream[0].max_in_flight", 0, [1, 65536]),
+        (UPSTREAM + "max_in_flight = -1\n", "upstream[0].max_in_flight", -1, [0, 65536]),
         (UPSTREAM + 'kind = "vllm"\n', "upstream[0].kind", None, None),
         ("port = 70000\n" + UPSTREAM, "port", 70000, [0, 65535]),
         (UPSTREAM + "[queue]\nmax_wait_s = 0\n", "queue.max_wait_s", 0, [0.001, 86400]),

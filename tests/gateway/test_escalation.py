@@ -9,6 +9,10 @@ import uuid
 
 import pytest
 
+from splittime.core.errors import ConfigError
+from splittime.gateway.config import DifficultyConfig, EscalateConfig, GatewayConfig
+from splittime.gateway.routing.bounds import bounds_of
+from splittime.gateway.routing.escalated import Escalations
 from splittime.gateway.routing.first_tokens import why_not_looked_at, without_logprobs
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
@@ -22,9 +26,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SURE, UNSURE = [-0.1] * 6, [-0.1, -0.1, -3.0, -3.0, -0.1, -0.1]  # the first four decide
 
 
-def route(name: str, large: str, small: str = "little", below: float = -1.0) -> str:
+def route(name: str, large: str, small: str = "little", below: float = -1.0, at_most: float = 1.0) -> str:
     told = f'[[difficulty]]\nmodel = "{name}"\nsmall = "{small}"\nlarge = "{large}"\n'
-    return f"{told}escalate = {{ below = {below}, tokens = 4 }}\n"
+    return f"{told}escalate = {{ below = {below}, tokens = 4, at_most = {at_most} }}\n"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,12 @@ def graded(hostile, tmp_path_factory):
     """`auto` has the hostile server's `scored` as its small model; the large one of `full` has one place."""
     text = "[breaker]\nfailures = 1000\n[retries]\nspare = 1000\npause_s = 0.01\n"
     text += "".join(f'[[cache_route]]\nmodel = "{name}"\n' for name in ("auto", "full"))
-    text += route("auto", "big") + route("full", "kept") + upstream("little", hostile.url("scored"), resume=True)
+    text += (
+        route("auto", "big")
+        + route("full", "kept")
+        + route("half", "big", at_most=0.5)
+        + upstream("little", hostile.url("scored"), resume=True)
+    )
     text += upstream("big", hostile.url("fine")) + upstream("kept", hostile.url("keeping"), max_in_flight=1)
     with gateway_of(tmp_path_factory.mktemp("graded"), text) as gateway:
         yield gateway
@@ -211,6 +220,7 @@ def test_an_unsure_answer_is_given_where_the_large_model_has_no_place(graded, ho
         assert who(headers) == ("little", "choice=small; check=unsure_kept")
         assert headers["x-cache"] == "miss"
         assert ends(account) == [("little", "")]
+        assert account.attempts[0].first_tokens.why == "no_place"
         assert b"small" in answer
     connection.close()
 
@@ -286,3 +296,113 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
+
+
+# ---- how many
+
+
+def test_no_more_than_a_share_of_the_latest_answers_is_asked_anew(graded):
+    """Of the first ten half, however unsure they are; sure ones between make room again."""
+    before = counted(graded)
+    found = [ask(graded, "half", sure=UNSURE)[3].attempts[0].first_tokens for _ in range(12)]
+    verdicts = [one.verdict for one in found]
+    assert verdicts == ["unsure"] * 5 + ["unsure_kept"] * 6 + ["unsure"]
+    assert {one.why for one in found if one.verdict == "unsure_kept"} == {"share"}
+    for _ in range(2):
+        ask(graded, "half", sure=SURE)
+    assert ask(graded, "half", sure=UNSURE)[3].attempts[0].first_tokens.verdict == "unsure"
+    told = graded.get("/stats")["difficulty"]["half"]["first_tokens"]
+    assert told == {"below": -1.0, "judged": 15, "asked_anew": 7}
+    assert counted(graded) - before == 6
+
+
+def counted(gateway) -> float:
+    with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=30) as response:
+        found = re.findall(
+            r'first_tokens_total\{upstream="little",verdict="unsure_kept",why="share"\} (\S+)', response.read().decode()
+        )
+    return float(found[0]) if found else 0.0
+
+
+def test_the_share_is_that_of_the_latest():
+    route = Escalations(EscalateConfig(below=-1.0, at_most=0.2), -1.0)
+    for _ in range(200):
+        route.note(is_anew=False)
+    for number in range(100):
+        assert route.has_room is (number < 20)
+        route.note(is_anew=route.has_room)
+    assert route.has_room  # the first of the twenty would be too old then
+    never, always = (Escalations(EscalateConfig(below=-1.0, at_most=most), -1.0) for most in (0.0, 1.0))
+    for _ in range(120):
+        assert (never.has_room, always.has_room) == (False, True)
+        always.note(is_anew=True)
+
+
+def test_an_unsure_answer_is_given_where_the_large_one_would_be_too_late(hostile, tmp_path):
+    """Its upstream holds back what it has, so that a first byte is not to be expected before the deadline."""
+    text = route("auto", "big") + upstream("little", hostile.url("scored"))
+    text += upstream("big", hostile.url("keeping"), "big", "kept")
+    with gateway_of(tmp_path, text) as gateway:
+        ask(gateway, "big", stream=True, then="late")  # 0.15 s each, as far as it is known
+        _, connection = send(gateway, "kept", stream=True, max_tokens=4000)
+        until(lambda: (gateway.get("/stats")["upstreams"][1]["expected_wait_ns"] or 0) > 10e9)
+        body = {"sure": UNSURE, "stream": True}
+        _, headers, _, account = ask(gateway, headers={"x-request-deadline-ms": "9000"}, **body)
+        assert who(headers) == ("little", "choice=small; check=unsure_kept")
+        assert account.attempts[0].first_tokens.why == "deadline"
+        assert who(ask(gateway, **body)[1]) == ("big", "choice=small; check=unsure")
+        connection.close()
+
+
+# ---- a bound from labels
+
+
+def labelled(path, small_right, logprob=lambda is_right: -0.2 if is_right else -2.0, **more):
+    told = [
+        {"prompt": f"p{at}", "small_right": one, "small_logprob": logprob(one), **more}
+        for at, one in enumerate(small_right)
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in told))
+    return path
+
+
+def bound(path, target=0.9, at_most=0.5):
+    escalate = EscalateConfig(labels=str(path), at_most=at_most)
+    route = DifficultyConfig(model="auto", small="s", large="l", target=target, escalate=escalate)
+    return bounds_of(GatewayConfig(upstream=(), difficulty=(route,)))["auto"]
+
+
+def test_the_bound_is_the_lowest_that_reaches_the_target(tmp_path):
+    path = labelled(tmp_path / "l", [True] * 150 + [False] * 50, large_right=True)
+    found = bound(path)
+    assert (found.threshold, found.share_small, found.quality, found.prompts) == (-0.2, 0.75, 1.0, 200)
+    assert found.quality_low == pytest.approx(0.98665, abs=1e-4)
+    assert bound(path, target=0.6).threshold == -100.0  # the small one alone is worth 0.75, and 0.69 at the least
+    with pytest.raises(
+        ConfigError, match=r"difficulty\[0\].target 0.9 is not reached with 20% of the answers asked anew"
+    ):
+        bound(path, at_most=0.2)
+    with pytest.raises(ConfigError, match=r"difficulty\[0\].target 0.99 is not reached"):
+        bound(path, target=0.99)  # all are right, of 200
+
+
+def test_labels_without_log_probabilities_are_refused(tmp_path):
+    for path in (
+        labelled(tmp_path / "l", [True] * 60, lambda _: None),
+        labelled(tmp_path / "k", [True] * 60, lambda _: 1.0),
+    ):
+        with pytest.raises(ConfigError, match=r"difficulty\[0\].escalate.labels: a line has no small_logprob"):
+            bound(path)
+
+
+def test_a_gateway_goes_by_the_bound_of_its_labels(hostile, tmp_path):
+    labelled(tmp_path / "labels.jsonl", [True] * 150 + [False] * 50)
+    text = '[[difficulty]]\nmodel = "auto"\nsmall = "little"\nlarge = "big"\ntarget = 0.9\n'
+    text += 'escalate = { labels = "labels.jsonl", tokens = 4 }\n'
+    text += upstream("little", hostile.url("scored")) + upstream("big", hostile.url("fine"))
+    with gateway_of(tmp_path, text) as gateway:
+        assert who(ask(gateway, sure=[-0.1] * 4)[1])[0] == "little"
+        _, headers, _, account = ask(gateway, sure=[-0.3] * 4)
+        assert (who(headers)[0], account.attempts[0].first_tokens.below) == ("big", -0.2)
+        told = gateway.get("/stats")["difficulty"]["auto"]["first_tokens"]
+        assert (told["below"], told["expected"]["prompts"]) == (-0.2, 200)

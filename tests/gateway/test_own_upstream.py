@@ -6,6 +6,8 @@ import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
+import openai
 import pytest
 from openai import OpenAI
 
@@ -139,3 +141,38 @@ def told_by(answer: bytes, stream: bool) -> tuple[str, list, set]:
     text = "".join(one.get("content") or "" for one in piece)
     ended = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     return text, ended, {choice["logprobs"] for choice in choices}
+
+
+def test_real_clients_of_the_other_apis_and_their_accounts(own):
+    client = OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0)
+    first = client.responses.create(model="splittime-code", input="def f(", max_output_tokens=4)
+    assert client.responses.retrieve(first.id).id == first.id
+    asked = {"model": "splittime-code", "input": "x", "max_output_tokens": 4}
+    *_, end = client.responses.create(**asked, previous_response_id=first.id, stream=True)
+    last = end.response
+    assert last.previous_response_id == first.id
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    for response in (first, last):
+        account = account_from_json(own.account(response.id))
+        account.verify()
+        assert account.attempts[0].nested_fault == ""
+        assert (account.prompt_tokens, account.output_tokens) == (
+            response.usage.input_tokens,
+            response.usage.output_tokens,
+        )
+    anthropics = anthropic.Anthropic(base_url=own.url, api_key="none", max_retries=0)
+    asked = {"model": "splittime-code", "messages": [{"role": "user", "content": "def f("}]}
+    with anthropics.messages.stream(**asked, max_tokens=4) as stream:
+        message = stream.get_final_message()
+    counted = anthropics.messages.count_tokens(**asked)
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    account = own.account(message.id)
+    assert (account["prompt_tokens"], account["output_tokens"]) == (counted.input_tokens, 4)
+    with pytest.raises(anthropic.NotFoundError):
+        anthropics.messages.create(**{**asked, "model": "none"}, max_tokens=4)
+    vectors = client.embeddings.create(model="splittime-code", input=["a b", "c"])
+    account = account_from_json(own.account(vectors.model_extra["id"]))
+    assert (account.prompt_tokens, account.attempts[0].nested_fault) == (vectors.usage.prompt_tokens, "")

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
 from splittime.core.errors import ConfigError
+from splittime.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from splittime.gateway.config import DifficultyConfig, GatewayConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = f"""\b
 Examples:
   splittime gateway evaluate gateway.toml judged.jsonl
+  splittime gateway evaluate gateway.toml judged.jsonl --html curves.html
   splittime gateway evaluate gateway.toml judged.jsonl --large-cost 10 --json
 
 {EXIT_CODES}"""
@@ -38,10 +40,13 @@ def evaluate(
     large_cost: Annotated[
         float, typer.Option("--large-cost", metavar="X", min=0, help="Of a request, if the data have none.")
     ] = 1.0,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw the curves, as a page.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Say what a [[difficulty]] costs and is worth on judged prompts, beside always-small, always-large and chance."""
+    from splittime.cli.evaluation_page import render_evaluation
     from splittime.gateway.config_file import read_config
+    from splittime.gateway.routing.bounds import bounds_of
     from splittime.gateway.routing.evaluate import Costs
     from splittime.gateway.routing.evaluate import evaluate as evaluated
     from splittime.gateway.routing.judge import judges_of
@@ -51,8 +56,10 @@ def evaluate(
     told = read_config(config)
     route = _route(told, model)
     prompts = read_labels(data, "DATA").prompts
-    judge = judges_of(told).get(route.model)
-    found = evaluated(route, judge, prompts, Costs(small_cost, large_cost), means)
+    judge, bound = judges_of(told).get(route.model), bounds_of(told).get(route.model)
+    found = evaluated(route, judge, prompts, Costs(small_cost, large_cost), means, bound)
+    if html is not None:
+        write_whole(html, render_evaluation(found).encode(), param="html")
     if json:
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
         return
@@ -84,12 +91,28 @@ def _tell(found: "Evaluation") -> None:
     _add_curve(table, "text", found.by_text, found.chosen)
     _add_curve(table, "tokens", found.by_first_tokens, found.chosen_check)
     wide().print(table)
+    _tell_chosen(found)
     if found.by_text and found.by_first_tokens:
         print(EACH_IS_CHECKED)
     if found.misroutes is not None:
         wrong = found.misroutes
         print(f"large for nothing: {_share(wrong.wasted)} of requests, {_figure(wrong.wasted_cost)} a request")
         print(f"small, and worse: {_share(wrong.lost)} of requests, {_figure(wrong.lost_worth)} of worth a request")
+
+
+def _tell_chosen(found: "Evaluation") -> None:
+    """What a threshold was chosen for, and what the bound on escalations makes of the one by tokens."""
+    for name, expected in (("text", found.expected), ("tokens", found.expected_check)):
+        if expected is not None:
+            low, mean = f"{expected.quality_low:.3f}", f"{expected.quality:.3f}"
+            print(
+                f"by {name}, {expected.prompts} labels promise a worth of {low} at the least (95 %), {mean} on the mean"
+            )
+    check, most = found.chosen_check, found.at_most
+    if check is not None and most is not None and 1 - check.share_small > most:
+        print(
+            f"by tokens {1 - check.share_small:.0%} would be asked anew, and at_most lets {most:.0%}: the rest is kept"
+        )
 
 
 def _add_curve(table: Table, name: str, points: "tuple[CurvePoint, ...]", chosen: "CurvePoint | None") -> None:

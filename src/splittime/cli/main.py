@@ -22,6 +22,7 @@ from splittime.cli import (
     serve,
     simulate,
     tune,
+    up,
 )
 from splittime.cli.config import app as config_app
 from splittime.cli.panels import GroupedCommand
@@ -43,6 +44,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (incident.incident, incident.EXAMPLES, "Put an incident into one file, without prompts and secrets."),
     (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
     (attach.attach, attach.EXAMPLES, "Start vLLM's own server with these books."),
+    (up.up, up.EXAMPLES, "Start replicas that are scaled by their load, behind gateways."),
     (calibrate.calibrate, calibrate.EXAMPLES, "Measure what a server's steps take, for plans."),
     (plan.plan, plan.EXAMPLES, "Say how many servers a load needs, and what they cost."),
     (fleet.fleet, fleet.EXAMPLES, "Say what many servers behind the gateway would do, on paper."),

@@ -105,4 +105,5 @@ def _first_words(found: FirstTokens) -> str:
     """Returns what the first tokens of a small model's answer said."""
     mean = "" if found.mean_logprob is None else f", mean log-probability {found.mean_logprob:.3f}"
     held = f"held back {in_ms(found.held_ns)} ms"
-    return f"first tokens: {found.verdict}{mean}; {held}"
+    why = f" ({found.why})" if found.why else ""
+    return f"first tokens: {found.verdict}{why}{mean}; {held}"

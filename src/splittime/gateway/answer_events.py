@@ -34,7 +34,10 @@ class ToldTiming(msgspec.Struct):
 
 
 class TimedAnswer(msgspec.Struct):
+    """response: of the Responses API, in an event that has it."""
+
     timing: ToldTiming | None = None
+    response: "TimedAnswer | None" = None
 
 
 class NestedAccount(msgspec.Struct, frozen=True):
@@ -88,25 +91,31 @@ class WholeEvents:
 
 
 class AnswerEvents:
-    """One answer, as it is read."""
+    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer. answer_id: by
+    which the upstream keeps it; "" where it does not."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
         self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
         self._reader: AnswerReader | None = None
-        self.num_events = 0
+        self.num_events = self.num_pieces = 0
+        self.answer_id = ""
         self.is_done = False
         self.error: str | None = None  # told inside the stream
 
     def feed(self, piece: bytes) -> None:
         for data in self._lines.feed(piece):
-            if data == DONE:
-                self.is_done = True
-                continue
-            self.num_events += 1
-            self._latest.append(data)
-            if data.startswith(ERROR_BEGINS):
-                self.error = self.error or body_text(data)
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        if data == DONE:
+            self.is_done = True
+            return
+        self.num_events += 1
+        self.num_pieces += 1
+        self._latest.append(data)
+        if data.startswith(ERROR_BEGINS):
+            self.error = self.error or body_text(data)
 
     def take_whole(self, body: bytes) -> None:
         """An answer that is no stream."""
@@ -133,7 +142,8 @@ class AnswerEvents:
 
 def _nested(data: bytes) -> NestedAccount:
     try:
-        timing = msgspec.json.decode(data, type=TimedAnswer).timing
+        told = msgspec.json.decode(data, type=TimedAnswer)
+        timing = (told.response or told).timing
         if timing is None:
             return NestedAccount(fault="the answer told no timing")
         stages = tuple(_stage(told) for told in timing.stages)

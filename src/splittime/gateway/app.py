@@ -16,9 +16,11 @@ from splittime.gateway import routes_hops
 from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
+from splittime.gateway.endpoints import ENDPOINTS, RESPONSES
 from splittime.gateway.lint import paths as lint_paths
 from splittime.gateway.page import paths as page_paths
 from splittime.gateway.page.files import page
+from splittime.gateway.responses import paths as response_paths
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions import paths as version_paths
 from splittime.gateway.versions.canary import CompareArms
@@ -31,7 +33,6 @@ from splittime.web.page_files import PREFIX
 from splittime.web.paths import Handler, PathTable
 from splittime.web.tenants import tenant_of
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ALIVE = {"status": "ok"}
 
 
@@ -40,12 +41,17 @@ def _arm(gateway: GatewayService, scope: http.Scope) -> GatewayService:
     return gateway if gateway.versions is None else gateway.versions.arm_of(tenant_of(scope))
 
 
-async def chat(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await GatewayVisit(_arm(gateway, scope), CHAT, scope, receive, send).serve()
+async def visit(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    await GatewayVisit(_arm(gateway, scope), scope["path"], scope, receive, send).serve()
 
 
-async def complete(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await GatewayVisit(_arm(gateway, scope), COMPLETIONS, scope, receive, send).serve()
+def _in_arm(handler: Handler) -> Handler:
+    """Returns the handler, given the version that its request comes in by."""
+
+    async def handle(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+        await handler(_arm(gateway, scope), scope, receive, send)
+
+    return handle
 
 
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -126,8 +132,10 @@ async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.
 
 
 PATHS: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", CHAT, chat),
-    ("POST", COMPLETIONS, complete),
+    *(("POST", path, visit) for path in ENDPOINTS),
+    ("GET", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.retrieve)),
+    ("DELETE", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.delete)),
+    ("POST", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.cancel)),
     ("POST", cache_paths.PURGE, cache_paths.purge),
     ("POST", cache_paths.WRONG, cache_paths.wrong),
     ("GET", "/", index),
@@ -151,8 +159,6 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
 )
 HINTS = {
-    "/v1/embeddings": "not passed on: chats and completions are",
-    "/v1/responses": "not passed on: POST /v1/chat/completions answers a conversation",
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",
     "/models": "the base URL of an OpenAI client ends with /v1",
@@ -181,12 +187,14 @@ class GatewayApp:
         """The answer to a request whose head is known, where that is enough to tell it; else None."""
         if scope["path"] == "/health" and scope["method"] == "GET":
             return self._edge.at_once(scope, lambda _: http.json_at_once(ALIVE))
-        if scope["path"] in (CHAT, COMPLETIONS) and scope["method"] == "POST":
+        if scope["path"] in ENDPOINTS and scope["method"] == "POST":
             return self._edge.at_once(scope, self._refuse_at_once)
         return None
 
     def _refuse_at_once(self, scope: http.Scope) -> http.AtOnce | None:
-        return GatewayVisit(self._versions.arm_of(tenant_of(scope)), scope["path"], scope).refuse_at_once()
+        tenant = tenant_of(scope)
+        arm = self._versions.arm_of(tenant)
+        return None if arm.is_open_to(tenant) else GatewayVisit(arm, scope["path"], scope).refuse_at_once()
 
 
 async def run(

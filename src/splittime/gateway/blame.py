@@ -3,7 +3,7 @@
 import time
 
 from splittime.gateway.breaker import Breaker
-from splittime.gateway.failures import BrokenStream, UpstreamFailure
+from splittime.gateway.failures import BrokenStream, LacksEndpoint, UpstreamFailure
 from splittime.web import http
 
 
@@ -11,6 +11,8 @@ def blame(breaker: Breaker, failure: UpstreamFailure | BrokenStream, *, is_own: 
     """Tell the breaker. is_own: the failure may be this process's own."""
     if failure.is_fault and not is_own:
         breaker.note_failure(time.monotonic_ns())
+    elif isinstance(failure, LacksEndpoint):
+        breaker.note_success()
     elif isinstance(failure, UpstreamFailure) and failure.answer is not None:
         breaker.note_busy(time.monotonic_ns(), _retry_after_s(failure.answer.headers))
     else:

@@ -11,7 +11,7 @@ from splittime.core.settings import Doc
 
 NAME = r"^[A-Za-z0-9._:-]{1,64}$"
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses", "messages", "count_tokens", "embeddings", "rerank", "score"]
 Kind = Literal["openai", "splittime"]
 
 
@@ -81,8 +81,14 @@ class EscalateConfig(Strictly, frozen=True, kw_only=True):
     """`escalate` of a `[[difficulty]]`: nothing of the small model's answer is given before its first tokens have been
     looked at; where it seems unsure, the large one is asked in its place."""
 
-    below: Annotated[float, Doc("The mean log-probability below which the large one is asked.", -100, 0)]
+    below: Annotated[
+        float | None, Doc("The mean log-probability below which the large one is asked; or labels.", -100, 0)
+    ] = None
+    labels: Annotated[
+        str | None, Doc("JSONL file of prompts with small_logprob, from which below is found for the target.")
+    ] = None
     tokens: Annotated[int, Doc("Of how many first tokens; of all of a shorter answer.", 1, 256)] = 16
+    at_most: Annotated[float, Doc("Of the latest 100 answers, the share that is asked anew at the most.", 0, 1)] = 0.5
 
 
 class DifficultyConfig(Strictly, frozen=True, kw_only=True):
@@ -94,7 +100,7 @@ class DifficultyConfig(Strictly, frozen=True, kw_only=True):
     labels: Annotated[
         str | None, Doc("JSONL file of prompts and what the small one's answers were worth; default: all go to it.")
     ] = None
-    target: Annotated[float, Doc("The worth of answers that is to be expected, at the least.", 0, 1)] = 0.95
+    target: Annotated[float, Doc("The worth of answers to be expected: its interval's lower end.", 0, 1)] = 0.95
     neighbours: Annotated[int, Doc("How many of the file's prompts, the most alike, decide.", 1, 1000)] = 16
     escalate: EscalateConfig | None = None
 

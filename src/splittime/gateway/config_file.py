@@ -39,8 +39,9 @@ from splittime.gateway.config import (
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
+from splittime.gateway.routing.bounds import bounds_of
 from splittime.gateway.routing.check import check_routing
-from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge, judges_of
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
@@ -72,7 +73,7 @@ NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "cors_origins": "pages of other origins are not let in",
-    "embeddings": "only chats and completions are passed on; [embedder] names who makes vectors for the cache",
+    "embeddings": "requests for them are passed on as others are; [embedder] names who makes vectors for the cache",
     "health_check": "upstreams are not probed; requests and the breaker tell",
     "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
@@ -91,12 +92,13 @@ _INDEX = re.compile(r"\[[^\]]*\]")  # of a table among others
 
 
 class Secrets(NamedTuple):
-    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges:
-    made of files of labels, by the model of their `[[difficulty]]`."""
+    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges,
+    bounds: made of files of labels, by the model of their `[[difficulty]]`."""
 
     upstream_keys: dict[str, str]
     holders: tuple[tuple[bytes, Tenant], ...]
     judges: Mapping[str, DifficultyJudge] = {}
+    bounds: Mapping[str, ChosenThreshold] = {}
 
 
 def read_config(path: Path) -> GatewayConfig:
@@ -153,7 +155,7 @@ def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = No
     if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
         keys[TRACING] = key
     holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
-    return Secrets(keys, tuple(holders), judges_of(config))
+    return Secrets(keys, tuple(holders), judges_of(config), bounds_of(config))
 
 
 # ---- what is refused
@@ -191,19 +193,19 @@ def _struct_of(path: str) -> type[msgspec.Struct]:
 def _check_bounds(config: GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
-    _check_table("", config)
+    check_table("", config)
     for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "canary", "audit"):
         if getattr(config, name) is not None:
-            _check_table(name, getattr(config, name))
+            check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
-            _check_table(f"{name}[{number}]", table)
+            check_table(f"{name}[{number}]", table)
     for number, route in enumerate(config.difficulty):
         if route.escalate is not None:
-            _check_table(f"difficulty[{number}].escalate", route.escalate)
+            check_table(f"difficulty[{number}].escalate", route.escalate)
 
 
-def _check_table(path: str, table: msgspec.Struct) -> None:
+def check_table(path: str, table: msgspec.Struct) -> None:
     """As `core.settings.check`, with the table's name before the key's."""
     try:
         check(table)

@@ -38,6 +38,10 @@ class Interrupted(UpstreamFailure):
     """The stream broke off, and the client has seen its beginning alone; another upstream may go on with it."""
 
 
+class LacksEndpoint(UpstreamFailure):
+    """The upstream does not have the path that was asked for; it is as good as ever for others."""
+
+
 class BrokenStream(Exception):
     """The answer ended before its end, after the client had the beginning; it has been told. is_fault: as above."""
 

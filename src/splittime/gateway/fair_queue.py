@@ -63,22 +63,24 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
+        lacking: Collection[str] = (),
         prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
         """Returns who gets the request, with its place there taken: `leave` gives it back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. prefix: of its
-        prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the sooner it is refused by chance.
-        on_wait: called if nobody has room for it now.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
+        do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
+        sooner it is refused by chance. on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
-        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns())
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns(), lacking)
         self.line_up(waiting, until_ns=until_ns, draw=draw)
-        if not granted.done():
-            on_wait()
+        if granted.done():
+            return granted.result()
+        on_wait()
         try:
             async with asyncio.timeout(max(0.0, (until_ns - self._now_ns()) / 1e9)):
                 return await granted
@@ -111,17 +113,23 @@ class FairQueue:
     def too_late(self, tenant: str) -> Refused:
         return self._refused(QUEUE_TIMEOUT, "it waited for as long as it may", tenant)
 
-    def place_at_another(
-        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+    def place_now(
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        tried: Collection[str] = (),
+        prefix: SeenPrefix | None = None,
+        *,
+        is_charged: bool,
     ) -> Routed | None:
-        """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
-        tokens are charged for it. Whoever waits comes first."""
+        """Returns a place, where it has not been sent, for a request that waits for none; None if nobody has room.
+        Whoever waits comes first. is_charged: not the second place of a request that has one."""
         self.dispatch()
         routed = self._router.choose(model, self._now_ns(), tried, prefix)
         if routed is None or routed.upstream.name in tried:
             return None
-        routed.upstream.enter(tokens)
-        self._share(tenant).in_flight += 1
+        self._take(self._share(tenant), routed, tokens, is_charged=is_charged)
         return routed
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
@@ -193,7 +201,7 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.tried):
+        if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided):
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -251,7 +259,7 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self._router.choose(model, at_ns, waiting.tried, waiting.prefix)
+            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
@@ -262,14 +270,17 @@ class FairQueue:
 
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
-        routed.upstream.enter(waiting.tokens)
-        share.in_flight += 1
         self._least = share.least_counter
         share.rate.note(waiting.tokens, self._now_ns(), has_more=share.requests > 0)
-        if not waiting.is_retry:
-            share.counter += waiting.tokens / share.weight
-            share.unsettled += waiting.tokens
+        self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
+
+    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool) -> None:
+        routed.upstream.enter(tokens)
+        share.in_flight += 1
+        if is_charged:
+            share.counter += tokens / share.weight
+            share.unsettled += tokens
 
     def _refuse(self, waiting: QueuedRequest, error: Refused) -> None:
         self._remove(waiting)

@@ -17,9 +17,15 @@ import numpy as np
 
 from splittime.api.decode import decode_once
 from splittime.core.errors import RequestError
+from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
 from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
+NULL = b"null"
+NOT_PASSED_ON = {  # fields of responses
+    "background": "nobody would wait for it: it would have no place in the queue, and no end in an account",
+    "conversation": "an upstream keeps it, and the gateway does not know which one, nor whose it is",
+}
 MAX_ANSWERS = 1024  # of one request, for the estimate
 MOST_TOKENS = 2**31  # likewise: a client may write any number, and sums of these are kept as floats
 
@@ -31,13 +37,18 @@ class ForwardedBody(msgspec.Struct):
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     n: int | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    conversation: msgspec.Raw = msgspec.Raw(NULL)
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be passed on. prompt_tokens, output_tokens: estimates, the second of the most there may be.
     model_at, model_bytes: where the model's name lies in the body, and how long it is there.
-    decision, pool: what the rules said, and whose line it waits in (`routing.policy`)."""
+    decision, pool: what the rules said, and whose line it waits in (`routing.policy`). previous_id: of the response
+    that it goes on from; "" for none."""
 
     path: str
     model: str
@@ -49,10 +60,21 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     decision: RouteDecision | None = None
     pool: str = ""
+    previous_id: str = ""
 
     @property
     def endpoint(self) -> str:
-        return "chat" if self.path.endswith("chat/completions") else "completions"
+        return ENDPOINTS[self.path].name
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether it is a chat or a completion."""
+        return self.path in WITH_CHOICES
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its answer is written by a model, token by token."""
+        return bool(ENDPOINTS[self.path].most)
 
     @property
     def tokens(self) -> int:
@@ -68,18 +90,37 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         raise RequestError(f"the body: {error}", code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    most = told.max_completion_tokens if told.max_completion_tokens is not None else told.max_tokens
-    answers = min(max(told.n or 1, 1), MAX_ANSWERS)
+    if path == RESPONSES:
+        _refuse_not_passed_on(told)
     return ForwardedRequest(
         path=path,
         model=model,
         model_at=_address(told.model) - _address(body),
         model_bytes=len(memoryview(told.model)),
-        is_stream=bool(told.stream),
+        is_stream=bool(told.stream and ENDPOINTS[path].most),
         body=body,
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
-        output_tokens=min(MOST_TOKENS, answers * max(assumed_max_tokens if most is None else most, 0)),
+        output_tokens=_most_output(path, told, assumed_max_tokens),
+        previous_id=(told.previous_response_id or "") if path == RESPONSES else "",
     )
+
+
+def _most_output(path: str, told: ForwardedBody, assumed: int) -> int:
+    """Returns the most tokens that the answer may have, or those that one is taken to have."""
+    names = ENDPOINTS[path].most
+    if not names:
+        return 0
+    most = next((one for name in names if (one := getattr(told, name)) is not None), assumed)
+    answers = min(max(told.n or 1, 1), MAX_ANSWERS) if path in WITH_CHOICES else 1
+    return min(MOST_TOKENS, answers * max(most, 0))
+
+
+def _refuse_not_passed_on(told: ForwardedBody) -> None:
+    """Raises `RequestError` for a field of a response that could not be kept to."""
+    given = {"background": bool(told.background), "conversation": bytes(told.conversation) != NULL}
+    for name in (name for name, is_given in given.items() if is_given):
+        message, hint = f"{name}: not passed on: {NOT_PASSED_ON[name]}", "leave it out; previous_response_id goes on"
+        raise RequestError(message, code="unsupported_field", param=name, hint=hint)
 
 
 def with_model(request: ForwardedRequest, model: str) -> ForwardedRequest:

@@ -13,11 +13,12 @@ from functools import partial
 
 from splittime.core.errors import DeadlineExceeded, Overloaded, Refused
 from splittime.gateway.degrade.lesser import MarkedAnswer
-from splittime.gateway.failures import Interrupted, UpstreamFailure
+from splittime.gateway.failures import Interrupted, LacksEndpoint, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Deadline, Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.resume.resumption import Resumption
 from splittime.gateway.retry_budget import longest_pause_s
 from splittime.gateway.routing.escalation import AskedAnew
@@ -61,7 +62,7 @@ class Forwarding:
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
-        self._difficulty = DifficultyTurn(gateway, account)
+        self._turn = DifficultyTurn(gateway, account, tenant)
         self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
@@ -70,21 +71,21 @@ class Forwarding:
     async def run(self, request: ForwardedRequest) -> None:
         """Raises what the client must be told where no attempt was answered."""
         self._gateway.retry_budget.note_request(now_ns())
-        if self._gateway.lint is not None:
+        if self._gateway.lint is not None and request.is_written:
             self._gateway.lint.note(request)
-        request = await self._difficulty.begin(request)
+        request = await self._turn.begin(request)
         while True:
             try:
                 return await self._until_answered(request)
             except AskedAnew:
-                request = self._anew(request)
+                request = self._begin_again(request)
 
-    def _anew(self, request: ForwardedRequest) -> ForwardedRequest:
-        """Begin again: an answer has come, and is not given. Returns what is asked now."""
+    def _begin_again(self, request: ForwardedRequest) -> ForwardedRequest:
+        """An answer has come, and is not given. Returns what is asked now."""
         found = self._resumption.first_tokens
         assert found is not None, "there was a verdict"
         assert self.relay is not None, "an answer has come"
-        asked = self._difficulty.anew(request, found, self.relay.events.read())
+        asked = self._turn.asked_anew(request, found, self.relay.events.read())
         self._gateway.queue.settle(self._tenant, request.tokens, self._account.asked_anew_tokens)
         self.relay, self.upstream_name, self.was_granted = None, "", False
         self._tried.clear()
@@ -92,7 +93,7 @@ class Forwarding:
 
     async def _until_answered(self, request: ForwardedRequest) -> None:
         gateway, tried = self._gateway, self._tried
-        self._resumption = self._difficulty.resumption(request)
+        self._resumption = self._turn.resumption(request)
         self._prefix = gateway.affinity.seen(request, self._tenant)
         failure: UpstreamFailure | None = None
         while True:
@@ -114,7 +115,7 @@ class Forwarding:
                 break
             if isinstance(failure, Interrupted):
                 self._sign.has_begun = True  # the head, and tokens behind it
-            else:
+            elif not isinstance(failure, LacksEndpoint):
                 await self._pause(len(tried))
         await self._tell_failure(failure)
 
@@ -123,11 +124,13 @@ class Forwarding:
         """The headers that say who answers."""
         name, found = self.upstream_name, None if self.relay is None else self._resumption.first_tokens
         upstream = [(b"x-splittime-upstream", name.encode())] if name else []
-        return [*upstream, *self._difficulty.headers(found)]
+        return [*upstream, *self._turn.headers(found)]
 
     async def _admitted(self, request: ForwardedRequest, tried: list[str]) -> Routed:
         """Returns the upstream that has a place for it."""
         at_ns, client_ns = now_ns(), self._account.deadline_ns
+        if (place := self._turn.take_place()) is not None:
+            return self._granted(place)
         until_ns = at_ns + int(self._gateway.config.queue.max_wait_s * 1e9)
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self._account.enter(Stage.ADMIT, at_ns)
@@ -138,6 +141,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
+                lacking=self._gateway.router.lacking(request.pool, request.path, at_ns),
                 prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
@@ -147,16 +151,30 @@ class Forwarding:
             if until_ns == client_ns and refused.reason == QUEUE_TIMEOUT:
                 raise DeadlineExceeded.before("an upstream had room for it") from None
             raise
+        return self._granted(routed)
+
+    def _granted(self, routed: Routed) -> Routed:
         self.was_granted = True
         self._account.enter(Stage.ROUTE, now_ns())
         return routed
 
     def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
+        """A path that an upstream does not have is asked of another, and not counted by the budget of retries: that is
+        known afterwards."""
         gateway, at_ns = self._gateway, now_ns()
         if not gateway.router.may_ask(request.pool, at_ns):
             return False
         is_resumed, deadline_ns = isinstance(failure, Interrupted), self._account.deadline_ns
-        return gateway.retry_budget.may_retry(num_attempts, at_ns, deadline_ns, is_resumed=is_resumed)
+        is_lacking = isinstance(failure, LacksEndpoint)
+        if is_lacking:
+            allowed, lacking = gateway.router.allowed(request.pool, at_ns), self._without(request, at_ns)
+            if all(one.name in lacking for one in allowed):
+                return False
+        return gateway.retry_budget.may_retry(num_attempts, at_ns, deadline_ns, is_free=is_resumed or is_lacking)
+
+    def _without(self, request: ForwardedRequest, at_ns: int) -> list[str]:
+        """Returns the upstreams that have been asked, or do not have the path."""
+        return [*self._tried, *self._gateway.router.lacking(request.pool, request.path, at_ns)]
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
@@ -196,14 +214,14 @@ class Forwarding:
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
-        tenant, tried, prefix = self._tenant, self._tried, self._prefix
-        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
+        tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
+        routed = gateway.queue.place_now(tenant, request.pool, request.tokens, tried, prefix, is_charged=False)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):
             gateway.queue.give_back(routed, self._tenant, request.tokens)
             return None
-        second = self._sent(request, routed, self._difficulty.resumption(request))
+        second = self._sent(request, routed, self._turn.resumption(request))
         first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
         return second
 
@@ -237,7 +255,7 @@ class Forwarding:
         if self._gateway.tracing is not None:
             headers["traceparent"] = self._account.attempt_traceparent(attempt_id)
         relay = Relay(
-            self._gateway.session,
+            self._gateway.connections,
             upstream,
             headers,
             deadline,
@@ -245,11 +263,18 @@ class Forwarding:
             max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self._account.note_read(upstream, relay, begin_ns),
+            on_read=lambda: self._note_read(upstream, relay, begin_ns),
             mark=MarkedAnswer(self._mark),
             has_begun=self._sign.has_begun,
         )
         return relay
+
+    def _note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
+        """The end of the answer is here, and the client does not have it yet."""
+        if relay.events.answer_id and self._account.request is not None:
+            held = HeldResponse(upstream.name, self._account.request.model)
+            self._gateway.held.note(self._tenant, relay.events.answer_id, held)
+        self._account.note_read(upstream, relay, begin_ns)
 
     def _deadline(self, total_s: float) -> Deadline:
         config_ns, client_ns = self._account.start_ns + int(total_s * 1e9), self._account.deadline_ns
@@ -264,4 +289,6 @@ class Forwarding:
         if failure.answer is None or self.relay is None or self.relay.has_begun:
             raise failure.error
         await self.relay.give_answer(failure.answer)
+        if isinstance(failure, LacksEndpoint):
+            return self._account.close_answered(self.relay, None)
         self._account.close(reason_of(failure.error), failure.error.info)

@@ -18,13 +18,15 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import aiohttp
-
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import AnswerEvents, WholeEvents
+from splittime.gateway.answer_events import WholeEvents
 from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
+from splittime.gateway.judged import is_for_client, judged
 from splittime.gateway.resume.resumption import BREAKS, Resumption
+from splittime.gateway.typed_events import events_of
+from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer, UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
 from splittime.wire.sse import body_text
@@ -33,10 +35,8 @@ now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
 CLOSING_S = 1.0  # for an upstream to end an answer after its last event
 EVENT_STREAM = "text/event-stream"
-PASSED_ON = ("content-type", "content-encoding", "retry-after", "x-splittime-notice")
-TRY_ANOTHER = (502, 503, 504)
-BUSY = 429
-BROKEN = (aiohttp.ClientError, OSError, ValueError)
+PASSED_ON = (b"content-type", b"content-encoding", b"retry-after", b"x-splittime-notice")
+BROKEN = (OSError, ValueError)
 
 
 class Deadline(NamedTuple):
@@ -65,7 +65,7 @@ class Relay:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connections: UpstreamConnections,
         upstream: Upstream,
         headers: dict[str, str],
         deadline: Deadline,
@@ -78,20 +78,21 @@ class Relay:
         mark: MarkedAnswer,
         has_begun: bool = False,
     ) -> None:
-        self._session, self._upstream, self._headers, self._resumption = session, upstream, headers, resumption
+        self._connections, self._upstream, self._headers = connections, upstream, headers
+        self._resumption = resumption
         self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
         self._request, recorder = resumption.attempt(upstream)
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
-        self.events = AnswerEvents()
+        self.events = events_of(self.path)
         self.status: int | None = None
         self.first_byte_ns: int | None = None
         self.on_first_byte: Callable[[], None] = lambda: None
         self.blocked_ns, self.is_answered = 0, False
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
-        self._opened: tuple[aiohttp.ClientResponse, bytes] | None = None
+        self._opened: tuple[UpstreamAnswer, bytes] | None = None
 
     async def open(self) -> None:
         """Returns when the first byte of an answer is there: for who waits to see whether it comes. Raises
@@ -99,8 +100,12 @@ class Relay:
         self._opened = await self._open()
 
     @property
+    def path(self) -> str:
+        return self._request.path
+
+    @property
     def is_refused(self) -> bool:
-        return self.status is not None and not _is_for_client(self.status)
+        return self.status is not None and not is_for_client(self.status)
 
     def close(self) -> None:
         """Nobody wants the answer that has begun."""
@@ -120,39 +125,43 @@ class Relay:
 
     # ---- the upstream
 
-    async def _open(self) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Returns the answer's head and its first piece, b"" if it has no body."""
-        config = self._upstream.config
-        url, timeout = self._upstream.base_url + self._request.path, aiohttp.ClientTimeout(connect=config.connect_s)
-        response: aiohttp.ClientResponse | None = None
+    async def _open(self) -> tuple[UpstreamAnswer, bytes]:
+        """Returns the answer, whose head is there, and its first piece, b"" if it has no body."""
+        config, request, begin_ns = self._upstream.config, self._request, now_ns()
         limit_s, is_deadline = self._deadline.within(config.first_byte_s)
+        response: UpstreamAnswer | None = None
         try:
-            async with asyncio.timeout(limit_s):
-                response = await self._session.post(
-                    url, data=self._request.body, headers=self._headers, allow_redirects=False, timeout=timeout
-                )
-                self.status = response.status
-                first = await response.content.readany()
+            response = await self._connections.ask(
+                "POST",
+                self._upstream.address,
+                self.path,
+                self._headers,
+                request.body,
+                connect_s=min(config.connect_s, limit_s),
+            )
+            first = await response.piece(max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
+            self.status = response.status
         except BaseException as error:
             if response is not None:
                 response.close()
-            raise self._not_begun(error, is_deadline) from error
+            raise self._not_begun(error, limit_s, is_deadline) from error
         self.first_byte_ns = now_ns()
         self.on_first_byte()
         return response, first
 
-    def _not_begun(self, error: BaseException, is_deadline: bool) -> BaseException:
+    def _not_begun(self, error: BaseException, limit_s: float, is_deadline: bool) -> BaseException:
         name, config = self._upstream.name, self._upstream.config
-        if isinstance(error, aiohttp.ServerTimeoutError):
-            words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
-            return failure_of(words, "upstream_connect_timeout", 504)
-        if isinstance(error, TimeoutError):
+        if isinstance(error, NoConnection):
+            if not error.is_too_late:
+                return failure_of(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
+            if config.connect_s < limit_s:
+                words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
+                return failure_of(words, "upstream_connect_timeout", 504)
+        if isinstance(error, NoConnection | TimeoutError):
             if is_deadline:
                 return UpstreamFailure(self._too_late(), is_fault=False)
             words = f"no byte of an answer from upstream {name!r} within {config.first_byte_s:g} s"
             return failure_of(words, "upstream_first_byte_timeout", 504)
-        if isinstance(error, aiohttp.ClientConnectorError):
-            return failure_of(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
         if isinstance(error, BROKEN):
             return failure_of(f"upstream {name!r} broke off before its answer", "upstream_broke_off", 502)
         return error
@@ -164,13 +173,12 @@ class Relay:
         message = f"the answer took longer than {total_s:g} s (total_s of upstream {self._upstream.name!r})"
         return UpstreamError(message, code="upstream_total_timeout", status=504, limit=total_s)
 
-    async def _next(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _next(self, response: UpstreamAnswer) -> bytes:
         """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
         name, between_s = self._upstream.name, self._upstream.config.between_s
         limit_s, is_deadline = self._deadline.within(between_s)
         try:
-            async with asyncio.timeout(limit_s):
-                return await response.content.readany()
+            return await response.piece(limit_s)
         except TimeoutError:
             if is_deadline:
                 raise BrokenStream(self._too_late(), is_fault=False) from None
@@ -185,7 +193,7 @@ class Relay:
 
     # ---- a stream
 
-    async def _stream(self, response: aiohttp.ClientResponse, piece: bytes) -> None:
+    async def _stream(self, response: UpstreamAnswer, piece: bytes) -> None:
         self._upstream.breaker.note_begun()
         try:
             while piece:
@@ -208,11 +216,11 @@ class Relay:
             words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
             broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
         self._on_read()
-        await self._give(http.error_event(broken.error.info))
+        await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
 
-    async def _pass_on(self, response: aiohttp.ClientResponse, piece: bytes) -> bool:
+    async def _pass_on(self, response: UpstreamAnswer, piece: bytes) -> bool:
         """Give a piece of a stream to the client. Returns whether it was the last."""
         piece = self._mark.in_events(self._editor.edit(piece))
         self.events.feed(piece)
@@ -229,7 +237,7 @@ class Relay:
             await self._drain(response)
         return self.events.is_done
 
-    async def _begin(self, response: aiohttp.ClientResponse) -> None:
+    async def _begin(self, response: UpstreamAnswer) -> None:
         self.has_given = True
         if not self.has_begun:
             self.has_begun = True
@@ -247,21 +255,21 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ended_ns = now_ns()
 
-    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+    async def _drain(self, response: UpstreamAnswer) -> None:
         """Read the end behind the last event, so that the connection can be used again; what else comes is dropped."""
         try:
             async with asyncio.timeout(CLOSING_S):
-                while await response.content.readany():
+                while await response.piece(CLOSING_S):
                     pass
         except (TimeoutError, *BROKEN):
             pass  # the client has its answer; the connection is closed
 
     # ---- an answer that is no stream
 
-    async def _whole(self, response: aiohttp.ClientResponse, first: bytes) -> None:
+    async def _whole(self, response: UpstreamAnswer, first: bytes) -> None:
         body = await self._read(response, first)
         answer = PassedAnswer(response.status, _passed_on(response), body)
-        failure = self._judged(answer)
+        failure = judged(self._upstream.name, self._request, answer)
         self.events.take_whole(body)
         edited = answer if failure is not None else answer._replace(body=self._editor.edit_whole(body))
         if failure is None and self.has_begun:
@@ -283,7 +291,7 @@ class Relay:
             await self._give(body)
         await self._end()
 
-    async def _read(self, response: aiohttp.ClientResponse, piece: bytes) -> bytes:
+    async def _read(self, response: UpstreamAnswer, piece: bytes) -> bytes:
         pieces, size = [], 0
         try:
             while piece:
@@ -297,23 +305,6 @@ class Relay:
             raise UpstreamFailure(broken.error, is_fault=broken.is_fault) from broken
         return b"".join(pieces)
 
-    def _judged(self, answer: PassedAnswer) -> UpstreamFailure | None:
-        """Returns the failure that an answer is; None for one that the client shall have."""
-        name, status = self._upstream.name, answer.status
-        if _is_for_client(status):
-            return None
-        if status < 400:
-            return UpstreamFailure(UpstreamError(f"upstream {name!r} answered {status}", code="upstream_bad_answer"))
-        error = UpstreamError(f"upstream {name!r} answered {status}", code=f"upstream_{status}", status=status)
-        is_retryable = status in TRY_ANOTHER or status == BUSY
-        return UpstreamFailure(error, answer=answer, is_retryable=is_retryable, is_fault=status != BUSY)
 
-
-def _is_for_client(status: int) -> bool:
-    """Whether an answer is the client's whatever others would say: 2xx, and 4xx but 429."""
-    return 200 <= status < 300 or (400 <= status < 500 and status != BUSY)
-
-
-def _passed_on(response: aiohttp.ClientResponse) -> http.Headers:
-    found = ((name, response.headers.get(name)) for name in PASSED_ON)
-    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in found if value is not None]
+def _passed_on(response: UpstreamAnswer) -> http.Headers:
+    return [(name, response.headers[name]) for name in PASSED_ON if name in response.headers]

@@ -14,6 +14,7 @@ from splittime.core.request import FinishReason
 from splittime.core.trace_context import NO_TRACE, TraceContext
 from splittime.gateway.answer_events import NestedAccount
 from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.endpoints import ENDPOINTS
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.in_flight_limit import account_wait_ns
 from splittime.gateway.relay import Relay
@@ -70,8 +71,7 @@ class RequestAccount:
     @property
     def own_id(self) -> str:
         """The id of the answer: the latest attempt's, or the request's own where no upstream was asked."""
-        prefix = "chatcmpl" if self._path.endswith("chat/completions") else "cmpl"
-        return f"{prefix}-{self.attempt_id or self.request_id}"
+        return f"{ENDPOINTS[self._path].prefix}-{self.attempt_id or self.request_id}"
 
     def enter(self, stage: Stage, at_ns: int, cause: Cause | None = None) -> None:
         self._account.enter(stage, at_ns, cause)
@@ -118,8 +118,9 @@ class RequestAccount:
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
             return usage.prompt_tokens + usage.output_tokens
         most = self.request.output_tokens
-        told = relay.events.num_events + resumed_after
-        return self.request.prompt_tokens + (min(told, most) if most else 0)
+        told = relay.events.num_pieces + resumed_after
+        prompt = self.request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        return prompt + (min(told, most) if most else 0)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
         """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
@@ -199,7 +200,7 @@ class RequestAccount:
                 request_id=self.request_id,
                 group_id=self.own_id,
                 model="" if request is None else request.model[:MAX_MODEL_CHARS],
-                endpoint="chat" if self._path.endswith("chat/completions") else "completions",
+                endpoint=ENDPOINTS[self._path].name,
                 started_at_unix_ns=self._started_at_unix_ns,
                 start_ns=self.start_ns,
                 end_ns=at_ns,

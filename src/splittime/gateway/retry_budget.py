@@ -26,14 +26,14 @@ class RetryBudget:
         self._requests += 1
 
     def may_retry(
-        self, num_attempts: int, now_ns: int, deadline_ns: int | None = None, *, is_resumed: bool = False
+        self, num_attempts: int, now_ns: int, deadline_ns: int | None = None, *, is_free: bool = False
     ) -> bool:
-        """Returns whether a request may have another attempt after so many, which is then counted. One that goes on
-        with a stream (is_resumed) is within `max_attempts`, and not counted by the budget: an upstream that dies has
+        """Returns whether a request may have another attempt after so many, which is then counted. is_free: within
+        `max_attempts`, and not counted by the budget. So is one that goes on with a stream: an upstream that dies has
         done its part of the work, and all its streams break off at once."""
         if num_attempts >= self._config.max_attempts or (deadline_ns is not None and now_ns >= deadline_ns):
             return False
-        return is_resumed or self.take(now_ns)
+        return is_free or self.take(now_ns)
 
     def take(self, now_ns: int) -> bool:
         """Returns whether one more retry may be had, which is then counted."""

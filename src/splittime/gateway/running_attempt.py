@@ -6,7 +6,8 @@ It ends once, however many say so, and then its place is free, the breaker and t
 import time
 
 from splittime.gateway.blame import blame
-from splittime.gateway.failures import BrokenStream, UpstreamFailure
+from splittime.gateway.failures import BrokenStream, LacksEndpoint, UpstreamFailure
+from splittime.gateway.judged import KEY_REFUSED
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -102,12 +103,16 @@ class RunningAttempt:
         if failure is not None:
             if failure.is_fault:
                 self._gateway.affinity.note_failed(self._prefix, upstream.name)
+            if isinstance(failure, LacksEndpoint):
+                upstream.note_lacks(self.relay.path, now_ns())
             blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
         elif ending and ending != UNSURE:
             upstream.breaker.note_nothing()
         else:
             upstream.breaker.note_success()
             self._gateway.affinity.note_answered(self._prefix, upstream.name)
+        if not ending and self.relay.status in KEY_REFUSED:
+            ending = f"upstream_{self.relay.status}"
         self._account.keep_attempt(
             self.routed,
             self.relay,

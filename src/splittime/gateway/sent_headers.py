@@ -3,11 +3,15 @@
 import time
 
 from splittime import __version__
+from splittime.gateway.endpoints import OF_ANTHROPIC
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
 
 now_ns = time.monotonic_ns
 TRACE_HEADERS = (b"traceparent", b"tracestate")
+ANTHROPIC_HEADERS = (b"anthropic-version", b"anthropic-beta")
+ANTHROPIC_VERSION = "2023-06-01"
+ANTHROPIC_KEY = "sk-ant-api"  # begins one, which Anthropic does not take as a bearer's
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 
 
@@ -22,13 +26,18 @@ def sent_headers(
         "x-request-id": attempt_id,
         "x-request-deadline-ms": _left_ms(until_ns),
     }
-    if upstream.key is not None:
+    is_anthropics = scope["path"] in OF_ANTHROPIC
+    if is_anthropics:
+        headers["anthropic-version"] = ANTHROPIC_VERSION
+    if upstream.key is not None and is_anthropics and upstream.key.startswith(ANTHROPIC_KEY):
+        headers["x-api-key"] = upstream.key
+    elif upstream.key is not None:
         headers["authorization"] = f"Bearer {upstream.key}"
     if upstream.keeps_accounts:
         headers["x-include-timing"] = "1"
     if first_token_by_ns is not None:
         headers[SLO_HEADER] = _left_ms(first_token_by_ns)
-    for name in TRACE_HEADERS:
+    for name in (*TRACE_HEADERS, *(ANTHROPIC_HEADERS if is_anthropics else ())):
         value = http.header(scope, name)
         if value is not None and value.isascii() and value.isprintable():  # else no header of ours
             headers[name.decode()] = value

@@ -23,15 +23,17 @@ from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
+from splittime.gateway.responses.held import HeldResponses
 from splittime.gateway.retry_budget import RetryBudget
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.difficulty import DifficultyRouting
-from splittime.gateway.routing.measured import distance_stats
+from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
-from splittime.gateway.routing.round_trips import MeasuredConnector, RoundTrips
+from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
+from splittime.gateway.upstream_connections import KEEPALIVE_S, UpstreamConnections
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("splittime.gateway")
 
 ENGINE = "splittime gateway"
-KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 READING_THREADS = 2
 DRAIN_POLL_S = 0.02
 LAST_WORDS_S = 5.0  # for streams to take their error event, after the grace time
@@ -58,8 +59,8 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 
 OF_THE_PROCESS = (
-    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns"),
-    *("started_unix_s", "visits", "round_trips", "_session"),
+    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
+    *("started_unix_s", "visits", "round_trips", "connections", "_session"),
 )
 
 
@@ -81,7 +82,7 @@ class GatewayService:
         self.keys = ApiKeys(holders=secrets.holders)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
-        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges)
+        self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
         upstreams = [upstream_of(before, one) for one in made]
         self.affinity = self._affinity(before)
@@ -124,7 +125,8 @@ class GatewayService:
         self.budgets = TokenBudgets(config.tenant, config.budget_file)
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
-        self.lag, self.round_trips = LoopLag(), RoundTrips()
+        self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
+        self.connections = UpstreamConnections(self.round_trips)
         self.audit = None if config.audit is None else AuditLog(config.audit)
         self.tracing = self._tracing(keys.get(TRACING))
         self.lint = None if config.lint is None else PromptLint(config.lint)
@@ -167,9 +169,8 @@ class GatewayService:
             self._before = None  # no chain of them is kept
             self._queue_polls.begin(self.session)
             return
-        connector = MeasuredConnector(self.round_trips, limit=0, keepalive_timeout=KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
@@ -202,6 +203,16 @@ class GatewayService:
         """Raises `Refused` if a limit or a budget of this tenant lets no request in now. Takes nothing."""
         self.quota(tenant).check(time.monotonic_ns())
         self.budgets.check(tenant.name)
+
+    def is_open_to(self, tenant: Tenant) -> bool:
+        """Whether a request of this tenant is surely not refused for want of room: nobody waits, no limit is met."""
+        if self.is_draining or self.queue.requests:
+            return False
+        try:
+            self.require_allowance(tenant)
+        except Refused:
+            return False
+        return True
 
     def quota(self, tenant: Tenant) -> Quota:
         return self.quotas[tenant.name]
@@ -257,7 +268,7 @@ class GatewayService:
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],
-            "upstreams": [_upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
+            "upstreams": [upstream_stats(name, one, at_ns) for name, one in self.seen_upstreams.items()],
         }
 
     # ---- the end
@@ -294,22 +305,9 @@ class GatewayService:
             if self.tracing is not None:
                 await self.tracing.close(self._session, self.pool)
             await self._session.close()
+        self.connections.close()
         if self.cache is not None:
             self.cache.close()
         if self.lint is not None:
             self.lint.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
-    breaker = upstream.breaker
-    return {
-        "name": name,
-        "requests": upstream.requests,
-        "tokens": upstream.tokens,
-        "limit": upstream.limit,
-        "is_open": breaker.is_open,
-        "is_busy": breaker.is_busy(at_ns),
-        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
-        **distance_stats(upstream, at_ns),
-    }

@@ -28,17 +28,24 @@ class SignOfLife:
         """Returns what was waited for. until_ns: when the wait ends at the latest."""
         if self._every_s is None:
             return await waiting
-        telling = asyncio.get_running_loop().create_task(self._tell(self._every_s, until_ns))
+        loop, telling = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+        def begin(every_s: float) -> None:
+            telling.append(loop.create_task(self._tell(every_s, until_ns)))
+
+        timer = loop.call_later(self._every_s, begin, self._every_s)
         try:
             return await waiting
         finally:
-            telling.cancel()  # and not waited for: who is cancelled here would lose the place that it has just got
+            timer.cancel()
+            for task in telling:
+                task.cancel()  # and not waited for: who is cancelled here would lose the place that it has just got
 
     async def _tell(self, every_s: float, until_ns: int) -> None:
         try:
             while True:
-                await asyncio.sleep(every_s)
                 await self._tell_once(max(0.0, (until_ns - now_ns()) / 1e9))
+                await asyncio.sleep(every_s)
         except http.Disconnected:
             pass  # the request's own task sees it too
 

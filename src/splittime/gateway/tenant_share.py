@@ -27,9 +27,10 @@ class Grant(Protocol):
 
 class QueuedRequest:
     """One request in the queue. tokens: prompt and answer, as estimated. prefix: of its prompt, where that decides who
-    gets it. granted: who gets it, or why nobody does. since_ns: when it came."""
+    gets it. granted: who gets it, or why nobody does. since_ns: when it came. avoided: who is not to have it while
+    another may: who was tried, and who lacks its path."""
 
-    __slots__ = ("granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens", "tried")
+    __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens")
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class QueuedRequest:
         prefix: SeenPrefix | None,
         granted: Grant,
         since_ns: int,
+        lacking: Collection[str] = (),
     ) -> None:
-        self.tenant, self.model, self.tokens, self.tried, self.prefix = tenant, model, tokens, tried, prefix
+        self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
+        self.avoided = (*tried, *lacking)
         self.is_retry, self.since_ns, self.granted = bool(tried), since_ns, granted
 
 

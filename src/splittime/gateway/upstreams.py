@@ -29,6 +29,7 @@ from splittime.wire.target import Target
 
 DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
+LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
 
 
@@ -46,6 +47,7 @@ class Upstream:
         most = config.max_in_flight
         self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
+        self._lacks_until_ns: dict[str, int] = {}  # by path, of the few that are passed on
 
     @property
     def limit(self) -> int:
@@ -60,6 +62,13 @@ class Upstream:
     def keeps_accounts(self) -> bool:
         return self.config.kind == "splittime"
 
+    def lacks(self, path: str, now_ns: int) -> bool:
+        """Whether it said of late that it does not have this path."""
+        return now_ns < self._lacks_until_ns.get(path, 0)
+
+    def note_lacks(self, path: str, now_ns: int) -> None:
+        self._lacks_until_ns[path] = now_ns + LACKS_NS
+
     def enter(self, tokens: int) -> None:
         self.breaker.begin()
         self.requests += 1
@@ -73,6 +82,11 @@ class Upstream:
 
     def considered(self, cost: DistanceCost) -> Considered:
         return Considered(self.name, self.requests, self.tokens, *cost)
+
+
+def held_line(upstream: str) -> str:
+    """Returns the name of the line of requests that one upstream alone can have, as it keeps what was before them."""
+    return f"responses kept by {upstream}"
 
 
 class ManyUpstreams:
@@ -119,7 +133,8 @@ class Router:
                 self._by_model.setdefault(model, []).append(upstream)
         self._by_name = {upstream.name: upstream for upstream in self.upstreams}
         named = {pool: [self._by_name[name] for name in names] for pool, names in (pools or {}).items()}
-        self._lines = named | self._by_model
+        alone = {held_line(upstream.name): [upstream] for upstream in self.upstreams}
+        self._lines = named | alone | self._by_model
         self._many = {line: ManyUpstreams(some) for line, some in self._lines.items() if len(some) > MANY}
 
     @property
@@ -133,6 +148,10 @@ class Router:
     def of_model(self, model: str) -> Sequence[Upstream]:
         """Returns the upstreams of a model, or of a pool by its name."""
         return self._lines.get(model, ())
+
+    def allowed(self, model: str, now_ns: int) -> list[Upstream]:
+        """Returns the upstreams of a model that may be asked, whether they have room or not."""
+        return [upstream for upstream in self.of_model(model) if upstream.breaker.allows(now_ns)]
 
     def may_ask(self, model: str, now_ns: int) -> bool:
         """Whether an upstream of this model may be asked, whether it has room or not."""
@@ -148,9 +167,9 @@ class Router:
         self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None
     ) -> Routed | None:
         """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
-        for line in self._drawn(model, prefix), self.of_model(model):
+        for line, is_whole in (self._drawn(model, prefix), False), (self.of_model(model), True):
             allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns)]
-            able = [upstream for upstream in allowed if upstream.name not in tried] or allowed
+            able = [upstream for upstream in allowed if upstream.name not in tried] or (allowed if is_whole else [])
             free = [upstream for upstream in able if upstream.has_room]
             if free:
                 return self._best_of(able, free, now_ns, prefix)
@@ -161,8 +180,8 @@ class Router:
         many = self._many.get(model)
         if many is None:
             return ()
-        named = (self._by_name.get(name) for name in self._affinity.served(prefix))
-        served = [one for one in named if one is not None and one in many.members]
+        names = self._affinity.served(prefix)
+        served = [one for name in names if (one := self._by_name.get(name)) is not None and one in many.members]
         return list(dict.fromkeys([*many.draw(self._random), *served]))
 
     def _best_of(self, able: list[Upstream], free: list[Upstream], now_ns: int, prefix: SeenPrefix | None) -> Routed:
@@ -182,6 +201,10 @@ class Router:
         """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
         return sorted(drawn, key=lambda one: (one.waits.tokens, one.tokens, one.requests, self._random.random()))
+
+    def lacking(self, model: str, path: str, now_ns: int) -> list[str]:
+        """Returns the names of a model's upstreams that do not have this path."""
+        return [upstream.name for upstream in self.of_model(model) if upstream.lacks(path, now_ns)]
 
     def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
         """Returns how long until the first of these may be asked again."""

@@ -23,10 +23,12 @@ from splittime.core.request import FinishReason
 from splittime.gateway.cache.giving import Giving
 from splittime.gateway.cache.turn import CacheTurn
 from splittime.gateway.degrade.lesser import Lesser, lesser, template_answer
+from splittime.gateway.endpoints import error_at_once, error_event, respond_error
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.forwarding import Forwarding
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
+from splittime.gateway.responses.held import bound
 from splittime.gateway.service import GatewayService
 from splittime.gateway.sign_of_life import SignOfLife
 from splittime.ledger.account import REFUSED
@@ -86,7 +88,8 @@ class GatewayVisit:
         except Overloaded as error:
             self.account.enter(Stage.DELIVER, now_ns())
             self.gateway.metrics.count_refusal(error.info.code)
-            return http.error_at_once(error, self._headers(), partial(self.account.close, REFUSED, error.info))
+            close = partial(self.account.close, REFUSED, error.info)
+            return error_at_once(self._path, error, self._headers(), close)
         except SplittimeError:  # a fault of its own, answered when its body has been read
             return None
         return None
@@ -111,6 +114,7 @@ class GatewayVisit:
         told, policy = forwarded(self._path, body, config.queue.assumed_max_tokens), self.gateway.policy
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
         policy.require(request)
+        request = self.account.request = bound(self.gateway, request, self.tenant)
         self.account.enter(Stage.ADMIT, now_ns())
         return request
 
@@ -216,10 +220,10 @@ class GatewayVisit:
         if isinstance(error, Overloaded):
             self.gateway.metrics.count_refusal(error.info.code)
         if self._sign.has_begun or (self._source is not None and self._source.has_begun):
-            last = http.error_event(error.info)
+            last = error_event(self._path, error.info)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
-            await http.respond_error(self._send, error, self._headers())
+            await respond_error(self._send, self._path, error, self._headers())
         self.account.close(reason_of(error), error.info)
 
     def _leave(self) -> None:

@@ -44,10 +44,11 @@ class DifficultyDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class FirstTokens(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What a gateway read of the first tokens of a small model's answer, before the client had any of it.
 
-    verdict: `sure`; `unsure`, and the large model was asked; `unsure_kept`, which had no place at that moment;
-    `no_logprobs`, `logprobs_refused`, `too_long`, `echo` or `several_answers`: why nothing could be said. num_tokens,
-    mean_logprob: of those that were looked at. below: the mean below which it is unsure. held_ns: how long the answer
-    was held back, from its first piece on.
+    verdict: `sure`; `unsure`, and the large model was asked; `unsure_kept`, and it was not; `no_logprobs`,
+    `logprobs_refused`, `too_long`, `echo` or `several_answers`: nothing could be said. num_tokens, mean_logprob: of
+    those that were looked at. below: the mean below which it is unsure. held_ns: how long the answer was held back,
+    from its first piece on. why: of one that was kept, `share` (as many as may had been asked anew), `deadline` (no
+    time was left) or `no_place` (at the large one); else "".
     """
 
     verdict: str
@@ -55,6 +56,7 @@ class FirstTokens(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     mean_logprob: float | None = None
     below: float
     held_ns: int = 0
+    why: str = ""
 
 
 class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -36,19 +36,8 @@ class CoarseRequest:
     are equal tokens. generated: tokens that it has. cached: of its prompt, found in the prefix cache."""
 
     __slots__ = (
-        *(
-            "prompt",
-            "output",
-            "blocks",
-            "generated",
-            "cached",
-            "known",
-            "computed",
-            "end_step",
-            "freed_at",
-            "rank",
-            "queued_ns",
-        ),
+        *("prompt", "output", "blocks", "generated", "cached", "known", "computed", "end_step", "freed_at"),
+        *("rank", "queued_ns"),
     )
 
     def __init__(self, prompt: int, output: int, blocks: tuple[int, ...] = ()) -> None:

@@ -167,7 +167,7 @@ class FleetGateway:
         """An attempt has failed: another is made if there may be one."""
         now_ns, num_attempts = self.agenda.now_ns, request.attempts
         may_ask = self._router.may_ask(MODEL, now_ns)
-        if not (may_ask and self.retry_budget.may_retry(num_attempts, now_ns, is_resumed=has_begun)):
+        if not (may_ask and self.retry_budget.may_retry(num_attempts, now_ns, is_free=has_begun)):
             self.end(request, "broken" if has_begun else "failed")
         elif has_begun:
             request.is_resumed = True

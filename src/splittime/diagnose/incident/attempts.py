@@ -76,6 +76,7 @@ def _first_tokens(found: FirstTokens | None) -> FirstTokens | None:
         num_tokens=found.num_tokens,
         below=found.below,
         held_ns=found.held_ns,
+        why=word(found.why),
     )
 
 

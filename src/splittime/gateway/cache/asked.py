@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from splittime.gateway.cache.gate import MAX_QUESTION_CHARS
+from splittime.gateway.endpoints import CHAT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.web import http
 
 MAX_REQUEST_BYTES = 256 * 1024  # a longer one is passed on and not looked at
 MAX_AGE_S = 10**9
 DEFAULTS: dict[str, Any] = {"stream": False, "n": 1, "best_of": 1, "echo": False, "store": False}
-CHAT = "chat/completions"
 
 
 class Wishes(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ def _why_not(body: dict[str, Any], takes_sampled: bool) -> str:
 def _keys(body: dict[str, Any], request: ForwardedRequest, tenant: str) -> AskedKey:
     held = (tenant, request.path, request.model, request.pool)  # a rule's upstreams answer for themselves alone
     key = _digest([*held, body])
-    question = _question(body) if request.path.endswith(CHAT) else ""
+    question = _question(body) if request.path == CHAT else ""
     if not question:
         return AskedKey(key)
     messages = body["messages"]

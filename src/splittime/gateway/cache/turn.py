@@ -49,7 +49,7 @@ class CacheTurn:
     async def given(self, request: ForwardedRequest) -> Giving | None:
         """Returns the answer that needs no upstream; None if one is to be asked, with `send` for what it answers."""
         cache = self._cache
-        route = None if cache is None else cache.route(request.model)
+        route = None if cache is None or not request.has_choices else cache.route(request.model)
         if cache is None or route is None:
             return None
         self._account.enter(Stage.CACHE, now_ns())

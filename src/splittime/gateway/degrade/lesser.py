@@ -13,6 +13,7 @@ import msgspec
 
 from splittime.gateway.config import DegradationConfig
 from splittime.gateway.degrade.ladder import QUEUE_WAIT
+from splittime.gateway.endpoints import CHAT, ENDPOINTS
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.web import http
 
@@ -38,17 +39,22 @@ class Lesser(NamedTuple):
 
 
 def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assumed_max_tokens: int) -> Lesser:
-    """Returns what these stages, all entered, make of a request."""
+    """Returns what these stages, all entered, make of a request. One whose answer no model writes stays as it is:
+    another model's vectors and scores mean something else."""
+    if not request.is_written:
+        return Lesser(request)
     try:
         fields: dict[str, Any] = msgspec.json.decode(request.body)
     except (msgspec.DecodeError, RecursionError):  # of a field that nobody had to read before: the upstream's to say
         return Lesser(request)
     stage, answer = "", None
-    is_bound = request.decision is not None and bool(request.decision.upstreams)
+    is_bound = bool(request.previous_id) or (request.decision is not None and bool(request.decision.upstreams))
     for one in stages:
-        if is_bound and one.model is not None:  # a rule says who may have it
+        if is_bound and one.model is not None:  # a rule says who may have it, or an upstream holds what was before it
             continue
-        if _changes(fields, one):
+        if one.answer is not None and not request.has_choices:
+            continue
+        if _changes(fields, one, ENDPOINTS[request.path].most):
             stage, answer = one.name, one.answer or answer
     if not stage:
         return Lesser(request)
@@ -57,15 +63,15 @@ def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assum
     return Lesser(msgspec.structs.replace(changed, decision=request.decision, pool=pool), stage, answer)
 
 
-def _changes(fields: dict[str, Any], stage: DegradationConfig) -> bool:
-    """Whether the stage changes the request's fields, which it then has."""
+def _changes(fields: dict[str, Any], stage: DegradationConfig, names: Sequence[str]) -> bool:
+    """Whether the stage changes the request's fields, which it then has. names: of those that bound its answer."""
     if stage.answer is not None:
         return True
     if stage.model is not None:
         changes = fields["model"] != stage.model
         fields["model"] = stage.model
         return changes
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
+    name = next((one for one in names if fields.get(one) is not None), names[-1])
     told, most = fields.get(name), stage.max_tokens or 0
     if told is not None and 0 <= told <= most:
         return False
@@ -96,7 +102,7 @@ class MarkedAnswer:
 
 def template_answer(lesser: Lesser, answer_id: str) -> tuple[bytes, bytes]:
     """Returns the content type and the body of an answer that no model has made."""
-    request, is_chat = lesser.request, lesser.request.path.endswith("chat/completions")
+    request, is_chat = lesser.request, lesser.request.path == CHAT
     head = {"id": answer_id, "created": int(time.time()), "model": request.model}
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     text = lesser.answer or ""

@@ -45,18 +45,24 @@ class PromptText(NamedTuple):
 class ToldPrompt(msgspec.Struct):
     messages: Any = None
     prompt: Any = None
+    input: Any = None
+    system: Any = None
+    instructions: Any = None
 
 
 def texts_of(body: bytes) -> list[PromptText]:
-    """Returns the texts of a request's messages or prompt; none of a body that is not as OpenAI's."""
+    """Returns the texts of a request, its instructions first; none of a body that cannot be read."""
     try:
         told = msgspec.json.decode(body, type=ToldPrompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
-    prompts = told.prompt if isinstance(told.prompt, list) else [told.prompt]
-    messages = told.messages if isinstance(told.messages, list) else []
-    found = [PromptText("prompt", one) for one in prompts if isinstance(one, str)]
-    for message in messages:
+    found = [
+        PromptText("system", text) for told_first in (told.instructions, told.system) for text in _contents(told_first)
+    ]
+    prompts = told.prompt if isinstance(told.prompt, list) else [told.prompt, told.input]
+    found += [PromptText("prompt", one) for one in prompts if isinstance(one, str)]
+    turns = told.input if told.messages is None else told.messages
+    for message in turns if isinstance(turns, list) else []:
         if isinstance(message, dict):
             role = str(message.get("role", ""))
             found += [PromptText(role, text) for text in _contents(message.get("content"))]

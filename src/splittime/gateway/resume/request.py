@@ -17,10 +17,10 @@ import msgspec
 
 from splittime.core.errors import RequestError
 from splittime.gateway.config import UpstreamConfig
+from splittime.gateway.endpoints import CHAT, COMPLETIONS, WITH_CHOICES
 from splittime.gateway.forwarded import ForwardedRequest
 
 TOKEN_IDS, TEXT = "token_ids", "text"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEPT = frozenset(
     ("model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 ) | frozenset(
@@ -49,6 +49,8 @@ def way_of(upstream: UpstreamConfig) -> str:
 
 def why_not(path: str, body: dict[str, Any], way: str) -> str:
     """Returns why a stream of this request is not continued if it breaks off; "" if it is."""
+    if path not in WITH_CHOICES:
+        return "only chats and completions go on elsewhere"
     if way == TEXT and path == CHAT:
         return "only splittime servers tell where in its template a chat stood"
     if way == TEXT and not isinstance(body.get("prompt"), str):

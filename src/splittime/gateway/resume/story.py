@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from splittime.gateway.resume.request import CHAT, TEXT, TOKEN_IDS
+from splittime.gateway.endpoints import CHAT
+from splittime.gateway.resume.request import TEXT, TOKEN_IDS
 from splittime.wire.sse import EventLines
 
 MAX_TOKENS = 2**18  # of an answer that is remembered; a longer one is not continued

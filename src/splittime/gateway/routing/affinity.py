@@ -42,7 +42,7 @@ class PrefixAffinity:
 
     def seen(self, request: ForwardedRequest, tenant: str) -> SeenPrefix | None:
         """Returns what the choice is made by; None where there is no affinity."""
-        if self._table is None:
+        if self._table is None or not request.is_written:
             return None
         prompt = salted_prompt(request.body)
         if prompt is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, GatewayConfig, RuleConfig
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
+from splittime.gateway.upstreams import held_line
 
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|password|cookie|signature)(-|$)")
@@ -22,10 +23,11 @@ def check_routing(config: GatewayConfig) -> None:
             hint = "take the alias out, or the model from `models`; or write a [[rule]] with models and model"
             raise ConfigError(f"aliases.{alias} is a model itself", param=f"aliases.{alias}", hint=hint)
         _among(f"aliases.{alias}", model, models)
-    for pool in pools_of(config.rule, config.upstream):
+    kept = [held_line(upstream.name) for upstream in config.upstream]
+    for pool in (*pools_of(config.rule, config.upstream), *kept):
         if pool in models:
-            hint = "give the rule another name: requests wait under this one"
-            raise ConfigError(f"a model is called {pool!r}, as a rule's line is", param="rule", hint=hint)
+            hint = "give the rule, or the model, another name: requests wait under this one"
+            raise ConfigError(f"a model is called {pool!r}, as a line of requests is", param="rule", hint=hint)
     for number, rule in enumerate(config.rule):
         _check_rule(f"rule[{number}]", rule, config)
 
@@ -62,6 +64,9 @@ def _check_difficulty(path: str, route: DifficultyConfig, config: GatewayConfig,
     _among(f"{path}.large", route.large, models)
     if route.small == route.large:
         raise ConfigError(f"{path}.large is the small one too", param=f"{path}.large", hint="name two models")
+    if route.escalate is not None and (route.escalate.below is None) == (route.escalate.labels is None):
+        param, hint = f"{path}.escalate.below", 'below = -1.0 is a bound; labels = "judged.jsonl" finds one'
+        raise ConfigError(f"{param}: escalate needs it or labels, and not both", param=param, hint=hint)
     if route.labels is None and route.escalate is None:
         hint = 'give labels = "labels.jsonl", or escalate = { below = -1.0 }, or both'
         raise ConfigError(f"{path} decides nothing", param=f"{path}.labels", hint=hint)

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from splittime.gateway.config import DifficultyConfig
+from splittime.gateway.config import DifficultyConfig, EscalateConfig
 from splittime.gateway.forwarded import ForwardedRequest, with_model
-from splittime.gateway.routing.judge import DifficultyJudge
+from splittime.gateway.routing.escalated import Escalations
+from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge
 from splittime.gateway.routing.labels import text_of_request
 from splittime.gateway.routing.policy import graded
 from splittime.ledger.attempts import DifficultyDecision
@@ -23,16 +24,31 @@ SMALL, LARGE = "small", "large"
 
 
 class DifficultyRouting:
-    """What the requests of one config share. judges: by model, of the routes with labels."""
+    """What the requests of one config share. judges: by model, of the routes with labels. bounds: likewise, of those
+    whose first tokens' bound is found from labels."""
 
-    def __init__(self, routes: Sequence[DifficultyConfig], judges: Mapping[str, DifficultyJudge]) -> None:
-        self._routes, self._judges = {route.model: route for route in routes}, judges
+    def __init__(
+        self,
+        routes: Sequence[DifficultyConfig],
+        judges: Mapping[str, DifficultyJudge],
+        bounds: Mapping[str, ChosenThreshold],
+    ) -> None:
+        self._routes, self._judges, self._bounds = {route.model: route for route in routes}, judges, bounds
+        self._escalations = {
+            route.model: Escalations(route.escalate, below_of(route.escalate, bounds.get(route.model)))
+            for route in routes
+            if route.escalate is not None
+        }
         # It ends with its config: threads of an executor that nobody has any more go by themselves.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="difficulty") if routes else None
 
     def route(self, request: ForwardedRequest) -> DifficultyConfig | None:
         """Returns the route of a request whose model is not decided upon yet."""
         return self._routes.get(request.model)
+
+    def escalations(self, route: DifficultyConfig) -> Escalations | None:
+        """Returns the route's escalations; None where first tokens are not looked at."""
+        return self._escalations.get(route.model)
 
     async def decided(self, route: DifficultyConfig, request: ForwardedRequest) -> ForwardedRequest:
         """Returns the request with the small or the large model, and with the decision."""
@@ -41,8 +57,20 @@ class DifficultyRouting:
         return given_to(route.small if difficulty.choice == SMALL else route.large, request, difficulty)
 
     def stats(self) -> dict[str, Any]:
-        """Returns what each route with labels expects, by its model."""
-        return {model: msgspec.to_builtins(judge.chosen) for model, judge in self._judges.items()}
+        """Returns what each route with labels expects, and what came of its first tokens, by its model."""
+        found: dict[str, Any] = {model: msgspec.to_builtins(judge.chosen) for model, judge in self._judges.items()}
+        for model, escalations in self._escalations.items():
+            expected = {"expected": msgspec.to_builtins(self._bounds[model])} if model in self._bounds else {}
+            found.setdefault(model, {})["first_tokens"] = {**escalations.stats(), **expected}
+        return found
+
+
+def below_of(escalate: EscalateConfig, bound: ChosenThreshold | None) -> float:
+    """Returns the bound in force: the calibrated one where the config gives none."""
+    if escalate.below is not None:
+        return escalate.below
+    assert bound is not None, "the config has one or the other"
+    return bound.threshold
 
 
 def decide(judge: DifficultyJudge | None, path: str, body: bytes) -> DifficultyDecision:

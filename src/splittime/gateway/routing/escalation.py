@@ -2,10 +2,12 @@
 
     held back -> sure: given, and passed on as it comes | unsure: cut off, and the large model is asked
 
-It is unsure where the mean log-probability of its first tokens is below the route's bound. A stream is looked at while
-it comes; an answer that is no stream comes as a whole, and is looked at then. Where nothing can be said of it (a server
-that tells no log-probabilities, several answers at once) it is given, and the account says why. An unsure answer is
-given too where the large model has no place at that moment: an escalation waits for nobody.
+It is unsure where the mean log-probability of its first tokens is below the route's bound (`escalated`). A stream is
+looked at while it comes; an answer that is no stream comes as a whole, and is looked at then. Where nothing can be said
+of it (a server that tells no log-probabilities, several answers at once) it is given, and the account says why. An
+unsure answer is given too where as many of the latest were asked anew as may be, where no first byte of the large model
+is to be expected before the request's deadline, and where that has no place at that moment: an escalation waits for
+nobody.
 
 An answer that is asked anew is no retry: it counts in no budget, and has the time that is left of the request's own.
 """
@@ -17,10 +19,10 @@ from typing import Any
 import msgspec
 
 from splittime.gateway.answer_events import DONE, AnswerEditor, WholeEvents
-from splittime.gateway.config import EscalateConfig
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.resume.request import body_of
 from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.routing.escalated import OVER_SHARE, Escalations
 from splittime.gateway.routing.first_tokens import (
     asking_for_logprobs,
     first_choice,
@@ -53,11 +55,11 @@ class AskedAnew(Exception):
 class CheckedResumption(Resumption):
     """What a small model's attempts are asked where their first tokens are looked at.
 
-    may_escalate: asked when one seems unsure, whether the large model has a place."""
+    why_kept: asked when one seems unsure, why it is given all the same; "" where the large model is to be asked."""
 
-    def __init__(self, request: ForwardedRequest, config: EscalateConfig, may_escalate: Callable[[], bool]) -> None:
+    def __init__(self, request: ForwardedRequest, route: Escalations, why_kept: Callable[[], str]) -> None:
         super().__init__(request)
-        self._config, self._may_escalate = config, may_escalate
+        self._route, self._why_kept = route, why_kept
         self._held: HeldAnswer | None = None
         self._why_not = ""
 
@@ -67,14 +69,14 @@ class CheckedResumption(Resumption):
         if self.is_continuing or self._why_not:
             return asked, editor
         asked, is_added = asking_for_logprobs(asked)
-        self._held = HeldAnswer(editor or WholeEvents(), self._config, self._may_escalate, is_added=is_added)
+        self._held = HeldAnswer(editor or WholeEvents(), self._route, self._why_kept, is_added=is_added)
         return asked, self._held
 
     @property
     def first_tokens(self) -> FirstTokens | None:
         """What was read of the latest attempt's; None before there is a verdict."""
         if self._why_not:
-            return FirstTokens(verdict=self._why_not, below=self._config.below)
+            return FirstTokens(verdict=self._why_not, below=self._route.below)
         return None if self._held is None else self._held.found
 
 
@@ -84,9 +86,9 @@ class HeldAnswer:
     is_added: log-probabilities were asked for by the gateway alone, and are taken out again."""
 
     def __init__(
-        self, editor: AnswerEditor, config: EscalateConfig, may_escalate: Callable[[], bool], *, is_added: bool
+        self, editor: AnswerEditor, route: Escalations, why_kept: Callable[[], str], *, is_added: bool
     ) -> None:
-        self._editor, self._config, self._may_escalate, self._is_added = editor, config, may_escalate, is_added
+        self._editor, self._route, self._why_kept, self._is_added = editor, route, why_kept, is_added
         self._lines = EventLines()
         self._values: list[float] = []
         self._held: list[bytes] = []
@@ -121,7 +123,7 @@ class HeldAnswer:
             raise AskedAnew(LOGPROBS_REFUSED)
         if answer is None or not choice:
             return body
-        self._values = logprobs_of(choice)[: self._config.tokens]
+        self._values = logprobs_of(choice)[: self._route.tokens]
         self._judge()
         return msgspec.json.encode(without_logprobs(answer)) if self._is_added else body
 
@@ -143,8 +145,8 @@ class HeldAnswer:
 
     def _note(self, choice: dict[str, Any]) -> None:
         found = logprobs_of(choice)
-        self._values += found[: self._config.tokens - len(self._values)]
-        if len(self._values) >= self._config.tokens or (says_something(choice) and not self._values):
+        self._values += found[: self._route.tokens - len(self._values)]
+        if len(self._values) >= self._route.tokens or (says_something(choice) and not self._values):
             self._judge()
 
     # ---- the verdict
@@ -152,22 +154,28 @@ class HeldAnswer:
     def _judge(self) -> None:
         if not self._values:
             self._tell(NO_LOGPROBS)
-        elif sum(self._values) / len(self._values) >= self._config.below:
+        elif sum(self._values) / len(self._values) >= self._route.below:
+            self._route.note(is_anew=False)
             self._tell(SURE)
-        elif self._may_escalate():
-            self._tell(UNSURE)
-            raise AskedAnew(UNSURE)
         else:
-            self._tell(UNSURE_KEPT)
+            self._judge_unsure("" if self._route.has_room else OVER_SHARE)
 
-    def _tell(self, verdict: str) -> None:
+    def _judge_unsure(self, why_kept: str) -> None:
+        why_kept = why_kept or self._why_kept()
+        self._route.note(is_anew=not why_kept)
+        self._tell(UNSURE_KEPT if why_kept else UNSURE, why_kept)
+        if not why_kept:
+            raise AskedAnew(UNSURE)
+
+    def _tell(self, verdict: str, why: str = "") -> None:
         at_ns, values = now_ns(), self._values
         self.found = FirstTokens(
             verdict=verdict,
             num_tokens=len(values),
             mean_logprob=sum(values) / len(values) if values else None,
-            below=self._config.below,
+            below=self._route.below,
             held_ns=at_ns - (at_ns if self._begin_ns is None else self._begin_ns),
+            why=why,
         )
 
 

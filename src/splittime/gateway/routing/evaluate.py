@@ -17,7 +17,8 @@ import numpy as np
 
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig
-from splittime.gateway.routing.judge import ALWAYS_LARGE, DifficultyJudge, Floats
+from splittime.gateway.routing.difficulty import below_of
+from splittime.gateway.routing.judge import ALWAYS_LARGE, ChosenThreshold, DifficultyJudge, Floats
 from splittime.gateway.routing.labels import LabelledPrompt
 
 STEPS = 10  # of a curve, each with as many prompts
@@ -74,7 +75,8 @@ class Misroutes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """best: with a choice that knows both answers. The chosen points are the config's; None where it has none."""
+    """best: with a choice that knows both answers. The chosen points are the config's; None where it has none.
+    expected, expected_check: what they were chosen for, where labels chose them. at_most: of `escalate`."""
 
     model: str
     prompts: int
@@ -88,6 +90,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     by_text: tuple[CurvePoint, ...]
     chosen_check: CurvePoint | None
     by_first_tokens: tuple[CurvePoint, ...]
+    expected: ChosenThreshold | None = None
+    expected_check: ChosenThreshold | None = None
+    at_most: float | None = None
 
 
 class Costs(NamedTuple):
@@ -164,8 +169,10 @@ def evaluate(
     prompts: Sequence[LabelledPrompt],
     costs: Costs,
     means: Means,
+    bound: ChosenThreshold | None = None,
 ) -> Evaluation:
-    """Returns the evaluation of a route with its judge. Raises `ConfigError` for data that cannot tell."""
+    """Returns the evaluation of a route with its judge. bound: of its first tokens, where that was found from labels.
+    Raises `ConfigError` for data that cannot tell."""
     data = JudgedPrompts(prompts, costs, means)
     texts = [one.text for one in prompts]
     all_small, all_large = data.points([0.0, 1.0], np.full(len(texts), 0.5))
@@ -176,7 +183,7 @@ def evaluate(
         hint = "give the [[difficulty]] labels, or small_logprob in every line of the data"
         raise ConfigError("there is nothing to evaluate", param="labels", hint=hint)
     by_text, chosen = _curve(data, scores, None if judge is None else judge.chosen.threshold)
-    checks, below = route.escalate, None if route.escalate is None else route.escalate.below
+    checks, below = route.escalate, None if route.escalate is None else below_of(route.escalate, bound)
     by_first, checked = _curve(data, logprobs, below, both=True) if checks or scores is None else ((), None)
     return Evaluation(
         model=route.model,
@@ -191,6 +198,9 @@ def evaluate(
         by_text=by_text,
         chosen_check=checked,
         by_first_tokens=by_first,
+        expected=None if judge is None else judge.chosen,
+        expected_check=bound,
+        at_most=None if checks is None else checks.at_most,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from splittime.gateway.endpoints import CHAT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.resume.request import body_of
 
@@ -26,7 +27,7 @@ def why_not_looked_at(body: Fields) -> str:
 
 def asking_for_logprobs(request: ForwardedRequest) -> tuple[ForwardedRequest, bool]:
     """Returns the request that has log-probabilities told, and whether that was added to it."""
-    body, is_chat = body_of(request), request.path.endswith("chat/completions")
+    body, is_chat = body_of(request), request.path == CHAT
     if body.get("logprobs") is True or (not is_chat and type(body.get("logprobs")) is int):
         return request, False
     encoded = msgspec.json.encode({**body, "logprobs": True if is_chat else 1})

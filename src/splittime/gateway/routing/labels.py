@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.gateway.endpoints import CHAT, MESSAGES, RESPONSES
 
 MAX_BYTES = 16 * 2**20
 MAX_PROMPTS = 10_000
@@ -94,9 +95,11 @@ def _fault(line: LabelledPrompt) -> str:
 def text_of_request(path: str, body: Mapping[str, Any]) -> str:
     """Returns the text by which a request is judged: of a chat the latest of the user, else the prompt; "" for none,
     as of token ids or pictures."""
-    if path.endswith("chat/completions"):
+    if path in (CHAT, MESSAGES):
         return text_of_messages(body.get("messages"))
-    prompt = body.get("prompt")
+    if path == RESPONSES and not isinstance(body.get("input"), str):
+        return text_of_messages(body.get("input"))
+    prompt = body.get("input" if path == RESPONSES else "prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         return prompt[0]
     return prompt if isinstance(prompt, str) else ""

@@ -37,7 +37,12 @@ ROUTING_METRICS = (
 )
 DIFFICULTY_METRICS = (
     MetricSpec(DECIDED, "counter", ("model", "choice"), "Requests for a [[difficulty]] by the choice, small or large"),
-    MetricSpec(CHECKED, "counter", ("upstream", "verdict"), "Answers of small models by what their first tokens said"),
+    MetricSpec(
+        CHECKED,
+        "counter",
+        ("upstream", "verdict", "why"),
+        "Answers of small models by what their first tokens said, and why unsure ones were kept",
+    ),
     MetricSpec(HELD, "counter", ("verdict",), "Time for which such answers were held back, from their first piece on"),
     MetricSpec(ANEW, "counter", ("verdict",), "Time of the attempts whose answers were not given, and asked anew"),
 )
@@ -56,7 +61,7 @@ def routing_series(gateway: "GatewayService") -> dict[str, dict[tuple[str, ...],
     }
 
 
-def distance_stats(upstream: "Upstream", at_ns: int) -> dict[str, Any]:
+def _distance(upstream: "Upstream", at_ns: int) -> dict[str, Any]:
     """Returns where an upstream is, and how long a request would wait there."""
     return {
         "region": upstream.config.region,
@@ -73,7 +78,22 @@ def counted(account: ClosedAccount) -> Iterator[tuple[str, tuple[str, ...], floa
     for attempt in account.attempts:
         found = attempt.first_tokens
         if found is not None:
-            yield CHECKED, (attempt.upstream, found.verdict), 1
+            yield CHECKED, (attempt.upstream, found.verdict, found.why), 1
             yield HELD, (found.verdict,), found.held_ns / 1e9
             if attempt.error == found.verdict:
                 yield ANEW, (found.verdict,), (attempt.end_ns - attempt.begin_ns) / 1e9
+
+
+def upstream_stats(name: str, upstream: "Upstream", at_ns: int) -> dict[str, Any]:
+    """Returns what `/stats` tells of one upstream."""
+    breaker = upstream.breaker
+    return {
+        "name": name,
+        "requests": upstream.requests,
+        "tokens": upstream.tokens,
+        "limit": upstream.limit,
+        "is_open": breaker.is_open,
+        "is_busy": breaker.is_busy(at_ns),
+        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
+        **_distance(upstream, at_ns),
+    }

@@ -8,14 +8,7 @@ connection is taken for the upstream. Where the system does not tell, nothing is
 
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
-
-import aiohttp
-
-if TYPE_CHECKING:
-    from aiohttp.client_reqrep import ClientRequest
-    from aiohttp.connector import Connection
-    from aiohttp.tracing import Trace
+from typing import Any
 
 TCP_INFO = getattr(socket, "TCP_INFO", None)
 MIN_RTT_AT, MIN_RTT = 148, struct.Struct("=I")  # in us, in `struct tcp_info`
@@ -55,23 +48,6 @@ class RoundTrips:
         ns = None if known is None else min_rtt_ns(connection)
         if known is not None and ns is not None:
             known.note(ns)
-
-
-class MeasuredConnector(aiohttp.TCPConnector):
-    """A pool of connections that tells `round_trips` of each connection that a request gets."""
-
-    def __init__(self, round_trips: RoundTrips, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._round_trips = round_trips
-
-    async def connect(
-        self, req: "ClientRequest", traces: list["Trace"], timeout: aiohttp.ClientTimeout
-    ) -> "Connection":
-        connection = await super().connect(req, traces, timeout)
-        if connection.transport is not None:
-            used = connection.transport.get_extra_info("socket")
-            self._round_trips.note(req.url.host, req.url.port, used)
-        return connection
 
 
 def min_rtt_ns(connection: Any) -> int | None:

@@ -1,0 +1,107 @@
+"""`splittime up`: several replicas behind gateways, scaled by what they have to do."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splittime.cluster.config import Cluster
+
+EXAMPLES = """\b
+Examples:
+  splittime up --config cluster.toml           until Ctrl-C
+  splittime up --config cluster.toml --check   say what is wrong with it
+  splittime up --config cluster.toml --status  what runs now
+  splittime up --config cluster.toml --apply   take the file as it is now
+
+\b
+The smallest cluster.toml is an empty one: one or two replicas of the model in
+the package, behind a gateway on port 8100.
+
+\b
+Ctrl-C and SIGTERM let open requests end; a second one does not.
+Exit codes:
+  0    ended by Ctrl-C or SIGTERM, or done
+  1    failed
+  2    a usage or config error
+"""
+
+
+@fails_clearly
+def up(
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The cluster's config, in TOML.")],
+    check: Annotated[bool, typer.Option("--check", help="Read the config; start nothing.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Say what runs now.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Give the running cluster this file.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Start replicas, scaled by their load, and gateways in front of them; end all of them with Ctrl-C."""
+    from splittime.cluster.config import read_cluster
+    from splittime.cluster.gateways import ManagedGateways
+    from splittime.cluster.up import UpCluster
+
+    cluster = read_cluster(config)
+    ManagedGateways(cluster)  # refused here, with its hint, if [gateway] is no config
+    if check:
+        _say("the config is good")
+    elif status:
+        _show(_status(cluster), json)
+    elif apply:
+        _running(cluster).signal(signal.SIGHUP)
+    else:
+        UpCluster(config.absolute(), cluster, _say).run(_print_urls if json else _say_urls)
+
+
+def _say(words: str) -> None:
+    talk().print(words, markup=False)
+
+
+def _say_urls(urls: list[str]) -> None:
+    _say(f"splittime up: {', '.join(urls)}")
+
+
+def _print_urls(urls: list[str]) -> None:
+    sys.stdout.buffer.write(orjson.dumps({"gateways": urls}) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _running(cluster: "Cluster") -> Any:
+    from splittime.cluster.running import UP, read_mark
+
+    found = read_mark(cluster.folder / UP)
+    if found is None:
+        hint = "start it: splittime up --config FILE"
+        raise ConfigError(f"no cluster runs in {cluster.folder}", param="folder", value=str(cluster.folder), hint=hint)
+    return found
+
+
+def _status(cluster: "Cluster") -> dict[str, Any]:
+    from splittime.cluster.up import read_status
+
+    _running(cluster)
+    return read_status(cluster.folder) or {"replicas": [], "gateways": [], "events": [], "wanted": None, "trial": None}
+
+
+def _show(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        return
+    console = talk()
+    console.print(f"{told['wanted']} replicas are wanted", style="bold", markup=False)
+    for one in told["replicas"]:
+        load = f"{one['tokens']} of {one['capacity_tokens']} tokens"
+        console.print(f"  {one['name']}  {one['phase']} for {one['since_s']} s  {load}  {one['url']}", markup=False)
+    for one in told["gateways"]:
+        held = f"{one['held_tokens']} tokens wait" if one["is_alive"] else "is not there"
+        console.print(f"  {one['url']}  {held}", markup=False)
+    if told["trial"] is not None:
+        console.print(f"  on trial: {told['trial']}", markup=False)
+    for one in told["events"][-10:]:
+        console.print(f"  {one['what']} {one['name']} ({one['revision']}): {one['why']}", markup=False)

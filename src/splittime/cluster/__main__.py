@@ -1,0 +1,41 @@
+"""The controller's process, as `splittime up` starts it: CONFIG, the process of `up`, and the address of Ray."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from splittime.cluster.config import Cluster, read_cluster
+from splittime.cluster.keeper import FleetKeeper
+from splittime.cluster.places import LocalPlaces, ReplicaPlaces
+from splittime.cluster.running import REPLICAS
+from splittime.core.parent import end_when_gone
+
+
+def main() -> None:
+    path, up, ray_address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    end_when_gone(up)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    cluster = read_cluster(path)
+    asyncio.run(_keep(FleetKeeper(path, cluster, _places(cluster, up, ray_address))))
+
+
+async def _keep(keeper: FleetKeeper) -> None:
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sign, keeper.end)
+    loop.add_signal_handler(signal.SIGHUP, keeper.reread)
+    await keeper.run()
+
+
+def _places(cluster: Cluster, up: int, ray_address: str) -> ReplicaPlaces:
+    if cluster.config.runner == "local":
+        return LocalPlaces(cluster.folder / REPLICAS, up)
+    from splittime.cluster.ray_places import RayPlaces
+
+    return RayPlaces(cluster, ray_address)
+
+
+if __name__ == "__main__":
+    main()

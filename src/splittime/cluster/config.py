@@ -1,0 +1,166 @@
+"""What `cluster.toml` may say, and what follows from it: how a replica is started, and by which names it is asked.
+
+Each error names the key, its value, what it may be and a way out.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from splittime.assemble import model_source
+from splittime.assemble.settings import load
+from splittime.bench.own_server import as_typed
+from splittime.cluster.scaling import ScaleSettings
+from splittime.core.errors import ConfigError
+from splittime.core.settings import Doc
+from splittime.gateway.config import CanaryConfig, Strictly
+from splittime.gateway.config_file import check_table
+
+GUIDE = "docs/guides/cluster.md lists the keys"
+OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or that the cluster itself decides on
+    **dict.fromkeys(("host", "port"), "each replica has a port of its own; [gateway] has the address for clients"),
+    **dict.fromkeys(("api_key", "api_keys_file", "metrics_api_key"), "key_env in [replica] names the replicas' key"),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), "give [gateway] a certificate; replicas speak plain HTTP"),
+    **dict.fromkeys(("ledger_file", "root_path"), "give [gateway] a ledger_file"),
+}
+_UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+
+
+class ReplicaConfig(Strictly, frozen=True, kw_only=True):
+    """`[replica]`: what each is given, and how it is looked at."""
+
+    cpus: Annotated[float, Doc("CPU cores that Ray sets aside for it.", 0, 4096)] = 1.0
+    gpus: Annotated[float, Doc("GPUs that Ray sets aside for it.", 0, 64)] = 0.0
+    resources: Annotated[dict[str, float], Doc("Other resources of Ray's that it needs, by name.")] = msgspec.field(
+        default_factory=dict
+    )
+    key_env: Annotated[str | None, Doc("The environment variable with the key that replicas ask for.")] = None
+    on_network: Annotated[bool, Doc("It listens on its node's address and not on loopback; needs key_env.")] = False
+    capacity_tokens: Annotated[
+        int | None, Doc("Tokens that may run and wait there while it keeps its SLO; default: of its KV cache.", 1)
+    ] = None
+    sleep_level: Annotated[int, Doc("How deep it sleeps in the warm pool: 1 keeps weights, 2 does not.", 1, 2)] = 2
+    start_s: Annotated[float, Doc("One that is not ready by then is given up.", 1, 86400)] = 600.0
+
+
+class ClusterConfig(Strictly, frozen=True, kw_only=True):
+    """The file's own keys and its tables. serve: settings as of `splittime serve`. gateway: as of `gateway.toml`, but
+    for its upstreams. canary: None: another revision is not tried first."""
+
+    model: Annotated[str | None, Doc("As of `splittime serve`; default: the model in the package.")] = None
+    runner: Annotated[
+        Literal["local", "ray"], Doc("What starts replicas: processes of this machine, or actors of Ray.")
+    ] = "local"
+    ray_address: Annotated[
+        str | None, Doc("HOST:PORT of a Ray cluster; default: one on this machine, for as long as this runs.")
+    ] = None
+    gateways: Annotated[int, Doc("Gateways, on ports one after the other.", 1, 16)] = 1
+    folder: Annotated[str | None, Doc("For its files; default: the config's name with .run behind it.")] = None
+    serve: dict[str, Any] = msgspec.field(default_factory=dict)
+    gateway: dict[str, Any] = msgspec.field(default_factory=dict)
+    replica: ReplicaConfig = ReplicaConfig()
+    scale: ScaleSettings = ScaleSettings()
+    canary: CanaryConfig | None = None
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {"replica": ReplicaConfig, "scale": ScaleSettings, "canary": CanaryConfig}
+
+
+class ReplicaLaunch(msgspec.Struct, frozen=True):
+    """All that makes one replica like another. flags: of `splittime serve`. models: by which names it is asked."""
+
+    flags: tuple[str, ...]
+    models: tuple[str, ...]
+    max_num_seqs: int
+    block_size: int
+    replica: ReplicaConfig
+
+    @property
+    def revision(self) -> str:
+        """Returns a name for it that another launch does not have."""
+        return sha256(msgspec.json.encode(self)).hexdigest()[:12]
+
+
+class Cluster(NamedTuple):
+    """A config with what follows from it. folder: for files of the running cluster."""
+
+    config: ClusterConfig
+    launch: ReplicaLaunch
+    folder: Path
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Returns what the file says, checked. Raises `ConfigError`. Fetches the model's files where they are on a hub."""
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
+        raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=GUIDE) from error
+    config = cluster_config(told)
+    folder = Path(config.folder) if config.folder else path.with_suffix(".run")
+    return Cluster(config, launch_of(config), folder.absolute())
+
+
+def cluster_config(told: Mapping[str, Any]) -> ClusterConfig:
+    """Returns the config that a mapping describes. Raises `ConfigError`."""
+    try:
+        config = msgspec.convert(told, ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from None
+    for name in ("", "replica", "scale", "canary"):
+        table = getattr(config, name) if name else config
+        if table is not None:
+            check_table(name, table)
+    _check_together(config)
+    return config
+
+
+def launch_of(config: ClusterConfig) -> ReplicaLaunch:
+    """Returns how a replica is started. Raises `ConfigError` for settings that `splittime serve` would refuse."""
+    for name, hint in OWN_OF_REPLICAS.items():
+        if name in config.serve:
+            raise ConfigError(f"serve.{name} is not for replicas", param=f"serve.{name}", hint=hint)
+    settings = load({"model": config.model, **config.serve}, config=Path("/dev/null"), environ={})
+    folder = model_source.locate(config.model, settings["load_format"])
+    flags = [word for name in config.serve for word in as_typed(name, settings[name])]
+    names = settings["served_model_name"] or (model_source.default_name(config.model, folder),)
+    model = [] if config.model is None else [config.model]
+    return ReplicaLaunch(
+        tuple(model + flags), tuple(names), settings["max_num_seqs"], settings["block_size"], config.replica
+    )
+
+
+def _check_together(config: ClusterConfig) -> None:
+    scale, replica = config.scale, config.replica
+    if scale.min_replicas > scale.max_replicas:
+        message = f"scale.min_replicas = {scale.min_replicas} is more than max_replicas"
+        hint = "raise max_replicas, or lower min_replicas"
+        raise ConfigError(
+            message, param="scale.min_replicas", value=scale.min_replicas, limit=scale.max_replicas, hint=hint
+        )
+    if replica.on_network and replica.key_env is None:
+        hint = "set key_env to the name of an environment variable that holds a key"
+        raise ConfigError("replica.on_network needs a key", param="replica.on_network", value=True, hint=hint)
+    if config.ray_address is not None and config.runner != "ray":
+        hint = 'set runner = "ray", or leave ray_address out'
+        raise ConfigError("ray_address is for Ray", param="ray_address", value=config.ray_address, hint=hint)
+    if "upstream" in config.gateway:
+        hint = "the replicas are its upstreams; leave it out"
+        raise ConfigError("gateway.upstream is not for a cluster", param="gateway.upstream", hint=hint)
+
+
+def _refusal(message: str) -> ConfigError:
+    unknown = _UNKNOWN.search(message)
+    if not unknown:
+        return ConfigError(message.replace(" - at `$.", " - at `"), param="config", hint=GUIDE)
+    table: type[msgspec.Struct] = TABLES.get(unknown[2] or "") or ClusterConfig
+    known = [field.name for field in msgspec.structs.fields(table)]
+    near = difflib.get_close_matches(unknown[1], known, n=1)
+    name = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
+    hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    return ConfigError(f"{name}: no such key", code="unknown_key", param=name, hint=hint)

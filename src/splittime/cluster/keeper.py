@@ -1,0 +1,208 @@
+"""The controller's process: looks at replicas and gateways, has `controller` decide, and does it; twice a second.
+
+It keeps nothing that cannot be found again: replicas run without it, gateways read their files, and what was decided is
+in the state's file. So one that was killed leaves everything running, and the next goes on.
+
+A replica that drains has nothing to do once all gateways have the config without it and it has no request. A gateway
+that has another config than its file says is told to read it again.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from splittime.cluster.config import Cluster, read_cluster
+from splittime.cluster.controller import Fleet, FleetAction, FleetController, FleetDecision, FleetOrder
+from splittime.cluster.gateway_files import ListedReplica, write_whole
+from splittime.cluster.gateways import ManagedGateways
+from splittime.cluster.gauges import ReplicaGauges, ask, replica_gauges
+from splittime.cluster.observed import ReplicaWatch, enter, names_by
+from splittime.cluster.places import ReplicaPlaces, key_of
+from splittime.cluster.replica_process import ReplicaSeen
+from splittime.cluster.rollout import Rollout
+from splittime.cluster.running import STATE, STATUS
+from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, StateFile
+from splittime.cluster.status import FleetEvent, status_json
+from splittime.core.errors import SplittimeError
+
+log = logging.getLogger("splittime.cluster")
+
+TICK_S = 0.5
+NAP_ANSWER_S = 130.0
+KEPT_EVENTS = 64
+PHASES = {
+    FleetAction.DRAIN: ReplicaPhase.DRAINING,
+    FleetAction.SLEEP: ReplicaPhase.SLEEPING,
+    FleetAction.WAKE: ReplicaPhase.WAKING,
+}
+
+
+class FleetKeeper:
+    """`run` goes on until `end` is called; then it ends all replicas. path: of the cluster's config."""
+
+    def __init__(self, path: Path, cluster: Cluster, places: ReplicaPlaces) -> None:
+        self._path, self._cluster, self._places = path, cluster, places
+        self._file = StateFile(cluster.folder / STATE)
+        self.state = self._file.read() or ClusterState.begun(cluster.launch)
+        self._controller = FleetController(cluster.config.scale)
+        self._gateways = ManagedGateways(cluster)
+        self._rollout = Rollout(self.state, cluster.config.canary, cluster.config.replica.start_s)
+        self._watches: dict[str, ReplicaWatch] = {}
+        self._naps: dict[str, asyncio.Task[Any]] = {}
+        self._events: deque[FleetEvent] = deque(maxlen=KEPT_EVENTS)
+        self._ended, self._reread = asyncio.Event(), asyncio.Event()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def reread(self) -> None:
+        """Have the config's file read again before the next decision."""
+        self._reread.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with aiohttp.ClientSession(trust_env=False, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            while not self._ended.is_set():
+                begin_s = time.monotonic()
+                await self._tick(session)
+                left_s = max(0.01, TICK_S - (time.monotonic() - begin_s))
+                await asyncio.wait([loop.create_task(self._ended.wait())], timeout=left_s)
+            for nap in self._naps.values():
+                nap.cancel()
+        await loop.run_in_executor(None, self._places.close)
+
+    async def _tick(self, session: aiohttp.ClientSession) -> None:
+        if self._reread.is_set():
+            self._reread.clear()
+            await self._read_again()
+        placed, at_s = await self._in_thread(self._places.look), time.monotonic()
+        self._end_unknown(placed)
+        await self._note(session, placed, at_s)
+        await self._gateways.look(session)
+        await self._rollout.advance(session, self._gateways, self._events)
+        decision = self._controller.decide(time.monotonic_ns(), self._fleet(at_s))
+        for order in decision.orders:
+            await self._do(order)
+        self._nap_where_due(session)
+        self.state.forget_launches()
+        self._file.write(self.state)
+        await self._in_thread(partial(self._gateways.lead, self._listed(), self.state.launches[self.state.revision]))
+        self._tell(decision)
+
+    async def _in_thread(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    # ---- what is seen
+
+    def _end_unknown(self, placed: Mapping[str, ReplicaSeen]) -> None:
+        """End what was started by one who was killed before it wrote that down, or was to end then."""
+        for name in set(placed) - set(self.state.replicas):
+            self._places.end(name)
+
+    async def _note(self, session: aiohttp.ClientSession, placed: Mapping[str, ReplicaSeen], at_s: float) -> None:
+        names = list(self.state.replicas)
+        gauges = await asyncio.gather(*(self._gauges(session, name, placed.get(name)) for name in names))
+        start_s = self._cluster.config.replica.start_s
+        for name, told in zip(names, gauges, strict=True):
+            if name not in self._watches:
+                self._watches[name] = ReplicaWatch(self.state.replicas[name], start_s, at_s)
+            self._watches[name].note(placed.get(name), told, at_s)
+
+    async def _gauges(
+        self, session: aiohttp.ClientSession, name: str, seen: ReplicaSeen | None
+    ) -> ReplicaGauges | None:
+        if seen is None or seen.url is None:
+            return None
+        launch = self.state.launches[self.state.replicas[name].revision]
+        return await replica_gauges(session, seen.url, launch, key_of(launch))
+
+    def _fleet(self, at_s: float) -> Fleet:
+        seen = tuple(
+            watch.as_fleet(name, at_s, is_listed=not self._gateways.have_taken) for name, watch in self._watches.items()
+        )
+        return Fleet(self.state.revision, seen, self._gateways.held_tokens, self.state.trial)
+
+    # ---- what is done
+
+    async def _do(self, order: FleetOrder) -> None:
+        name, state = order.name, self.state
+        if order.action in (FleetAction.START, FleetAction.WARM):
+            name = await self._start(order)
+        elif order.action is FleetAction.STOP:
+            words = self._watches.pop(name).words
+            del state.replicas[name]
+            self._places.end(name)
+            order = order if not words else order._replace(why=f"{order.why}: {words[-300:]}")
+        elif order.action is FleetAction.ADMIT:
+            was_warming = state.replicas[name].phase is ReplicaPhase.WARMING
+            enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
+        else:
+            enter(state.replicas[name], PHASES[order.action])
+        self._events.append(FleetEvent(round(time.time(), 3), str(order.action), name, order.revision, order.why))
+        log.warning("%s %s (%s): %s", order.action, name, order.revision, order.why)
+
+    async def _start(self, order: FleetOrder) -> str:
+        """Write it down first: one that was started and not written down is ended."""
+        state = self.state
+        state.num_started += 1
+        name = f"r{state.num_started}"
+        phase = ReplicaPhase.STARTING if order.action is FleetAction.START else ReplicaPhase.WARMING
+        state.replicas[name] = ManagedReplica(order.revision, phase, time.time())
+        self._file.write(state)
+        await self._in_thread(partial(self._places.start, name, state.launches[order.revision]))
+        return name
+
+    def _nap_where_due(self, session: aiohttp.ClientSession) -> None:
+        self._naps = {name: task for name, task in self._naps.items() if not task.done()}
+        for name, watch in self._watches.items():
+            nap, url = watch.nap, self.state.replicas[name].url
+            if nap is None or url is None or name in self._naps:
+                continue
+            launch = self.state.launches[self.state.replicas[name].revision]
+            query = f"?level={launch.replica.sleep_level}" if nap.path == "/sleep" else ""
+            asking = ask(session, "POST", url + nap.path + query, key_of(launch), NAP_ANSWER_S)
+            self._naps[name] = asyncio.get_running_loop().create_task(asking)
+
+    def _listed(self) -> list[ListedReplica]:
+        """Returns the replicas that gateways may ask. Streams go on at another only where all have one revision."""
+        state, listed = self.state, []
+        serving = names_by(state.replicas, ReplicaPhase.SERVING)
+        for name in serving:
+            one = state.replicas[name]
+            if one.url is not None:
+                listed.append(ListedReplica(name, one.url, state.launches[one.revision], one.revision == self._resumed))
+        return listed
+
+    @property
+    def _resumed(self) -> str:
+        """The revision whose streams go on at another replica: the old one, until none is left of it."""
+        serving = {one.revision for one in self.state.replicas.values() if one.phase is ReplicaPhase.SERVING}
+        return next((name for name in self.state.launches if name in serving), self.state.revision)
+
+    # ---- another config
+
+    async def _read_again(self) -> None:
+        try:
+            cluster = await self._in_thread(partial(read_cluster, self._path))
+            self._gateways.change(cluster)
+        except SplittimeError as error:
+            self._events.append(FleetEvent(round(time.time(), 3), "refused", "", "", error.info.message))
+            log.warning("the config is refused, and the one before stays: %s", error.info.message)
+            return
+        if cluster.config.scale != self._cluster.config.scale:
+            self._controller = FleetController(cluster.config.scale)
+        self._cluster = cluster
+        self._rollout.begin(cluster.launch, cluster.config.canary)
+
+    def _tell(self, decision: FleetDecision) -> None:
+        told = status_json(
+            self.state, self._watches, self._gateways, self._rollout, decision, list(self._events), time.monotonic()
+        )
+        write_whole(self._cluster.folder / STATUS, told)

@@ -1,0 +1,142 @@
+"""Replicas as actors of Ray: it finds a node with what each needs, and the actor runs our server as its child.
+
+An actor is detached and has a name, so a controller that was started anew finds it. It does not restart its server:
+whether there is to be another, and where, is the controller's to decide. No request passes through Ray.
+"""
+
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from splittime.cluster.config import Cluster, ReplicaLaunch
+from splittime.cluster.places import END_S, key_of
+from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
+from splittime.core.errors import ConfigError, EngineError
+
+LOOPBACK = "127.0.0.1"
+LOOK_S = 1.0  # for actors to answer
+OWN_RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+class ReplicaActor:
+    """What runs in Ray's worker: one server, which ends with it."""
+
+    def __init__(self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool) -> None:
+        self._process = ReplicaProcess(Path(tempfile.mkdtemp(prefix=f"splittime-{name}-")), name)
+        address = _ray().util.get_node_ip_address() if on_network else LOOPBACK
+        self._process.begin((*flags, "--host", address), key, os.getpid())
+
+    def look(self) -> tuple[bool, str | None, str]:
+        return tuple(self._process.look())  # type: ignore[return-value]
+
+    def end(self, sign: int) -> None:
+        self._process.end(signal.Signals(sign))
+
+
+class RayPlaces:
+    """address: of the Ray cluster."""
+
+    def __init__(self, cluster: Cluster, address: str) -> None:
+        self._ray = _ray()
+        self._namespace = namespace_of(cluster.folder)
+        self._ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR")
+        named = self._ray.util.list_named_actors()
+        self._actors = {name: self._ray.get_actor(name) for name in named}
+        self._seen: dict[str, ReplicaSeen] = {}
+        self._ending: dict[str, float] = {}  # until when
+
+    def start(self, name: str, launch: ReplicaLaunch) -> None:
+        told = launch.replica
+        made = self._ray.remote(ReplicaActor).options(
+            name=name,
+            lifetime="detached",
+            num_cpus=told.cpus,
+            num_gpus=told.gpus,
+            resources=dict(told.resources),
+            max_restarts=0,
+        )
+        self._actors[name] = made.remote(name, launch.flags, key_of(launch), told.on_network)
+
+    def look(self) -> Mapping[str, ReplicaSeen]:
+        """One that has no place yet, or does not answer in time, is as it was."""
+        self._look()
+        self._kill_late()
+        begun = ReplicaSeen(is_alive=True, url=None)
+        return {name: self._seen.get(name, begun) for name in self._actors if name not in self._ending}
+
+    def _look(self) -> None:
+        asked = {actor.look.remote(): name for name, actor in self._actors.items()}
+        if not asked:
+            return
+        answered, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)
+        for reference in answered:
+            try:
+                self._seen[asked[reference]] = ReplicaSeen(*self._ray.get(reference))
+            except self._ray.exceptions.RayActorError as error:
+                self._seen[asked[reference]] = ReplicaSeen(is_alive=False, url=None, words=str(error)[-500:])
+
+    def end(self, name: str) -> None:
+        self._actors[name].end.remote(int(signal.SIGTERM))
+        self._ending[name] = time.monotonic() + END_S
+
+    def close(self) -> None:
+        for name in self._actors:
+            if name not in self._ending:
+                self.end(name)
+        while self._ending:
+            self._look()
+            self._kill_late()
+            time.sleep(0.05)
+        self._ray.shutdown()
+
+    def _kill_late(self) -> None:
+        """Take away actors whose servers have ended, or have had long enough; a server ends with its actor."""
+        for name, until_s in list(self._ending.items()):
+            seen = self._seen.get(name)
+            has_begun = seen is not None and seen.is_alive
+            if not has_begun or time.monotonic() > until_s:
+                self._ray.kill(self._actors.pop(name))
+                self._seen.pop(name, None)
+                del self._ending[name]
+
+
+def start_ray(cluster: Cluster) -> str:
+    """Start a Ray on this machine that ends with this process, and return its address: loopback only, no dashboard, and
+    a token without which it takes nothing. Raises `EngineError`."""
+    os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))  # before it is imported
+    ray = _ray()
+    try:
+        context = ray.init(
+            include_dashboard=False,
+            namespace=namespace_of(cluster.folder),
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # of no class of its own: it gives itself half a minute
+        hint = "start one with `ray start --head`, and set ray_address"
+        raise EngineError(f"Ray did not start: {error}", hint=hint) from error
+    return str(context.address_info["gcs_address"])
+
+
+def namespace_of(folder: Path) -> str:
+    """Returns where this cluster's actors are, apart from others': by its folder."""
+    return "splittime" + str(folder).replace("/", "-")
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        hint = "pip install 'splittime[cluster]', or leave runner out: it is \"local\" then"
+        raise ConfigError('runner "ray" needs Ray', param="runner", value="ray", hint=hint) from None
+    return ray

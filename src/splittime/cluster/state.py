@@ -1,0 +1,68 @@
+"""What the controller has decided and would have to know again if it were killed: kept in one file, written whole."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from splittime.cluster.config import ReplicaLaunch
+from splittime.cluster.gateway_files import write_whole
+
+
+class ReplicaPhase(StrEnum):
+    """What a replica was last told to be; whether it is there yet, its process and its answers tell."""
+
+    STARTING = "starting"
+    WARMING = "warming"
+    SERVING = "serving"
+    DRAINING = "draining"
+    SLEEPING = "sleeping"
+    WAKING = "waking"
+
+
+class ManagedReplica(msgspec.Struct):
+    """One replica. since_unix_s: when its phase began."""
+
+    revision: str
+    phase: ReplicaPhase
+    since_unix_s: float
+    url: str | None = None
+
+
+class ClusterState(msgspec.Struct):
+    """launches: how replicas of a revision are started, by its name. revision: that all should have. trial: that one
+    has, to be compared. num_started: of all time, for names."""
+
+    revision: str
+    launches: dict[str, ReplicaLaunch]
+    trial: str | None = None
+    num_started: int = 0
+    replicas: dict[str, ManagedReplica] = {}
+
+    @classmethod
+    def begun(cls, launch: ReplicaLaunch) -> "ClusterState":
+        return cls(launch.revision, {launch.revision: launch})
+
+    def forget_launches(self) -> None:
+        """Keep the launches of revisions that are wanted, tried or there."""
+        used = {self.revision, self.trial, *(one.revision for one in self.replicas.values())}
+        self.launches = {name: launch for name, launch in self.launches.items() if name in used}
+
+
+class StateFile:
+    """Writes a state where it has changed. `read` gives None where there is none, or one that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._written = path, b""
+
+    def read(self) -> ClusterState | None:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=ClusterState)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write(self, state: ClusterState) -> None:
+        data = msgspec.json.encode(state)
+        if data != self._written:
+            write_whole(self._path, data)
+            self._written = data

@@ -1,0 +1,99 @@
+"""Which upstream keeps which response, by tenant: `previous_response_id` goes back there.
+
+Upstreams see one key, the gateway's, so that this table alone knows whose a response is: where there are tenants, an
+id that it does not have for this one is unknown, whoever else may have it. Bounded: the oldest go first, those of the
+tenant first that has most.
+"""
+
+import re
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import NotFound
+from splittime.gateway.endpoints import RESPONSES
+from splittime.gateway.forwarded import ForwardedRequest, with_model
+from splittime.gateway.upstreams import Upstream, held_line
+from splittime.web.tenants import Tenant
+
+if TYPE_CHECKING:
+    from splittime.gateway.service import GatewayService
+
+MAX_RESPONSES = 65_536
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class HeldResponse(NamedTuple):
+    """Who keeps it, by the config's name, and the model that wrote it."""
+
+    upstream: str
+    model: str
+
+
+class HeldResponses:
+    """What is known of every tenant's responses."""
+
+    def __init__(self, most: int = MAX_RESPONSES) -> None:
+        self._most, self._num = most, 0
+        self._by_tenant: dict[str, OrderedDict[str, HeldResponse]] = {}
+
+    def __len__(self) -> int:
+        return self._num
+
+    def note(self, tenant: str, response_id: str, held: HeldResponse) -> None:
+        """A response has been made, and is about to be told. An id that is none is not remembered."""
+        if not _ID.fullmatch(response_id):
+            return
+        self.forget(tenant, response_id)
+        self._by_tenant.setdefault(tenant, OrderedDict())[response_id] = held
+        self._num += 1
+        while self._num > self._most:
+            max(self._by_tenant.values(), key=len).popitem(last=False)
+            self._num -= 1
+
+    def get(self, tenant: str, response_id: str) -> HeldResponse | None:
+        kept = self._by_tenant.get(tenant)
+        return None if kept is None else kept.get(response_id)
+
+    def forget(self, tenant: str, response_id: str) -> None:
+        if self.get(tenant, response_id) is not None:
+            del self._by_tenant[tenant][response_id]
+            self._num -= 1
+
+
+def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) -> ForwardedRequest:
+    """Returns a request that goes on from a response as one for the upstream that keeps it, and any other as it is.
+    Under a `[[difficulty]]` it keeps the model that it began with. Raises `NotFound` where nobody may be asked."""
+    if not request.previous_id:
+        return request
+    held = gateway.held.get(tenant.name, request.previous_id)
+    if held is None:
+        if gateway.config.tenant or len(gateway.router.of_model(request.pool)) != 1:
+            raise not_found(request.previous_id, "previous_response_id", "previous_response_not_found")
+        return request
+    route = gateway.difficulty.route(request)
+    if route is not None and held.model in (route.small, route.large):
+        request = msgspec.structs.replace(with_model(request, held.model), pool=held.model)
+    if held.upstream not in [one.name for one in gateway.router.of_model(request.pool)]:
+        message = f"the previous response is kept by upstream {held.upstream!r}, which may not have this request"
+        hint = f"ask for {held.model!r} as before, or send the conversation as input"
+        raise NotFound(message, code="previous_response_not_found", param="previous_response_id", hint=hint)
+    return msgspec.structs.replace(request, pool=held_line(held.upstream))
+
+
+def keeper_of(gateway: "GatewayService", tenant: Tenant, response_id: str) -> Upstream:
+    """Returns the upstream that keeps a response; the only one there is, where nobody else can be asking. Raises
+    `NotFound`."""
+    held, upstreams = gateway.held.get(tenant.name, response_id), gateway.router.upstreams
+    is_only = held is None and not gateway.config.tenant and len(upstreams) == 1
+    found = next((one for one in upstreams if is_only or (held is not None and one.name == held.upstream)), None)
+    if found is None or not _ID.fullmatch(response_id):
+        raise not_found(response_id, "response_id", "not_found")
+    return found
+
+
+def not_found(response_id: str, param: str, code: str) -> NotFound:
+    hint = f"POST {RESPONSES} with the conversation as input: what an upstream keeps is known until the gateway ends"
+    message = f"no response {response_id[:64]!r} of this key is known"
+    return NotFound(message, code=code, param=param, value=response_id[:64], hint=hint)

@@ -1,0 +1,100 @@
+"""`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`: asked of the upstream that keeps the response.
+
+They take one of the key's requests, no place in the queue, and have no account: no model is asked.
+"""
+
+import asyncio
+import time
+
+import aiohttp
+
+from splittime.core.errors import NotFound, RequestError, UpstreamError
+from splittime.gateway.endpoints import RESPONSES
+from splittime.gateway.responses.held import keeper_of
+from splittime.gateway.sent_headers import sent_headers
+from splittime.gateway.service import GatewayService
+from splittime.gateway.upstreams import Upstream
+from splittime.web import http
+from splittime.web.tenants import tenant_of
+
+PIECE_BYTES = 2**16
+CANCEL = "/cancel"
+now_ns = time.monotonic_ns
+
+
+async def retrieve(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """The response, as its upstream tells it."""
+    await _ask(gateway, scope, send, "GET", scope[http.PATH_REST])
+
+
+async def delete(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Whether it is forgotten, there and here."""
+    response_id = scope[http.PATH_REST]
+    if await _ask(gateway, scope, send, "DELETE", response_id) == 200:
+        gateway.held.forget(tenant_of(scope).name, response_id)
+
+
+async def cancel(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """What the upstream says to being asked to end it."""
+    response_id, is_cancel = scope[http.PATH_REST].removesuffix(CANCEL), scope[http.PATH_REST].endswith(CANCEL)
+    if not is_cancel:
+        raise NotFound(f"no such path: POST {scope['path'][:128]}", hint=f"POST {RESPONSES}, or {RESPONSES}/ID{CANCEL}")
+    await _ask(gateway, scope, send, "POST", response_id, CANCEL)
+
+
+async def _ask(
+    gateway: GatewayService, scope: http.Scope, send: http.Send, method: str, response_id: str, behind: str = ""
+) -> int:
+    """Pass it on, and the answer back. Returns the answer's status."""
+    _refuse_query(scope)
+    tenant = tenant_of(scope)
+    gateway.require_serving()
+    gateway.require_allowance(tenant)
+    upstream, quota = keeper_of(gateway, tenant, response_id), gateway.quota(tenant)
+    quota.enter(now_ns())
+    try:
+        status, kind, body = await _answered(gateway, scope, upstream, method, f"{RESPONSES}/{response_id}{behind}")
+    finally:
+        quota.leave(0, now_ns())
+    headers = [(b"x-splittime-upstream", upstream.name.encode())]
+    await http.respond(send, body, status=status, content_type=kind, headers=headers)
+    return status
+
+
+def _refuse_query(scope: http.Scope) -> None:
+    for name in http.query(scope):
+        message, hint = f"{name[:64]}: a response is given whole, as it was answered", "ask without a query"
+        raise RequestError(message, code="unsupported_field", param=name[:64], hint=hint)
+
+
+async def _answered(
+    gateway: GatewayService, scope: http.Scope, upstream: Upstream, method: str, path: str
+) -> tuple[int, bytes, bytes]:
+    """Returns status, content type and body. Raises `UpstreamError` where there is no whole answer in time."""
+    config, name = upstream.config, upstream.name
+    headers = sent_headers(scope, upstream, http.new_request_id(), now_ns() + int(config.first_byte_s * 1e9), None)
+    timeout = aiohttp.ClientTimeout(connect=config.connect_s)
+    try:
+        async with (
+            asyncio.timeout(config.first_byte_s),
+            gateway.session.request(
+                method, upstream.base_url + path, headers=headers, allow_redirects=False, timeout=timeout
+            ) as response,
+        ):
+            body = await _bounded(response, gateway.config.max_answer_bytes)
+            return response.status, (response.headers.get("content-type") or "application/json").encode(), body
+    except TimeoutError:
+        message = f"no answer from upstream {name!r} within {config.first_byte_s:g} s"
+        raise UpstreamError(message, code="upstream_first_byte_timeout", status=504) from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise UpstreamError(f"upstream {name!r} did not answer", code="upstream_unreachable") from error
+
+
+async def _bounded(response: aiohttp.ClientResponse, most: int) -> bytes:
+    body = bytearray()
+    while piece := await response.content.read(PIECE_BYTES):
+        body += piece
+        if len(body) > most:
+            message = f"the upstream answered more than {most} bytes"
+            raise UpstreamError(message, code="upstream_bad_answer", limit=most)
+    return bytes(body)

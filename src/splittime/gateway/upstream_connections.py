@@ -1,0 +1,315 @@
+"""Connections to upstreams: HTTP/1.1 of our own, because what a gateway adds to a token is what it does for each piece.
+
+A piece of a stream wakes the request's task once, and nothing is built for it: no timer (one of the answer watches all
+its waits), no chunk object, no copy. A general client took twice as long for a request and a half longer for a piece.
+
+An answer is whole by its length, by its last chunk, or by the connection's close if it has neither. A connection is
+used again only after an answer that was whole and allows it, and for `KEEPALIVE_S` at most. What the client has not
+taken is read for at most `MAX_UNREAD_BYTES`, then TCP tells the upstream; a head, or what stands between two pieces of
+a body, for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httptools
+
+from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.wire.target import Address
+
+KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
+MAX_HEAD_BYTES = 256 * 1024
+MAX_UNREAD_BYTES = 64 * 1024
+IN_A_PATH = "/%:@!$&'()*+,;=~-._"  # and what a config has escaped already
+NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+
+
+class NoConnection(Exception):
+    """An upstream could not be reached. is_too_late: it did not answer in time."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.is_too_late = isinstance(error, TimeoutError)
+
+
+class UpstreamAnswer:
+    """One answer, as it is read. status, headers: known once `piece` has returned; names in lower case, the first of
+    each name counts."""
+
+    def __init__(self, connection: "UpstreamConnection") -> None:
+        self.status, self.headers = 0, dict[bytes, bytes]()
+        self._connection = connection
+        self._pieces: list[bytes] = []
+        self._num_unread = 0
+        self._is_whole, self._error = False, None
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._until_s = 0.0  # of the loop's clock: when the wait has lasted too long
+
+    _error: OSError | ValueError | None
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+    async def piece(self, within_s: float) -> bytes:
+        """Returns all that has been read and not returned yet, as soon as there is any; b"" at the end. Raises
+        `TimeoutError`, `OSError` for a connection that broke off, `ValueError` for what is not HTTP."""
+        if not (self._pieces or self._is_whole or self._error):
+            await self._wait(within_s)
+        if self._pieces:
+            return self._taken()
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    def close(self) -> None:
+        """Nobody reads on: a connection in the middle of an answer is cut."""
+        self._stop()
+        if not self._is_whole:
+            self._connection.cut()
+
+    def _taken(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        if self._num_unread > MAX_UNREAD_BYTES:
+            self._connection.resume()
+        self._num_unread = 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _wait(self, within_s: float) -> None:
+        self._until_s = self._loop.time() + within_s
+        if self._watch is None or self._watch.when() > self._until_s:
+            self._stop()
+            self._watch = self._loop.call_later(within_s, self._look)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _look(self) -> None:
+        """The timer of an earlier wait, which later ones leave as it is."""
+        self._watch = None
+        if self._waiter is None or self._waiter.done():
+            return
+        left_s = self._until_s - self._loop.time()
+        if left_s > 0:
+            self._watch = self._loop.call_later(left_s, self._look)
+        else:
+            self._waiter.set_exception(TimeoutError())
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    # ---- what its connection tells
+
+    def feed(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        before, self._num_unread = self._num_unread, self._num_unread + len(piece)
+        if before <= MAX_UNREAD_BYTES < self._num_unread:
+            self._connection.pause()
+        self._wake()
+
+    def end(self, error: OSError | ValueError | None = None) -> None:
+        """It is whole, or, with an error, nothing more of it comes."""
+        self._is_whole, self._error = error is None, error
+        self._stop()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection, one request at a time. idle_since_s: of the loop's clock."""
+
+    _parser: Any
+    _answer: UpstreamAnswer | None
+
+    def __init__(self, idle: "list[UpstreamConnection]") -> None:
+        self._idle = idle
+        self._answer, self._parser, self.transport = None, None, None
+        self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
+        self.is_open, self.idle_since_s = False, 0.0
+
+    transport: Any
+
+    def ask(self, request: bytes) -> UpstreamAnswer:
+        """Send a request. Returns its answer, of which nothing is there yet."""
+        answer = self._answer = UpstreamAnswer(self)
+        self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport.write(request)
+        return answer
+
+    def cut(self) -> None:
+        self._answer = None
+        self.transport.abort()
+
+    def pause(self) -> None:
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.is_open and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.is_open = transport, True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self in self._idle:
+            self._idle.remove(self)
+        if self._answer is not None:
+            is_end = exc is None and self._is_head_read and not self._has_length
+            self._end(None if is_end else ConnectionResetError(str(exc or "the connection was closed")))
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # more than was asked for
+            self.transport.abort()
+            return
+        self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except NOT_HTTP as error:
+            self._fail(f"the answer is not HTTP/1.1: {error}")
+        if self._num_head_bytes > MAX_HEAD_BYTES and self._answer is not None:
+            self._fail(f"the answer has more than {MAX_HEAD_BYTES} bytes that are in no body")
+
+    def _fail(self, words: str) -> None:
+        self._end(ValueError(words))
+        self.transport.abort()
+
+    def _end(self, error: OSError | ValueError | None = None) -> None:
+        answer, self._answer, self._parser = self._answer, None, None
+        if answer is not None:
+            answer.end(error)
+
+    # ---- the parser's calls
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:  # behind a whole answer, in one piece with its end
+            self.transport.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is None or self._is_head_read:  # a trailer
+            return
+        name = name.lower()
+        self._answer.headers.setdefault(name, value)
+        self._has_length = self._has_length or name in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        if self._answer is None:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:  # "continue", "early hints"
+            self._answer.headers.clear()
+            self._has_length = False
+            return
+        self._answer.status, self._is_head_read = status, True
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        if self._answer is not None:
+            self._answer.feed(body)
+
+    def on_message_complete(self) -> None:
+        if self._answer is None or not self._is_head_read:
+            return
+        may_go_on = self._parser.should_keep_alive()
+        self._end()
+        if may_go_on and self.is_open and not self.transport.is_closing():
+            self.resume()
+            self.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(self)
+        else:
+            self.transport.close()
+
+
+class UpstreamConnections:
+    """All of a gateway's. round_trips: told of each connection that a request gets."""
+
+    def __init__(self, round_trips: RoundTrips) -> None:
+        self._round_trips = round_trips
+        self._idle: dict[Address, list[UpstreamConnection]] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def ask(
+        self,
+        method: str,
+        address: Address,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        *,
+        connect_s: float,
+    ) -> UpstreamAnswer:
+        """Send a request. Returns its answer, of which nothing may be there yet. path: behind the address's own.
+        headers: without line ends. Raises `NoConnection`."""
+        connection = self._kept(address) or await self._connected(address, connect_s)
+        self._round_trips.note(address.host, address.port, connection.transport.get_extra_info("socket"))
+        return connection.ask(_request(method, address, path, headers, body))
+
+    def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.transport.abort()
+
+    def _kept(self, address: Address) -> UpstreamConnection | None:
+        """Returns the connection that was used last and is idle, if it is not too old."""
+        idle, now_s = self._idle.get(address, []), asyncio.get_running_loop().time()
+        while idle:
+            connection = idle.pop()
+            is_closing = not connection.is_open or connection.transport.is_closing()
+            if not is_closing and now_s - connection.idle_since_s < KEEPALIVE_S:
+                return connection
+            connection.transport.abort()
+        return None
+
+    async def _connected(self, address: Address, within_s: float) -> UpstreamConnection:
+        loop, idle = asyncio.get_running_loop(), self._idle.setdefault(address, [])
+        if address.is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
+        try:
+            async with asyncio.timeout(within_s):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(idle),
+                    address.host,
+                    address.port,
+                    ssl=self._tls if address.is_tls else None,
+                )
+        except OSError as error:
+            raise NoConnection(error) from error
+        return connection
+
+    def _drop_old(self) -> None:
+        """Close what has been idle for too long."""
+        loop = asyncio.get_running_loop()
+        oldest_s = loop.time() - KEEPALIVE_S
+        for connections in self._idle.values():
+            for connection in [one for one in connections if one.idle_since_s <= oldest_s]:
+                connection.transport.abort()
+        self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
+
+
+def _request(method: str, address: Address, path: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    authority = address.authority
+    if not authority.isascii():
+        authority = authority.encode("idna").decode()
+    lines = [f"{method} {quote(address.path + path, IN_A_PATH)} HTTP/1.1", f"host: {authority}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + (body or b"")

@@ -1,0 +1,175 @@
+"""What `cluster.toml` may say, what follows from it, and how what is wrong with it is told."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splittime.cluster.config import Cluster, cluster_config, launch_of, read_cluster
+from splittime.cluster.gateway_files import (
+    FIRST_FAILURES,
+    ListedReplica,
+    digest_of,
+    gateway_config,
+    operator_key,
+    toml_of,
+)
+from splittime.cluster.places import key_of
+from splittime.cluster.ray_places import start_ray
+from splittime.core.errors import ConfigError
+from splittime.gateway.config_file import config_of
+
+
+def refused(text: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        read_whole(text)
+    assert caught.value.info.hint, "a way out"
+    return caught.value
+
+
+def read_whole(text: str) -> None:
+    config = cluster_config(tomllib.loads(text))
+    gateway_config(config, launch_of(config), 0, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "value", "limit"),
+    [
+        ("gateways = 0", "gateways", 0, [1, 16]),
+        ("[scale]\nmax_replicas = 0", "scale.max_replicas", 0, [1, 10000]),
+        ("[scale]\nmin_replicas = 5", "scale.min_replicas", 5, 4),
+        ("[scale]\ntarget = 1.5", "scale.target", 1.5, [0.01, 1]),
+        ("[replica]\nsleep_level = 3", "replica.sleep_level", 3, [1, 2]),
+        ("[replica]\non_network = true", "replica.on_network", True, None),
+        ('ray_address = "x:1"', "ray_address", "x:1", None),
+        ("[canary]\nmargin = 2.0", "canary.margin", 2.0, [0.001, 0.999]),
+        ("[serve]\nmax_num_seqs = 0", "max_num_seqs", 0, [1, 65536]),
+        ("[serve]\nport = 1", "serve.port", None, None),
+        ('[serve]\napi_key = "x"', "serve.api_key", None, None),
+        ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
+        ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
+        ("[[gateway.upstream]]\nname = 'a'", "gateway.upstream", None, None),
+        ("[scale]\nmin_replica = 1", "scale.min_replica", None, None),
+        ("scal = 1", "scal", None, None),
+        ('runner = "kubernetes"', "config", None, None),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_limit(text, param, value, limit):
+    info = refused(text).info
+    assert (info.param, info.value, info.limit) == (param, value, limit)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest():
+    assert refused("[scale]\nmin_replica = 1").info.hint == "did you mean min_replicas?"
+    assert "did you mean" in refused("[serve]\nmax_num_seq = 1").info.hint
+
+
+def test_a_launch_has_the_flags_and_names_of_its_settings(tmp_path):
+    told = {"serve": {"max_num_seqs": 7, "enable_prefix_caching": False}}
+    launch = launch_of(cluster_config(told))
+    assert launch.flags == ("--max-num-seqs", "7", "--no-enable-prefix-caching")
+    assert launch.models == ("splittime-code",)
+    assert launch.max_num_seqs == 7
+    named = launch_of(cluster_config({"serve": {"served_model_name": ["a", "b"]}}))
+    assert named.models == ("a", "b")
+    assert named.revision != launch.revision
+    assert launch.revision == launch_of(cluster_config(told)).revision
+    path = tmp_path / "mine.toml"
+    path.write_text("")
+    assert read_cluster(path).folder == tmp_path / "mine.run"
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_cluster(tmp_path / "none.toml")
+
+
+def config_and_launch(**table):
+    config = cluster_config(table)
+    return config, launch_of(config)
+
+
+def test_a_gateway_without_replicas_lets_requests_wait():
+    config, launch = config_and_launch(serve={"max_num_seqs": 4})
+    made, text = gateway_config(config, launch, 0, ())
+    assert [(one.max_in_flight, one.models) for one in made.upstream] == [(0, ("splittime-code",))]
+    assert made.queue.sign_of_life_s == 1.0
+    assert made.retries.spare == 8 + FIRST_FAILURES
+    assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
+
+
+def test_what_the_user_says_of_the_gateway_is_kept():
+    told = {"queue": {"max_requests": 7}, "retries": {"spare": 2}, "port": 9000}
+    config, launch = config_and_launch(gateway=told, replica={"key_env": "K"})
+    listed = [
+        ListedReplica("r1", "http://127.0.0.1:1", launch, True),
+        ListedReplica("r2", "http://127.0.0.1:2", launch, False),
+    ]
+    made, text = gateway_config(config, launch, 1, listed)
+    assert (made.queue.max_requests, made.retries.spare, made.port) == (7, 2, 9001)
+    assert [(one.name, one.resume, one.key_env, one.kind) for one in made.upstream] == [
+        ("r1", True, "K", "splittime"),
+        ("r2", False, "K", "splittime"),
+    ]
+    assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
+
+
+def test_two_gateways_write_no_file_of_each_other():
+    told = {"ledger_file": "x/l.sqlite", "audit": {"file": "a.jsonl"}, "cache": {"file": "c.sqlite"}}
+    config, launch = config_and_launch(gateway=told, gateways=2)
+    first, second = (gateway_config(config, launch, number, ())[0] for number in range(2))
+    assert (first.ledger_file, first.audit.file, first.cache.file) == ("x/l.sqlite", "a.jsonl", "c.sqlite")
+    assert (second.ledger_file, second.audit.file, second.cache.file) == ("x/l-1.sqlite", "a-1.jsonl", "c-1.sqlite")
+    assert config.gateway == told, "as it was"
+
+
+def test_the_controller_needs_a_key_where_gateways_ask_for_one(monkeypatch, tmp_path):
+    tenant = {"name": "ops", "operator": True}
+    hashed, launch = config_and_launch(gateway={"tenant": [{**tenant, "sha256": "ab" * 32}]})
+    with pytest.raises(ConfigError, match="no operator's key"):
+        operator_key(gateway_config(hashed, launch, 0, ())[0])
+    monkeypatch.setenv("OPS", "secret")
+    named, _ = config_and_launch(gateway={"tenant": [{**tenant, "key_env": "OPS"}]})
+    assert operator_key(gateway_config(named, launch, 0, ())[0]) == "secret"
+    (tmp_path / "key").write_text("filed\n")
+    filed, _ = config_and_launch(gateway={"tenant": [{**tenant, "key_file": str(tmp_path / "key")}]})
+    assert operator_key(gateway_config(filed, launch, 0, ())[0]) == "filed"
+
+
+def test_a_replicas_key_must_be_there(monkeypatch):
+    _, launch = config_and_launch(replica={"key_env": "REPLICA_KEY"})
+    monkeypatch.delenv("REPLICA_KEY", raising=False)
+    with pytest.raises(ConfigError, match="the environment has no REPLICA_KEY"):
+        key_of(launch)
+
+
+TEXTS = st.text(max_size=4)
+PLAIN = st.booleans() | st.integers(-(2**60), 2**60) | TEXTS | st.floats(-1e9, 1e9)
+VALUES = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(TEXTS, PLAIN | st.lists(PLAIN, max_size=2), max_size=2)
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_toml_says_what_it_was_made_of(table):
+    assert tomllib.loads(toml_of(table)) == table
+
+
+def test_a_date_is_no_value_of_a_gateway():
+    with pytest.raises(ConfigError, match="no value"):
+        toml_of(tomllib.loads("day = 1979-05-27"))
+
+
+def test_without_ray_its_runner_says_so(monkeypatch, tmp_path):
+    config, launch = config_and_launch(runner="ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError) as caught:
+        start_ray(Cluster(config, launch, tmp_path))
+    assert "pip install" in caught.value.info.hint
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    (tmp_path / "c.toml").write_text("[scale]\nmax_replicas = 0\n")
+    command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", "c.toml"]
+    told = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 2
+    assert "scale.max_replicas = 0" in told.stderr

@@ -1,0 +1,247 @@
+"""The controller's process on replicas that are small HTTP servers: what it decides is done, and found again."""
+
+import asyncio
+import json
+import os
+import tomllib
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from splittime.cluster import keeper as keeper_module
+from splittime.cluster.config import Cluster, cluster_config, launch_of
+from splittime.cluster.gauges import ReplicaGauges, gauges_of
+from splittime.cluster.keeper import FleetKeeper
+from splittime.cluster.observed import LOST_S, ReplicaWatch
+from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
+from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.core.engine_stats import EngineStats
+from splittime.core.sleep import Rest
+
+
+class SmallReplicas:
+    """As `ReplicaPlaces`: each replica is a path of one server, ready at once. stats: by name; what it answers."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, EngineStats] = {}
+        self.dead: set[str] = set()
+        self.ended: list[str] = []
+        self.asked: list[str] = []
+        self.address = ""
+
+    def start(self, name, launch) -> None:
+        self.stats[name] = EngineStats(now_ns=0, blocks_total=64)
+
+    def look(self):
+        return {name: ReplicaSeen(name not in self.dead, f"{self.address}/{name}") for name in self.stats}
+
+    def end(self, name) -> None:
+        self.ended.append(name)
+        del self.stats[name]
+
+    def close(self) -> None:
+        self.stats.clear()
+
+    def busy(self, name, running: int) -> None:
+        self.stats[name] = msgspec.structs.replace(self.stats[name], num_running=running)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        name, what = request.match_info["name"], request.match_info["what"]
+        if name not in self.stats:
+            raise web.HTTPNotFound
+        if request.method == "POST":
+            self.asked.append(f"{name} {what}")
+            rest = Rest("asleep", 2) if what == "sleep" else Rest()
+            self.stats[name] = msgspec.structs.replace(self.stats[name], rest=rest)
+        return web.json_response({"engine": msgspec.to_builtins(self.stats[name])})
+
+
+@asynccontextmanager
+async def small_replicas():
+    replicas, app = SmallReplicas(), web.Application()
+    app.router.add_route("*", "/{name}/{what}", replicas.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    replicas.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield replicas
+    await runner.cleanup()
+
+
+@asynccontextmanager
+async def kept(folder, replicas, **table):
+    """A keeper that runs; it is cut off at the end, as if it were killed."""
+    config = cluster_config({"serve": {"max_num_seqs": 4}, "folder": str(folder), **table})
+    path = folder / "cluster.toml"
+    keeper = FleetKeeper(path, Cluster(config, launch_of(config), folder), replicas)
+    running = asyncio.create_task(keeper.run())
+    yield keeper
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def listed(folder) -> list[str]:
+    try:
+        return [one["name"] for one in tomllib.loads((folder / "gateway-0.toml").read_text())["upstream"]]
+    except OSError:
+        return []
+
+
+async def until(what, limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(keeper_module, "TICK_S", 0.02)
+
+
+SCALE = {"min_replicas": 1, "max_replicas": 3, "spare": 0, "up_delay_s": 0.0, "down_delay_s": 1.0}
+
+
+def run(body, tmp_path, **table) -> None:
+    async def whole() -> None:
+        async with small_replicas() as replicas, kept(tmp_path, replicas, **table) as keeper:
+            await body(replicas, keeper)
+
+    asyncio.run(whole())
+
+
+def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.busy("r1", 8)  # twice max_num_seqs
+        await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+        replicas.busy("r1", 1)
+        replicas.busy("r2", 1)
+        await until(lambda: len(listed(tmp_path)) == 1)
+        (going,) = {"r1", "r2"} - set(listed(tmp_path))
+        await asyncio.sleep(1.5)
+        assert replicas.ended == ["r3"], "it had nothing to do, and the other has a request"
+        replicas.busy(going, 0)
+        await until(lambda: replicas.ended == ["r3", going])
+
+    run(body, tmp_path, scale=SCALE)
+
+
+def test_a_lost_replica_is_replaced(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.dead.add("r1")
+        await until(lambda: listed(tmp_path) == ["r2"])
+        assert replicas.ended == ["r1"]
+        events = json.loads((tmp_path / "status.json").read_text())["events"]
+        assert [(one["what"], one["name"]) for one in events] == [("start", "r1"), ("stop", "r1"), ("start", "r2")]
+
+    run(body, tmp_path, scale=SCALE)
+
+
+def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: replicas.asked == ["r2 sleep"])
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.busy("r1", 5)
+        await until(lambda: listed(tmp_path)[:2] == ["r1", "r2"])
+        assert "r2 wake" in replicas.asked
+
+    run(body, tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2})
+
+
+def test_another_controller_goes_on_where_one_was_killed(tmp_path):
+    async def whole() -> None:
+        async with small_replicas() as replicas:
+            async with kept(tmp_path, replicas, scale=SCALE):
+                await until(lambda: listed(tmp_path) == ["r1"])
+            replicas.start("r9", None)  # started, and not written down
+            (tmp_path / "gateway-0.toml").unlink()
+            async with kept(tmp_path, replicas, scale=SCALE) as keeper:
+                await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
+                assert keeper.state.num_started == 1
+            assert list(replicas.stats) == ["r1"]
+
+    asyncio.run(whole())
+
+
+def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_nothing(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        path = tmp_path / "cluster.toml"
+        top = f'folder = "{tmp_path}"\n'
+        scale = "[scale]\nmin_replicas = 1\nmax_replicas = 3\nspare = 0\n"
+        path.write_text("folder = 1\n")
+        keeper.reread()
+        await until(lambda: "refused" in (tmp_path / "status.json").read_text())
+        path.write_text(f"gateways = 2\n{top}")
+        keeper.reread()
+        await until(lambda: "cannot change while" in (tmp_path / "status.json").read_text())
+        assert list(replicas.stats) == ["r1"]
+        path.write_text(f"{top}[serve]\nmax_num_seqs = 5\n{scale}")
+        keeper.reread()
+        await until(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
+        assert keeper.state.replicas["r2"].revision == keeper.state.revision
+        assert list(keeper.state.launches) == [keeper.state.revision]
+
+    run(body, tmp_path, scale=SCALE)
+
+
+# ---- what is seen
+
+
+GAUGES = ReplicaGauges(10, 100, True)
+
+
+def test_a_replica_is_lost_when_it_is_gone_silent_or_too_slow():
+    replica = ManagedReplica("r", ReplicaPhase.STARTING, since_unix_s=0.0)
+    assert ReplicaWatch(replica, start_s=5, at_s=0).is_lost(0), "it was to be ready long ago"
+    replica = ManagedReplica("r", ReplicaPhase.SERVING, since_unix_s=0.0)
+    watch = ReplicaWatch(replica, start_s=5, at_s=0)
+    watch.note(ReplicaSeen(True, "http://x"), GAUGES, 1)
+    assert not watch.is_lost(1 + LOST_S)
+    watch.note(ReplicaSeen(True, "http://x"), None, 2)
+    assert watch.is_lost(1.1 + LOST_S)
+    watch.note(ReplicaSeen(True, "http://x"), GAUGES, 20)
+    assert not watch.is_lost(20)
+    watch.note(ReplicaSeen(False, "http://x"), None, 20)
+    assert watch.is_lost(20)
+    watch.note(None, None, 20)
+    assert watch.is_lost(20)
+
+
+def test_what_drains_has_something_to_do_while_a_gateway_may_send_it_more():
+    watch = ReplicaWatch(ManagedReplica("r", ReplicaPhase.DRAINING, 0.0), 5, 0)
+    watch.note(ReplicaSeen(True, "http://x"), ReplicaGauges(0, 100, True), 0)
+    assert watch.as_fleet("r1", 0, is_listed=True).tokens == 1
+    assert watch.as_fleet("r1", 0, is_listed=False).tokens == 0
+
+
+def test_a_replica_is_as_full_as_the_fuller_of_its_bounds():
+    launch = launch_of(cluster_config({"serve": {"max_num_seqs": 4, "block_size": 16}}))
+    stats = EngineStats(now_ns=0, blocks_total=100, blocks_used=50, num_running=1)
+    assert gauges_of(stats, launch) == ReplicaGauges(800, 1600, True)
+    full = EngineStats(now_ns=0, blocks_total=100, blocks_used=1, num_running=4, num_waiting=2)
+    assert gauges_of(full, launch) == ReplicaGauges(2400, 1600, True)
+    waiting = EngineStats(now_ns=0, blocks_total=100, waiting_prompt_tokens=3200, num_waiting=1)
+    assert gauges_of(waiting, launch).tokens == 3200
+    stated = launch_of(cluster_config({"serve": {"max_num_seqs": 4}, "replica": {"capacity_tokens": 400}}))
+    assert gauges_of(stats, stated) == ReplicaGauges(800, 400, True)
+    assert gauges_of(EngineStats(now_ns=0, rest=Rest("asleep", 2)), launch) == ReplicaGauges(0, 0, False)
+
+
+def test_a_process_id_that_was_given_to_another_is_not_taken_for_the_first(tmp_path):
+    mark = ProcessMark.of(os.getpid())
+    assert mark.is_alive
+    assert not mark._replace(began=mark.began - 1).is_alive
+    (tmp_path / "r1.json").write_text(json.dumps(mark._replace(began=1)))
+    assert ReplicaProcess.names(tmp_path) == ["r1"]
+    process = ReplicaProcess(tmp_path, "r1")
+    assert not process.look().is_alive
+    process.end()  # which would end this process
+    (tmp_path / "r1.out").write_text('{"url": "http://127.0.0.1:1"')
+    assert process.look().url is None, "it is not all written"
+    (tmp_path / "r1.out").write_text('{"url": "http://127.0.0.1:1"}\n')
+    assert process.look().url == "http://127.0.0.1:1"

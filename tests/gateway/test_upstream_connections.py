@@ -1,0 +1,237 @@
+"""Connections to upstreams, against sockets that say what a test writes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.upstream_connections import MAX_HEAD_BYTES, NoConnection, UpstreamAnswer, UpstreamConnections
+from splittime.wire.target import Address
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX-A: 1\r\nx-a: 2\r\n"
+CHUNKED = WHOLE + b"transfer-encoding: chunked\r\n\r\n4\r\nabcd\r\n3\r\nefg\r\n0\r\ntrailer: x\r\n\r\n"
+LENGTH = WHOLE + b"content-length: 7\r\n\r\nabcdefg"
+CLOSES = WHOLE + b"\r\nabcdefg"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def upstream(serve: Serve, asked: Callable[[UpstreamConnections, Address], Awaitable[None]]) -> None:
+    """Runs an upstream that serves each connection so, and what asks it."""
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        connections = UpstreamConnections(RoundTrips())
+        try:
+            async with asyncio.timeout(20):
+                await asked(connections, Address(False, "127.0.0.1", server.sockets[0].getsockname()[1], "/at"))
+        finally:
+            connections.close()
+            server.close()
+
+    uvloop.run(run())
+
+
+async def ask(connections: UpstreamConnections, address: Address, body: bytes = b"{}") -> UpstreamAnswer:
+    return await connections.ask("POST", address, "/v1/x", {"a": "b"}, body, connect_s=5)
+
+
+async def all_of(answer: UpstreamAnswer) -> bytes:
+    pieces = []
+    while piece := await answer.piece(5):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def read_request(reader: asyncio.StreamReader, length: int = 2) -> bytes:
+    return await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("said", [CHUNKED, LENGTH, CLOSES])
+def test_an_answer_is_whole_however_its_bytes_come(said: bytes, size: int) -> None:
+    requests = []
+
+    async def serve(reader, writer):
+        requests.append(await read_request(reader))
+        for at in range(0, len(said), size):
+            writer.write(said[at : at + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        assert await all_of(answer) == b"abcdefg"
+        assert (answer.status, answer.content_type, answer.headers[b"x-a"]) == (200, "text/event-stream", b"1")
+        assert await answer.piece(5) == b""
+
+    upstream(serve, asked)
+    head = requests[0].split(b"\r\n")
+    assert head[0] == b"POST /at/v1/x HTTP/1.1"
+    assert head[1].startswith(b"host: 127.0.0.1:")
+    assert requests[0].endswith(b"a: b\r\ncontent-length: 2\r\n\r\n{}")
+
+
+def test_a_connection_is_used_again_after_a_whole_answer_alone() -> None:
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        for said in (LENGTH, CHUNKED, WHOLE + b"content-length: 99\r\n\r\nabc"):
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 100 Continue\r\nx-a: 0\r\n\r\n" + said)
+        await reader.read()
+
+    async def asked(connections, address):
+        for _ in range(2):
+            answer = await ask(connections, address)
+            assert await all_of(answer) == b"abcdefg"
+            assert answer.headers[b"x-a"] == b"1"
+        half = await ask(connections, address)
+        assert await half.piece(5) == b"abc"
+        half.close()
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+
+    upstream(serve, asked)
+    assert len(served) == 2
+
+
+@pytest.mark.parametrize("behind", [b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nZ", b"Z"])
+def test_what_stands_behind_an_answer_is_nobodys(behind: bytes) -> None:
+    """An upstream that says more than it was asked must not answer the next request with it."""
+
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(LENGTH + behind)
+        await reader.read()
+
+    async def asked(connections, address):
+        for _ in range(2):
+            assert await all_of(await ask(connections, address)) == b"abcdefg"
+
+    upstream(serve, asked)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b"SSH-2.0-OpenSSH_9\r\n", ValueError),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MAX_HEAD_BYTES + 1), ValueError),
+        (WHOLE + b"transfer-encoding: chunked\r\n\r\nZZ\r\n", ValueError),
+        (WHOLE, ConnectionError),
+        (WHOLE + b"content-length: 9\r\n\r\nabc", ConnectionError),
+        (WHOLE + b"transfer-encoding: chunked\r\n\r\n4\r\nabcd\r\n", ConnectionError),
+        (b"", ConnectionError),
+    ],
+)
+def test_what_is_no_whole_answer_is_an_error_behind_what_it_said(said: bytes, error: type[Exception]) -> None:
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(said)
+        writer.close()
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        with pytest.raises(error):
+            await all_of(answer)
+        with pytest.raises(error):  # and stays one
+            await answer.piece(5)
+        answer.close()
+
+    upstream(serve, asked)
+
+
+def test_each_wait_has_its_own_limit() -> None:
+    """A later, shorter limit counts although a longer one was set before; and one that is over does not count on."""
+
+    async def serve(reader, writer):
+        await read_request(reader)
+        for piece in (WHOLE + b"\r\na", b"b"):
+            writer.write(piece)
+            await asyncio.sleep(0.3)
+        await reader.read()
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        assert await answer.piece(60) == b"a"
+        assert await answer.piece(60) == b"b"
+        with pytest.raises(TimeoutError):
+            await answer.piece(0.05)
+        with pytest.raises(TimeoutError):
+            await answer.piece(0.0)
+        answer.close()
+
+    upstream(serve, asked)
+
+
+def test_a_wait_that_is_longer_than_the_first_lasts_as_long() -> None:
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(WHOLE + b"\r\na")
+        await asyncio.sleep(0.5)
+        writer.write(b"b")
+        await reader.read()
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        assert await answer.piece(0.4) == b"a"
+        assert await answer.piece(10) == b"b"
+        answer.close()
+
+    upstream(serve, asked)
+
+
+def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
+    """It can send little more than the buffers of the system hold while nobody takes anything, and all in the end."""
+    size, sent = 64 * 2**20, 0
+
+    async def serve(reader, writer):
+        nonlocal sent
+        await read_request(reader)
+        writer.write(WHOLE + b"content-length: %d\r\n\r\n" % size)
+        while sent < size:
+            writer.write(bytes(2**20))
+            await writer.drain()
+            sent += 2**20
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        num_read = len(await answer.piece(5))
+        await asyncio.sleep(0.5)
+        assert sent < size
+        while piece := await answer.piece(5):
+            num_read += len(piece)
+        assert num_read == size
+
+    upstream(serve, asked)
+
+
+def test_nobody_there() -> None:
+    async def serve(reader, writer):
+        writer.close()
+
+    async def asked(connections, address):
+        nobody = address._replace(port=1)
+        with pytest.raises(NoConnection) as caught:
+            await ask(connections, nobody)
+        assert not caught.value.is_too_late
+        with pytest.raises(NoConnection):
+            await ask(connections, address._replace(host="no-such-name.invalid"))
+
+    upstream(serve, asked)
+
+
+def test_one_that_closes_its_idle_connection_is_connected_to_anew() -> None:
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(LENGTH)
+        writer.close()
+
+    async def asked(connections, address):
+        for _ in range(3):
+            assert await all_of(await ask(connections, address)) == b"abcdefg"
+            await asyncio.sleep(0.05)
+
+    upstream(serve, asked)
