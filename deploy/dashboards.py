@@ -34,6 +34,7 @@ SERVER_ROWS: Rows = {
         "splittime_stage_seconds",
         "splittime_requests_waiting",
         "splittime_requests_running",
+        "splittime_adapters",
         "splittime_waiting_prompt_tokens",
         "splittime_step_seconds",
         "splittime_steps_total",

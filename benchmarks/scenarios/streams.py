@@ -45,8 +45,11 @@ class Decoded:
 class Streams:
     """`most`: streams at once. settings: of `RunnerConfig`. step_tokens: of a step, while prompts are computed.
 
-    runner: may be changed between two calls of `decode` if `begin_anew` is called then.
+    runner: may be changed between two calls of `decode` if `begin_anew` is called then. adapters: ids that the streams
+    use, by turns.
     """
+
+    adapters: tuple[str, ...] = ("",)
 
     def __init__(
         self, model: str, settings: dict[str, object], most: int, prompt_tokens: int, step_tokens: int = 512
@@ -99,6 +102,8 @@ class Streams:
         prompt = tuple((7 * self._count + i) % 90 + 5 for i in range(self._prompt_tokens))
         now_ns = time.monotonic_ns()
         name = f"stream-{self._count}"
-        request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns)
+        adapter = self.adapters[self._count % len(self.adapters)]
+        given = {"prompt_token_ids": prompt, "sampling": sampling, "submitted_ns": now_ns, "adapter": adapter}
+        request = Request(request_id=name, **given)
         self.crank.submit(request, now_ns)
         return name

@@ -33,6 +33,7 @@ WITH_TORCH = {
     "scenarios.ledger_price": ["--repeats", "2"],
     "scenarios.mechanisms": ["--small", "--repeats", "1"],
     "scenarios.embeddings": ["--small"],
+    "scenarios.lora": ["--adapters", "2", "--rank", "2", "--batch", "2", "--repeats", "1", "--steps", "2"],
     "scenarios.interval_coverage": ["--small"],
     "scenarios.quality_gate": ["--tokens", "600", "--only", "two halves of a short text"],
     "scenarios.quality_windows": ["--documents", "3"],

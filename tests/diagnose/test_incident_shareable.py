@@ -8,7 +8,12 @@ from ward import Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
 from splittime.core.sleep import SleepReport
-from splittime.diagnose.incident.exposition import RENAMED_LABELS, SAFE_LABELS, shareable_metrics
+from splittime.diagnose.incident.exposition import (
+    LEFT_OUT_LABELS,
+    RENAMED_LABELS,
+    SAFE_LABELS,
+    shareable_metrics,
+)
 from splittime.diagnose.incident.names import LEFT_OUT
 from splittime.diagnose.incident.shareable import AS_THEY_ARE, Shareable
 from splittime.diagnose.rules.answer_repeats import blocks_of, tokens_guessed
@@ -274,8 +279,8 @@ def test_metrics_without_names_of_tenants():
 
 def test_each_label_of_a_metric_is_decided():
     specs = (*METRICS, *GATEWAY_METRICS, *(alias.spec for alias in ALIASES))
-    assert {name for spec in specs for name in spec.labels} <= SAFE_LABELS | RENAMED_LABELS
-    assert SAFE_LABELS.isdisjoint(RENAMED_LABELS)
+    assert {name for spec in specs for name in spec.labels} <= SAFE_LABELS | RENAMED_LABELS | LEFT_OUT_LABELS
+    assert SAFE_LABELS.isdisjoint(RENAMED_LABELS | LEFT_OUT_LABELS)
 
 
 def _beginnings(each: ClosedAccount) -> list[bytes]:

@@ -22,6 +22,10 @@ NOT_RUN = {
     "docs/guides/messages.md": ["import anthropic"],
     "docs/guides/responses.md": ["import openai"],
     "docs/guides/operate.md": ["promtool test rules deploy/prometheus/server.test.yml"],
+    "docs/guides/lora.md": [
+        "splittime serve ./models/llama --enable-lora --lora-modules sql=./sql --lora-modules mail=./mail",
+        "curl -s http://127.0.0.1:8000/v1/load_lora_adapter -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/forms.md": [
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
@@ -30,6 +34,11 @@ NOT_RUN = {
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite   # what would be different",
         "splittime gateway apply new.toml --canary 10%",
         "splittime gateway audit verify audit.jsonl",
+    ],
+    "docs/guides/cluster.md": [
+        "splittime up --config cluster.toml",
+        "splittime up --config cluster.toml --apply",
+        "pip install 'splittime[cluster]'",
     ],
     "docs/guides/gateway-routing.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"

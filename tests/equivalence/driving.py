@@ -13,8 +13,9 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 class Sequence:
     """One request under way. `results` are its rows' results in order."""
 
-    def __init__(self, name: str, prompt: Iterable[int], sampling: SamplingParams = GREEDY) -> None:
+    def __init__(self, name: str, prompt: Iterable[int], sampling: SamplingParams = GREEDY, adapter: str = "") -> None:
         self.name = name
+        self.adapter = adapter
         self.tokens = [int(token) for token in prompt]
         self.prompt_len = len(self.tokens)
         self.sampling = sampling
@@ -45,7 +46,8 @@ class Driver:
                 sequence.is_admitted = True
                 num_outputs = len(sequence.tokens) - sequence.prompt_len
                 known = tuple(sequence.tokens)
-                admitted.append(Admitted(sequence.name, known, num_outputs, sequence.sampling, (1, 2)))
+                asked = sequence.sampling, (1, 2), "", sequence.adapter
+                admitted.append(Admitted(sequence.name, known, num_outputs, *asked))
             rows.append(self._row(sequence, count))
         plan = StepPlan(self.step_id, tuple(rows), tuple(admitted), tuple(self.released))
         self.released = []

@@ -24,6 +24,8 @@ from splittime.kernels.layer import (
     NormSpec,
     RopeSpec,
 )
+from splittime.kernels.low_rank import LowRank, LowRankPart
+from splittime.kernels.plain import PlainOps
 
 SHAPE = KvShape(num_blocks=12, block_size=16, num_kv_heads=2, head_dim=16)
 HEADS, HIDDEN, INNER, EPS = 4, 48, 80, 1e-5
@@ -225,3 +227,31 @@ def test_no_code_is_shared_between_instruction_sets(tmp_path, part):
     listed = subprocess.run(["nm", "-C", str(tmp_path / "isa.o")], check=True, capture_output=True, text=True).stdout
     weak = [line.split(" ", 2)[2] for line in listed.splitlines() if line[17:18] in ("W", "V", "u")]
     assert not [name for name in weak if "portable" not in name]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_what_adapters_add_is_their_products_each_on_its_own_tokens(ops, scheme, threads):
+    """Fewer adapters than threads, and more; in parallel or not, the bits are those of one product after the other."""
+    ops.set_threads(threads)
+
+    def part(begin, end, rank, seed):
+        return LowRankPart(begin, end, rank, ops.pack_linear([weights(end - begin, rank, seed)], None, scheme))
+
+    def low_rank(seed, *parts):
+        rank = sum(one.rank for one in parts)
+        return LowRank(ops.pack_linear([weights(rank, HIDDEN, seed)], None, scheme), parts)
+
+    x, y = weights(9, HIDDEN, 1), weights(9, INNER, 2)
+    made = [low_rank(3, part(0, 32, 4, 4), part(48, 80, 7, 5)), low_rank(6, part(16, 48, 1, 7)), None]
+    tokens = [torch.tensor(mine, dtype=torch.int32) for mine in ([0, 4, 8], [2], [1, 3])]
+    additions = list(zip(made, tokens, strict=True))
+    found, wanted = y.clone(), y.clone()
+    ops.add_low_rank(found, x, additions)
+    PlainOps.add_low_rank(ops, wanted, x, additions)
+    ops.set_threads(2)
+    assert torch.equal(found, wanted)
+    assert [row for row in range(9) if not torch.equal(found[row], y[row])] == [0, 2, 4, 8]
+    alone = y.clone()
+    ops.add_low_rank(alone, x, [(made[0], tokens[0][1:2])])
+    assert torch.equal(alone[4], found[4])

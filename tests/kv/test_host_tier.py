@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.kv.blocks import block_names, root_name
+from splittime.kv.blocks import block_names
 from splittime.kv.cache import KVCache, Lease
 from splittime.kv.host import HostTier
 
@@ -44,7 +44,7 @@ class Memory:
     def compute(self, lease: Lease, tokens: list[int], num_found: int) -> None:
         """After a plan was sent: the row's blocks hold its prefix; the rest is computed and committed."""
         size = self.cache.block_size
-        names = block_names(root_name(lease.salt), tokens, size)
+        names = block_names(lease.root, tokens, size)
         for i, block_id in enumerate(lease.block_ids):
             if i < num_found // size:
                 assert self.blocks[block_id] == names[i], f"block {block_id} does not hold its prefix"

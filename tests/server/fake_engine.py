@@ -65,6 +65,8 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.aborts: list[str] = []
         self.steps_to_abort: list[int] = []  # of each that was aborted, from the call to its end
+        self.adapters: dict[str, str] = {}
+        self.adapter_fault: Exception | None = None
         self.knobs_now: dict[str, object] = {"max_num_seqs": max_running}
         self._step_id = 0
         self._task: asyncio.Task | None = None
@@ -132,6 +134,16 @@ class FakeEngine:
                 raise ConfigError(f"{name} {bound.fault(knobs[name])}", param=name)
         self.knobs_now.update(knobs)
         return dict(self.knobs_now)
+
+    async def load_adapter(self, adapter_id: str, folder: str) -> int:
+        await asyncio.sleep(self.step_s)
+        if self.adapter_fault is not None:
+            raise self.adapter_fault
+        self.adapters[adapter_id] = folder
+        return 1
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        del self.adapters[adapter_id]
 
     @property
     def rest(self) -> Rest:
@@ -221,11 +233,12 @@ class FakeEngine:
         self._put(state, now_ns, output)
 
     def _embed(self, state: Running, now_ns: int) -> None:
-        """Eight values, of which the first two tell the prompt apart; of logits two, by the prompt's length."""
+        """Eight values, of which the first two tell the prompt apart; of logits two, and of a score the latter of them,
+        by the prompt's length."""
         request = state.request
         ids = request.prompt_token_ids
-        scores = request.sampling.pooling == "logits"
-        values = [3, len(ids) / 100] if scores else [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12]
+        scores = {"logits": [3, len(ids) / 100], "score": [len(ids) / 100]}
+        values = scores.get(request.sampling.pooling, [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12])
         state.account.enter(Stage.DELIVER, now_ns)
         self.running.remove(state)
         output = RequestOutput(

@@ -101,6 +101,8 @@ class ModelCard(Struct, kw_only=True):
     created: int
     owned_by: Literal["splittime"] = "splittime"
     max_model_len: int
+    root: str
+    parent: str | None = None
 
 
 class Models(Struct, kw_only=True):

@@ -103,7 +103,7 @@ WAYS_OUT = {
     "return_tokens": "return_token_ids adds the ids",
     "return_progress": "the account says what was computed when; X-Include-Timing asks for it",
     "response_fields": "every answer has all its fields",
-    "lora": "one model is served",
+    "lora": "model names an adapter, one for a request",
     "image_data": "only texts are supported",
     "reasoning_format": "include_reasoning false leaves it out; --reasoning-parser none leaves it in the text",
     "parse_tool_calls": "the text is answered as it is",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from splittime.core.errors import RequestError
 from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc
 
@@ -25,6 +26,14 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """adapter_id: by which the engine knows it."""
+
+    adapter_id: str
+    created_unix_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The model being served, as the API shows it and as requests are checked against it.
 
@@ -33,6 +42,7 @@ class ModelInfo:
     default_sampling: of what a request does not say, by the names of `SamplingParams`; what is not in it is neutral.
         Its max_tokens is what a chat gets at most that names no number itself.
     pooling: how its embeddings are made.
+    adapters: what a request may name instead, to have it computed by the model with this adapter.
     """
 
     names: tuple[str, ...]
@@ -42,7 +52,26 @@ class ModelInfo:
     created_unix_s: int = 0
     default_sampling: Mapping[str, float | int] = field(default_factory=dict)
     pooling: Pooling = field(default_factory=Pooling)
+    adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All that a request may name."""
+        return (*self.names, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the id of the adapter that this name, which is served, stands for; "" for the model itself."""
+        return self.adapters[name].adapter_id if name in self.adapters else ""
+
+    def require_generating(self) -> None:
+        """Raises RequestError where the model is an encoder, which answers nothing with tokens."""
+        if self.pooling.is_all:
+            does, hint = ("makes embeddings", "/v1/embeddings")
+            if self.pooling.score:
+                does, hint = ("judges pairs", "/v1/rerank")
+            said = f"{self.name} is an encoder: it {does} and generates nothing"
+            raise RequestError(said, code="unsupported_model", param="model", value=self.name, hint=f"POST {hint}")

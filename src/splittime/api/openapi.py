@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from splittime import __version__
+from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
@@ -50,6 +51,8 @@ EXAMPLES: dict[str, Any] = {
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 40},
+    "LoadAdapterBody": {"lora_name": "sql", "lora_path": "sql"},
+    "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
     "HopsBody": {
@@ -95,7 +98,7 @@ def document(
 
 def _answer_schemas() -> Schema:
     answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
-    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, *DESCRIBED)
+    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
@@ -122,6 +125,8 @@ def _paths(knobs: Schema) -> Schema:
         },
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
+        "/v1/load_lora_adapter": {"post": _in_words("Serve an adapter, for an operator", "LoadAdapterBody")},
+        "/v1/unload_lora_adapter": {"post": _in_words("Serve it no longer", "UnloadAdapterBody")},
         "/tokenize": {"post": _post("TokenizeBody", "Text to token ids", "Tokens", (400, 404, 413, 503))},
         "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
         "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},

@@ -42,7 +42,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
         _bound(components[kind.__name__]["properties"], limits, vocab_size)
     if model is not None:
         for name in (kind.__name__ for kind in kinds):
-            components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.names)
+            components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.served_names)
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(limits, vocab_size, needs_text)
     _bound_embedding(components["EmbeddingBody"]["properties"], limits, model, needs_text)
     components["RerankBody"]["properties"]["documents"]["maxItems"] = limits.max_choices

@@ -25,7 +25,10 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from splittime.runner.config import Resolved
+    from splittime.runner.encoder import EncoderRunner
     from splittime.runner.grammars import Grammars
+    from splittime.runner.load import OnPhase
     from splittime.runner.torch_runner import TorchRunner
 
 
@@ -57,6 +60,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     tell: called with how far it has come; the warm-up counts as one layer more."""
     begin_ns = time.monotonic_ns()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the server process's core
+    from splittime.models.encoder_config import is_encoder
     from splittime.runner import compose, draft_sources  # two seconds of torch: a phase of its own in the timeline
 
     timeline.append(("import torch", begin_ns, time.monotonic_ns()))
@@ -65,6 +69,8 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
     def note(name: str, begin_ns: int, end_ns: int) -> None:
         timeline.append((name, begin_ns, end_ns))
 
+    if is_encoder(Path(config.runner.model_path)):
+        return _encoder_parts(config, note)
     runner = compose.load_torch_runner(
         config.runner,
         note,
@@ -85,7 +91,30 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         measuring=gauge.measure() if gauge.is_due() else None,
         watch=runner.watch,
         grammars=grammars,
+        adapters=runner.slots.adapters,
         resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler_config)},
+    )
+
+
+def _encoder_parts(config: WorkerSettings, note: "OnPhase") -> EngineParts:
+    """The engine of a model that generates nothing. It does not sleep, and its machine is not measured."""
+    from splittime.runner import compose, machine
+    from splittime.runner.encoder import load_encoder_runner
+
+    runner = load_encoder_runner(config.runner, note)
+    begin_ns = time.monotonic_ns()
+    runner.warm_up()
+    note("warm-up", begin_ns, time.monotonic_ns())
+    most = config.scheduler.max_prefill_tokens or config.scheduler.max_num_batched_tokens
+    scheduler = msgspec.structs.replace(
+        _sized(config.scheduler, runner.resolved, most), enable_prefix_caching=False, enable_chunked_prefill=False
+    )
+    ahead = compose.RunnerThread(runner.run, runner.set_threads) if config.runner.async_scheduling else None
+    return EngineParts(
+        engine=Engine(Scheduler(scheduler), plans_ahead=ahead is not None),
+        runner=ahead or runner,
+        facts=_facts(config, scheduler, runner, machine.without_ceilings(runner.resolved.num_threads)),
+        resolved={**msgspec.to_builtins(runner.resolved), "scheduler": msgspec.to_builtins(scheduler)},
     )
 
 
@@ -107,6 +136,10 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     if prefill_tokens is None:
         measured = max(MIN_PREFILL_TOKENS, prefill_tokens_within(runner, PREFILL_SLICE_S))
         prefill_tokens = min(measured, config.max_num_batched_tokens)
+    return _sized(config, resolved, prefill_tokens)
+
+
+def _sized(config: SchedulerConfig, resolved: "Resolved", prefill_tokens: int) -> SchedulerConfig:
     return msgspec.structs.replace(
         config,
         num_blocks=resolved.num_blocks,
@@ -117,7 +150,9 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     )
 
 
-def _facts(config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner", known: Machine) -> ServerFacts:
+def _facts(
+    config: WorkerSettings, scheduler: SchedulerConfig, runner: "TorchRunner | EncoderRunner", known: Machine
+) -> ServerFacts:
     """By their flags' names: what was asked, then what the machine decided, then what the scheduler goes by."""
     resolved = msgspec.structs.asdict(runner.resolved)
     guessing = {"speculative_config": without_place(resolved["speculative_config"])}

@@ -18,6 +18,11 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Model": (
         "max_model_len",
         "served_model_name",
+        "enable_lora",
+        "lora_modules",
+        "lora_root",
+        "max_loras",
+        "max_lora_rank",
         "chat_template",
         "tool_call_parser",
         "reasoning_parser",

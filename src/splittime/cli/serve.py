@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ import orjson
 import typer
 
 from splittime import __version__
-from splittime.api.limits import ModelInfo
+from splittime.api.limits import LoadedAdapter, ModelInfo
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings, worker_settings
 from splittime.cli.announcement import announce
@@ -68,6 +69,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = ServerConfig(**settings.part("server"))
     config.validate()
+    check_adapters(settings)
     check_port_is_free(config.host, config.port)
     folder = model_source.locate(model, settings["load_format"])
     engine_settings = worker_settings(settings, folder)
@@ -99,15 +101,23 @@ async def _serve(
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
             timeline.extend(ready.timeline)
-            model = model_info(settings, config, folder, ready)
+            model = replace(model_info(settings, config, folder, ready), adapters=adapters)
             application.service.settle(model)
             timeline.ready()
             announcing(model, ready, port)
 
+        async def start() -> "Ready":
+            from splittime.server.adapters import load_modules
+
+            ready = await client.start()
+            adapters.update(await load_modules(client, config))
+            return ready
+
+        adapters: dict[str, LoadedAdapter] = {}
         client.spawn()
         try:
             application = _application(config, folder, client, ledger, timeline)
-            await _run(application, config, client.start(), on_ready)
+            await _run(application, config, start(), on_ready)
         finally:
             starting.close()
             await client.stop()
@@ -171,6 +181,16 @@ def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "R
         default_sampling=ready.resolved["default_sampling"],
         pooling=msgspec.convert(ready.resolved["pooling"], Pooling),
     )
+
+
+def check_adapters(settings: Settings) -> None:
+    """Raise `ConfigError` for adapters that nothing would serve."""
+    for name in ("lora_modules", "lora_root"):
+        if settings[name] and not settings["enable_lora"]:
+            raise ConfigError(f"{name} needs enable_lora", param=name, value=settings[name], hint="--enable-lora")
+    root = settings["lora_root"]
+    if root is not None and not Path(root).is_dir():
+        raise ConfigError(f"lora_root {root} is no folder", param="lora_root", value=root)
 
 
 def check_port_is_free(host: str, port: int) -> None:

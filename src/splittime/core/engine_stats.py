@@ -10,8 +10,9 @@ from splittime.core.sleep import Rest
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges and counters of the engine at one instant. `waiting_for`: of `num_waiting`, how many by cause. `host_*`,
     `offloaded_*`, `restored_*`: of the copies of evicted blocks in host memory; all 0 where there are none.
-    `draft_tokens`, `accepted_draft_tokens`: drafts that were verified, and those that were right. `rest`, `gc_*`:
-    filled in by the driver."""
+    `draft_tokens`, `accepted_draft_tokens`: drafts that were verified, and those that were right. `adapters_running`,
+    `adapters_waiting`: names of those that have a place in the batch, and of those whose requests wait for one. `rest`,
+    `gc_*`: filled in by the driver."""
 
     now_ns: int
     num_waiting: int = 0
@@ -39,6 +40,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     restored_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    adapters_running: tuple[str, ...] = ()
+    adapters_waiting: tuple[str, ...] = ()
 
     @property
     def kv_cache_usage(self) -> float:

@@ -29,6 +29,8 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: lower goes first (as in vLLM); used by the `priority` policy.
     deadline_ns: absolute, or None. Passing it while queued or running ends the request with `DEADLINE`.
     cache_salt: requests share cached prefixes only with the same salt.
+    adapter: the id of the adapter that computes it (`adapter_id`); "": the model alone. Requests share cached prefixes
+        only with the same one.
     """
 
     request_id: str
@@ -39,3 +41,14 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     priority: int = 0
     deadline_ns: int | None = None
     cache_salt: str = ""
+    adapter: str = ""
+
+
+def adapter_id(name: str, number: int) -> str:
+    """Returns what no other adapter is called, also of that name. number: of its load, of all that there were. A name
+    has no #."""
+    return f"{name}#{number}"
+
+
+def adapter_name(adapter_id: str) -> str:
+    return adapter_id.rpartition("#")[0]

@@ -33,6 +33,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
     cache_salt: str = ""  # whose request it is: nothing of it may show in what another one gets
+    adapter: str = ""  # the id of the adapter that computes it; "": the model alone
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -137,6 +138,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         model, waiting for the slowest of them included.
     offload_ns, restore_ns: copies of blocks to host memory, and back.
     draft_ns: guessing what follows, after the rest.
+    mask_ns: of `sample_ns`, waiting for what forms allow, which is looked for beside the rest.
     """
 
     step_id: int
@@ -151,6 +153,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     offload_ns: int = 0
     restore_ns: int = 0
     draft_ns: int = 0
+    mask_ns: int = 0
 
 
 class Runner(Protocol):

@@ -66,6 +66,15 @@ class EngineClient(Protocol):
         A process that succeeds a dead engine is told of what `lasts`."""
         ...
 
+    async def load_adapter(self, adapter_id: str, folder: str) -> int:
+        """Returns the number of its parameters, once requests may name this id, which no adapter had before. Raises
+        what keeps it from being loaded."""
+        ...
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        """Forget an adapter that no request names any more."""
+        ...
+
     async def sleep(self, ask: SleepAsk) -> SleepReport:
         """Returns when it is asleep. Raises what kept it awake, `RequestError` for what cannot be asked."""
         ...

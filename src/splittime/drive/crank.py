@@ -23,6 +23,7 @@ from splittime.core.facts import Machine
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
 from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.drive.adapter_gate import AdapterLoader
 from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
 from splittime.drive.messages import StepOutput
@@ -73,8 +74,8 @@ class EngineParts:
 
     runner: an `AsyncRunner` if the engine plans ahead. sleeper: None: this engine cannot sleep. measuring: pieces of
     measuring the machine's ceilings that are still to be done. watch: tells that the runner has failed for good.
-    grammars: compiles what answers are held to; None: this engine holds them to nothing. resolved: what the machine
-    decided.
+    grammars: compiles what answers are held to; None: this engine holds them to nothing. adapters: loads those that
+    requests may name; None: they may name none. resolved: what the machine decided.
     """
 
     engine: Engine
@@ -84,6 +85,7 @@ class EngineParts:
     measuring: Pieces | None = None
     watch: Watch | None = None
     grammars: GrammarCompiler | None = None
+    adapters: AdapterLoader | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
 

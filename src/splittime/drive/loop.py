@@ -19,6 +19,7 @@ from splittime.core.sleep import SleepReport
 from splittime.drive.crank import Crank
 from splittime.drive.messages import (
     Abort,
+    AdapterLoaded,
     Configure,
     ConfigureDone,
     Fail,
@@ -32,7 +33,7 @@ from splittime.drive.messages import (
     Wake,
 )
 
-Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured], None]
+Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | AdapterLoaded], None]
 QUIET_S = 0.1
 
 
@@ -129,6 +130,8 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
                 send(ConfigureDone(call_id, crank.configure(knobs)))
             except ConfigError as error:
                 send(ConfigureDone(call_id, error=error.info))
+        case AdapterLoaded():
+            send(message)
         case Sleep(call_id, ask):
             crank.sleep(ask, received_ns, lambda answer: send(_sleep_done(crank, call_id, answer)))
         case Wake(call_id):

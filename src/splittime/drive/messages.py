@@ -1,8 +1,9 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Release`, `Fail`, `Abort`, `Configure`, `Sleep`, `Wake`, `Ping`. Engine to client:
-`Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured`
-when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Release`, `Fail`, `Abort`, `Configure`, `Sleep`, `Wake`, `LoadAdapter`, `UnloadAdapter`,
+`Ping`. Engine to client: `Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each
+change while idle), `Measured` when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `AdapterLoaded`,
+`Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -142,5 +143,30 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     call_id: int
 
 
-ToEngine = Submit | Release | Fail | Abort | Configure | Sleep | Wake | Ping
-FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | Fatal | Pong
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Read the adapter in this folder; `AdapterLoaded` comes when requests may name its id, or when they never will."""
+
+    call_id: int
+    adapter_id: str
+    folder: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter. No request that names it comes after this."""
+
+    adapter_id: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
+    """The answer to `LoadAdapter`, which the engine's loop passes on: the number of parameters, or why there is no such
+    adapter."""
+
+    call_id: int
+    num_parameters: int = 0
+    error: ErrorInfo | None = None
+
+
+ToEngine = (
+    Submit | Release | Fail | Abort | Configure | Sleep | Wake | LoadAdapter | UnloadAdapter | AdapterLoaded | Ping
+)
+FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | AdapterLoaded | Fatal | Pong

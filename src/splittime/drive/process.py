@@ -20,15 +20,18 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
+from splittime.drive.adapter_gate import KeptAdapters
 from splittime.drive.client import Calls, StreamItem, Streams
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
 from splittime.drive.messages import (
     Abort,
+    AdapterLoaded,
     Configure,
     ConfigureDone,
     Fatal,
     FromEngine,
+    LoadAdapter,
     Loading,
     Measured,
     Ready,
@@ -36,6 +39,7 @@ from splittime.drive.messages import (
     StepOutput,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from splittime.drive.residency import refusal, shutting_down, stays_asleep
 from splittime.ledger.facts import ServerFacts
@@ -68,6 +72,7 @@ class ProcessClient:
         self._streams, self._calls, self._known_facts = Streams(), Calls(), KnownFacts()
         self._sleeping = Sleeping(self._require_up, self._call, self._start_anew, self._known_facts)
         self._changed_knobs: dict[str, Any] = {}
+        self._adapters = KeptAdapters()
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._num_steps_before = self._last_step_id = 0  # of engine processes before this one; told by this one
         self._incarnation: Incarnation | None = None
@@ -147,6 +152,16 @@ class ProcessClient:
             self._changed_knobs |= knobs
         return answer
 
+    async def load_adapter(self, adapter_id: str, folder: str) -> int:
+        num_parameters: int = await self._call(lambda call_id: LoadAdapter(call_id, adapter_id, folder))
+        self._adapters.folders[adapter_id] = folder
+        return num_parameters
+
+    def unload_adapter(self, adapter_id: str) -> None:
+        self._adapters.folders.pop(adapter_id, None)
+        if self.is_ready:
+            self._send(UnloadAdapter(adapter_id))
+
     async def sleep(self, ask: SleepAsk) -> SleepReport:
         return await self._sleeping.sleep(ask)
 
@@ -185,6 +200,8 @@ class ProcessClient:
                 self._known_facts.take_machine(machine)
             case ConfigureDone():
                 self._take_knobs(message)
+            case AdapterLoaded():
+                self._take_adapter(message)
             case SleepDone():
                 self._stats = message.stats
                 self._sleeping.take(message)
@@ -211,11 +228,20 @@ class ProcessClient:
             self._send(Configure(self._calls.new_number(), self._changed_knobs))
         if self._died_ns is not None and self.rest.state == AWAKE:
             log.warning("the engine is ready again after %.1f s", (time.monotonic_ns() - self._died_ns) / 1e9)
-        self._incarnation.is_up = self._was_ever_ready = True
+        for ask in self._adapters.read_again(self._calls.new_number):
+            self._send(ask)
+        self._incarnation.is_up = not self._adapters.are_awaited
+        self._was_ever_ready = True
         self._died_ns = None
         self._sleeping.take_ready()
         if self._started is not None and not self._started.done():
             self._started.set_result(ready)
+
+    def _take_adapter(self, answer: AdapterLoaded) -> None:
+        if not self._adapters.take(answer):
+            self._calls.settle(answer.call_id, answer.num_parameters, answer.error)
+        elif self._incarnation is not None:
+            self._incarnation.is_up = not self._adapters.are_awaited
 
     def _take_knobs(self, answer: ConfigureDone) -> None:
         if answer.error is None:

@@ -20,8 +20,9 @@ import zmq
 
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
+from splittime.drive.adapter_gate import AdapterGate
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.grammar_gate import GrammarCompiler, GrammarGate
+from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
@@ -67,7 +68,7 @@ def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine]
         freeze_heap()
         clock = SystemClock()
         crank = Crank(parts, clock, GcPauses(clock), processor_time())
-        inbox = _receive(inbound, outbound, parts.grammars)
+        inbox = _receive(inbound, outbound, parts)
         if parts.watch is not None:
             parts.watch(inbox.fail)
         send(Ready(parts.resolved, tuple(timeline), crank.stats(), parts.facts))
@@ -107,10 +108,14 @@ def _leave_with_parent(inbound: str) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _receive(inbound: str, outbound: str, grammars: GrammarCompiler | None) -> Inbox:
+def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
     """Start the receiving thread; it alone uses its sockets."""
     inbox = Inbox()
-    gate = GrammarGate(grammars, lambda message: inbox.put(message, time.monotonic_ns()))
+
+    def put(message: ToEngine) -> None:
+        inbox.put(message, time.monotonic_ns())
+
+    gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, put).let_in)
     decoder = msgspec.msgpack.Decoder(ToEngine)
     pong = msgspec.msgpack.encode(Pong())
 

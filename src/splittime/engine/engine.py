@@ -212,6 +212,8 @@ class Engine:
             is_paused=scheduler.config.paused,
             knobs=self._knobs,
             **vars(scheduler.counts),
+            adapters_running=scheduler.adapter_slots.names,
+            adapters_waiting=scheduler.adapter_slots.waiting_names,
             host_blocks_used=0 if host is None else host.num_held,
             host_blocks_total=0 if host is None else host.num_slots,
             offloaded_tokens=0 if host is None else host.num_offloaded * cache.block_size,

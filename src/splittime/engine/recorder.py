@@ -174,6 +174,7 @@ class Recorder:
             cpu_wait_ns=cpu_wait_ns,
             off_cpu_ns=off_cpu_ns,
             draft_ns=min(result.draft_ns, parts.launch_ns),
+            mask_ns=min(result.mask_ns, parts.sample_ns),
         )
 
     def _overlapped(self, step: InFlight, times: StepTimes) -> Span:

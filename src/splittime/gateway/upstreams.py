@@ -93,7 +93,7 @@ class ManyUpstreams:
     """A line of so many upstreams that nobody looks at all of them for a request."""
 
     def __init__(self, line: Sequence[Upstream]) -> None:
-        self.members: frozenset[Upstream | None] = frozenset(line)
+        self.members: frozenset[Upstream] = frozenset(line)
         self._regions: dict[str | None, list[Upstream]] = {}
         for upstream in line:
             self._regions.setdefault(upstream.config.region, []).append(upstream)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.low_rank import Additions
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,9 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]."""
+
+    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
+        """x [T, in], y [T, out]: in place, what each adapter adds on its tokens, which are no other's."""
 
     def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:
         """Make the scale `weight` [..., D] ready for `rms_norm`."""

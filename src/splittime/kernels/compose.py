@@ -1,8 +1,10 @@
 """A decoder layer run part by part, each with the operations of any backend: what a fused layer computes, spelled out.
 
-T is the step's number of tokens. A feed-forward returns the residual stream with its own contribution added.
+T is the step's number of tokens. A feed-forward returns the residual stream with its own contribution added. A step of
+which some tokens use adapters takes every layer by parts (`run_adapted`), whatever runs it otherwise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
+from splittime.kernels.low_rank import Additions, LayerAdapter
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,47 @@ class ComposedLayer:
         return feed_forward(ops, layer.feed_forward, normed, hidden)
 
 
-def attend(ops: Ops, part: AttentionWeights, x: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
-    """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]."""
-    spec = part.spec
-    qkv = ops.linear(x, part.qkv).view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
+def run_adapted(
+    ops: Ops,
+    layer: LayerWeights,
+    adapters: Sequence[tuple[LayerAdapter, Tensor]],
+    hidden: Tensor,
+    turns: Tensor,
+    kv: LayerKv,
+    plan: AttentionPlan,
+) -> Tensor:
+    """A layer as `ComposedLayer` has it. adapters: what each in the step adds to this layer, and its tokens. Experts
+    are not adapted."""
+    part = layer.feed_forward
+    on_qkv = [(one.qkv, tokens) for one, tokens in adapters]
+    mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan, on_qkv)
+    hidden = ops.linear(mixed, layer.mixer.output, hidden)
+    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in adapters])
+    normed = ops.rms_norm(hidden, layer.feed_forward_norm)
+    if not isinstance(part, MlpWeights):
+        return mixture(ops, part, normed, hidden)
+    gate_up = ops.linear(normed, part.gate_up)
+    ops.add_low_rank(gate_up, normed, [(one.gate_up, tokens) for one, tokens in adapters])
+    inner = ops.silu_mul(gate_up)
+    hidden = ops.linear(inner, part.down, hidden)
+    ops.add_low_rank(hidden, inner, [(one.down, tokens) for one, tokens in adapters])
+    return hidden
+
+
+def attend(
+    ops: Ops,
+    part: AttentionWeights,
+    x: Tensor,
+    turns: Tensor,
+    kv: LayerKv,
+    plan: AttentionPlan,
+    additions: Additions = (),
+) -> Tensor:
+    """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]. additions: of adapters, to
+    queries, keys and values."""
+    spec, product = part.spec, ops.linear(x, part.qkv)
+    ops.add_low_rank(product, x, additions)
+    qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
     ops.rope_write(qkv, part.head_norm, turns, kv, plan)
     return ops.attention(qkv[:, : spec.num_heads], kv, plan, spec.scale)
 

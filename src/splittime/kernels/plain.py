@@ -17,6 +17,7 @@ from torch import Tensor
 
 from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.low_rank import Additions
 
 _lock = threading.Lock()
 _bytes: Counter[str] = Counter()
@@ -83,6 +84,16 @@ class PlainOps(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor: ...
+
+    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
+        for low_rank, tokens in additions:
+            if low_rank is None:
+                continue
+            inner, column = self.linear(x[tokens], low_rank.down), 0
+            for part in low_rank.parts:
+                read = inner[:, column : column + part.rank]
+                y[:, part.begin : part.end].index_add_(0, tokens, self.linear(read, part.up))
+                column += part.rank
 
     def set_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

@@ -6,8 +6,9 @@ A block is in exactly one of three states; `BlockPool.check` verifies that nothi
     evictable  count 0, but its content is in the prefix index: reusable until evicted, least recently used first
     free       count 0 and no content worth keeping
 
-A full block is named by a chained hash, name_i = H(name_{i-1}, tokens of block i), name_{-1} = H(salt): equal names
-mean equal tokens from the start of the request on, under the same tenant's salt. H is BLAKE2b with 128 bits, so that no
+A full block is named by a chained hash, name_i = H(name_{i-1}, tokens of block i), name_{-1} = H(salt), keyed by the
+adapter where there is one: equal names mean equal tokens from the start of the request on, computed by the same adapter
+under the same tenant's salt. H is BLAKE2b with 128 bits, so that no
 tenant can make two prefixes collide on purpose (a 64-bit non-cryptographic hash would allow it).
 """
 
@@ -19,8 +20,10 @@ from hashlib import blake2b
 DIGEST_BYTES = 16
 
 
-def root_name(salt: str) -> bytes:
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+def root_name(salt: str, adapter: str = "") -> bytes:
+    """Returns what is before the first block. adapter: the id of the one that computes the blocks; "": none does."""
+    key = blake2b(adapter.encode()).digest() if adapter else b""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=key).digest()
 
 
 def block_names(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

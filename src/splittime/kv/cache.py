@@ -26,10 +26,10 @@ NO_BLOCK = -1
 class Lease:
     """The blocks of one request, in order, and the names of its full ones (kept over preemptions)."""
 
-    __slots__ = ("block_ids", "in_host", "names", "num_indexed", "num_sent", "salt")
+    __slots__ = ("block_ids", "in_host", "names", "num_indexed", "num_sent", "root")
 
-    def __init__(self, salt: str = "") -> None:
-        self.salt = salt
+    def __init__(self, salt: str = "", adapter: str = "") -> None:
+        self.root = root_name(salt, adapter)
         self.block_ids: list[int] = []
         self.names: list[bytes] = []
         self.num_indexed = 0  # blocks [0, num_indexed) have been offered to the index
@@ -195,6 +195,6 @@ class KVCache:
         """Name the lease's first `count` blocks; the chain is computed once and kept."""
         names = lease.names
         if len(names) < count:
-            parent = names[-1] if names else root_name(lease.salt)
+            parent = names[-1] if names else lease.root
             begin, end = len(names) * self.block_size, count * self.block_size
             names += block_names(parent, token_ids[begin:end], self.block_size)

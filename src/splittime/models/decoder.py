@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
+from splittime.kernels.compose import run_adapted
 from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
+from splittime.kernels.low_rank import AdaptedTokens
 from splittime.models.config import ModelConfig
 from splittime.models.ranks import Ranks
 from splittime.models.weights.source import Table
@@ -55,9 +57,17 @@ class Decoder:
         nothing = torch.empty(0)
         return replace(self, embedding=nothing, turns={}, layers=(), final_norm=PackedNorm(), head=PackedWeight())
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv: KvPools, batch: AttentionBatch) -> Tensor:
-        """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed."""
-        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch))
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: KvPools,
+        batch: AttentionBatch,
+        adapted: Sequence[AdaptedTokens] = (),
+    ) -> Tensor:
+        """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapted: which tokens
+        use which adapters; the others use none."""
+        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch), adapted)
 
     def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
         """Returns the attention of a batch: one plan for each of `kv_groups`."""
@@ -67,19 +77,33 @@ class Decoder:
         ]
 
     def compute(
-        self, token_ids: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Sequence[AttentionPlan]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        stores: Sequence[LayerKv],
+        plans: Sequence[AttentionPlan],
+        adapted: Sequence[AdaptedTokens] = (),
     ) -> Tensor:
         """`forward`, with the attention planned: one plan for each of `kv_groups`."""
         hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
-        return self.through(hidden, positions, stores, plans)
+        return self.through(hidden, positions, stores, plans, adapted)
 
     def through(
-        self, hidden: Tensor, positions: Tensor, stores: Sequence[LayerKv], plans: Sequence[AttentionPlan]
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        stores: Sequence[LayerKv],
+        plans: Sequence[AttentionPlan],
+        adapted: Sequence[AdaptedTokens] = (),
     ) -> Tensor:
         """Returns what the layers make of their input, [T, hidden]."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
-        for (layer, table, group), store in zip(self._walk, stores, strict=True):
-            hidden = layer(hidden, turns[table], store, plans[group])
+        for index, ((layer, table, group), store) in enumerate(zip(self._walk, stores, strict=True)):
+            if adapted:
+                own = [(one.layers[index], one.tokens) for one in adapted]
+                hidden = run_adapted(self.ops, layer.weights, own, hidden, turns[table], store, plans[group])
+            else:
+                hidden = layer(hidden, turns[table], store, plans[group])
         return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Features lie beside the KV cache, a line for each of its positions: whoever has 
 that is found in the cache is found with them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, KvPools
 from splittime.kernels.layer import PackedNorm, PackedWeight
+from splittime.kernels.low_rank import AdaptedTokens
 from splittime.models.decoder import Decoder, embed
 
 PREFIX = "model.mtp_layers.0."
@@ -59,13 +60,20 @@ class HeadDecoder(Decoder):
     token_norm: PackedNorm
     joined: PackedWeight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, kv: KvPools, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: KvPools,
+        batch: AttentionBatch,
+        adapted: Sequence[AdaptedTokens] = (),
+    ) -> Tensor:
         tokens = embed(self.model().embedding, token_ids, self.ops.activation_dtype)
         tokens[positions <= NO_TOKEN] = 0
         before = self.features.before(positions, batch).to(self.ops.activation_dtype)
         normed = self.ops.rms_norm(before, self.feature_norm), self.ops.rms_norm(tokens, self.token_norm)
         hidden = self.ops.linear(torch.cat(normed, dim=1), self.joined)
-        return self.through(hidden, positions, kv.layers, self.planned(kv, batch))
+        return self.through(hidden, positions, kv.layers, self.planned(kv, batch), adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(self.normed(hidden), self.model().head).float()

@@ -27,11 +27,15 @@ from torch import Tensor
 from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
+from splittime.kernels.low_rank import AdaptedTokens
+from splittime.models.adapters import Adapter
+from splittime.runner.adapters import Adapters, adapted_tokens
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
-    from splittime.runner.grammars import Grammars, GrammarWalk
+    from splittime.runner.form_masks import FormMasks, GrammarWalk
+    from splittime.runner.grammars import Grammars
 
 
 class Slot:
@@ -42,9 +46,11 @@ class Slot:
     error: why no row of it can be computed, or what was computed does not count; or None.
     dead_end: the position of the first draft of its row behind which nothing may come.
     pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
+    adapter: what is added to the model's products for it; None: nothing.
     """
 
     __slots__ = (
+        "adapter",
         "admitted",
         "block_ids",
         "counts",
@@ -73,6 +79,7 @@ class Slot:
         self.num_known = known
         self.pooled: Tensor | None = None
         self.grammar: GrammarWalk | None = None
+        self.adapter: Adapter | None = None
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
@@ -95,6 +102,11 @@ class Slot:
             self._learn(row.start, row.token_ids)
         if row.draft_token_ids:
             self.tokens[self.num_known : self.num_known + len(row.draft_token_ids)] = row.draft_token_ids
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something may follow its last known token; of lengths it knows no limit but the context."""
+        return self.error is None and int(self.tokens[self.num_known - 1]) not in self.admitted.stop_token_ids
 
     def learn_sampled(self, position: int, token_id: int) -> None:
         """The token that was sampled for this position."""
@@ -124,32 +136,26 @@ class Slot:
             return self.counts
         return self.counts.followed_by(self.tokens[self.num_known : end])
 
-    def allowed_at(self, num_outputs: int) -> np.ndarray | None:
-        """Which tokens the grammar or the request's lists allow behind so many outputs, drafts among them, bool
-        [vocab]; None: all, or nobody knows. Where none may come, the request fails; behind a draft, which may be wrong,
-        what is sampled does not count."""
-        end = self.prompt_len + num_outputs
-        error: str | ErrorInfo | None = None
+    def listed_at(self, num_outputs: int) -> np.ndarray | None:
+        """Which tokens the request's lists allow behind so many outputs, drafts among them, bool [vocab]; None: all.
+        Where none may come, the request fails."""
+        if self.listed_at_all is None:
+            return None
+        outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
         try:
-            found = self._allowed_behind(self.tokens[self.prompt_len : end])
-            if found is not None or self.grammar is None:
-                return found
+            return listed(self.admitted.sampling, self.listed_at_all, outputs)
         except SplittimeError as failure:
-            error = failure.info
-        except Exception as failure:  # of whatever kind the parser has: it must end this request alone
-            error = f"the form that the answer is held to: {type(failure).__name__}"
+            self.end_behind(num_outputs, failure.info)
+            return None
+
+    def end_behind(self, num_outputs: int, error: str | ErrorInfo | None) -> None:
+        """Nothing may come behind so many outputs: the request fails; if a draft is among them, which may be wrong,
+        what is sampled there does not count."""
+        end = self.prompt_len + num_outputs
         if end > self.num_known:
             self.dead_end = min(self.dead_end, end - 1)
         else:
             self.error = error
-        return None
-
-    def _allowed_behind(self, outputs: np.ndarray) -> np.ndarray | None:
-        if self.listed_at_all is not None:
-            return listed(self.admitted.sampling, self.listed_at_all, outputs)
-        if self.grammar is None:
-            return None
-        return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
 
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
         end = start + len(token_ids)
@@ -174,9 +180,12 @@ def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str
 
 
 class Slots:
-    """The slots by request id. grammars: what answers are held to; None: nothing here is."""
+    """The slots by request id. grammars: what answers are held to; None: nothing here is. masks: what may come in them;
+    None before the first. adapters: those that are loaded; None: this runner has none."""
 
     grammars: "Grammars | None" = None
+    masks: "FormMasks | None" = None
+    adapters: Adapters | None = None
 
     def __init__(self, max_tokens: int, vocab_size: int) -> None:
         self.max_tokens = max_tokens
@@ -204,19 +213,32 @@ class Slots:
             slot = self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)
             if newcomer.sampling.grammar:
                 self._hold_to_form(slot)
+            if newcomer.adapter:
+                self._adapt(slot)
 
     def _hold_to_form(self, slot: Slot) -> None:
         """A walk of its own through the grammar, which was compiled before the request was queued."""
+        if self.grammars is None:
+            return
         try:
-            slot.grammar = None if self.grammars is None else self.grammars.walk(slot.admitted.sampling.grammar)
+            slot.grammar = self.grammars.walk(slot.admitted.sampling.grammar)
+            self.masks = self.masks or self.grammars.masks()
         except SplittimeError as error:
             slot.error = error.info
+
+    def _adapt(self, slot: Slot) -> None:
+        try:
+            slot.adapter = None if self.adapters is None else self.adapters.named(slot.admitted.adapter)
+        except SplittimeError as error:
+            slot.error = error.info
+        if slot.adapter is None and slot.error is None:
+            slot.error = "this runner has no adapters"
 
 
 @dataclass(frozen=True)
 class Batch:
     """token_ids, positions: int64 [T]. `attention` is in the order of `rows` and `slots`. has_drafts: some rows are of
-    one request, since the plan's row brought drafts."""
+    one request, since the plan's row brought drafts. adapted: the tokens that use adapters."""
 
     rows: list[Row]
     slots: list[Slot]
@@ -224,6 +246,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+    adapted: tuple[AdaptedTokens, ...] = ()
 
     def last_of(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """hidden [T, hidden] -> of the last token of each of these rows, [len(rows), hidden]."""
@@ -264,7 +287,9 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
         num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
     )
     token_ids = np.array([token for row in ordered for token in row.token_ids])
-    return Batch(ordered, chosen, has_drafts, torch.from_numpy(token_ids), torch.from_numpy(positions), attention)
+    adapted = adapted_tokens([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
+    arrays = torch.from_numpy(token_ids), torch.from_numpy(positions)
+    return Batch(ordered, chosen, has_drafts, *arrays, attention, adapted)
 
 
 def _parts(row: Row) -> Iterator[Row]:

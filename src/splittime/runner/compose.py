@@ -23,11 +23,13 @@ import msgspec
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import AsyncRunner, StepPlan, StepResult
+from splittime.kernels.api import WeightScheme
 from splittime.models.decoder import Decoder
 from splittime.models.ranks import Ranks
 from splittime.models.weights.load import OnLayer, read_config
 from splittime.models.weights.shards import check
 from splittime.runner import machine, start_memory
+from splittime.runner.adapters import Adapters
 from splittime.runner.ceilings import Gauge
 from splittime.runner.config import RunnerConfig
 from splittime.runner.device.ceilings import CardGauge
@@ -133,7 +135,10 @@ def load_part(
     execution, reason = _choose_execution(config, decoder)
     kind = "device" if execution.is_apart else "host"
     resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason, speculative_reason=guessing)
-    return TorchRunner(config, decoder, store, resolved, cost, execution, lead)
+    runner = TorchRunner(config, decoder, store, resolved, cost, execution, lead)
+    if config.enable_lora:
+        runner.slots.adapters = Adapters(decoder, WeightScheme(resolved.dtype), config.max_lora_rank)
+    return runner
 
 
 def _choose_execution(config: RunnerConfig, decoder: Decoder) -> tuple[Execution, str]:

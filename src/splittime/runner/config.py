@@ -116,6 +116,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         ),
     ] = AUTO
     draft_model_path: str | None = None
+    enable_lora: Annotated[bool, Doc("Serve adapters (LoRA, PEFT's format) beside the model, on a CPU.")] = False
+    max_lora_rank: Annotated[int, Doc("Largest r of an adapter.", 1, 512)] = 16
     tensor_parallel_size: Annotated[
         int, Doc("Processes that share the model, each with its part of every layer; they divide num_threads.", 1, 64)
     ] = 1
@@ -133,6 +135,10 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
             message = "collective_timeout_s is how long ranks wait for each other, and there is one rank"
             hint = "leave it out, or share the model: --tensor-parallel-size 2"
             raise ConfigError(message, param="collective_timeout_s", value=self.collective_timeout_s, hint=hint)
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            message = f"enable_lora does not go with tensor_parallel_size = {self.tensor_parallel_size}"
+            hint = "Leave one of the two out: adapters are served by one process."
+            raise ConfigError(message, param="enable_lora", value=True, hint=hint)
         self._check_speculation()
 
     def _check_speculation(self) -> None:

@@ -23,6 +23,14 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
         raise ConfigError(message, param="quantization", value=asked, hint="int8, or kernels=triton on a card")
 
 
+def check_adapters(config: RunnerConfig, kernels: str) -> None:
+    if config.enable_lora and kernels == "triton":
+        message = "enable_lora does not go with the triton kernels: adapters are served on a CPU"
+        raise ConfigError(
+            message, param="enable_lora", value=kernels, hint="kernels=native, or leave --enable-lora out"
+        )
+
+
 def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig, str]:
     """Returns these settings, in which nothing is guessed where "auto" cannot, and why in words."""
     asked = speculative_config(config.speculative_config)
@@ -37,6 +45,12 @@ def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig
     if not found:
         return config, ""
     return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {', '.join(found)}"
+
+
+def drafts_are_exact(config: RunnerConfig, kernels: str) -> bool:
+    """Whether a token is computed alike as a draft and alone, to the last bit, and steps are not planned ahead, which
+    rows with drafts would hold up."""
+    return kernels == "native" and not config.async_scheduling and config.tensor_parallel_size == 1
 
 
 def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:

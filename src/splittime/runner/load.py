@@ -27,6 +27,7 @@ from splittime.runner.cost import cost
 from splittime.runner.device.memory import largest_step_bytes, room_bytes
 from splittime.runner.honoured import (
     check_activations,
+    check_adapters,
     check_eight_bits,
     check_load_format,
     check_rounding,
@@ -116,6 +117,7 @@ class _Choices:
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         check_eight_bits(config.quantization, kernels)
         check_speculation(config, model, kernels)
+        check_adapters(config, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)

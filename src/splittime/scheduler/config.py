@@ -53,6 +53,7 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     enable_prefix_caching: Annotated[bool, Doc("Reuse the KV cache of equal prefixes.")] = True
     enable_chunked_prefill: Annotated[bool, Doc("Cut long prompts to fit the token budget.")] = True
+    max_loras: Annotated[int, Doc("Adapters that the requests of a step may use; the others' wait.", 1, 64)] = 8
     paused: bool = False
 
     def validate(self) -> "SchedulerConfig":

@@ -16,6 +16,7 @@ from splittime.core.request import FinishReason
 from splittime.core.step import Admitted, Row, TokenLogprob
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.adapter_slots import AdapterSlots
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.counts import Counts
 from splittime.scheduler.events import RequestOutput
@@ -84,6 +85,7 @@ class Requests:
         self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_slots)
         self.queue = WaitingQueue()
         self.held = HeldSet()
+        self.adapter_slots = AdapterSlots(config.max_loras)
         self.running: list[RequestState] = []
         self.by_id: dict[str, RequestState] = {}
         self.counts = Counts()
@@ -107,7 +109,8 @@ class Requests:
         state.is_known_to_runner = True
         request, known = state.request, tuple(state.token_ids)
         stop_ids, salt = tuple(state.stop_ids), request.cache_salt
-        return Admitted(state.request_id, known, state.num_output, request.sampling, stop_ids, salt)
+        asked = request.sampling, stop_ids, salt, request.adapter
+        return Admitted(state.request_id, known, state.num_output, *asked)
 
     def preempt(self, victim: RequestState, now_ns: int) -> None:
         """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has. Why
@@ -140,9 +143,18 @@ class Requests:
             self.running.remove(state)
         self._take_back(state)
         del self.by_id[state.request_id]
+        if state.request.adapter:
+            self._queue_adapted(self.adapter_slots.leave(state), now_ns)
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
+
+    def _queue_adapted(self, states: list[RequestState], now_ns: int) -> None:
+        """From the held to the queue: their adapters have places."""
+        for state in states:
+            self.held.remove(state)
+            state.account.enter(state.waiting_stage, now_ns, Cause.ENGINE_LOOP)
+            self.queue.push(state, now_ns)
 
     def _take_back(self, state: RequestState, is_preempted: bool = False) -> None:
         """Return its blocks to the pool, have the runner forget it with the next plan, and ignore what comes of its
@@ -186,6 +198,7 @@ class Requests:
         assert self.speculation.active <= set(self.running)
         self.queue.check()
         self.held.check()
+        self.adapter_slots.check()
         self.cache.check(state.lease for state in self.by_id.values())
 
 

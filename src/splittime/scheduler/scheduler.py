@@ -47,6 +47,7 @@ class Scheduler:
         self._planner = Planner(requests)
         self.cache, self.counts, self.speculation = requests.cache, requests.counts, requests.speculation
         self.queue, self.held, self.running = requests.queue, requests.held, requests.running
+        self.adapter_slots = requests.adapter_slots
         self._states = requests.by_id
         self._block_size = config.block_size
         self._deadlines: MortalHeap[tuple[int, int, str]] = MortalHeap(self._is_still_due)  # arrival, request id
@@ -68,8 +69,7 @@ class Scheduler:
         queued_ns = max(received_ns, request.submitted_ns)
         self._states[request.request_id] = state
         if held_for is None:
-            state.account.enter(Stage.QUEUE, queued_ns, self._cause_until_planned(received_ns, measured_ns))
-            self.queue.push(state, queued_ns)
+            self._queue(state, queued_ns, self._cause_until_planned(received_ns, measured_ns))
         else:
             self.held.add(state, held_for, queued_ns)
         if request.deadline_ns is not None:
@@ -78,10 +78,10 @@ class Scheduler:
 
     def hold(self, request_id: str, cause: Cause, now_ns: int) -> bool:
         """Set a waiting request aside until `release`: it waits for something of its own, and keeps nobody else from
-        being admitted. Held already, it waits for this cause from now on. Returns whether it waits; one that runs is
-        left alone."""
+        being admitted. Held already, it waits for this cause from now on. Returns whether it waits; one that runs, or
+        whose adapter has no place yet, is left alone."""
         state = self._states.get(request_id)
-        if state is None or state.is_known_to_runner:
+        if state is None or state.is_known_to_runner or self._requests.adapter_slots.is_waiting(state):
             return False
         if state.pushed:
             self.queue.leave(state, is_admitted=False)
@@ -91,13 +91,20 @@ class Scheduler:
     def release(self, request_id: str, received_ns: int) -> bool:
         """What it was held for is there: it queues, with its rank. Returns whether it was held."""
         state = self._states.get(request_id)
-        if state is None or state not in self.held:
+        if state is None or state not in self.held or self._requests.adapter_slots.is_waiting(state):
             return False
         self.held.remove(state)
         queued_ns = max(received_ns, state.account.marks[-1].begin_ns)
-        state.account.enter(state.waiting_stage, queued_ns, self._cause_until_planned(received_ns))
-        self.queue.push(state, queued_ns)
+        self._queue(state, queued_ns, self._cause_until_planned(received_ns))
         return True
+
+    def _queue(self, state: RequestState, queued_ns: int, cause: Cause) -> None:
+        """Let it wait in the queue; beside it, where its adapter has no place yet."""
+        if not self._requests.adapter_slots.enter(state):
+            self.held.add(state, Cause.LORA_SLOTS, queued_ns)
+            return
+        state.account.enter(state.waiting_stage, queued_ns, cause)
+        self.queue.push(state, queued_ns)
 
     def abort(self, request_id: str, now_ns: int) -> RequestOutput | None:
         """End a request; its blocks are free on return. None if it is not here (it has ended already)."""

@@ -93,7 +93,7 @@ class RequestState:
         self.num_cached_tokens: int | None = None
         self.num_host_tokens = 0  # of these, the ones that were in host memory
         self.is_known_to_runner = False
-        self.lease = Lease(request.cache_salt)
+        self.lease = Lease(request.cache_salt, request.adapter)
         self.account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
         self.num_marks_sent = 0
         self.cause_log: CauseLog | None = None  # of the queue, which says why it waits; None: its account says it

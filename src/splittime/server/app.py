@@ -9,6 +9,7 @@ from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
 from splittime.server import (
+    routes_adapters,
     routes_dashboard,
     routes_info,
     routes_ledger,
@@ -59,6 +60,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
+    ("POST", "/v1/load_lora_adapter", routes_adapters.load),
+    ("POST", "/v1/unload_lora_adapter", routes_adapters.unload),
     ("POST", "/tokenize", routes_info.tokenize),
     ("POST", "/detokenize", routes_info.detokenize),
     ("GET", "/health", routes_info.health),

@@ -50,6 +50,12 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
         tuple[str, ...],
         Doc("Names in the API: answers carry the first, requests may use any. Default: the model's own."),
     ] = ()
+    lora_modules: Annotated[
+        tuple[str, ...], Doc("Adapters to serve from the start, each NAME=FOLDER; needs enable_lora.")
+    ] = ()
+    lora_root: Annotated[
+        str | None, Doc("Folder below which /v1/load_lora_adapter reads adapters; without it that is refused.")
+    ] = None
     chat_template: Annotated[str | None, Doc("File with a Jinja chat template, in place of the model's.")] = None
     tokenize_cpu_s: Annotated[
         float, Doc("Processor time that the texts of one request may take to render and tokenise (400).", 0.001)
@@ -83,6 +89,7 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
                 value=self.host,
                 hint="set an API key, or bind to 127.0.0.1",
             )
+        lora_modules(self.lora_modules)
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             hint = "such as /llm: with a slash before, and none behind"
             raise ConfigError("root_path is no path", param="root_path", value=self.root_path, hint=hint)
@@ -97,7 +104,7 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
         return bool(self.api_key) or self.api_keys_file is not None
 
     def _check_keys(self) -> None:
-        for name in ("api_key", "served_model_name", "allowed_hosts", "cors_origins"):
+        for name in ("api_key", "served_model_name", "lora_modules", "allowed_hosts", "cors_origins"):
             if isinstance(getattr(self, name), str):  # its characters would be taken for keys
                 raise ConfigError(f"{name} must be a list of texts", param=name)
         for key in self.api_key:
@@ -106,4 +113,17 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
             check_key(self.metrics_api_key, "metrics_api_key")
 
 
+def lora_modules(entries: tuple[str, ...]) -> dict[str, str]:
+    """Returns the folders of these adapters by name. Raises `ConfigError` for an entry that is none."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, _, folder = entry.partition("=")
+        if not folder or not ADAPTER_NAME.fullmatch(name) or name in found:
+            said = f"lora_modules: {entry[:200]!r} is not NAME=FOLDER with a name of its own"
+            raise ConfigError(said, param="lora_modules", value=entry[:200], limit=ADAPTER_NAME.pattern)
+        found[name] = folder
+    return found
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _ROOT_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")

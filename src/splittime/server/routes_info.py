@@ -77,12 +77,20 @@ async def favicon(service: Service, scope: http.Scope, receive: http.Receive, se
 
 
 def _card(name: str, model: ModelInfo) -> ModelCard:
-    return ModelCard(id=name, created=model.created_unix_s, max_model_len=model.max_model_len)
+    """A name's entry. parent: of an adapter, the model that it belongs to."""
+    adapter = model.adapters.get(name)
+    return ModelCard(
+        id=name,
+        created=model.created_unix_s if adapter is None else adapter.created_unix_s,
+        max_model_len=model.max_model_len,
+        root=name,
+        parent=None if adapter is None else model.name,
+    )
 
 
 async def models(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model = service.require_model()
-    await http.respond(send, msgspec.json.encode(Models(data=[_card(name, model) for name in model.names])))
+    await http.respond(send, msgspec.json.encode(Models(data=[_card(name, model) for name in model.served_names])))
 
 
 async def one_model(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

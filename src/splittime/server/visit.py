@@ -18,9 +18,9 @@ from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
 from splittime.api.limits import ModelInfo
-from splittime.api.params import Ask
+from splittime.api.params import Ask, check_model
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Overloaded, Refused, SplittimeError
-from splittime.core.request import FinishReason, Request
+from splittime.core.request import FinishReason, Request, adapter_name
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
@@ -172,7 +172,8 @@ class Visit:
     ) -> tuple[Ask, Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
         self.notices = notices_of(ask, budgets, model)
-        count = ask.n * len(prompts)
+        check_model(ask.model, self.service.require_model())  # an adapter may have gone meanwhile
+        adapter, count = self.service.require_model().adapter_of(ask.model), ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
         choices = []
         for index, name in enumerate(names):
@@ -186,6 +187,7 @@ class Visit:
                 priority=ask.priority,
                 deadline_ns=deadline_ns,
                 cache_salt=self.tenant.cache_salt(ask.cache_salt),
+                adapter=adapter,
             )
             account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
             account.extend(self.account.marks[1:])
@@ -260,7 +262,7 @@ class Visit:
     def close_choice(self, choice: Choice, at_ns: int) -> None:
         """Close a choice's account, once."""
         if not choice.is_closed:
-            self.service.file_account(choice.close(at_ns, **self._about()))
+            self.service.file_account(choice.close(at_ns, **self._about(adapter_name(choice.request.adapter))))
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""
@@ -280,12 +282,12 @@ class Visit:
             )
         )
 
-    def _about(self) -> dict[str, Any]:
-        """What all accounts of this visit say."""
+    def _about(self, adapter: str = "") -> dict[str, Any]:
+        """What all accounts of this visit say. adapter: the name of that which computed it."""
         model, traced = self.service.model, http.trace_context(self.scope)
         return {
             "group_id": self.group_id,
-            "model": model.name if model is not None else "",
+            "model": adapter or (model.name if model is not None else ""),
             "endpoint": self.endpoint,
             "started_at_unix_ns": self.started_at_unix_ns,
             "unseen_ns": self.scope.get(http.UNSEEN_NS, 0),

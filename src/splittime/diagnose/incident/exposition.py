@@ -23,6 +23,7 @@ SAFE_LABELS = frozenset(
         "finished_reason",
         "kind",
         "le",
+        "max_lora",
         "num_cpu_blocks",
         "num_gpu_blocks",
         "outcome",
@@ -42,6 +43,7 @@ SAFE_LABELS = frozenset(
     ]
 )
 RENAMED_LABELS = frozenset({"tenant", "model_name", "model"})
+LEFT_OUT_LABELS = frozenset({"running_lora_adapters", "waiting_lora_adapters"})  # names of adapters
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>[-+.\w]+)")
 _LABEL_PAIR = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)",?')
 

@@ -16,7 +16,7 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
@@ -94,6 +94,12 @@ class StLayer(Structure):
     )
 
 
+class StLowRank(Structure):
+    """Whoever sets `parts` and `begins`, addresses of arrays, keeps these alive."""
+
+    _fields_ = (("down", StLinear), ("num_parts", c_int32), ("parts", c_void_p), ("begins", c_void_p))
+
+
 _I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
 _LINEAR, _KV, _BATCH, _LAYER = POINTER(StLinear), POINTER(StKv), POINTER(StBatch), POINTER(StLayer)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -110,6 +116,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
     "st_unpack": (None, (_LINEAR, _P)),
     "st_linear": (None, (_LINEAR, _I, _P, _L, _P, _P, _L)),
+    "st_add_low_rank": (None, (_I, _P, _P, _P, _P, _L, _P, _L)),
     "st_rms_norm": (None, (_I, _I, _P, _L, _P, _F, _P)),
     "st_silu_mul": (None, (_I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),

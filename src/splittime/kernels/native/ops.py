@@ -8,7 +8,8 @@ in Python calls the library once an operation.
 
 import warnings
 from collections.abc import Iterable, Sequence
-from ctypes import byref
+from ctypes import byref, c_int32, c_void_p
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ from splittime.kernels.api import (
     own,
 )
 from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight
+from splittime.kernels.low_rank import Additions, LowRank
 from splittime.kernels.native import check, packed
 from splittime.kernels.native import library as native
 from splittime.kernels.native.check import choose_isa
 from splittime.kernels.native.library import READ_KINDS, StBatch, library
 from splittime.kernels.native.packed import (
     SCHEMES,
+    NativeLowRank,
     NativeNorm,
     NativePlan,
     NativeStack,
@@ -105,6 +108,7 @@ class NativeOps:
         """Raises `LibraryMissing`."""
         isa, self.isa_reason = choose_isa()
         self.linear_name = f"native {isa}"
+        self._low_ranks: WeakKeyDictionary[LowRank, NativeLowRank] = WeakKeyDictionary()
         check.bytes_read()  # now, before there are weights
 
     def set_threads(self, num_threads: int) -> None:
@@ -152,6 +156,25 @@ class NativeOps:
         arrays = (lines.data_ptr(), lines.stride(0), address(added), y.data_ptr(), weight.out_features)
         library().st_linear(byref(weight.struct), len(lines), *arrays)
         return y
+
+    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
+        """x, y: of contiguous rows."""
+        if not any(low_rank for low_rank, _ in additions):
+            return
+        count = len(additions)
+        adapters = (c_void_p * count)(*(self._address_of(low_rank) for low_rank, _ in additions))
+        counts = (c_int32 * count)(*(len(tokens) for _, tokens in additions))
+        places = (c_void_p * count)(*(tokens.data_ptr() for _, tokens in additions))
+        arrays = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+        library().st_add_low_rank(count, adapters, counts, places, *arrays)
+
+    def _address_of(self, low_rank: LowRank | None) -> int | None:
+        if low_rank is None:
+            return None
+        made = self._low_ranks.get(low_rank)
+        if made is None:
+            made = self._low_ranks[low_rank] = NativeLowRank(low_rank)
+        return made.address
 
     def pack_norm(self, weight: Tensor, eps: float) -> NativeNorm:
         return NativeNorm(weight.float().contiguous(), eps)

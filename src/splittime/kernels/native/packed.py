@@ -5,6 +5,7 @@ A packed weight knows its `StLinear` (`struct`), which points into it. A stack i
 each weight write its outputs to their place, so nothing is copied, and a fused layer takes a stack like any weight.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.layer import PackedNorm, PackedWeight
+from splittime.kernels.low_rank import LowRank
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
@@ -70,6 +72,19 @@ class NativeStack(PackedWeight):
         self._structs = [part.new_struct() for part in self.parts]
         chain(self._structs)
         self.struct = self._structs[0]  # of the first part, with the others below; valid while this object lives
+
+
+class NativeLowRank:
+    """What the library reads of a `LowRank`, which is to live as long."""
+
+    def __init__(self, low_rank: LowRank) -> None:
+        ups = [weight_of(part.up).struct for part in low_rank.parts]
+        self._parts = (native.StLinear * len(ups))(*ups)
+        self._begins = (ctypes.c_int32 * len(ups))(*(part.begin for part in low_rank.parts))
+        down = weight_of(low_rank.down).struct
+        addresses = ctypes.addressof(self._parts), ctypes.addressof(self._begins)
+        self._struct = native.StLowRank(down, len(ups), *addresses)
+        self.address = ctypes.addressof(self._struct)
 
 
 def weight_of(packed: PackedWeight) -> NativeWeight | NativeStack:

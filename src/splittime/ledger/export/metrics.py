@@ -73,6 +73,9 @@ METRICS = (
         ("state",),
         "Time of a device apart from the host: busy in steps; gap, idle between them; idle share: gap / (busy + gap)",
     ),
+    MetricSpec(
+        "splittime_adapters", "gauge", ("state",), "Adapters (LoRA): running, with a place in the batch; waiting"
+    ),
     MetricSpec("splittime_requests_waiting", "gauge", (), "Requests in the engine's queue"),
     MetricSpec("splittime_requests_running", "gauge", (), "Requests that hold blocks and are computed"),
     MetricSpec("splittime_waiting_prompt_tokens", "gauge", (), "Prompt tokens in the engine's queue"),

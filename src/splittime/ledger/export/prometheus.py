@@ -91,6 +91,8 @@ class PrometheusExporter(Collector):
         values: dict[str, Any] = {**self._counters, **{name: {(): value} for name, value in totals.items()}}
         values["splittime_ledger_drops_total"] = {("queue_full",): counts.dropped, ("disk",): counts.unwritten}
         values.update((name, {(): value}) for name, value in _gauges(stats).items())
+        adapters = {"running": stats.adapters_running, "waiting": stats.adapters_waiting}
+        values["splittime_adapters"] = {(state,): len(names) for state, names in adapters.items()}
         errors = {(kind,): each for kind, each in self._step_errors().items() if each is not None}
         values["splittime_step_prediction_error_ratio"] = errors
         for spec in METRICS:

@@ -6,6 +6,7 @@ those dashboards select by, `model_name` and `engine`. The names are those of vL
 recorded `/metrics` of it, and lists the ones that this server has nothing to say under.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.histogram import DURATIONS, Edges
 from splittime.ledger.export.metrics import MetricSpec
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 
 Series = Mapping[tuple[str, ...], float]
 LABELS = ("model_name", "engine")
@@ -34,6 +35,8 @@ PREEMPTIONS = Edges((1, 2, 3, 4, 5, 10, 20), 1)
 ANSWERS = Edges((1, 2, 5, 10, 20), 1)
 SLEEP_STATES = ((0, "awake"), (1, "weights_offloaded"), (2, "discard_all"))
 CACHE_CONFIG = ("block_size", "cache_dtype", "enable_prefix_caching", "num_cpu_blocks", "num_gpu_blocks")
+
+ADAPTERS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
 class Alias(NamedTuple):
@@ -102,12 +105,19 @@ ALIASES = (
     _alias(
         "num_requests_waiting_by_reason",
         "gauge",
-        "The same: all wait for capacity, none is deferred for an adapter or a transfer",
+        "The same: they wait for capacity, or are deferred until their adapter has a place",
         labels=("reason",),
     ),
     _same("num_requests_running", "gauge", "splittime_requests_running"),
     _alias("kv_cache_usage_perc", "gauge", "Used share of the KV cache, 0 to 1"),
     _alias("engine_sleep_state", "gauge", "1 for what it is, in vLLM's words", labels=("sleep_state",)),
+    _alias(
+        "lora_requests_info",
+        "gauge",
+        "When it was read, in seconds since 1970: the adapters with a place in the batch, and those that wait for one, "
+        "are its labels",
+        labels=ADAPTERS,
+    ),
     _alias("cache_config_info", "gauge", "Always 1: the KV cache's settings are its labels", labels=CACHE_CONFIG),
 )
 
@@ -142,11 +152,25 @@ def alias_series(counters: Mapping[str, Series], stats: EngineStats, facts: Serv
         "vllm:generation_tokens_total": {(): output},
         "vllm:request_success_total": {(word,): ended.get((why,), 0) for why, word in FINISHED.items()},
         "vllm:admission_rejections_total": {(word,): refusals.get((why,), 0) for why, word in REJECTED.items()},
-        "vllm:num_requests_waiting_by_reason": {("capacity",): stats.num_waiting, ("deferred",): 0},
+        "vllm:num_requests_waiting_by_reason": _waiting(stats),
         "vllm:kv_cache_usage_perc": {(): stats.kv_cache_usage},
         "vllm:engine_sleep_state": {(name,): int(stats.rest.level == at) for at, name in SLEEP_STATES},
+        "vllm:lora_requests_info": _adapters(stats, facts),
         "vllm:cache_config_info": _cache_config(stats, facts),
     }
+
+
+def _waiting(stats: EngineStats) -> Series:
+    deferred = stats.waiting_for.get(Cause.LORA_SLOTS, 0)
+    return {("capacity",): stats.num_waiting - deferred, ("deferred",): deferred}
+
+
+def _adapters(stats: EngineStats, facts: ServerFacts | None) -> Series:
+    """Empty where no adapters are served."""
+    if facts is None or not facts.settings.get("enable_lora"):
+        return {}
+    names = ",".join(stats.adapters_running), ",".join(stats.adapters_waiting)
+    return {(str(facts.settings.get("max_loras")), *names): time.time()}
 
 
 def _cache_config(stats: EngineStats, facts: ServerFacts | None) -> Series:

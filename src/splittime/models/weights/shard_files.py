@@ -28,10 +28,10 @@ class _Index(msgspec.Struct):
 def open_files(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Handles by file name, and the file name of each tensor. Raises `ConfigError`."""
     if not (folder / INDEX_NAME).exists():
-        handle = _open(folder, SINGLE_NAME)
+        handle = open_file(folder, SINGLE_NAME)
         return {SINGLE_NAME: handle}, dict.fromkeys(handle.keys(), SINGLE_NAME)
     file_of = _read_index(folder / INDEX_NAME)
-    handles = {name: _open(folder, name) for name in dict.fromkeys(file_of.values())}
+    handles = {name: open_file(folder, name) for name in dict.fromkeys(file_of.values())}
     held = {name: set(handle.keys()) for name, handle in handles.items()}
     for tensor, name in file_of.items():
         if tensor not in held[name]:
@@ -54,7 +54,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return file_of
 
 
-def _open(folder: Path, name: str) -> Any:
+def open_file(folder: Path, name: str) -> Any:
+    """Returns the handle of one safetensors file. Raises `ConfigError` for one that leads out of the folder or that
+    cannot be read."""
     path = folder / name
     try:
         _refuse_leaving(folder, path)

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 4 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 5 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -68,6 +68,16 @@ typedef struct {
   int32_t num_heads, window_tokens;
 } StLayer;
 
+/* What an adapter adds to a product: its parts' weights, [outputs][rank] each, times `down`, [sum of the ranks][in]. A
+ * part reads the outputs of `down` behind those that the part before reads; what it gives is added from output
+ * begins[part] on. */
+typedef struct {
+  StLinear down;
+  int32_t num_parts;
+  const StLinear *parts;
+  const int32_t *begins;
+} StLowRank;
+
 int32_t st_interface_version(void);
 
 /* Instruction sets: "amx_emulated" (for tests), "portable", "avx2", "avx512" (with VNNI), "avx512bf16", "amx".
@@ -115,6 +125,11 @@ void st_unpack(const StLinear *linear, float *weight);
  * token's result does not depend on the others, nor on their number, to the last bit. */
 void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                int64_t y_stride);
+
+/* y += what each adapter adds, on its counts[i] tokens (no token has two): rows tokens[i] of x and y. NULL among the
+ * adapters: that one adds nothing. */
+void st_add_low_rank(int32_t adapters, const StLowRank *const *low_ranks, const int32_t *counts,
+                     const int32_t *const *tokens, const float *x, int64_t x_stride, float *y, int64_t y_stride);
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, over each row of `width`. */
 void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps, float *y);
