@@ -5,8 +5,8 @@ its waits), no chunk object, no copy. A general client took twice as long for a 
 
 An answer is whole by its length, by its last chunk, or by the connection's close if it has neither. A connection is
 used again only after an answer that was whole and allows it, and for `KEEPALIVE_S` at most. What the client has not
-taken is read for at most `MAX_UNREAD_BYTES`, then TCP tells the upstream; a head, or what stands between two pieces of
-a body, for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
+taken is read up to `MAX_UNREAD_BYTES` and the end of that read, which may bring 256 KiB; then TCP tells the upstream. A
+head, or what stands between two pieces of a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class UpstreamAnswer:
     def _taken(self) -> bytes:
         pieces, self._pieces = self._pieces, []
         if self._num_unread > MAX_UNREAD_BYTES:
-            self._connection.resume()
+            self._connection.resume(self)
         self._num_unread = 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -143,9 +143,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def ask(self, request: bytes) -> UpstreamAnswer:
         """Send a request. Returns its answer, of which nothing is there yet."""
-        answer = self._answer = UpstreamAnswer(self)
-        self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
-        self._parser = httptools.HttpResponseParser(self)
+        answer, self._parser = UpstreamAnswer(self), httptools.HttpResponseParser(self)
+        self._answer, self._has_length, self._is_head_read, self._num_head_bytes = answer, False, False, 0
         self.transport.write(request)
         return answer
 
@@ -156,8 +155,9 @@ class UpstreamConnection(asyncio.Protocol):
     def pause(self) -> None:
         self.transport.pause_reading()
 
-    def resume(self) -> None:
-        if self.is_open and not self.transport.is_closing():
+    def resume(self, answer: UpstreamAnswer | None) -> None:
+        """An answer has been taken: read on, if it is the one that is being read."""
+        if answer is self._answer and self.is_open and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def connection_made(self, transport: Any) -> None:
@@ -209,15 +209,19 @@ class UpstreamConnection(asyncio.Protocol):
         if self._answer is None:
             return
         status = self._parser.get_status_code()
-        if status < 200:  # "continue", "early hints"
+        if status < 100:
+            self._fail(f"the answer's status is {status}")
+        elif status < 200:  # "continue", "early hints"
             self._answer.headers.clear()
             self._has_length = False
-            return
-        self._answer.status, self._is_head_read = status, True
+        else:
+            self._answer.status, self._is_head_read = status, True
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
-        if self._answer is not None:
+        if self._answer is not None and not self._is_head_read:
+            self._fail("an answer before the answer has a body")
+        elif self._answer is not None:
             self._answer.feed(body)
 
     def on_message_complete(self) -> None:
@@ -225,8 +229,10 @@ class UpstreamConnection(asyncio.Protocol):
             return
         may_go_on = self._parser.should_keep_alive()
         self._end()
-        if may_go_on and self.is_open and not self.transport.is_closing():
-            self.resume()
+        if self.transport.get_write_buffer_size():  # it answered early: nobody is to read the request's rest
+            self.transport.abort()
+        elif may_go_on and self.is_open and not self.transport.is_closing():
+            self.resume(None)
             self.idle_since_s = asyncio.get_running_loop().time()
             self._idle.append(self)
         else:
