@@ -188,7 +188,7 @@ def test_a_kept_response_is_asked_for_and_forgotten(typed):
         assert ask(typed, RESPONSES, "kept", previous_response_id=response_id)[0] == 404
 
 
-@pytest.mark.parametrize("response_id", ["resp_unknown", "..%2f..%2fv1%2fmodels", "a/b", "x" * 200])
+@pytest.mark.parametrize("response_id", ["{", "..", "resp_unknown", "..%2f..%2fv1%2fmodels", "a/b", "x" * 200])
 def test_an_unknown_response_is_a_clear_error(typed, response_id):
     status, told = call(typed, "GET", f"{RESPONSES}/{response_id}")
     assert (status, told["error"]["code"]) == (404, "not_found")
@@ -246,7 +246,9 @@ def budget_used(gateway) -> float:
 # ---- what is not for them
 
 
-@pytest.mark.parametrize(("field", "value"), [("background", True), ("conversation", "conv_1")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("background", True), ("conversation", "conv_1"), ("request_id", "resp_of_another")]
+)
 def test_what_could_not_be_kept_to_is_refused(typed, field, value):
     status, answer, account = ask(typed, RESPONSES, **{field: value})
     assert (status, json.loads(answer)["error"]["param"], account.attempts) == (400, field, ())
