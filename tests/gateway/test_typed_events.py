@@ -151,3 +151,11 @@ def test_an_id_is_told_of_what_is_kept_whatever_else_is_odd(told, ids):
         else:
             events.take_whole(json.dumps(told).encode())
         assert found == ids
+
+
+@pytest.mark.parametrize(("read", "made", "prompt"), [(-100, 1, 5), (2, -1, 6), (None, 2**40, 4), (2, 1, 7)])
+def test_a_number_of_tokens_that_can_be_none_takes_nothing_from_the_prompt(read, made, prompt):
+    usage = {"input_tokens": 4, "cache_read_input_tokens": read, "cache_creation_input_tokens": made}
+    events = events_of(MESSAGES)
+    events.take_whole(json.dumps({"usage": usage}).encode())
+    assert events.read().prompt_tokens == prompt

@@ -48,9 +48,9 @@ class TypedUsage(msgspec.Struct, gc=False):
 
     @property
     def prompt(self) -> int | None:
-        if self.input_tokens is None:
-            return None
-        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
+        own, *others = (possible(part) for part in parts)
+        return None if own is None else own + sum(part or 0 for part in others)
 
 
 class TypedAnswer(msgspec.Struct, gc=False):
