@@ -33,6 +33,7 @@ def test_requests_wait_for_an_upstream_that_is_not_there_yet(hostile, tmp_path):
         answers: list = []
         asking = [ask_in_thread(gateway, answers), ask_in_thread(gateway, answers, stream=True)]
         wait_for_open(gateway, 2)
+        assert gateway.get("/ready") == {"status": "ready"}  # or nobody would ask whom it waits for
         time.sleep(0.2)
         write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nsign_of_life_s = 0.05\n")
         for thread in asking:

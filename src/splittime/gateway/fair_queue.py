@@ -23,7 +23,7 @@ from splittime.gateway.config import QueueConfig
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import chance, part_of, retry_after_s
 from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
-from splittime.gateway.upstreams import Routed, Router
+from splittime.gateway.upstreams import Routed, Router, told_of
 
 now_ns = time.monotonic_ns
 RETRY_AFTER_S = 1.0
@@ -314,7 +314,7 @@ class FairQueue:
         busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
         wait_s = self._router.soonest_s(busy or upstreams, at_ns)
         if busy:
-            message = f"every upstream of {model!r} asked for a pause"
+            message = told_of(model, is_busy=True)
             return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
-        message = f"no upstream of {model!r} answers"
+        message = told_of(model, is_busy=False)
         return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))

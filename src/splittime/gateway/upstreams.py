@@ -31,6 +31,7 @@ DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
+HELD_BY = "responses kept by "  # begins the name of a line
 
 
 class Upstream:
@@ -92,7 +93,15 @@ class Upstream:
 
 def held_line(upstream: str) -> str:
     """Returns the name of the line of requests that one upstream alone can have, as it keeps what was before them."""
-    return f"responses kept by {upstream}"
+    return HELD_BY + upstream
+
+
+def told_of(line: str, *, is_busy: bool) -> str:
+    """Returns what a client is told where nobody of a line may be asked."""
+    if line.startswith(HELD_BY):
+        who = f"upstream {line.removeprefix(HELD_BY)!r}, which keeps the response,"
+        return f"{who} asked for a pause" if is_busy else f"{who} does not answer"
+    return f"every upstream of {line!r} asked for a pause" if is_busy else f"no upstream of {line!r} answers"
 
 
 class ManyUpstreams:
