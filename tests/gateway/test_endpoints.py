@@ -188,6 +188,27 @@ def test_a_kept_response_is_asked_for_and_forgotten(typed):
         assert ask(typed, RESPONSES, "kept", previous_response_id=response_id)[0] == 404
 
 
+def test_a_response_is_known_while_it_streams(typed):
+    body = json.dumps({"model": "m", "stream": True, "stays_after": 1}).encode()
+    asked = urllib.request.Request(typed.url + RESPONSES, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        response_id = json.loads(events(response.read1())[0])["response"]["id"]
+        asked = urllib.request.Request(f"{typed.url}{RESPONSES}/{response_id}")
+        with urllib.request.urlopen(asked, timeout=10) as found:
+            assert json.load(found)["id"] == response_id
+            assert found.headers["content-encoding"] == "identity"
+
+
+def test_what_a_refusal_says_is_no_response(typed, hostile):
+    assert ask(typed, RESPONSES, answers=400)[0] == 400
+    assert call(typed, "GET", f"{RESPONSES}/{hostile.kept['typed'][-1]}")[0] == 404
+
+
+def test_a_status_beyond_all_is_a_bad_answer(typed):
+    status, answer, _ = ask(typed, RESPONSES, answers=700)
+    assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_bad_answer")
+
+
 @pytest.mark.parametrize("response_id", ["{", "..", "resp_unknown", "..%2f..%2fv1%2fmodels", "a/b", "x" * 200])
 def test_an_unknown_response_is_a_clear_error(typed, response_id):
     status, told = call(typed, "GET", f"{RESPONSES}/{response_id}")

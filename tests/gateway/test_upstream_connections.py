@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
+from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
@@ -314,5 +315,23 @@ def test_a_status_below_100_is_none(early: bytes) -> None:
     async def asked(connections, address):
         with pytest.raises(ValueError, match="status"):
             await (await ask(connections, address)).piece(5)
+
+    upstream(serve, asked)
+
+
+def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(upstream_connections, "KEEPALIVE_S", 0.05)
+
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(LENGTH)
+        await reader.read()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        assert list(connections._idle) == [address]
+        while connections._idle:
+            await asyncio.sleep(0.01)
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
 
     upstream(serve, asked)
