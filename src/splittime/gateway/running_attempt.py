@@ -46,7 +46,8 @@ class RunningAttempt:
         self.routed, self.relay, self.resumption = routed, relay, resumption
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
         self.is_ended = False
-        self._is_stream, self._has_begun = is_stream, not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
+        self._is_stream = is_stream
+        self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
         relay.on_first_byte = self._begun
         if is_stream:
             routed.upstream.waits.sent(tokens, begin_ns)

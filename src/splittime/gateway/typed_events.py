@@ -130,6 +130,8 @@ class _TypedEvents(AnswerEvents):
 
 
 class PassedResponse(_TypedEvents):
+    """A response, whose id is told once."""
+
     def __init__(self) -> None:
         super().__init__()
         self._has_id = False
