@@ -313,8 +313,7 @@ class FairQueue:
         at_ns, upstreams = self._now_ns(), self._router.of_model(model)
         busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
         wait_s = self._router.soonest_s(busy or upstreams, at_ns)
+        told, after_s = told_of(model, is_busy=bool(busy)), max(RETRY_AFTER_S, wait_s)
         if busy:
-            message = told_of(model, is_busy=True)
-            return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
-        message = told_of(model, is_busy=False)
-        return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))
+            return Refused(told, reason="upstreams_busy", retry_after_s=after_s)
+        return Refused(told, reason="no_upstream", status=503, retry_after_s=after_s)
