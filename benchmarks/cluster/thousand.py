@@ -36,7 +36,7 @@ from splittime.cluster.scaling import ScaleSettings
 from splittime.cluster.simulated.figures import figures_of
 from splittime.cluster.simulated.fleet import FleetRun
 from splittime.cluster.simulated.load import FleetLoadSpec, load_of_trace
-from splittime.cluster.simulated.settings import FailureSettings, FleetSettings, StartTimes
+from splittime.cluster.simulated.settings import FailureSettings, FleetSettings
 from splittime.core.facts import TokenCost
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.asked import Asked, asked_requests
@@ -76,17 +76,17 @@ def scenarios(size: float) -> dict[str, FleetScenario]:
     failing = FailureSettings(per_replica_hour=12.0)
     growing = ScaleSettings(min_replicas=3, max_replicas=many(1000), spare=many(10), down_delay_s=60.0)
     asleep = msgspec.structs.replace(growing, warm_pool=many(300))
-    fixed = FleetSettings(replicas=max(3, many(1000)), scaling="none", ttft_s=5.0)
+    fixed = FleetSettings(replicas=max(3, many(1000)), scaling="none", ttft_s=5.0, tpot_s=0.15)
     return {
         "routing": FleetScenario(
             "servegen_deepseek_r1.csv.gz",
-            FleetLoadSpec(speed_up=18.0, copies=many(5)),
+            FleetLoadSpec(speed_up=18.0, copies=many(4)),
             msgspec.structs.replace(fixed, regions=REGIONS, failures=failing),
             {"gateway": {}, "round robin": {"routing": "round_robin"}},
         ),
         "prefixes": FleetScenario(
             "mooncake_conversation.csv.gz",
-            FleetLoadSpec(speed_up=10.0, copies=many(4)),
+            FleetLoadSpec(speed_up=8.0, copies=many(2)),
             msgspec.structs.replace(fixed, ttft_s=10.0),
             {"affinity": {}, "no affinity": {"affinity": False}, "round robin": {"routing": "round_robin"}},
         ),
@@ -100,7 +100,7 @@ def scenarios(size: float) -> dict[str, FleetScenario]:
 
 
 def server() -> Replica:
-    config = SchedulerConfig(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=64)
+    config = SchedulerConfig(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=64, max_prefill_tokens=512)
     return replica_of_data_sheet("L40S", COST, config, precision="int8")
 
 
@@ -128,7 +128,10 @@ def coarse_beside_full(like: Replica, trace: Trace, count: int, rate: float) -> 
     coarse = _coarse_times(like, asked)
     ratios = {}
     for name, which in (("ttft", 0), ("e2e", -1)):
-        pairs = [(ours[which] - one[0], theirs[which] - one[0]) for ours, theirs, one in zip(coarse, full, asked, strict=True)]
+        pairs = [
+            (ours[which] - one[0], theirs[which] - one[0])
+            for ours, theirs, one in zip(coarse, full, asked, strict=True)
+        ]
         ratios[f"{name}_mean"] = statistics.mean(a for a, _ in pairs) / statistics.mean(b for _, b in pairs)
         ratios[f"{name}_p50"] = statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
     return {name: round(ratio, 4) for name, ratio in ratios.items()}
@@ -193,7 +196,9 @@ def main() -> None:
         figures[name] = came
         told = {key: came[key] for key in TOLD if key in came} or came
         times = [came[key].get("p99") for key in ("ttft_ms", "tpot_ms") if key in came]
-        print(name, told, "p99 of ttft, tpot, ms:", times, came.get("reaction"), "cpu_s:", came.get("cpu_s"), flush=True)
+        print(
+            name, told, "p99 of ttft, tpot, ms:", times, came.get("reaction"), "cpu_s:", came.get("cpu_s"), flush=True
+        )
     if not args.small:
         suffix = "" if args.only is None else f"_{args.only}"
         file_result(f"thousand_replicas{suffix}", figures, vars(args), args.json)

@@ -29,6 +29,7 @@ from benchmarks.scenarios.form_schemas import schemas
 from splittime import LLM, SamplingParams
 from splittime.assemble import model_source
 from splittime.core.errors import RequestError
+from splittime.runner.form_masks import FormPlace
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -154,13 +155,14 @@ def masks(file: Path | None, drawn: Sequence[dict[str, Any]], say: Callable[[str
 
 
 def _walk(known: Grammars, grammar: str, rng: np.random.Generator) -> list[float]:
-    walk, tokens, taken = known.walk(grammar), np.zeros(0, np.int64), []
+    walk, masks, tokens, taken = known.walk(grammar), known.masks(), np.zeros(0, np.int64), []
     for _ in range(WALK_TOKENS):
         begin_ns = time.perf_counter_ns()
-        allowed = walk.allowed(tokens, len(tokens), (0,))
+        place = FormPlace(walk, tokens, len(tokens), (0,))
+        forbidden = masks.look([place])[place.key].forbidden
         taken.append((time.perf_counter_ns() - begin_ns) / 1e3)
-        assert allowed is not None
-        token = int(rng.choice(np.flatnonzero(allowed)))
+        assert forbidden is not None
+        token = int(rng.choice(np.flatnonzero(~forbidden)))
         if token == 0:
             break
         tokens = np.append(tokens, token)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.cluster.config import cluster_config, launch_of, read_cluster
+from splittime.cluster.config import Cluster, cluster_config, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
     FIRST_FAILURES,
     ListedReplica,
@@ -18,6 +18,7 @@ from splittime.cluster.gateway_files import (
     toml_of,
 )
 from splittime.cluster.places import key_of
+from splittime.cluster.ray_places import start_ray
 from splittime.core.errors import ConfigError
 from splittime.gateway.config_file import config_of
 
@@ -156,6 +157,14 @@ def test_toml_says_what_it_was_made_of(table):
 def test_a_date_is_no_value_of_a_gateway():
     with pytest.raises(ConfigError, match="no value"):
         toml_of(tomllib.loads("day = 1979-05-27"))
+
+
+def test_without_ray_its_runner_says_so(monkeypatch, tmp_path):
+    config, launch = config_and_launch(runner="ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError) as caught:
+        start_ray(Cluster(config, launch, tmp_path))
+    assert "pip install" in caught.value.info.hint
 
 
 def test_the_command_says_what_is_wrong(tmp_path):

@@ -66,7 +66,13 @@ def test_each_request_ends_once_whatever_fails(scaling, routing, monkeypatch):
     monkeypatch.setattr(FleetRun, "_ended", lambda self, request: (ended.update([request]), end(self, request))[1])
     failing = FailureSettings(per_replica_hour=90.0, node_share=0.5)
     settings = with_(
-        FIXED, regions=("a", "b"), scaling=scaling, routing=routing, scale=SIZES, failures=failing, starts=StartTimes(cold_s=5, wake_s=1)
+        FIXED,
+        regions=("a", "b"),
+        scaling=scaling,
+        routing=routing,
+        scale=SIZES,
+        failures=failing,
+        starts=StartTimes(cold_s=5, wake_s=1),
     )
     run, figures = run_of(settings, trace_of(12, 60))
     assert set(ended) == set(run.load.requests)

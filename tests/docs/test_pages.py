@@ -35,6 +35,11 @@ NOT_RUN = {
         "splittime gateway apply new.toml --canary 10%",
         "splittime gateway audit verify audit.jsonl",
     ],
+    "docs/guides/cluster.md": [
+        "splittime up --config cluster.toml",
+        "splittime up --config cluster.toml --apply",
+        "pip install 'splittime[cluster]'",
+    ],
     "docs/guides/gateway-routing.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite"
     ],
@@ -55,6 +60,7 @@ NOT_RUN = {
     "docs/guides/plan.md": [
         "splittime plan light.json,heavy.json --slo ttft_p99=2s --rate 200 --input-tokens 64 --output-tokens 32"
     ],
+    "docs/guides/sleep.md": ["splittime serve --port 8001 --kv-export"],
     "docs/guides/whole-request.md": [
         "import openai",
         "splittime explain cmpl-5f3a --url http://127.0.0.1:8000",

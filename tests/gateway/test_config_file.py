@@ -20,7 +20,7 @@ def refused(text: str) -> ConfigError:
 def test_the_least_is_taken():
     config = config_of(tomllib.loads(UPSTREAM))
     assert (config.host, config.port, config.upstream[0].kind) == ("127.0.0.1", 8100, "openai")
-    assert secrets_of(config, {}) == ({}, (), {})
+    assert secrets_of(config, {}) == ({}, (), {}, {})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import tomllib
@@ -112,3 +113,21 @@ def test_from_a_shell(tmp_path):
     assert "80 of them stand in the labels too" in " ".join(done.stderr.split())
     (tmp_path / "text.toml").write_text(text)
     assert "every prompt is checked" not in shell(tmp_path, "text.toml", "labels.jsonl").stdout
+
+
+def test_the_curves_are_drawn(tmp_path):
+    """Each point that is told has its place, the config's model is no markup, and nothing is fetched."""
+    path = lines(tmp_path / "l", large_right=True, small_logprob=-0.5)
+    (tmp_path / "g.toml").write_text(BASE + config(path, model="<b>auto") + "escalate = { below = -1.0 }\n")
+    done = shell(tmp_path, "g.toml", "l", "--html", "curves.html", "--json")
+    told, page = json.loads(done.stdout), (tmp_path / "curves.html").read_text()
+    for name, curve, chosen in (("text", "by_text", "chosen"), ("tokens", "by_first_tokens", "chosen_check")):
+        points = [*told[curve], told[chosen]]
+        drawn = set(re.findall(r"M(\d+ \d+)h", "".join(re.findall(f'class="dots c-{name}" d="([^"]*)"', page))))
+        assert len(drawn) == len({(one["cost"]["value"], one["worth"]["value"]) for one in points}) > 1
+        assert f">chosen by {name}<" in page
+    for name in ("always small", "always large", "best possible", "chance"):
+        assert f">{name}<" in page
+    assert "80 of the prompts stand in the labels too" in page
+    assert not re.search(r"<b>auto|<script|http|src=", page)
+    assert shell(tmp_path, "g.toml", "l", "--html", ".").returncode == 2

@@ -89,8 +89,8 @@ def test_the_security_floor_is_the_servers(keyed):
     assert keyed.ask("fine", {**bearer("of-a"), "origin": "https://evil.example"})[0] == 403
     assert keyed.ask("fine", {**bearer("of-a"), "content-encoding": "gzip"})[0] == 415
     assert keyed.get("/health") == {"status": "ok"}
-    status, _, body = keyed.ask("fine", bearer("of-ops"), path="/v1/embeddings")
-    assert (status, json.loads(body)["error"]["hint"]) == (404, "not passed on: chats and completions are")
+    status, _, body = keyed.ask("fine", bearer("of-ops"), path="/models")
+    assert (status, json.loads(body)["error"]["hint"]) == (404, "the base URL of an OpenAI client ends with /v1")
 
 
 def scraped(gateway) -> str:
@@ -109,7 +109,7 @@ def test_metrics_tell_attempts_and_stages(keyed):
     (firsts,) = re.findall(r'splittime_gateway_first_byte_seconds_count\{upstream="fine"\} (\S+)', text)
     assert float(firsts) == 1  # of the stream: of a whole answer the first byte is the end
     assert "splittime_gateway_invalid_accounts_total 0.0" in text
-    assert 'splittime_gateway_refusals_total{reason="max_open_requests"}' in text
+    assert 'splittime_gateway_refusals_total{reason="max_open_requests",upstream=""}' in text
 
 
 def test_what_an_upstream_refuses_by_no_clients_fault_is_counted(hostile, tmp_path):
@@ -119,8 +119,15 @@ def test_what_an_upstream_refuses_by_no_clients_fault_is_counted(hostile, tmp_pa
         for status, stream in asked:
             assert gateway.ask("refusing", stream=stream, status=status)[0] == status
         until(lambda: sum(metric(gateway, "splittime_gateway_requests_total").values()) == len(asked))
-        counted = {"upstream_401": 2, "upstream_403": 2, "upstream_429": 1}
+        counted = {f'upstream_{status}",upstream="refusing': count for status, count in ((401, 2), (403, 2), (429, 1))}
         assert metric(gateway, "splittime_gateway_refusals_total") == counted
+        results = metric(gateway, "splittime_gateway_attempts_total")
+        assert {name.split('"')[0]: count for name, count in results.items()} == {
+            "answered": 4,  # 400 and 404
+            **{f"upstream_{status}": 2 for status in (401, 403, 500)},
+            "upstream_429": 1,
+        }
+        until(lambda: gateway.get("/dashboard/data")["now"]["refusals"].get("upstream_401 at refusing") == 2)
 
 
 # ---- upstreams

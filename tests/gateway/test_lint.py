@@ -144,6 +144,11 @@ def test_a_running_gateway_tells(hostile, tmp_path):
         assert told.exit_code == 0, told.output
         assert "white space within JSON: 1 requests" in told.output
         assert "somebody" not in told.output
+        flags = ["--config", str(tmp_path / "gateway.toml"), "--url", gateway.url, "--json"]
+        listed = CliRunner().invoke(app, ["gateway", "inventory", *flags])
+        first, second = json.loads(listed.output)["hops"][0]["notes"]
+        assert first.startswith("prompts of fine (1 looked at): white space within JSON: 1 requests, about ")
+        assert "keys that are empty" in second
 
 
 def test_it_is_off_without_a_table(hostile, tmp_path):

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from splittime.core.errors import Refused
-from splittime.gateway import fair_queue
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.shedding import MOST_RETRY_S, GrantRate, chance, retry_after_s

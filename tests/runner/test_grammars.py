@@ -12,7 +12,10 @@ import pytest
 from splittime import LLM, SamplingParams
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.errors import RequestError
+from splittime.core.step import Admitted
 from splittime.runner import grammars as compiled
+from splittime.runner.batch import Slot
+from splittime.runner.form_masks import FormMasks, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -206,9 +209,11 @@ def test_ignore_eos_leaves_a_form_no_end() -> None:
 # ---- walking
 
 
-def allowed(walk: compiled.GrammarWalk, outputs: list[int], num_sure: int) -> list[int] | None:
-    found = walk.allowed(np.array(outputs, dtype=np.int64), num_sure, (0,))
-    return None if found is None else np.flatnonzero(found).tolist()
+def allowed(walk: GrammarWalk, outputs: list[int], num_sure: int, masks: FormMasks | None = None) -> list[int] | None:
+    place = FormPlace(walk, np.array(outputs, dtype=np.int64), num_sure, (0,))
+    found = (masks or FormMasks(4096, 0, 1)).look([place])[place.key]
+    assert found.error is None
+    return None if found.forbidden is None else np.flatnonzero(~found.forbidden).tolist()
 
 
 def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
@@ -262,3 +267,87 @@ def test_grammars_are_kept_up_to_a_bound(known: Grammars, monkeypatch: pytest.Mo
 def test_a_tokenizer_that_cannot_be_read_is_said() -> None:
     with pytest.raises(RequestError, match="tokenizer cannot hold"):
         Grammars(lambda: "{}", 10).compile(ANYTHING)
+
+
+# ---- looking ahead
+
+
+def slot_of(known: Grammars, grammar: str, outputs: list[int]) -> Slot:
+    slot = Slot(Admitted("r", (1, *outputs), len(outputs), SamplingParams(grammar=grammar), (0,)), 64, 4096, 0)
+    slot.grammar = known.walk(grammar) if grammar else None
+    return slot
+
+
+def test_what_was_begun_is_taken_and_drafts_are_looked_at_behind_what_is_known(known: Grammars) -> None:
+    """In any order, one by one or together, and each line its own."""
+    a, b, c = (ids(letter)[0] for letter in "abc")
+    grammar, masks = grammars.of_choice(["abc", "axyz"], "choice"), known.masks()
+    one, free, other = slot_of(known, grammar, [a]), slot_of(known, "", [b]), slot_of(known, grammar, [])
+    masks.begin([other, one], [0, 1])
+    one.tokens[2:4] = b, c  # drafts
+    slots, counts = [one, free, one, other, one], [2, 1, 3, 0, 1]
+    masks.begin(slots, counts)
+    taken = masks.take(slots, counts)
+    assert list(taken) == [0, 2, 3, 4]
+    for line, outputs in ((0, [a, b]), (2, [a, b, c]), (3, []), (4, [a])):
+        assert np.flatnonzero(~taken[line]).tolist() == allowed(known.walk(grammar), outputs, len(outputs))
+    assert one.dead_end == 64
+
+
+def test_where_nothing_may_come_a_draft_is_a_dead_end_and_an_answer_an_error(known: Grammars) -> None:
+    a, x = (ids(letter)[0] for letter in "ax")
+    grammar, masks = grammars.of_lark('start: "a" <[0]> "b"', "g"), known.masks()
+    guessed, stuck = slot_of(known, grammar, []), slot_of(known, grammar, [a])
+    guessed.tokens[1] = x
+    assert list(masks.take([guessed, guessed, stuck], [0, 1, 1])) == [0]
+    assert (guessed.dead_end, guessed.error) == (1, None)
+    assert "allows no token" in stuck.error.message
+
+
+def test_a_mistake_of_the_parser_ends_one_request_alone(known: Grammars) -> None:
+    grammar, masks = grammars.of_choice(["abc"], "choice"), known.masks()
+    good, bad = slot_of(known, grammar, []), slot_of(known, grammar, [])
+    bad.grammar.matcher = object()
+    assert list(masks.take([bad, good], [0, 0])) == [1]
+    assert "AttributeError" in bad.error or "TypeError" in bad.error
+    assert good.error is None
+
+
+def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
+    masks = known.masks()
+    masks.take([slot_of(known, ANYTHING, [])], [0])
+    assert masks.take_waited_ns() > 0
+    assert masks.take_waited_ns() == 0
+
+
+# ---- what must come
+
+
+def test_what_must_come_takes_no_step_of_its_own_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [held(of_schema(schema), seed, logprobs=1) for seed, schema in enumerate(SCHEMAS * 2)]
+    asked[3] = held(of_schema(SCHEMAS[0]), 3, frequency_penalty=0.5, min_tokens=4, logit_bias={5: 2.0}, max_tokens=7)
+
+    def answers() -> tuple[list[object], list[tuple[int, int]]]:
+        llm = LLM(num_threads=1, max_num_seqs=8, max_model_len=256, kernels="native")
+        outputs = llm.generate(["x = "] * 10, asked)
+        told = [(output.token_ids, output.finish_reason, output.logprobs) for output in outputs]
+        return told, [tuple(counts) for step in llm.ledger.steps(10_000) for _, *counts in step.verified]
+
+    quick, verified = answers()
+    monkeypatch.setattr(FormMasks, "forced", lambda self, slot: ())
+    assert answers() == (quick, [])
+    assert len(verified) > 10
+    assert all(num_drafts == num_right for num_drafts, num_right in verified)
+
+
+def test_what_must_come_is_all_that_may(known: Grammars) -> None:
+    schema = {"type": "object", "properties": {"colour": {"const": "red"}}, "required": ["colour"]}
+    grammar, masks = of_schema(schema | {"additionalProperties": False}), known.masks()
+    slot, taken = slot_of(known, grammar, ids('{"')), ids('{"')
+    forced = masks.forced(slot)
+    assert forced
+    for token in forced:
+        assert allowed(known.walk(grammar), taken, len(taken)) == [token]
+        taken.append(token)
+    assert masks.forced(slot_of(known, ANYTHING, [])) == ()
+    assert masks.forced(slot_of(known, grammars.of_choice(["a"], "choice"), ids("a"))) == ()  # but the end

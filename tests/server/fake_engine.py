@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.step import TokenLogprob
@@ -163,6 +164,11 @@ class FakeEngine:
         level, self.rest_now = self.rest_now.level, Rest()
         return SleepReport(action="wake", level=level, changed=level > 0, slept_ns=7_000_000_000)
 
+    async def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        """Has one block, of the layout "fake"."""
+        has = ask.layout == "fake"
+        return BlocksTold((b"n" * 16,), (b"content",)) if has else None
+
     # ---- the steps
 
     async def _run(self) -> None:
@@ -233,11 +239,12 @@ class FakeEngine:
         self._put(state, now_ns, output)
 
     def _embed(self, state: Running, now_ns: int) -> None:
-        """Eight values, of which the first two tell the prompt apart; of logits two, by the prompt's length."""
+        """Eight values, of which the first two tell the prompt apart; of logits two, and of a score the latter of them,
+        by the prompt's length."""
         request = state.request
         ids = request.prompt_token_ids
-        scores = request.sampling.pooling == "logits"
-        values = [3, len(ids) / 100] if scores else [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12]
+        scores = {"logits": [3, len(ids) / 100], "score": [len(ids) / 100]}
+        values = scores.get(request.sampling.pooling, [len(ids), sum(ids) + 1, 3, 4, 0, 0, 0, 12])
         state.account.enter(Stage.DELIVER, now_ns)
         self.running.remove(state)
         output = RequestOutput(

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from splittime.core.pooling import NO_FILE, Pooling
+from splittime.core.pooling import NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.ledger.stages import Stage
 
 from .conftest import LiveServer
@@ -195,3 +195,23 @@ def test_what_is_not_here_names_what_is(live: LiveServer, path: str) -> None:
     status, _, answer = live.post(path, {})
     assert status == 404
     assert "/v1" in answer["error"]["hint"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_an_encoder_is_asked_for_nothing_but_embeddings(launch, path: str, body: dict) -> None:
+    live = launch(model={"pooling": Pooling(size=8, kind="cls", is_all=True)})
+    status, _, answer = live.post(path, body)
+    assert status == 400
+    assert "is an encoder: it makes embeddings and generates nothing" in answer["error"]["message"]
+    assert not live.engine.submitted
+    status, _, answer = live.post(PATH, {"input": "a"})
+    assert (status, answer["notices"]) == (200, [NO_FILE_OF_ENCODER])

@@ -108,3 +108,12 @@ def test_a_call_that_was_cut_has_no_input(live) -> None:
     pieces = [event["delta"]["partial_json"] for event in events if "partial_json" in event.get("delta", {})]
     assert "".join(pieces) == '{"a": ["é"]}{"'
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_numbers_of_a_calls_input_are_told_as_they_were_written(live) -> None:
+    arguments = '{"a": 123456789012345678901234567890, "b": 1.10, "c": [0.1e2]}'
+    before = live.engine.script
+    live.engine.script = say(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    raw = live.client.messages.with_raw_response.create(**ASKED)
+    live.engine.script = before
+    assert f'"input":{arguments}'.encode() in raw.http_response.content

@@ -7,6 +7,7 @@ from tokenizers import AddedToken
 
 from splittime.api.ranking import INSTRUCTION, JUDGE, score_of
 from splittime.core.errors import EngineError
+from splittime.core.pooling import Pooling
 from splittime.text.tokenizer import Tokenizer
 
 from . import conftest
@@ -117,3 +118,37 @@ def test_a_model_that_cannot_be_asked_says_why(launch) -> None:
 def test_a_score_needs_an_answer() -> None:
     with pytest.raises(EngineError, match="computed no score"):
         score_of(b"")
+
+
+def judged(launch, kind: str, **more) -> LiveServer:
+    return launch(model={"pooling": Pooling(is_all=True, score=kind, refusal="it judges"), **more})
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "none"])
+def test_a_head_judges_pairs_of_texts_as_they_are(launch, kind: str) -> None:
+    live = judged(launch, kind)
+    texts = ["red", "a very long answer"]
+    status, _, answer = live.post("/v1/rerank", {"query": "q", "documents": texts})
+    assert status == 200
+    assert [each["index"] for each in answer["results"]] == [1, 0]
+    for each in answer["results"]:
+        raw = len("q" + texts[each["index"]]) / 100
+        assert each["relevance_score"] == pytest.approx(raw if kind == "none" else 1 / (1 + math.exp(-raw)), abs=1e-6)
+    assert {bytes(one.prompt_token_ids).decode() for one in live.engine.submitted} == {"q" + text for text in texts}
+    assert {one.sampling.pooling for one in live.engine.submitted} == {"score"}
+    status, _, answer = live.post("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "dd"]})
+    assert (status, len(answer["data"])) == (200, 2)
+
+
+def test_what_a_head_is_not_asked(launch) -> None:
+    live = judged(launch, "sigmoid", max_model_len=16)
+    asked = {"query": "q", "documents": ["a"], "instruction": "find"}
+    assert live.post("/v1/rerank", asked)[2]["error"]["param"] == "instruction"
+    assert live.post("/v1/completions", {"prompt": "a"})[2]["error"]["hint"] == "POST /v1/rerank"
+    assert live.post("/v1/embeddings", {"input": "a"})[2]["error"]["code"] == "unsupported_model"
+    status, _, answer = live.post("/v1/rerank", {"query": "q" * 9, "documents": ["a", "b" * 9]})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (
+        400,
+        "context_length_exceeded",
+        "documents[1]",
+    )

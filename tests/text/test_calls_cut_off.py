@@ -80,6 +80,16 @@ def test_the_answer_of_a_bare_family_that_ends_before_a_name_is_a_text(family: s
         ("llama3_json", '{"name": "f", "parameters": {}}; {"na', "f{}"),
         ("hermes", '<tool_call>\n{"na', ""),
         ("lfm2", "<|tool_call_start|>[Paris", ""),
+        ("functiongemma", "<start_function_call>call:f{a:<escape>x}<esc", 'f{"a": "x}<esc'),
+        ("functiongemma", "<start_function_call>call:f{a:12", 'f{"a": '),
+        ("gemma4", '<|tool_call>call:f{a:[<|"|>x<|"|>,{b:', 'f{"a": ["x", {"b": '),
+        ("gemma4", "<|tool_call>call:f", ""),
+        ("gemma4", "<|tool_call>call:f{a:1<tool_call|>", 'f{"a": 1'),
+        ("gemma4", "<|tool_call>call:f{a:1]}<tool_call|>", 'f{"a": 1'),
+        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", 'f{"a": '),
+        ("gemma4", "<|tool_call>call:f{{}}<tool_call|>", "f{"),
+        ("deepseek_v32", '<\uff5cDSML\uff5cfunction_calls>\n<\uff5cDSML\uff5cinvoke name="f">\n<\uff5cDS', "f"),
+        ("openai", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", "f{"),
     ],
 )
 def test_behind_a_call_or_a_mark_what_is_cut_off_stays_cut_off(family: str, text: str, call: str) -> None:

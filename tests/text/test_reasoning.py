@@ -1,25 +1,23 @@
 """Reasoning told from content: wherever the text is cut into pieces, wherever the answer begins, and under a form."""
 
 import json
-from pathlib import Path
 
 import llguidance
 import pytest
-import tokenizers
+from vocabularies import vocabulary
 
-import splittime
 from splittime.core.errors import ConfigError
 from splittime.text.grammars import of_choice, of_json_schema, of_lark, of_regex
 from splittime.text.reasoning import (
     REASONING,
     ReasoningParser,
-    ReasoningPlace,
     after_reasoning,
     check_reasoning_parser,
     place_behind,
     place_within,
     reasoning_of_template,
 )
+from splittime.text.told_apart import ReasoningPlace
 
 THINK = REASONING["think"]
 BEFORE, WITHIN, BEHIND = ReasoningPlace
@@ -115,13 +113,6 @@ FORMS = [
     (of_choice(["yes", "<thing"], "p"), "<thing", "<think"),
     (of_lark('start: "a" b\nb: /[0-9]+/', "p"), "a12", "ab"),
 ]
-
-
-def vocabulary(*added: str) -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer]:
-    folder = Path(splittime.__file__).parent / "packaged" / "code"
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in added])
-    return backend, llguidance.LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size())
 
 
 @pytest.fixture(scope="module", params=[(), ("<think>", "</think>")], ids=["by text", "by token"])

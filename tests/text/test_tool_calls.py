@@ -10,7 +10,9 @@ import tokenizers
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
+from splittime.text.harmony import HarmonyParser
 from splittime.text.marks import trigger
+from splittime.text.told_apart import ReasoningPlace
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
 from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import ToolParser
@@ -55,6 +57,30 @@ def pythonic(calls: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name}({', '.join(f'{key}={value(each)}' for key, each in given)})" for name, given in listed]
 
 
+def quoted(quote: str, given: object) -> str:
+    """A value as Gemmas write it."""
+    match given:
+        case str():
+            return quote + given + quote
+        case list():
+            return f"[{','.join(quoted(quote, each) for each in given)}]"
+        case dict():
+            return "{" + ",".join(f"{name}:{quoted(quote, each)}" for name, each in given.items()) + "}"
+    return json.dumps(given)
+
+
+def dsml(around: str, calls: Sequence[tuple[str, str]]) -> str:
+    def one(key: str, value: object) -> str:
+        is_text = isinstance(value, str) and value != "12 ("
+        shown = value if is_text else json.dumps(value)
+        return f'<{bar}parameter name="{key}" string="{str(is_text).lower()}">{shown}</{bar}parameter>\n'
+
+    bar = "\uff5cDSML\uff5c"
+    args = [(name, "".join(one(*each) for each in json.loads(given).items())) for name, given in calls]
+    listed = "\n".join(f'<{bar}invoke name="{name}">\n{given}</{bar}invoke>' for name, given in args)
+    return f"<{bar}{around}>\n{listed}\n</{bar}{around}>"
+
+
 def written(family: str, *calls: tuple[str, str]) -> str:
     """The calls as models of this family were taught to write them."""
     match family:
@@ -95,6 +121,20 @@ def written(family: str, *calls: tuple[str, str]) -> str:
             return f"[{', '.join(pythonic(calls))}]"
         case "lfm2":
             return f"<|tool_call_start|>[{', '.join(pythonic(calls))}]<|tool_call_end|>"
+        case "deepseek_v32":
+            return dsml("function_calls", calls)
+        case "deepseek_v4":
+            return dsml("tool_calls", calls)
+        case "openai":
+            head, end = "<|channel|>commentary to=functions.", "<|call|>"
+            listed = [f"{head}{name} <|constrain|>json<|message|>{given}{end}" for name, given in calls]
+            return "<|start|>assistant".join(listed)
+        case "functiongemma" | "gemma4":
+            begin, end, quote = {
+                "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+                "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+            }[family]
+            return "".join(f"{begin}call:{name}{quoted(quote, json.loads(given))}{end}" for name, given in calls)
         case "olmo3":
             return "<function_calls>\n" + "\n".join(pythonic(calls)) + "\n</function_calls>"
     raise AssertionError(family)
@@ -102,9 +142,11 @@ def written(family: str, *calls: tuple[str, str]) -> str:
 
 def parsed(family: str, *texts: str) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolParser(FAMILIES[family], SCHEMAS)
+    apart = HarmonyParser(ReasoningPlace.BEFORE, SCHEMAS) if family == "openai" else None
     content, calls = "", []
     for piece, is_end in [*((piece, False) for piece in texts), ("", True)]:
-        found = parser.push(piece, is_end=is_end)
+        told = piece if apart is None else apart.push(piece, is_end=is_end).content
+        found = parser.push(told, is_end=is_end)
         content += found.content
         for delta in found.calls:
             if delta.name is not None:
@@ -210,6 +252,58 @@ CASES += [
     ),
     ("pythonic", "[now(1, 'x'), now()]", "", [("now", "{}"), ("now", "{}")]),
     ("pythonic", "[weather(city='x", "", [("weather", '{"city": ')]),
+    ("pythonic", '[now("a=b"), now([1, c=2])]', "", [("now", "{}"), ("now", "{}")]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "now", "arguments": {"a": NaN, "b": [-Infinity, 1e999, 1e9, true, None], "NaN": "NaN",'
+        ' "c": "\\ud800 \\ud83d\\ude00 \\udc00\\n\\\\ud800", "d": 123456789012345678901234567890}}\n</tool_call>',
+        "",
+        [
+            (
+                "now",
+                '{"a": "NaN", "b": ["-Infinity", "1e999", 1e9, true, null], "NaN": "NaN",'
+                ' "c": "\\\\ud800 \\ud83d\\ude00 \\\\udc00\\n\\\\ud800", "d": 123456789012345678901234567890}',
+            )
+        ],
+    ),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": Na', "", [("now", '{"a": Na')]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "\\ud8', "", [("now", '{"a": "\\ud8')]),
+    (
+        "gemma4",
+        """<|tool_call>call:mix{count: 3, note:<|"|>a "}, <b> \\ <|"|>,<|"|>n<|"|>:{a:[],b:{},c:true},"""
+        """k:["x\\n", y ]}<tool_call|>""",
+        "",
+        [
+            (
+                "mix",
+                '{"count": 3, "note": "a \\"}, <b> \\\\ ", "n": {"a": [], "b": {}, "c": true}, "k": ["x\\n", "y"]}',
+            )
+        ],
+    ),
+    ("gemma4", "<|tool_call>call:other{a:1}<tool_call|>!", "call:other{a:1}!", []),
+    (
+        "functiongemma",
+        "<start_function_call>call:now{a:Nan,b:NaN}<end_function_call>",
+        "",
+        [("now", '{"a": "Nan", "b": "NaN"}')],
+    ),
+    (
+        "deepseek_v32",
+        dsml("function_calls", [MIXTURE]).replace('string="false">"12 ("', 'string="false">"7"').replace(">3<", ">x<"),
+        "",
+        [("mix", '{"count": "x", "is_on": true, "note": "7", "kinds": ["a", "b"], "colour": "red"}')],
+    ),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>"
+        "{}<|call|><|start|>assistant<|channel|>final<|message|>done<|return|>",
+        "done",
+        [("now", "{}")],
+    ),
+    ("openai", "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}<|call|>", "{}", []),
+    ("openai", "to be", "to be", []),
+    ("openai", "to", "to", []),
+    ("openai", "<|channel|>final<|mess", "", []),
 ]
 
 
@@ -233,10 +327,11 @@ def check_grammar(vocabulary, family: str, token_ids: dict[str, int]) -> None:
     assert allows(vocabulary, once, written(family, TWO[0]))
     assert not allows(vocabulary, once, written(family, *TWO))
     free = grammar_of_calls(form, TOOLS, may_answer=True, may_repeat=True, token_ids=token_ids)
-    assert allows(vocabulary, free, "a text")
+    assert allows(vocabulary, free, form.answer + "a text")
     assert allows(vocabulary, free, written(family, *TWO))
     assert not allows(vocabulary, free, written(family, ("weather", "{}")))
-    assert form.is_bare or allows(vocabulary, free, "before " + written(family, TWO[1]))
+    if not form.is_bare and not form.answer:
+        assert allows(vocabulary, free, "before " + written(family, TWO[1]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -254,6 +349,9 @@ MARKS = {
         *("<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁sep\uff5c>"),
     ),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "deepseek_v32": ("\uff5cDSML\uff5c",),
+    "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
 }
 
 
@@ -287,6 +385,11 @@ TEMPLATES = {
     "pythonic": "Write [func_name1(params_name1=params_value1), func_name2(params)].",
     "lfm2": "List of tools: <|tool_list_start|>[",
     "olmo3": "<function_calls></function_calls>",
+    "deepseek_v32": "'<\uff5cDSML\uff5cfunction_calls>' + call",
+    "deepseek_v4": "'<\uff5cDSML\uff5ctool_calls>' + call",
+    "openai": '"<|channel|>commentary json<|message|>"',
+    "functiongemma": "'<start_function_call>call:' + name",
+    "gemma4": """'<|tool_call>call:' + name + '{' + '<|"|>' """,
 }
 
 
@@ -296,8 +399,8 @@ def test_families_are_found_by_template_and_by_name() -> None:
     }
     assert family_of_template("").name == "hermes"
     assert family_named("llama3_json").arguments == "parameters"
-    with pytest.raises(ConfigError, match="harmony") as refused:
-        family_named("harmony")
+    with pytest.raises(ConfigError, match="xlam") as refused:
+        family_named("xlam")
     assert "hermes, llama3_json" in str(refused.value.info.hint)
 
 

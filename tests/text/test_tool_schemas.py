@@ -10,8 +10,9 @@ from splittime.text.grammars import MAX_SCHEMA_CHARS
 from splittime.text.tool_families import FAMILIES, Tool
 from splittime.text.tool_grammar import grammar_of_calls
 
-OWN_FORMS = ("qwen3_coder", "glm45", "pythonic", "lfm2", "olmo3")
-TAGGED = OWN_FORMS[:2]
+TAGGED = ("qwen3_coder", "glm45", "deepseek_v32", "deepseek_v4")
+QUOTED = ("functiongemma", "gemma4")
+OWN_FORMS = (*TAGGED, "pythonic", "lfm2", "olmo3")
 
 
 def grammar(family: str, *schemas: dict[str, Any]) -> str:
@@ -59,7 +60,7 @@ def test_a_schema_that_is_too_large_itself_has_no_rule_written(family: str, writ
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tools_are_measured_together(family: str) -> None:
-    large = {"properties": {"a": {"type": "integer", "title": "x" * (MAX_SCHEMA_CHARS // 2)}}}
+    large = {"properties": {"x" * (MAX_SCHEMA_CHARS // 2): {"type": "integer"}}}
     grammar(family, large)
     assert refused(family, large, large).param == "tools"
 
@@ -78,7 +79,7 @@ def test_the_names_that_must_be_are_not_searched_for_each_argument(family: str) 
     assert grammar(family, schema) == grammar(family, {**schema, "required": ["b", "a"]})
 
 
-@pytest.mark.parametrize("family", OWN_FORMS)
+@pytest.mark.parametrize("family", [*OWN_FORMS, *QUOTED])
 @pytest.mark.parametrize(
     ("schema", "where"),
     [
@@ -138,6 +139,49 @@ def test_nor_is_one_to_rules_beside_a_reference(family: str, keyword: str, value
     for named in (defined["other"], {"$ref": "#/$defs/other"}):
         assert refused(family, {"properties": {"a": named}, "$defs": defined}).value == keyword
     grammar(family, {"properties": {"a": {"$ref": "#/$defs/text", "title": "A"}}, "$defs": defined})
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("word", ["anyOf", "oneOf"])
+def test_alternatives_that_are_constants_are_a_list(family: str, word: str) -> None:
+    parts = [{"const": "x", "title": "X"}, {"enum": ["y", "z"], "type": "string"}]
+    listed = grammar(family, {"properties": {"a": {"type": "string", "enum": ["x", "y", "z"]}}})
+    assert grammar(family, {"properties": {"a": {"type": "string", word: parts}}}) == listed
+    info = refused(family, {"properties": {"a": {"type": "string", word: [*parts, {"pattern": "u"}]}}})
+    assert info.value == word
+
+
+@pytest.mark.parametrize("family", [*OWN_FORMS, *QUOTED])
+def test_arguments_that_need_each_other_are_refused(family: str) -> None:
+    for keyword in ("dependencies", "dependentRequired"):
+        info = refused(family, {"properties": {"a": {"type": "integer"}}, keyword: {"a": ["b"]}})
+        assert (info.param, info.value) == ("tools[0].function.parameters", keyword)
+
+
+QUOTED_LIMITS = [*LIMITS[1:], ("format", "date"), ("$ref", "#/nowhere")]
+
+
+@pytest.mark.parametrize("family", QUOTED)
+@pytest.mark.parametrize(("keyword", "value"), QUOTED_LIMITS)
+def test_a_value_of_a_form_of_its_own_is_not_held_to_other_rules(family: str, keyword: str, value: Any) -> None:
+    for limited in ({"type": "string", keyword: value}, {keyword: value}):
+        assert refused(family, {"properties": {"a": {"type": "array", "items": limited}}}).value in (keyword, "items")
+
+
+@pytest.mark.parametrize("family", QUOTED)
+@pytest.mark.parametrize("name", ["a b", "a:", "<a", '"'])
+def test_a_bare_name_that_could_be_more_is_refused(family: str, name: str) -> None:
+    assert refused(family, {"properties": {name: {}}}).param == "tools[0].function.parameters.properties"
+
+
+@pytest.mark.parametrize("family", QUOTED)
+def test_a_schema_that_refers_to_itself_has_one_rule(family: str) -> None:
+    tree = {
+        "properties": {"below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+        "additionalProperties": False,
+    }
+    rules = grammar(family, {"properties": {"a": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}})
+    assert rules.count("below:") == 1
 
 
 @pytest.mark.parametrize("family", TAGGED)

@@ -19,6 +19,7 @@ from splittime.ledger.lookup import sampled_lookup
 from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes, salt_hash
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
+from splittime.text.harmony import HarmonyParser
 from splittime.text.output import OutputText
 from splittime.text.reasoning import ReasoningParser
 
@@ -62,7 +63,7 @@ class Choice:
     echo: Echo | None = None
     hides_output: bool = False  # echo with max_tokens 0
     prompt_hashes: PromptHashes = NO_HASHES
-    reasoning: ReasoningParser | None = None  # of a model that reasons
+    reasoning: ReasoningParser | HarmonyParser | None = None  # of a model that reasons
     pooled: bytes = b""  # of an embedding, as `RowResult` has it
     token_ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

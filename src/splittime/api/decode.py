@@ -134,14 +134,18 @@ def _no_collection() -> Iterator[None]:
 def _check_parts(body: bytes) -> None:
     """Raises `RequestError` for a body of too many texts, or objects and lists. Texts may have any number of quotes and
     brackets. What is counted is right for JSON; of anything else little is decoded."""
-    bare = body.replace(b"\\\\", b"")  # what follows a backslash that is itself escaped is not
-    if (bare.count(b'"') - bare.count(b'\\"')) // 2 > MAX_TEXTS:
+    if body.count(b'"') // 2 > MAX_TEXTS and _num_texts(body) > MAX_TEXTS:
         raise _too_complex(MAX_TEXTS, "texts (names of fields are texts too)")
     if body.count(b"{") + body.count(b"[") <= MAX_PARTS:
         return
     found = islice(_TEXT_OR_OPENING.finditer(body), MAX_TEXTS + MAX_PARTS + 1)
     if sum(1 for match in found if match.lastindex) > MAX_PARTS:
         raise _too_complex(MAX_PARTS, "objects and lists (messages, parts of them, prompts)")
+
+
+def _num_texts(body: bytes) -> int:
+    bare = body.replace(b"\\\\", b"")  # what follows a backslash that is itself escaped is not
+    return (bare.count(b'"') - bare.count(b'\\"')) // 2
 
 
 def _too_complex(limit: int, what: str) -> RequestError:

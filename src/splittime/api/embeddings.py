@@ -26,7 +26,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, Prompt, check_model, check_token_ids
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
-from splittime.core.pooling import LEAST_LENGTH, NO_FILE, Pooling
+from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
 from splittime.text.answer_marks import AnswerMarks
@@ -197,5 +197,6 @@ class EmbeddingRenderer:
 
 def pooling_notices(ask: Ask) -> list[str]:
     """Returns what the client is told of how its embeddings are made, where no file of the model says it."""
-    is_guessed = isinstance(ask, EmbeddingAsk) and not ask.pooling.named_by
-    return [NO_FILE] if is_guessed else []
+    if not isinstance(ask, EmbeddingAsk) or ask.pooling.named_by:
+        return []
+    return [NO_FILE_OF_ENCODER if ask.pooling.is_all else NO_FILE]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from splittime.core.errors import RequestError
 from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc
 
@@ -20,7 +21,7 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Doc("How the model writes calls of tools, as hermes or mistral. Default: by its chat template.")
     ] = None
     reasoning_parser: Annotated[
-        str | None, Doc("How it marks reasoning: think, or none (it is text). Default: by its chat template.")
+        str | None, Doc("How it marks reasoning, as think or harmony; none: it is text. Default: by its chat template.")
     ] = None
 
 
@@ -65,3 +66,12 @@ class ModelInfo:
     def adapter_of(self, name: str) -> str:
         """Returns the id of the adapter that this name, which is served, stands for; "" for the model itself."""
         return self.adapters[name].adapter_id if name in self.adapters else ""
+
+    def require_generating(self) -> None:
+        """Raises RequestError where the model is an encoder, which answers nothing with tokens."""
+        if self.pooling.is_all:
+            does, hint = ("makes embeddings", "/v1/embeddings")
+            if self.pooling.score:
+                does, hint = ("judges pairs", "/v1/rerank")
+            said = f"{self.name} is an encoder: it {does} and generates nothing"
+            raise RequestError(said, code="unsupported_model", param="model", value=self.name, hint=f"POST {hint}")

@@ -41,10 +41,13 @@ def _blocks(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the call with its arguments as they were written, whose numbers may be larger than a reader has."""
+    arguments = call["function"]["arguments"]
     try:
-        given = orjson.loads(call["function"]["arguments"])
+        orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return None
+    given = orjson.Fragment(arguments)
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given}
 
 

@@ -88,6 +88,7 @@ def ask_of(
     body: ChatBody | CompletionBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
 ) -> Ask:
     """include_timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
+    model.require_generating()
     if isinstance(body, ChatBody):
         return _ask_chat(body, model, limits, include_timing, marks)
     return _ask_completion(body, model, limits, include_timing)
@@ -108,7 +109,7 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
 
 def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks) -> Ask:
     max_tokens = _to_the_end(_max_tokens(body, limits), limits)
-    tool_use, reasoning = tool_use_of(body, marks), reasoning_use_of(body, marks)
+    tool_use = tool_use_of(body, marks)
     _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ask = _ask("chat", body, model, limits, include_timing)
@@ -117,8 +118,8 @@ def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timi
     ask = replace(
         ask,
         tool_use=tool_use,
-        reasoning=reasoning,
-        shown_ids=marks.shown_ids if tool_use or reasoning else frozenset(),
+        reasoning=reasoning_use_of(body, marks, tool_use.tools if tool_use else ()),
+        shown_ids=marks.shown_ids if tool_use or marks.reasoning else frozenset(),
         messages=as_template_reads(body, marks),
         template_options=template_options(body) | told,
         sampling=_held_to_calls(sampling, tool_use),
@@ -154,9 +155,9 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """What the chat template is told besides the messages."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    both = "cannot be true together with add_generation_prompt"
-    _require(not (opens and continues), "continue_final_message", True, both)
-    more = body.chat_template_kwargs or {}
+    _require(not (opens and continues), "continue_final_message", True, "cannot be true with add_generation_prompt")
+    effort = getattr(body, "reasoning_effort", None)
+    more = ({"reasoning_effort": effort} if effort else {}) | (body.chat_template_kwargs or {})
     return {"add_generation_prompt": opens, "continue_final_message": continues, "variables": more}
 
 
@@ -258,15 +259,8 @@ def _bad_words(body: GenerationBody) -> tuple[str, ...]:
 
 
 _SAME_NAME = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
+    *("min_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
 )
 
 

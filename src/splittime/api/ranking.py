@@ -1,7 +1,10 @@
-"""`POST /v1/rerank` and `/v1/score`: how well texts answer a query, by a model that says yes or no (Qwen3-Reranker).
+"""`POST /v1/rerank` and `/v1/score`: how well texts answer a query, by a model that says yes or no (Qwen3-Reranker), or
+by an encoder with a head that judges pairs (a cross-encoder).
 
-Each pair of query and document is a chat, written by the model's own template, in which the model is asked whether one
-meets the other. No token is generated; the score is how likely "yes" is where the answer must be "yes" or "no":
+An encoder is given both texts, and its head's number is the score, through the sigmoid if its files say so. Any other
+model is asked: each pair of query and document is a chat, written by the model's own template, in which the question is
+whether one meets the other. No token is generated; the score is how likely "yes" is where the answer must be "yes" or
+"no":
 
     score = p(yes) / (p(yes) + p(no))            behind the template's last word
 
@@ -31,7 +34,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, check_model
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
-from splittime.core.sampling import LOGITS, SamplingParams
+from splittime.core.sampling import LOGITS, SCORE, SamplingParams
 from splittime.text.answer_marks import AnswerMarks
 from splittime.text.tokenizer import Tokenizer
 
@@ -108,10 +111,12 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAsk(Ask):
-    """pairs: query and document. top_n: of a ranking, how many are told; with_texts: and whether their texts are."""
+    """pairs: query and document. judged_by: what becomes of what a head says (`Pooling.score`); "" where the model is
+    asked. top_n: of a ranking, how many are told; with_texts: and whether their texts are."""
 
     pairs: tuple[tuple[str, str], ...]
     instruction: str
+    judged_by: str = ""
     top_n: int = 0
     with_texts: bool = True
 
@@ -166,16 +171,22 @@ def _ask(
     include_timing: bool,
 ) -> RankAsk:
     check_model(body.model, model)
+    judged_by = model.pooling.score
+    if judged_by and body.instruction:
+        raise RequestError("instruction: an encoder judges pairs as it was trained to", param="instruction")
+    if not judged_by:
+        model.require_generating()
     most = limits.max_choices
     if len(pairs) > most:
         said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
         raise RequestError(said, param=param, value=len(pairs), limit=most, hint=hint)
-    instruction = body.instruction or INSTRUCTION
+    instruction = "" if judged_by else body.instruction or INSTRUCTION
     _require_short(pairs, instruction, param)
     return RankAsk(
         endpoint="rerank" if isinstance(body, RerankBody) else "score",
         model=body.model or model.name,
-        sampling=SamplingParams(max_tokens=0, pooling=LOGITS),
+        sampling=SamplingParams(max_tokens=0, pooling=SCORE if judged_by else LOGITS, seed=0),
+        judged_by=judged_by,
         include_timing=include_timing,
         pairs=tuple(pairs),
         instruction=instruction,
@@ -195,12 +206,13 @@ def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: st
 # ---- the answer
 
 
-def score_of(pooled: bytes) -> float:
-    """Returns the chance of "yes" where `ANSWERS` are all there is. Raises `EngineError` if nothing was computed."""
+def score_of(pooled: bytes, judged_by: str = "") -> float:
+    """Returns the chance of "yes" where `ANSWERS` are all there is, or what a head's number becomes. Raises
+    `EngineError` if nothing was computed."""
     if not pooled:
         raise EngineError("the engine computed no score", hint="this runner computes no model")
-    no, yes = array("f", pooled)
-    return 1 / (1 + math.exp(min(no - yes, 700.0)))
+    *no, yes = array("f", pooled)
+    return yes if judged_by == "none" else 1 / (1 + math.exp(min(sum(no) - yes, 700.0)))
 
 
 class ScoreRenderer:
@@ -215,7 +227,7 @@ class ScoreRenderer:
         told = timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET
         more: dict[str, Any] = {"usage": EmbeddingUsage(counted, counted), "timing": told}
         more["notices"] = list(notices) or UNSET
-        scores = [score_of(choice.pooled) for choice in choices]
+        scores = [score_of(choice.pooled, self.ask.judged_by) for choice in choices]
         return msgspec.json.encode(self._answer(scores, id=self._group_id, model=self.ask.model, **more))
 
     def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:

@@ -294,7 +294,8 @@ class ChatBody(GenerationBody, kw_only=True):
     audio: None = None
     prediction: None = None
     reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, no_effect("a hint to models that reason.")
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        Meta(description="A variable of the chat template, for models that read it."),
     ] = None
     verbosity: None = None
     web_search_options: None = None

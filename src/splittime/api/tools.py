@@ -10,6 +10,7 @@ import msgspec
 from splittime.api.schema import ChatBody, NamedTool
 from splittime.core.errors import RequestError
 from splittime.text.answer_marks import AnswerMarks
+from splittime.text.reasoning import HARMONY
 from splittime.text.tool_families import MAX_TOOLS, Tool, ToolFamily
 from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import ToolParser
@@ -65,8 +66,13 @@ def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
 
 
 def as_template_reads(body: ChatBody, marks: AnswerMarks) -> tuple[dict[str, Any], ...]:
-    """Returns the messages as the chat template reads them: the arguments of earlier calls as an object, or a text."""
+    """Returns the messages as the chat template reads them: the arguments of earlier calls as an object, or a text;
+    with a call, what led to it under gpt-oss's name of it."""
     messages = tuple(message.to_template() for message in body.messages)
+    if marks.reasoning is not None and marks.reasoning.name == HARMONY:
+        for message in messages:
+            if message.get("tool_calls") and message.get("reasoning_content") and not message.get("content"):
+                message["thinking"] = message["reasoning_content"]
     if marks.joins_arguments:
         for message in messages:
             for call in message.get("tool_calls") or ():

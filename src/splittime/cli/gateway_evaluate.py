@@ -10,6 +10,7 @@ from rich.table import Table
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
 from splittime.core.errors import ConfigError
+from splittime.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from splittime.gateway.config import DifficultyConfig, GatewayConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = f"""\b
 Examples:
   splittime gateway evaluate gateway.toml judged.jsonl
+  splittime gateway evaluate gateway.toml judged.jsonl --html curves.html
   splittime gateway evaluate gateway.toml judged.jsonl --large-cost 10 --json
 
 {EXIT_CODES}"""
@@ -38,9 +40,11 @@ def evaluate(
     large_cost: Annotated[
         float, typer.Option("--large-cost", metavar="X", min=0, help="Of a request, if the data have none.")
     ] = 1.0,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw the curves, as a page.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Say what a [[difficulty]] costs and is worth on judged prompts, beside always-small, always-large and chance."""
+    from splittime.cli.evaluation_page import render_evaluation
     from splittime.gateway.config_file import read_config
     from splittime.gateway.routing.bounds import bounds_of
     from splittime.gateway.routing.evaluate import Costs
@@ -54,6 +58,8 @@ def evaluate(
     prompts = read_labels(data, "DATA").prompts
     judge, bound = judges_of(told).get(route.model), bounds_of(told).get(route.model)
     found = evaluated(route, judge, prompts, Costs(small_cost, large_cost), means, bound)
+    if html is not None:
+        write_whole(html, render_evaluation(found).encode(), param="html")
     if json:
         sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
         return

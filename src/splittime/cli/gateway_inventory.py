@@ -10,8 +10,10 @@ import orjson
 import typer
 from rich.table import Table
 
+from splittime.cli.gateway_versions import NOBODY, Key
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
 from splittime.core.errors import ConfigError
+from splittime.wire.get_json import get_json
 
 if TYPE_CHECKING:
     from splittime.gateway.inventory import Inventory, InventoryHop, SeenOfHop
@@ -22,6 +24,7 @@ EXAMPLES = f"""\b
 Examples:
   splittime gateway inventory --config gateway.toml
   splittime gateway inventory --config gateway.toml --ledger gateway.sqlite --out hops.html
+  splittime gateway inventory --config gateway.toml --url http://127.0.0.1:8100
 
 {EXIT_CODES}"""
 
@@ -32,11 +35,18 @@ def inventory(
     ledger: Annotated[
         Path | None, typer.Option("--ledger", metavar="FILE", help="Its ledger_file: what was seen of each hop.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="The gateway, running with [lint]: what its prompts carry for nothing."
+        ),
+    ] = None,
+    api_key: Key = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Draw it, as an HTML page.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """List each hop with its owner, time-outs, retries and cap, and what is not set. Keys are read by nobody."""
-    found = _found(config, ledger)
+    found = _found(config, ledger, None if url is None else get_json(f"{url.rstrip('/')}/lint", api_key, NOBODY))
     if out is not None:
         _draw(found, out)
     if json:
@@ -45,7 +55,7 @@ def inventory(
     wide().print(_table(found))
 
 
-def _found(config: Path, ledger: Path | None) -> "Inventory":
+def _found(config: Path, ledger: Path | None, lint: dict[str, Any] | None) -> "Inventory":
     from splittime.gateway.config_file import read_config
     from splittime.gateway.inventory import inventory_of
     from splittime.ledger.store import open_readonly
@@ -53,10 +63,10 @@ def _found(config: Path, ledger: Path | None) -> "Inventory":
     read_config(config)  # refused with its name, if it is no config
     told: dict[str, Any] = tomllib.loads(config.read_text(encoding="utf-8"))
     if ledger is None:
-        return inventory_of(told)
+        return inventory_of(told, lint=lint)
     file = open_readonly(ledger)
     try:
-        return inventory_of(told, file.accounts(limit=MAX_READ), file.latest_hops(MAX_READ))
+        return inventory_of(told, file.accounts(limit=MAX_READ), file.latest_hops(MAX_READ), lint)
     finally:
         file.close()
 

@@ -16,12 +16,6 @@ Examples:
   splittime gateway lint --json
 
 {EXIT_CODES}"""
-WORDS = {
-    "json_whitespace": "white space within JSON",
-    "json_empty_keys": "keys that are empty in every object of a list",
-    "repeated_lines": "long lines that stand there already",
-    "changing_prefix": "a time or an id in the system message, and all behind it there",
-}
 
 
 @fails_clearly
@@ -32,11 +26,11 @@ def lint(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) ->
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:
+    from splittime.gateway.lint.told import fault_lines
+
     yield f"{told['share']:.3g} of the requests were looked at; {told['skipped']} of those were skipped"
     for model, found in told["models"].items():
         yield f"{model}: {found['requests']} requests, about {found['tokens']} tokens"
-        for kind, fault in sorted(found["faults"].items(), key=lambda item: -item[1]["tokens"]):
-            cost = "" if fault["prefill_ms"] is None else f", {fault['prefill_ms']:.1f} ms to prefill"
-            yield f"  {WORDS.get(kind, kind)}: {fault['requests']} requests, about {fault['tokens']} tokens{cost}"
+        yield from (f"  {line}" for line in fault_lines(found))
         if not found["faults"]:
             yield "  nothing found"

@@ -16,7 +16,7 @@ from typing import Any
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.places import END_S, key_of
 from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0  # for actors to answer
@@ -112,15 +112,19 @@ class RayPlaces:
 
 def start_ray(cluster: Cluster) -> str:
     """Start a Ray on this machine that ends with this process, and return its address: loopback only, no dashboard, and
-    a token without which it takes nothing."""
-    os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    a token without which it takes nothing. Raises `EngineError`."""
+    os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))  # before it is imported
     ray = _ray()
-    context = ray.init(
-        include_dashboard=False,
-        namespace=namespace_of(cluster.folder),
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    try:
+        context = ray.init(
+            include_dashboard=False,
+            namespace=namespace_of(cluster.folder),
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # of no class of its own: it gives itself half a minute
+        hint = "start one with `ray start --head`, and set ray_address"
+        raise EngineError(f"Ray did not start: {error}", hint=hint) from error
     return str(context.address_info["gcs_address"])
 
 

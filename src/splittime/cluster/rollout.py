@@ -28,8 +28,8 @@ PERIOD_S = 1.0
 
 
 class Rollout:
-    """`begin` with a launch; `advance` again and again. start_s: for the replica on trial to serve. trial: the comparison
-    that runs, once it does."""
+    """`begin` with a launch; `advance` again and again. start_s: for the replica on trial to serve. trial: the
+    comparison that runs, once it does."""
 
     def __init__(self, state: ClusterState, canary: CanaryConfig | None, start_s: float) -> None:
         self._state, self._canary, self._start_s = state, canary, start_s

@@ -17,11 +17,12 @@ from typing import Any
 from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
+from splittime.cluster.places import key_of
 from splittime.cluster.replica_process import STARTED
 from splittime.cluster.running import STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
 from splittime.core.errors import ConfigError, EngineError
 
-POLL_S = 0.05
+POLL_S, TELL_S = 0.1, 0.5
 AGAIN_S = 1.0  # from the end of a process until it is started again
 LISTEN_S = 60.0
 END_S = 90.0  # for each kind of process, beyond what it waits for itself
@@ -74,6 +75,10 @@ class UpProcess:
     def words(self) -> str:
         return self._log.read_text(errors="replace").strip()[-WORDS:]
 
+    @property
+    def last_line(self) -> str:
+        return self.words.rpartition("\n")[2] or "it said nothing"
+
     def signal(self, sign: signal.Signals) -> None:
         if self.is_alive:
             os.kill(self.pid, sign)
@@ -96,11 +101,12 @@ class UpCluster:
         self._gateways: list[UpProcess] = []
         self._controller: UpProcess | None = None
         self._num_signals = 0
-        self._told = ""
+        self._told, self._tell_s = "", 0.0
 
     def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
         """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
         folder = self._cluster.folder
+        key_of(self._cluster.launch)  # refused here, if there is none
         _claim(folder)
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._on_end)
@@ -160,8 +166,10 @@ class UpCluster:
         assert self._controller is not None, "started"
         for process in (*self._gateways, self._controller):
             if process.attend():
-                self._say(f"{process.name} has ended, and is started again: {process.words.splitlines()[-1:]}")
-        self._tell_replicas()
+                self._say(f"{process.name} has ended, and is started again: {process.last_line}")
+        if time.monotonic() >= self._tell_s:
+            self._tell_s = time.monotonic() + TELL_S
+            self._tell_replicas()
 
     def _tell_replicas(self) -> None:
         """Say which replicas there are, where that has changed."""

@@ -3,6 +3,7 @@
 import msgspec
 
 NO_FILE = "no file of the model says how its outputs become an embedding: the last token's, normalised"
+NO_FILE_OF_ENCODER = NO_FILE.replace("last", "first")
 LEAST_LENGTH = 1e-12  # a shorter vector is divided by this
 
 
@@ -13,6 +14,8 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
         embeddings; it makes them as decoders do that were.
     size: how many values an embedding has; 0 where nobody knows. sizes: to which it may be cut; () is any.
     refusal: why it makes none, in words; "" if it does.
+    is_all: the model is an encoder, and generates nothing. score: it judges pairs of texts by a head, and what becomes
+        of that: "sigmoid", or "none" if nothing; "" where it has no such head.
     """
 
     kind: str = "last"
@@ -22,3 +25,5 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...] = ()
     may_be_cut: bool = True
     refusal: str = ""
+    is_all: bool = False
+    score: str = ""

@@ -13,6 +13,8 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
 POOLINGS = ("last", "cls", "mean")
 LOGITS = "logits"
+AHEAD = "ahead"
+SCORE = "score"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -26,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     () is no such list. `bad_token_ids`: none of these runs of tokens comes whole, which is how `bad_words` are held
     (each is two: at a text's begin and behind a space). `pooling`: no token comes; what is answered is the last layer's
     output for the prompt: of its last token, of its first (`cls`), or the mean of all (`mean`); or what the model says
-    of the `allowed_token_ids` behind it (`logits`). "" is none of these.
+    of the `allowed_token_ids` behind it (`logits`), or what a head says of it (`score`). "" is none of these.
     """
 
     max_tokens: int | None = None
@@ -108,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                 )
 
     def _check_pooling(self) -> None:
-        kinds = (*POOLINGS, LOGITS)
+        kinds = (*POOLINGS, LOGITS, SCORE, AHEAD)
         if self.pooling and self.pooling not in kinds:
             words = f"pooling is {self.pooling!r}, and can be {', '.join(kinds)}"
             raise RequestError(words, param="pooling", value=self.pooling, limit=list(kinds))

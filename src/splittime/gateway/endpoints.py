@@ -48,12 +48,13 @@ def error_event(path: str, info: ErrorInfo) -> bytes:
     """Returns an error inside a stream. Its client raises it, so that nobody takes half an answer for a whole one."""
     plain = http.error_event(info)
     if path in OF_ANTHROPIC:
-        told = plain.removeprefix(b"data: ").rstrip()
-        return b"event: error\ndata: %b\n\n" % message_answers.error(info.status, told)
-    if path == RESPONSES:
-        told = {"type": "error", "code": info.code, "message": info.message, "param": info.param, **error_body(info)}
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
-    return plain
+        told = message_answers.error(info.status, plain.removeprefix(b"data: ").rstrip())
+    elif path == RESPONSES:
+        named = {"type": "error", "code": info.code, "message": info.message, "param": info.param}
+        told = msgspec.json.encode({**named, **error_body(info)})
+    else:
+        return plain
+    return b"event: error\ndata: %b\n\n" % told
 
 
 def error_at_once(

@@ -72,8 +72,7 @@ class FairQueue:
 
         until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
         do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
-        sooner it is refused by chance.
-        on_wait: called if nobody has room for it now.
+        sooner it is refused by chance. on_wait: called if nobody has room for it now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
@@ -93,7 +92,7 @@ class FairQueue:
             raise
 
     def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
-        """It waits from now on, or has its place already. Raises as `enter` does."""
+        """Have it wait, or give it a place at once. Raises as `enter` does."""
         if not self._router.may_ask(waiting.model, self._now_ns()):
             raise self._nobody(waiting.model)
         self._make_room(waiting, draw, until_ns)
@@ -101,7 +100,7 @@ class FairQueue:
         self.dispatch()
 
     def abandon(self, waiting: QueuedRequest) -> None:
-        """It was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
+        """Take one that was cancelled or waited too long out of its line, or give back a place granted at that moment."""
         granted = waiting.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
             if not waiting.is_retry:
@@ -114,26 +113,23 @@ class FairQueue:
     def too_late(self, tenant: str) -> Refused:
         return self._refused(QUEUE_TIMEOUT, "it waited for as long as it may", tenant)
 
-    def place_at_another(
-        self, tenant: str, model: str, tokens: int, tried: Collection[str], prefix: SeenPrefix | None = None
+    def place_now(
+        self,
+        tenant: str,
+        model: str,
+        tokens: int,
+        tried: Collection[str] = (),
+        prefix: SeenPrefix | None = None,
+        *,
+        is_charged: bool,
     ) -> Routed | None:
-        """Returns a second place for a request that has one, where it has not been sent; None if nobody has room. No
-        tokens are charged for it. Whoever waits comes first."""
+        """Returns a place, where it has not been sent, for a request that waits for none; None if nobody has room.
+        Whoever waits comes first. is_charged: not the second place of a request that has one."""
         self.dispatch()
         routed = self._router.choose(model, self._now_ns(), tried, prefix)
         if routed is None or routed.upstream.name in tried:
             return None
-        routed.upstream.enter(tokens)
-        self._share(tenant).in_flight += 1
-        return routed
-
-    def place_now(self, tenant: str, model: str, tokens: int) -> Routed | None:
-        """Returns a place for a request that shall not wait for it, and its tokens are charged; None if nobody has
-        room. Whoever waits comes first."""
-        self.dispatch()
-        routed = self._router.choose(model, now_ns())
-        if routed is not None:
-            self._take(self._share(tenant), routed, tokens)
+        self._take(self._share(tenant), routed, tokens, is_charged=is_charged)
         return routed
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
@@ -279,7 +275,7 @@ class FairQueue:
         self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
 
-    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool = True) -> None:
+    def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool) -> None:
         routed.upstream.enter(tokens)
         share.in_flight += 1
         if is_charged:

@@ -215,7 +215,7 @@ class Forwarding:
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
         tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
-        routed = gateway.queue.place_at_another(tenant, request.pool, request.tokens, tried, prefix)
+        routed = gateway.queue.place_now(tenant, request.pool, request.tokens, tried, prefix, is_charged=False)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):

@@ -1,10 +1,10 @@
 """What stands between a user and an answer: each hop with its owner, time-outs, retries and cap, and what is not set.
 
-    inventory_of(told, accounts, hops)
+    inventory_of(told, accounts, hops, lint)
 
 told: the config as TOML reads it, since a value that stands there was chosen, and a default was not.
 accounts, hops: of a ledger file, if there is one: what was seen of each hop stands beside what it is allowed, and the
-clients' own hops, which no config names, are listed.
+clients' own hops, which no config names, are listed. lint: of a running gateway, what its prompts carry for nothing.
 """
 
 from collections import defaultdict
@@ -15,6 +15,7 @@ import msgspec
 
 from splittime.gateway.config import GatewayConfig, UpstreamConfig
 from splittime.gateway.config_file import config_of
+from splittime.gateway.lint.told import lint_notes
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import NO_FAILURE
@@ -40,7 +41,8 @@ class InventoryHop(msgspec.Struct, frozen=True, kw_only=True):
     """One hop. kind: `gateway`, `upstream`, or that of a client's hop. timeouts_s: each that there is; none for a hop
     that the gateway does not make. attempts: of one request, the first included. cap: requests at once.
 
-    not_set: keys that the config leaves to their defaults, or unprotected. notes: what the ledger says against it.
+    not_set: keys that the config leaves to their defaults, or unprotected. notes: what the ledger says against it; of
+    the gateway, what its prompts carry for nothing.
     """
 
     name: str
@@ -69,17 +71,23 @@ class Inventory(msgspec.Struct, frozen=True):
 
 
 def inventory_of(
-    told: Mapping[str, Any], accounts: Sequence[ClosedAccount] = (), hops: Iterable[Hop] = ()
+    told: Mapping[str, Any],
+    accounts: Sequence[ClosedAccount] = (),
+    hops: Iterable[Hop] = (),
+    lint: dict[str, Any] | None = None,
 ) -> Inventory:
     """Returns the inventory of a config. Raises `ConfigError` for one that the gateway would not start with."""
     config = config_of(told)
     upstreams = [
         _upstream(config, one, set(told["upstream"][number]), accounts) for number, one in enumerate(config.upstream)
     ]
-    return Inventory(_client_hops(hops), _gateway(config, told, accounts), upstreams)
+    gateway = _gateway(config, told, accounts, () if lint is None else lint_notes(lint))
+    return Inventory(_client_hops(hops), gateway, upstreams)
 
 
-def _gateway(config: GatewayConfig, told: Mapping[str, Any], accounts: Sequence[ClosedAccount]) -> InventoryHop:
+def _gateway(
+    config: GatewayConfig, told: Mapping[str, Any], accounts: Sequence[ClosedAccount], notes: tuple[str, ...]
+) -> InventoryHop:
     not_set = [name for name in OF_GATEWAY if name not in told]
     not_set += ["queue.max_wait_s"] if "max_wait_s" not in told.get("queue", {}) else []
     if not is_loopback(config.host) and config.ssl_certfile is None:
@@ -95,6 +103,7 @@ def _gateway(config: GatewayConfig, told: Mapping[str, Any], accounts: Sequence[
         attempts=config.retries.max_attempts,
         cap=config.queue.max_requests,
         not_set=tuple(not_set),
+        notes=notes,
         seen=SeenOfHop(len(accounts), failed, derive.percentiles(lengths, (50, 99)), {}) if accounts else None,
     )
 

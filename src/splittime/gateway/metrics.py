@@ -38,7 +38,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_attempts_total",
         "counter",
         ("upstream", "result"),
-        "Attempts ended: answered, cancelled, or the code of the failure",
+        "Attempts ended: answered, cancelled, or the code of the failure; upstream_401 and upstream_403: of its key",
     ),
     MetricSpec(
         "splittime_gateway_retries_total",
@@ -62,8 +62,8 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_refusals_total",
         "counter",
-        ("reason",),
-        "Requests refused by the gateway, or to it by an upstream: upstream_401, upstream_403, upstream_429",
+        ("reason", "upstream"),
+        "Requests refused by the gateway (no upstream), or to it by one: upstream_401, upstream_403, upstream_429",
     ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
@@ -130,15 +130,16 @@ class GatewayMetrics(Collector):
         self._registry.register(self)
         gateway.ledger.subscribe(self._on_record)
 
-    def count_refusal(self, reason: str) -> None:
-        self._count("splittime_gateway_refusals_total", reason)
+    def count_refusal(self, reason: str, upstream: str = "") -> None:
+        self._count("splittime_gateway_refusals_total", reason, upstream)
 
     def count_attempt(self, upstream: str, result: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
 
     def refusals(self) -> dict[str, float]:
-        """Returns how many requests were refused since the start, by reason."""
-        return {reason: count for (reason,), count in self._counts["splittime_gateway_refusals_total"].items()}
+        """Returns how many requests were refused since the start, by reason, and by upstream where one refused."""
+        counts = self._counts["splittime_gateway_refusals_total"].items()
+        return {f"{reason} at {upstream}" if upstream else reason: count for (reason, upstream), count in counts}
 
     def attempts(self) -> list[tuple[str, str, float]]:
         """Returns upstream, result and how many attempts had it since the start."""
@@ -212,7 +213,7 @@ class GatewayMetrics(Collector):
         if record.routing is not None:
             self._count("splittime_gateway_routed_total", record.routing.rule)
         if record.is_refused and record.error is not None and record.error.code in NOT_THE_CLIENTS:
-            self.count_refusal(record.error.code)
+            self.count_refusal(record.error.code, record.attempts[-1].upstream if record.attempts else "")
         for name, labels, by in counted(record):
             self._count(name, *labels, by=by)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))

@@ -7,6 +7,7 @@ import time
 
 from splittime.gateway.blame import blame
 from splittime.gateway.failures import BrokenStream, LacksEndpoint, UpstreamFailure
+from splittime.gateway.judged import KEY_REFUSED
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -110,6 +111,8 @@ class RunningAttempt:
         else:
             upstream.breaker.note_success()
             self._gateway.affinity.note_answered(self._prefix, upstream.name)
+        if not ending and self.relay.status in KEY_REFUSED:
+            ending = f"upstream_{self.relay.status}"
         self._account.keep_attempt(
             self.routed,
             self.relay,

@@ -93,7 +93,7 @@ class ManyUpstreams:
     """A line of so many upstreams that nobody looks at all of them for a request."""
 
     def __init__(self, line: Sequence[Upstream]) -> None:
-        self.members: frozenset[Upstream | None] = frozenset(line)
+        self.members: frozenset[Upstream] = frozenset(line)
         self._regions: dict[str | None, list[Upstream]] = {}
         for upstream in line:
             self._regions.setdefault(upstream.config.region, []).append(upstream)
@@ -167,9 +167,9 @@ class Router:
         self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None
     ) -> Routed | None:
         """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
-        for line in self._drawn(model, prefix), self.of_model(model):
+        for line, is_whole in (self._drawn(model, prefix), False), (self.of_model(model), True):
             allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns)]
-            able = [upstream for upstream in allowed if upstream.name not in tried] or allowed
+            able = [upstream for upstream in allowed if upstream.name not in tried] or (allowed if is_whole else [])
             free = [upstream for upstream in able if upstream.has_room]
             if free:
                 return self._best_of(able, free, now_ns, prefix)
@@ -180,8 +180,9 @@ class Router:
         many = self._many.get(model)
         if many is None:
             return ()
-        served = (self._by_name.get(name) for name in self._affinity.served(prefix))
-        return list(dict.fromkeys([*many.draw(self._random), *(one for one in served if one in many.members)]))
+        names = self._affinity.served(prefix)
+        served = [one for name in names if (one := self._by_name.get(name)) is not None and one in many.members]
+        return list(dict.fromkeys([*many.draw(self._random), *served]))
 
     def _best_of(self, able: list[Upstream], free: list[Upstream], now_ns: int, prefix: SeenPrefix | None) -> Routed:
         costs = self._regions.costs(free, now_ns)

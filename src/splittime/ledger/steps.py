@@ -50,6 +50,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     found nothing to plan; None where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`,
     `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device
     may work then. `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back.
+    `mask_ns`: of `sample_ns`, waiting for what the forms of answers allow, which is looked for beside the rest.
     `num_refused`: requests that the server had refused for want of room since its start when it took this record in;
     accounts are kept of the latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes,
     and all others, had run on its processors since the machine began, as of then or up to a second before; None where
@@ -93,6 +94,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     verified: tuple[tuple[str, int, int], ...] = ()
     draft_ns: int = 0
     drafts: tuple[tuple[str, Told], ...] | UnsetType = UNSET
+    mask_ns: int = 0
 
     @property
     def told_drafts(self) -> tuple[tuple[str, Told], ...]:
@@ -171,6 +173,8 @@ def _verify_execution(record: StepRecord) -> None:
         raise ValueError(f"step {record.step_id}: execution {name!r} is not one of {', '.join(EXECUTIONS)}")
     if min(told) < 0 or (name == "host" and any(told)) or (name != "captured" and record.padded_rows):
         raise ValueError(f"step {record.step_id}: gap, enqueue and padded rows {told} of a step run {name}")
+    if not 0 <= record.mask_ns <= record.sample_ns:
+        raise ValueError(f"step {record.step_id}: {record.mask_ns} ns for masks, of {record.sample_ns} ns of sampling")
     computed_ns = record.device_ns + record.sample_ns
     if not 0 <= record.collective_ns <= computed_ns:
         raise ValueError(f"step {record.step_id}: collective {record.collective_ns} of {computed_ns} ns")

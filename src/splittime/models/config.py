@@ -144,7 +144,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         norm=layers[-1].norm,
         max_position_embeddings=fields.count("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        checkpoint_dtype=_dtype(fields),
+        checkpoint_dtype=dtype_of(fields),
         eos_token_ids=fields.ints("eos_token_id", ids),
         quantization=formats.parse(values),
     )
@@ -158,7 +158,8 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
         raise bad("is_causal", False, "true: no token attends to those behind it")
 
 
-def _dtype(fields: Fields) -> str:
+def dtype_of(fields: Fields) -> str:
+    """Returns the dtype that a checkpoint's floats are said to have."""
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if dtype not in DTYPES:
         raise bad("torch_dtype", dtype, f"one of {', '.join(DTYPES)}")

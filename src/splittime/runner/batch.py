@@ -34,7 +34,8 @@ from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
-    from splittime.runner.grammars import Grammars, GrammarWalk
+    from splittime.runner.form_masks import FormMasks, GrammarWalk
+    from splittime.runner.grammars import Grammars
 
 
 class Slot:
@@ -102,6 +103,11 @@ class Slot:
         if row.draft_token_ids:
             self.tokens[self.num_known : self.num_known + len(row.draft_token_ids)] = row.draft_token_ids
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether something may follow its last known token; of lengths it knows no limit but the context."""
+        return self.error is None and int(self.tokens[self.num_known - 1]) not in self.admitted.stop_token_ids
+
     def learn_sampled(self, position: int, token_id: int) -> None:
         """The token that was sampled for this position."""
         self._learn(position, (token_id,))
@@ -130,32 +136,26 @@ class Slot:
             return self.counts
         return self.counts.followed_by(self.tokens[self.num_known : end])
 
-    def allowed_at(self, num_outputs: int) -> np.ndarray | None:
-        """Which tokens the grammar or the request's lists allow behind so many outputs, drafts among them, bool
-        [vocab]; None: all, or nobody knows. Where none may come, the request fails; behind a draft, which may be wrong,
-        what is sampled does not count."""
-        end = self.prompt_len + num_outputs
-        error: str | ErrorInfo | None = None
+    def listed_at(self, num_outputs: int) -> np.ndarray | None:
+        """Which tokens the request's lists allow behind so many outputs, drafts among them, bool [vocab]; None: all.
+        Where none may come, the request fails."""
+        if self.listed_at_all is None:
+            return None
+        outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
         try:
-            found = self._allowed_behind(self.tokens[self.prompt_len : end])
-            if found is not None or self.grammar is None:
-                return found
+            return listed(self.admitted.sampling, self.listed_at_all, outputs)
         except SplittimeError as failure:
-            error = failure.info
-        except Exception as failure:  # of whatever kind the parser has: it must end this request alone
-            error = f"the form that the answer is held to: {type(failure).__name__}"
+            self.end_behind(num_outputs, failure.info)
+            return None
+
+    def end_behind(self, num_outputs: int, error: str | ErrorInfo | None) -> None:
+        """Nothing may come behind so many outputs: the request fails; if a draft is among them, which may be wrong,
+        what is sampled there does not count."""
+        end = self.prompt_len + num_outputs
         if end > self.num_known:
             self.dead_end = min(self.dead_end, end - 1)
         else:
             self.error = error
-        return None
-
-    def _allowed_behind(self, outputs: np.ndarray) -> np.ndarray | None:
-        if self.listed_at_all is not None:
-            return listed(self.admitted.sampling, self.listed_at_all, outputs)
-        if self.grammar is None:
-            return None
-        return self.grammar.allowed(outputs, self.num_known - self.prompt_len, self.admitted.stop_token_ids)
 
     def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
         end = start + len(token_ids)
@@ -180,10 +180,11 @@ def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str
 
 
 class Slots:
-    """The slots by request id. grammars: what answers are held to; None: nothing here is. adapters: those that are
-    loaded; None: this runner has none."""
+    """The slots by request id. grammars: what answers are held to; None: nothing here is. masks: what may come in them;
+    None before the first. adapters: those that are loaded; None: this runner has none."""
 
     grammars: "Grammars | None" = None
+    masks: "FormMasks | None" = None
     adapters: Adapters | None = None
 
     def __init__(self, max_tokens: int, vocab_size: int) -> None:
@@ -217,8 +218,11 @@ class Slots:
 
     def _hold_to_form(self, slot: Slot) -> None:
         """A walk of its own through the grammar, which was compiled before the request was queued."""
+        if self.grammars is None:
+            return
         try:
-            slot.grammar = None if self.grammars is None else self.grammars.walk(slot.admitted.sampling.grammar)
+            slot.grammar = self.grammars.walk(slot.admitted.sampling.grammar)
+            self.masks = self.masks or self.grammars.masks()
         except SplittimeError as error:
             slot.error = error.info
 

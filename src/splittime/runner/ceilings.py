@@ -74,9 +74,7 @@ class Gauge:
         self._path = None if folder is None else folder / FILE_NAME
         self._loops = _loops()
         self._sizes: tuple[int, ...] = (*READ_SIZES, BEYOND) if self._loops and peaks.can_forget() else READ_SIZES
-        self._plain = Machine(
-            cpu=machine.cpu_name(), cores=machine.num_cores(), threads=threads, cache_bytes=machine.cache_bytes(threads)
-        )
+        self._plain = machine.without_ceilings(threads)
         self._key = self._make_key()
 
     def known(self) -> Machine:

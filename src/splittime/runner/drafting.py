@@ -149,7 +149,7 @@ class DraftingRunner:
 
 
 def _with_draft(row: RowResult, draft: Draft | None) -> RowResult:
-    if draft is None:
+    if draft is None or row.draft_token_ids:  # what the runner tells itself is sure
         return row
     survival = tuple([round(THOUSAND * chance) / THOUSAND for chance in draft.survival])
     return msgspec.structs.replace(row, draft_token_ids=draft.token_ids, draft_survival=survival)

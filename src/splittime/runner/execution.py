@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -158,6 +159,7 @@ class ComputedRows:
     pooled: dict[str, Tensor]
     end: StreamMark
     padded_rows: int | None
+    mask_ns: int = 0
     previous: StreamMark | None = None
     enqueue_ns: int = 0
 
@@ -188,6 +190,11 @@ class Launched:
             self.computed.end.wait()
             self._settle(self.computed)
 
+    def tell_drafts(self, slot: Slot, token_ids: tuple[int, ...]) -> None:
+        """After `fetch`: what will follow the tokens that this request got, whatever it is told as."""
+        request_id = slot.admitted.request_id
+        self.results[request_id] = msgspec.structs.replace(self.results[request_id], draft_token_ids=token_ids)
+
     def result(self) -> StepResult:
         """After `fetch`."""
         rows = tuple(self.results[row.request_id] for row in self.plan.rows)
@@ -204,6 +211,7 @@ class Launched:
                 padded_rows=found.padded_rows or 0,
                 gap_ns=0 if found.previous is None else max(0, found.begin.ns_since(found.previous)),
                 enqueue_ns=found.enqueue_ns,
+                mask_ns=found.mask_ns,
             )
         return result if self.moved is None else self.moved.added_to(result)
 

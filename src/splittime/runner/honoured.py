@@ -47,6 +47,12 @@ def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig
     return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {', '.join(found)}"
 
 
+def drafts_are_exact(config: RunnerConfig, kernels: str) -> bool:
+    """Whether a token is computed alike as a draft and alone, to the last bit, and steps are not planned ahead, which
+    rows with drafts would hold up."""
+    return kernels == "native" and not config.async_scheduling and config.tensor_parallel_size == 1
+
+
 def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:
     """Drafts could change an answer where a token is not computed alike in every batch, to the last bit. A draft model
     must have the vocabulary, and the model's own copy fewer bits."""
@@ -129,4 +135,23 @@ def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None
             param="quantization",
             value=config.quantization,
             hint="leave --quantization out, or take the unquantised model",
+        )
+
+
+def check_sharing(config: RunnerConfig, kernels: str) -> None:
+    """Raises `ConfigError` where blocks cannot be shared with other servers."""
+    if not (config.kv_peers or config.kv_export):
+        return
+    drafts = speculative_config(config.speculative_config)
+    obstacles = {
+        f"the {kernels} kernels: it takes the native ones, whose sums depend on no neighbour": kernels != "native",
+        f"tensor_parallel_size = {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"load_format = {config.load_format}": config.load_format == "dummy",
+        "a model that makes drafts, which keeps blocks of its own": drafts is not None and drafts.has_model,
+        "adapters (enable_lora), whose names do not say what they hold": config.enable_lora,
+    }
+    for obstacle in (words for words, is_so in obstacles.items() if is_so):
+        message = f"blocks of KV cache are not shared with {obstacle}"
+        raise ConfigError(
+            message, param="kv_peers", value=list(config.kv_peers), hint="leave kv_peers and kv_export out"
         )

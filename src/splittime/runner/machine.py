@@ -21,10 +21,12 @@ import torch
 
 from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
+from splittime.core.facts import Machine
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import TILES, choose_isa, rounding_gain
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
+from splittime.models.encoder_config import EncoderConfig
 from splittime.models.quant.plan import WeightPlan, choose
 from splittime.runner.config import RunnerConfig
 from splittime.runner.speculative import speculative_config
@@ -166,6 +168,11 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def without_ceilings(threads: int) -> Machine:
+    """Returns this machine as far as it is known without measuring."""
+    return Machine(cpu=cpu_name(), cores=num_cores(), threads=threads, cache_bytes=cache_bytes(threads))
+
+
 class Others:
     """What others do on the cores that this process needs, from when this is made."""
 
@@ -239,7 +246,7 @@ def _cgroup_room_bytes() -> int:
         return 1 << 62
 
 
-def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
+def choose_max_model_len(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> int:
     """Raises `ConfigError` when more is asked than the checkpoint was made for."""
     asked = config.max_model_len
     if asked is not None and asked > model.max_position_embeddings:

@@ -9,7 +9,8 @@ leaves the stop ids where it leaves nothing else.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
+from splittime.runner.marks import to_device
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
+NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
 
 
@@ -47,8 +50,13 @@ class TokenCounts:
 
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
-    """Whether `adjust` would do anything for a request with so many outputs out."""
-    has_mask = bool(sampling.grammar) or sampling.is_listed or num_outputs < sampling.min_tokens
+    """Whether a request with so many outputs out changes its logits."""
+    return bool(sampling.grammar) or changes_more(sampling, num_outputs)
+
+
+def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
+    """Whether it changes them by more than a form's mask."""
+    has_mask = sampling.is_listed or num_outputs < sampling.min_tokens
     return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
 
 
@@ -82,26 +90,37 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
     return [line for line, (slot, count) in lines if changes_logits(slot.admitted.sampling, count)]
 
 
-def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> Tensor:
+def adjusted(
+    raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forbidden: Mapping[int, np.ndarray] = NOTHING
+) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back."""
+    device, a line that changes goes there and back. forbidden: by line, what a form does not allow, bool [vocab]."""
     lines = changed(slots, num_outputs)
     if not lines:
         return raw
     logits = raw.clone()
     for line in lines:
-        slot, one = slots[line], logits[line].cpu()  # on the CPU, the line itself
-        adjust(
-            one,
-            slot.admitted.sampling,
-            slot.counts_at(num_outputs[line]),
-            slot.admitted.stop_token_ids,
-            num_outputs[line],
-            slot.allowed_at(num_outputs[line]),
-        )
+        slot, count = slots[line], num_outputs[line]
+        if slot.grammar is not None and not changes_more(slot.admitted.sampling, count):
+            continue
+        allowed = ~forbidden[line] if line in forbidden else slot.listed_at(count)
+        one = logits[line].cpu()  # on the CPU, the line itself
+        adjust(one, slot.admitted.sampling, slot.counts_at(count), slot.admitted.stop_token_ids, count, allowed)
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
+    if forbidden:
+        _forbid(logits, forbidden)
     return logits
+
+
+def _forbid(logits: Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
+    """Masks all lines at once, however many forms there are."""
+    masks = to_device(torch.from_numpy(np.stack(list(forbidden.values()))), logits.device)
+    if len(masks) == len(logits):
+        logits.masked_fill_(masks, float("-inf"))
+        return
+    lines = to_device(torch.tensor(list(forbidden)), logits.device)
+    logits[lines] = logits[lines].masked_fill_(masks, float("-inf"))
 
 
 def adjust(
@@ -112,7 +131,7 @@ def adjust(
     num_outputs: int,
     allowed: np.ndarray | None = None,
 ) -> None:
-    """Change one row's logits [vocab] in place. allowed: by `Slot.allowed_at`, bool [vocab]; None: all are."""
+    """Change one row's logits [vocab] in place. allowed: bool [vocab]; None: all are."""
     if counts is not None:
         _penalise(logits, sampling, counts)
     if sampling.logit_bias:

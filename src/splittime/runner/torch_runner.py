@@ -26,9 +26,10 @@ from splittime.core.step import Row, RowResult, StepPlan, StepResult, TokenLogpr
 from splittime.models.decoder import Decoder
 from splittime.runner import batch as batches
 from splittime.runner import penalties, sampler
-from splittime.runner.batch import Batch, Slots
+from splittime.runner.batch import Batch, Slot, Slots
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
+from splittime.runner.honoured import drafts_are_exact
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
@@ -61,6 +62,7 @@ class TorchRunner:
     def __post_init__(self) -> None:
         self.slots = Slots(self.resolved.max_model_len, self.resolved.vocab_size)
         self._launched: deque[Launched] = deque()
+        self._drafts_forced = self.verifies_drafts and drafts_are_exact(self.config, self.decoder.ops.name)
         self._last_end: StreamMark | None = None  # of the step launched last, where steps run apart from the host
 
     @property
@@ -118,6 +120,7 @@ class TorchRunner:
             self._note_launch(step, began_ns)
         else:
             step.fetch()
+            self._look_ahead(step)
         self._launched.append(step)  # not if that failed: nobody would collect it
 
     def collect(self) -> StepResult:
@@ -131,6 +134,19 @@ class TorchRunner:
         step.fetch()
         for block_ids in step.broken:  # whoever gets these blocks next must not find what it left there
             self.store.scrub(block_ids)
+
+    def _look_ahead(self, step: Launched) -> None:
+        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms."""
+        masks = self.slots.masks
+        if masks is None or step.computed is None:
+            return
+        batch = step.computed.batch
+        slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
+        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
+        for slot in held if self._drafts_forced else ():
+            if forced := masks.forced(slot):
+                step.tell_drafts(slot, forced)
+        masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
@@ -161,10 +177,12 @@ class TorchRunner:
         return set() if last is None or last.is_fetched else {row.request_id for row in last.plan.rows}
 
     def _compute(self, batch: Batch, begin: StreamMark) -> ComputedRows:
+        sampling = [index for index, row in enumerate(batch.rows) if row.num_samples]
+        if self.slots.masks and not self.execution.is_apart:  # else the host does not know the last tokens yet
+            self.slots.masks.begin(*_sampled(batch, sampling))
         made = self.execution.forward(self.decoder, self.store, batch)
         if self.on_hidden is not None:
             self.on_hidden(batch, made.hidden)
-        sampling = [index for index, row in enumerate(batch.rows) if row.num_samples]
         silent = [index for index, row in enumerate(batch.rows) if not row.num_samples]
         raw = None
         if sampling:  # a captured step has made logits of rows that only fill the cache, too
@@ -182,16 +200,18 @@ class TorchRunner:
             pooled=pool(self.decoder, batch, made.hidden),
             end=StreamMark(self.execution.device),
             padded_rows=made.padded_rows,
+            mask_ns=self.slots.masks.take_waited_ns() if self.slots.masks else 0,
         )
 
     def _choose(self, batch: Batch, sampling: list[int], raw: Tensor) -> Chosen:
         """raw: float32 [len(sampling), vocab], the logits of these rows of the batch."""
-        slots, contexts = [batch.slots[index] for index in sampling], batch.attention.context_lens
-        counts = [contexts[index] - slot.prompt_len for index, slot in zip(sampling, slots, strict=True)]
+        slots, counts = _sampled(batch, sampling)
         if self._launched and penalties.changed(slots, counts):  # which need the tokens of the steps before
             for step in self._launched:
                 step.fetch()
-        return self.execution.choose(slots, counts, raw, penalties.adjusted(raw, slots, counts))
+        masks = self.slots.masks
+        forbidden = masks.take(slots, counts) if masks else penalties.NOTHING
+        return self.execution.choose(slots, counts, raw, penalties.adjusted(raw, slots, counts, forbidden))
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
         """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""
@@ -210,3 +230,9 @@ class TorchRunner:
         num_top = slot.admitted.sampling.prompt_logprobs or 0
         vocab_size = self.resolved.vocab_size
         return tuple(sampler.score_prompt(self.decoder.logits, wanted, following, num_top, vocab_size))
+
+
+def _sampled(batch: Batch, sampling: list[int]) -> tuple[list[Slot], list[int]]:
+    """Returns the requests of these rows of the batch, and how many outputs each has before what the row samples."""
+    slots, contexts = [batch.slots[index] for index in sampling], batch.attention.context_lens
+    return slots, [contexts[index] - slot.prompt_len for index, slot in zip(sampling, slots, strict=True)]

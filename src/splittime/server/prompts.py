@@ -83,6 +83,9 @@ class Prompts:
         self.work: TextWork | None = None
         if ask.is_chat:
             self.work = Render(ask.messages, ask.template_options, most_tokens=self._most_tokens)
+        elif isinstance(ask, RankAsk) and ask.judged_by:
+            queries, texts = zip(*ask.pairs, strict=True)
+            self.work = Encode(texts, most_tokens=self._most_tokens, firsts=queries)
         elif isinstance(ask, RankAsk):
             self.work = RenderEach(ask.chats(), OPTIONS, most_tokens=self._most_tokens)
         elif len(self._given_ids) < len(ask.prompts):
@@ -136,7 +139,7 @@ class Prompts:
     async def with_ids(self, ask: Ask, deadline_ns: int | None) -> Ask:
         """Returns the ask with its words as token ids: of each bad one, as a text begins and behind a space; and of the
         answers by which texts are ranked. Raises what `tokenize` does."""
-        if isinstance(ask, RankAsk):
+        if isinstance(ask, RankAsk) and not ask.judged_by:
             return ask.answered_by((await self._done(Encode(ANSWERS, add_special_tokens=False), deadline_ns)).ids)
         if not ask.bad_words:
             return ask

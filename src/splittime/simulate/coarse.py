@@ -11,22 +11,23 @@ taken at once, up to the next end or arrival: a step's time grows evenly with th
 take the sum of an arithmetic series.
 
 It tells what `simulate.replica` tells without noise, to the nanosecond, while there are blocks for everybody; where
-requests are preempted, within an eighth (KV room is counted in tokens, with half a block for each request):
-`tests/simulate/test_coarse_replica.py` holds it to that. What prefix caching finds goes by the ids of blocks of
-`PREFIX_TOKENS` that a trace tells. Refused is what it does not know: other policies, static batches, drafts, blocks in
-host memory, prompts that are never cut.
+requests are preempted, nearly: KV room is counted in tokens, with half a block for each request.
+`tests/simulate/test_coarse_replica.py` holds it to that. What prefix caching finds goes by the ids of blocks that a
+trace tells (`cached_blocks`). Refused is what it does not know: other policies, static batches, drafts, blocks in host
+memory, prompts that are never cut.
 """
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from typing import NamedTuple
 
 from splittime.core.errors import ConfigError
+from splittime.simulate.cached_blocks import PREFIX_TOKENS, CachedBlocks
 from splittime.simulate.replica import Replica
 from splittime.simulate.shape import StepShape
+from splittime.simulate.steps_in_hand import StepsInHand
 
-PREFIX_TOKENS = 512
 NEVER = math.inf
 
 
@@ -34,7 +35,10 @@ class CoarseRequest:
     """prompt, output: tokens. blocks: the ids of the prompt's blocks of `PREFIX_TOKENS` from its beginning; equal ids
     are equal tokens. generated: tokens that it has. cached: of its prompt, found in the prefix cache."""
 
-    __slots__ = (*("prompt", "output", "blocks", "generated", "cached", "known", "computed", "end_step", "freed_at"),)
+    __slots__ = (
+        *("prompt", "output", "blocks", "generated", "cached", "known", "computed", "end_step", "freed_at"),
+        *("rank", "queued_ns"),
+    )
 
     def __init__(self, prompt: int, output: int, blocks: tuple[int, ...] = ()) -> None:
         self.prompt, self.output, self.blocks = max(1, prompt), max(1, output), blocks
@@ -42,6 +46,8 @@ class CoarseRequest:
         self.known = self.prompt  # tokens to be computed before the next one is sampled
         self.freed_at: int | None = None  # preempted: when so many tokens of room had been taken
         self.end_step = -1  # of a request that decodes
+        self.rank = (1, 0)  # who comes first here: who has waited too long, then who came first
+        self.queued_ns = -1  # since when it waits; -1: it does not
 
 
 class CoarseNews(NamedTuple):
@@ -50,31 +56,6 @@ class CoarseNews(NamedTuple):
     at_ns: int
     request: CoarseRequest
     is_end: bool
-
-
-class StepsInHand(NamedTuple):
-    """Steps that follow each other: the first takes `first_ns`, each next one `more_ns` more. late_ns: from a step's
-    tokens to the begin of the next step. chunks: prompts' parts in it, of a single step."""
-
-    begin_ns: int
-    count: int
-    first_ns: float
-    more_ns: float
-    late_ns: int
-    chunks: tuple[tuple[CoarseRequest, int], ...] = ()
-
-    @property
-    def end_ns(self) -> int:
-        return self.begin_ns + round(self.count * (self.first_ns + self.more_ns * (self.count - 1) / 2))
-
-    def begun_by(self, now_ns: int) -> int:
-        """Returns how many have begun by this time, at least one."""
-        passed, half = now_ns - self.begin_ns, self.first_ns - self.more_ns / 2
-        if self.more_ns > 0:
-            count = (math.sqrt(half * half + 2 * self.more_ns * passed) - half) / self.more_ns
-        else:
-            count = passed / self.first_ns
-        return min(self.count, max(1, math.ceil(count)))
 
 
 class CoarseReplica:
@@ -91,11 +72,12 @@ class CoarseReplica:
         self._clear()
 
     def _clear(self) -> None:
-        self.waiting: deque[CoarseRequest] = deque()
+        self.waiting: deque[CoarseRequest] = deque()  # best rank first
+        self._by_age: deque[tuple[int, CoarseRequest]] = deque()  # those, and some that have left
         self._behind: list[CoarseRequest] = []  # whose prompts are being computed
-        self._decoding: dict[CoarseRequest, None] = {}  # in the order in which they began
+        self._decoding: set[CoarseRequest] = set()
         self._ends: list[tuple[int, int, CoarseRequest]] = []
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = CachedBlocks(self._room // PREFIX_TOKENS)
         self._in_hand: StepsInHand | None = None
         self._step = self._count = self._context = self._held = self._taken = 0
         self.next_ns: float = NEVER
@@ -122,27 +104,28 @@ class CoarseReplica:
         if request.prompt + request.output > self._config.max_model_len:
             words = f"a request has {request.prompt} + {request.output} tokens"
             raise ConfigError(words, param="max_model_len", limit=self._config.max_model_len)
-        request.known = request.prompt + request.generated
-        self.waiting.append(request)
+        self._count += 1
+        request.known, request.rank = request.prompt + request.generated, (1, self._count)
+        self._queue(request, now_ns)
         if self._in_hand is None:
             self._plan(now_ns + self._like.delivery.to_wake_ns)
         elif self._in_hand.count > 1:
             self._take_in_hand(self._in_hand._replace(count=self._in_hand.begun_by(now_ns)))
 
     def fail(self, now_ns: int) -> list[CoarseRequest]:
-        """It is gone, with all that it had. Returns its requests, each with as many tokens as were ready."""
+        """Lose all that it has. Returns its requests, each with as many tokens as were ready."""
         if self._in_hand is not None:
             self._step += self._in_hand.begun_by(now_ns) - 1
         for request in self._decoding:
             request.generated = request.output - max(0, request.end_step - self._step)
-        lost = [*self._decoding, *self._behind, *self.waiting]
+        lost = sorted([*self._decoding, *self._behind, *self.waiting], key=lambda one: one.rank)
         self._clear()
         return lost
 
     def turn(self) -> list[CoarseNews]:
         """Ends the steps in hand and plans the next ones. Returns what came of them."""
         steps = self._in_hand
-        assert steps is not None and self.next_ns < NEVER, "it has nothing to do"
+        assert steps is not None, "it has nothing to do"
         at_ns, num_decodes = steps.end_ns, len(self._decoding)
         ready_ns, news = at_ns - steps.late_ns, []
         self._step += steps.count
@@ -167,7 +150,7 @@ class CoarseReplica:
         if request.computed < request.known:
             return []
         self._behind.remove(request)
-        self._remember(request)
+        self._cached.remember(request.blocks[: request.prompt // PREFIX_TOKENS])
         request.generated += 1
         news = [CoarseNews(ready_ns, request, is_end=False)]
         left = request.output - request.generated
@@ -175,30 +158,29 @@ class CoarseReplica:
         if not left:
             self._held -= request.known + 1
             return [*news, CoarseNews(ready_ns, request, is_end=True)]
-        self._decoding[request] = None
+        self._decoding.add(request)
         self._context += request.known
-        request.end_step, self._count = self._step + left, self._count + 1
-        heapq.heappush(self._ends, (request.end_step, self._count, request))
+        request.end_step = self._step + left
+        heapq.heappush(self._ends, (request.end_step, request.rank[1], request))
         return news
 
     def _leave(self, request: CoarseRequest) -> None:
-        """It decodes no longer, and its room is free. Its `generated` is what it is by now."""
+        """Take it out of those that decode, and free its room. Its `generated` is what it is by now."""
         request.generated = request.output - max(0, request.end_step - self._step)
-        del self._decoding[request]
+        self._decoding.remove(request)
         self._context -= request.prompt + request.generated - 1
         self._held -= request.prompt + request.generated
 
     # ---- a plan
 
     def _plan(self, now_ns: int) -> None:
-        self._find_room()
+        self._find_room(now_ns)
         num_decodes = len(self._decoding)
         budget = max(0, min(self._most_tokens, self._config.max_num_batched_tokens - num_decodes))
         chunks: list[tuple[CoarseRequest, int]] = []
         for request in self._behind:
             budget -= _cut(request, budget, chunks)
-        while budget > 0 and self.waiting and self._may_admit(self.waiting[0]):
-            request = self.waiting.popleft()
+        while budget > 0 and self.waiting and self._may_admit(request := self._first(now_ns)):
             self._admit(request)
             budget -= _cut(request, budget, chunks)
         if chunks:
@@ -215,14 +197,35 @@ class CoarseReplica:
         """Returns the tokens for which there is room."""
         return self._room - self._held - self.num_running * self._half_block
 
-    def _find_room(self) -> None:
+    def _queue(self, request: CoarseRequest, now_ns: int) -> None:
+        request.queued_ns, behind = now_ns, len(self.waiting)
+        if self.waiting and self.waiting[-1].rank > request.rank:
+            behind = next(at for at, other in enumerate(self.waiting) if other.rank > request.rank)
+        self.waiting.insert(behind, request)
+        self._by_age.append((now_ns, request))
+
+    def _first(self, now_ns: int) -> CoarseRequest:
+        """Returns who is admitted next: whoever has waited for too long, and keeps that rank, or has the best."""
+        while self._by_age[0][0] != self._by_age[0][1].queued_ns:
+            self._by_age.popleft()
+        since_ns, oldest = self._by_age[0]
+        if now_ns - since_ns <= self._config.starvation_bound_ms * 1e6:
+            return self.waiting[0]
+        oldest.rank = (0, oldest.rank[1])
+        return oldest
+
+    def _find_room(self, now_ns: int) -> None:
         """Preempt who came last until everybody who decodes has room for a token."""
         while self._decoding and self._free() < len(self._decoding):
-            request = next(reversed(self._decoding))
-            self._leave(request)
+            request = max([*self._decoding, *self._behind], key=lambda one: one.rank)
+            if request in self._decoding:
+                self._leave(request)
+            else:
+                self._behind.remove(request)
+                self._held -= request.known
             request.end_step, request.freed_at = -1, self._taken
             request.known = request.prompt + request.generated
-            self.waiting.appendleft(request)
+            self._queue(request, now_ns)
 
     def _may_admit(self, request: CoarseRequest) -> bool:
         keep_free = self._keep_free if self.num_running else 0
@@ -230,6 +233,8 @@ class CoarseReplica:
         return has_slot and self._free() - keep_free >= request.known
 
     def _admit(self, request: CoarseRequest) -> None:
+        self.waiting.remove(request)
+        request.queued_ns = -1
         request.computed = self._found(request)
         if request.freed_at is None:
             request.cached = request.computed
@@ -266,25 +271,13 @@ class CoarseReplica:
     # ---- the prefix cache
 
     def _found(self, request: CoarseRequest) -> int:
-        """Returns how many tokens of it are in the prefix cache; never all of them. One that was preempted finds its own
-        again, but for what has been taken of its room since."""
+        """Returns how many tokens of it are in the prefix cache; never all of them. One that was preempted finds its
+        own again, but for what has been taken of its room since."""
         if not self._config.enable_prefix_caching:
             return 0
         found = 0 if request.freed_at is None else request.known - (self._taken - request.freed_at)
-        in_blocks, size = 0, self._config.block_size
-        for block in request.blocks:
-            if block not in self._cached:
-                break
-            self._cached.move_to_end(block)
-            in_blocks += PREFIX_TOKENS
-        return max(0, min(max(found, in_blocks), request.known - 1)) // size * size
-
-    def _remember(self, request: CoarseRequest) -> None:
-        for block in request.blocks[: request.prompt // PREFIX_TOKENS]:
-            self._cached[block] = None
-            self._cached.move_to_end(block)
-        while len(self._cached) > self._room // PREFIX_TOKENS:
-            self._cached.popitem(last=False)
+        found, size = max(found, self._cached.tokens_of(request.blocks)), self._config.block_size
+        return max(0, min(found, request.known - 1)) // size * size
 
 
 def _cut(request: CoarseRequest, budget: int, chunks: list[tuple[CoarseRequest, int]]) -> int:

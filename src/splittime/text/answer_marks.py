@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from splittime.text.reasoning import ReasoningMarks, reasoning_of_template
+from splittime.text.reasoning import HARMONY, ReasoningMarks, reasoning_of_template
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.tool_families import ToolFamily, family_named, family_of_template
 
@@ -25,12 +25,12 @@ class AnswerMarks(NamedTuple):
 
 
 def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> AnswerMarks:
-    """Returns the marks that the settings name; else those of the chat template. Raises ConfigError for a name that
-    there is not."""
+    """Returns the marks that the settings name; else those of the chat template. Who writes calls as gpt-oss does has
+    them among the marks of its reasoning, which it has in any case. Raises ConfigError for a name that there is not."""
     template = tokenizer.chat_templates.get("default", "")
     tools = family_of_template(template) if tool_parser is None else family_named(tool_parser)
-    reasoning = reasoning_of_template(template, reasoning_parser)
-    marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end)))
+    reasoning = reasoning_of_template(template, HARMONY if tools.name == "openai" else reasoning_parser)
+    marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end, reasoning.answer)))
     ids = {name: each for name, each in tokenizer.added_tokens.items() if any(name in mark for mark in marks)}
     shown = tokenizer.special_ids.intersection(ids.values())
     return AnswerMarks(tools, reasoning, "tools" in template, _JOINED.search(template) is not None, ids, shown)

@@ -12,12 +12,14 @@ from typing import Any
 
 from splittime.text.argument_types import is_text, python_value_of, types_of, value_of
 from splittime.text.call_heads import CallHead, Nesting, read_members, read_name
-from splittime.text.marks import behind, overlap, trigger
-from splittime.text.tool_families import Style, ToolFamily
+from splittime.text.json_pieces import JsonPieces
+from splittime.text.marks import behind, last_word, overlap, trigger
+from splittime.text.tool_families import ToolFamily
 
 MOST_HEAD_CHARS = 1024  # of a call, up to its arguments; of an argument, up to its value (python)
 _POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))""")  # a value without a name
-_KEYWORD = re.compile(r"[\s,]*([^\s=(),]+)\s*=")
+_TEXT, _ANY_BUT_TEXT = frozenset({"string"}), frozenset({"array", "boolean", "integer", "null", "number", "object"})
+_KEYWORD = re.compile(r"""[\s,]*([^\s=(),"'\[{]+)\s*=""")
 
 
 class CallReader:
@@ -61,11 +63,11 @@ class CallReader:
 
 
 class ObjectReader(CallReader):
-    """For arguments that are an object of JSON: they are given as they were written."""
+    """For arguments that are an object of JSON: they are given as they were written, but for what is no JSON at all."""
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family, tools)
-        self._nesting = Nesting()
+        self._nesting, self._pieces = Nesting(), JsonPieces()
 
     def _read_head(self, text: str) -> CallHead | None:
         head = super()._read_head(text)
@@ -78,7 +80,7 @@ class ObjectReader(CallReader):
 
     def _arguments(self, text: str) -> str | None:
         size = self._nesting.feed(text)
-        self.arguments += text[:size]
+        self.arguments += self._pieces.push(text[:size], is_end=self._is_end or self._nesting.is_closed)
         if self._nesting.is_closed:
             self._state = self._close
         return text[size:] if size else None
@@ -125,7 +127,7 @@ class TaggedReader(CallReader):
         if after is not None and after != text:
             self.arguments += "{}" if self._is_first else "}"
             self.is_over = True
-            return None if end == self._family.end else after  # its last word is looked for behind this one
+            return None if end == last_word(self._family.end) else after  # its last word is looked for behind this one
         rest = behind(text, self._family.before_key)
         if rest is None or after is None or not text.strip():
             return None
@@ -136,21 +138,32 @@ class TaggedReader(CallReader):
         return rest
 
     def _key(self, text: str) -> str | None:
-        mark = trigger(self._family.after_key)
-        at = text.find(mark)
-        rest = behind(text[at:], self._family.after_key) if at >= 0 else None
-        if rest is None:
+        at = text.find(trigger(self._family.after_key))
+        found = self._behind_key(text[at:]) if at >= 0 else None
+        if found is None:
             return None
-        key = text[:at].strip()
+        key, (rest, own_types) = text[:at].strip(), found
         schema = self._tools[self.name or ""]
         properties = schema.get("properties")
         of_key = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-        self._types = types_of(of_key, schema)
+        self._types = own_types or types_of(of_key, schema)
         self.arguments += ("{" if self._is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._is_first, self._state = False, self._value_begin
         if is_text(self._types):
             self.arguments += '"'
         return rest
+
+    def _behind_key(self, text: str) -> tuple[str, frozenset[str] | None] | None:
+        """Returns what follows the marks behind a name, and the types of its value where they say those; None where
+        they may go on."""
+        family = self._family
+        after_text = behind(text, family.after_key)
+        if not family.after_json_key:
+            return None if after_text is None else (after_text, None)
+        after_json = behind(text, family.after_json_key)
+        if after_text is None or after_json is None:
+            return None
+        return (after_text, _TEXT) if after_text != text else (after_json, _ANY_BUT_TEXT)
 
     def _value_begin(self, text: str) -> str | None:
         if not text:
@@ -163,7 +176,7 @@ class TaggedReader(CallReader):
         if at < 0:
             return self._some_text(text)
         written = text[:at].removesuffix("\n") if self._has_breaks else text[:at]
-        self.arguments += _inner(written) + '"' if is_text(self._types) else _json(value_of(written, self._types))
+        self.arguments += inner(written) + '"' if is_text(self._types) else _json(value_of(written, self._types))
         self._state = self._arguments
         return text[at + len(self._value_end) :]
 
@@ -174,7 +187,7 @@ class TaggedReader(CallReader):
         mark = ("\n" if self._has_breaks else "") + self._value_end
         held = 0 if self._is_end else max(overlap(text, mark), overlap(text, self._value_end))
         sure = text[: len(text) - held]
-        self.arguments += _inner(sure)
+        self.arguments += inner(sure)
         return text[len(sure) :] if sure else None
 
 
@@ -219,18 +232,10 @@ class PythonReader(CallReader):
         return "" if text else None
 
 
-def _inner(text: str) -> str:
+def inner(text: str) -> str:
     """Returns the text as it stands within the quotes of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-READERS: Mapping[Style, type[CallReader]] = {
-    Style.MEMBER: MemberReader,
-    Style.NAMED: ObjectReader,
-    Style.TAGGED: TaggedReader,
-    Style.PYTHON: PythonReader,
-}

@@ -44,17 +44,19 @@ WEIGHT = 0.2  # of the latest text
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
     """Texts to token ids. most_tokens: of each; one that has more is refused. answer_max_model_len: the ids of the only
-    text are wanted as `Tokens` in JSON, which says this beside them; with their strings if `wants_strings`."""
+    text are wanted as `Tokens` in JSON, which says this beside them; with their strings if `wants_strings`. firsts: of
+    each text, what stands before it as the first of a pair; () for no pairs."""
 
     texts: tuple[str, ...]
     add_special_tokens: bool = True
     most_tokens: int | None = None
     answer_max_model_len: int | None = None
     wants_strings: bool = False
+    firsts: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.texts))
+        return sum(map(len, self.texts + self.firsts))
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
@@ -183,8 +185,12 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
 def _ids_of_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
     special, most = work.add_special_tokens, work.most_tokens
+    firsts = work.firsts if isinstance(work, Encode) else ()
     for index, text in enumerate(texts):
         try:
+            if firsts:
+                yield tokenizer.encode_pair(firsts[index], text, most)
+                continue
             yield tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most))
         except RequestError as error:
             if len(texts) > 1:

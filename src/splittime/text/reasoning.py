@@ -7,34 +7,42 @@ says which. Else the answer may begin with the mark. Line breaks beside the mark
 
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import NamedTuple
 
 from splittime.core.errors import ConfigError
+from splittime.text import harmony
 from splittime.text.lark import literal, up_to
 from splittime.text.marks import overlap
+from splittime.text.told_apart import ReasoningPlace, ToldApart
 
 
 class ReasoningMarks(NamedTuple):
-    """begin, end: what stands around the reasoning."""
+    """begin, end: what stands around the reasoning. gap: between it and a form. answer: what content begins with,
+    reasoning or not, unless it is calls."""
 
     name: str
     begin: str
     end: str
+    gap: str = ""
+    answer: str = ""
+
+    @property
+    def closes(self) -> str:
+        """What shows that reasoning is over."""
+        return self.answer or self.end
 
 
-class ReasoningPlace(StrEnum):
-    """Where an answer begins. before: it may begin with reasoning. within: its prompt has opened it. behind: its prompt
-    has closed it, or its text goes on."""
-
-    BEFORE = "before"
-    WITHIN = "within"
-    BEHIND = "behind"
-
-
-NONE = "none"
-REASONING = {marks.name: marks for marks in (ReasoningMarks("think", "<think>", "</think>"),)}
-OTHER_NAMES = {"qwen3": "think", "deepseek_r1": "think"}  # vLLM's
+NONE, HARMONY = "none", "harmony"
+REASONING = {
+    marks.name: marks
+    for marks in (
+        ReasoningMarks("think", "<think>", "</think>", "\n\n"),
+        ReasoningMarks("mistral", "[THINK]", "[/THINK]"),
+        ReasoningMarks("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningMarks(HARMONY, harmony.THOUGHT, harmony.THOUGHT_END, answer=harmony.ANSWER),
+    )
+}
+OTHER_NAMES = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": HARMONY}  # vLLM's
 
 
 def check_reasoning_parser(name: str) -> None:
@@ -50,7 +58,7 @@ def reasoning_of_template(template: str, name: str | None) -> ReasoningMarks | N
     """Returns the marks of this name; without one, those that the chat template writes; None for no reasoning."""
     if name is not None:
         return REASONING.get(OTHER_NAMES.get(name, name))
-    return next((marks for marks in REASONING.values() if marks.end in template), None)
+    return next((marks for marks in REASONING.values() if marks.closes in template), None)
 
 
 def place_behind(prompt_end: str, marks: ReasoningMarks) -> ReasoningPlace:
@@ -58,7 +66,7 @@ def place_behind(prompt_end: str, marks: ReasoningMarks) -> ReasoningPlace:
     bare = prompt_end.rstrip()
     if bare.endswith(marks.begin):
         return ReasoningPlace.WITHIN
-    return ReasoningPlace.BEHIND if bare.endswith(marks.end) else ReasoningPlace.BEFORE
+    return ReasoningPlace.BEHIND if bare.endswith(marks.closes) else ReasoningPlace.BEFORE
 
 
 def place_within(text: str, marks: ReasoningMarks) -> ReasoningPlace:
@@ -67,22 +75,21 @@ def place_within(text: str, marks: ReasoningMarks) -> ReasoningPlace:
     return ReasoningPlace.WITHIN if is_open else ReasoningPlace.BEHIND
 
 
-def after_reasoning(grammar: str, marks: ReasoningMarks, place: ReasoningPlace, token_ids: Mapping[str, int]) -> str:
-    """Returns the grammar of answers whose reasoning is any text and which go on as this grammar says, behind an empty
-    line. Where the prompt has not opened the reasoning, there may be none. token_ids: of marks that are tokens."""
+def after_reasoning(
+    grammar: str, marks: ReasoningMarks, place: ReasoningPlace, token_ids: Mapping[str, int], *, is_calls: bool = False
+) -> str:
+    """Returns the grammar of answers whose reasoning is any text and which go on as this grammar says. Where the prompt
+    has not opened the reasoning, there may be none. token_ids: of marks that are tokens. is_calls: the grammar is that
+    of calls, or of a text with all its marks."""
     if place is ReasoningPlace.BEHIND:
         return grammar
     form, *others = json.loads(grammar)["grammars"]
-    start = "thought @form"
+    start = "thought"
     if place is ReasoningPlace.BEFORE:
-        start = f'("\\n"? {literal(marks.begin, token_ids)} thought)? @form'
-    rules = f"start: {start}\n" + up_to("thought", f"{marks.end}\n\n", token_ids)
+        start = f'("\\n"? {literal(marks.begin, token_ids)} thought)?'
+    start += f" {'' if is_calls else literal(marks.answer, token_ids)} @form"
+    rules = f"start: {start}\n" + up_to("thought", marks.end + marks.gap, token_ids)
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**form, "name": "form"}, *others]}, ensure_ascii=False)
-
-
-class ToldApart(NamedTuple):
-    reasoning: str
-    content: str
 
 
 class ReasoningParser:

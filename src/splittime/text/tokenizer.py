@@ -123,6 +123,15 @@ class Tokenizer:
             require_at_most(len(ids), most_tokens)
         return ids
 
+    def encode_pair(self, one: str, other: str, most_tokens: int | None = None) -> tuple[int, ...]:
+        """Token ids of two texts as one prompt, with the special tokens that the vocabulary puts around a pair. Raises
+        `RequestError` where they are more than `most_tokens`."""
+        with tokenizer_faults():
+            ids = self._backend.encode_batch_fast([(one, other)], add_special_tokens=True)[0].ids
+        if most_tokens is not None:
+            require_at_most(len(ids), most_tokens)
+        return tuple(ids)
+
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

@@ -1,7 +1,7 @@
 """How families of models write calls of tools: a table, of which the grammar that holds an answer to calls
 (`text.tool_grammar`) and the parser that reads them (`text.tool_parser`) are both made.
 
-A call stands between the family's marks, in one of four styles (`Style`). A model whose template says none of the known
+A call stands between the family's marks, in one of five styles (`Style`). A model whose template says none of the known
 forms is taken for one that writes JSON in tags (`hermes`).
 """
 
@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from splittime.core.errors import ConfigError
+from splittime.text.harmony import ANSWER, CALL_BEGIN, CALL_END, CALL_NAMED, CHANNEL, MESSAGE, START
 
 MAX_TOOLS = 128
 
@@ -18,12 +19,14 @@ MAX_TOOLS = 128
 class Style(StrEnum):
     """How a call is written between its marks. member: an object of JSON with the name and then the arguments.
     named: the name, a mark, and the arguments as JSON. tagged: the name, and each argument between marks, a text as it
-    is and anything else as JSON. python: `f(a="x", b=1)`."""
+    is and anything else as JSON. python: `f(a="x", b=1)`. quoted: the name and an object whose names are
+    bare and whose texts stand between the family's quotes."""
 
     MEMBER = "member"
     NAMED = "named"
     TAGGED = "tagged"
     PYTHON = "python"
+    QUOTED = "quoted"
 
 
 class ToolFamily(NamedTuple):
@@ -32,8 +35,9 @@ class ToolFamily(NamedTuple):
 
     arguments: the name that arguments have (member). before_name, after_name: what stands around the name (not
     member). is_numbered: behind the name comes a colon and the call's number. id_mark: behind the name may come this
-    and an id. before_key, after_key, after_value: around an argument's name and value (tagged). ids: what a call's id
-    looks like, for templates that ask for it.
+    and an id. before_key, after_key, after_value: around an argument's name and value (tagged). after_json_key: behind
+    the name where the value is JSON; "" as where it is a text. quote: on both sides of a text (quoted). answer: what a
+    text that is no call begins with. ids: what a call's id looks like, for templates that ask for it.
     """
 
     name: str
@@ -51,14 +55,35 @@ class ToolFamily(NamedTuple):
     id_mark: str = ""
     before_key: str = ""
     after_key: str = ""
+    after_json_key: str = ""
     after_value: str = ""
+    quote: str = ""
+    answer: str = ""
     ids: str = "call"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All that may hold a mark which is a token of its own."""
         around = (self.opens, self.begin, self.before_name, self.after_name, self.id_mark, self.end, self.closes)
-        return (*around, self.before_key, self.after_key, self.after_value)
+        return (*around, self.before_key, self.after_key, self.after_json_key, self.after_value, self.quote)
+
+
+def _dsml(name: str, around: str) -> ToolFamily:
+    """Returns the form of DeepSeek's markup. around: what stands around all calls."""
+    mark, key = "\uff5cDSML\uff5c", '" string="'
+    return ToolFamily(
+        name,
+        Style.TAGGED,
+        end=f"</{mark}invoke>\n",
+        opens=f"<{mark}{around}>\n",
+        closes=f"</{mark}{around}>",
+        before_name=f'<{mark}invoke name="',
+        after_name='">\n',
+        before_key=f'<{mark}parameter name="',
+        after_key=f'{key}true">',
+        after_json_key=f'{key}false">',
+        after_value=f"</{mark}parameter>\n",
+    )
 
 
 class Tool(NamedTuple):
@@ -129,10 +154,32 @@ FAMILIES = {
         ),
         ToolFamily("pythonic", Style.PYTHON, between=", ", opens="[", closes="]", is_bare=True),
         ToolFamily("lfm2", Style.PYTHON, between=", ", opens="<|tool_call_start|>[", closes="]<|tool_call_end|>"),
+        _dsml("deepseek_v32", "function_calls"),
+        _dsml("deepseek_v4", "tool_calls"),
+        ToolFamily(
+            "openai",
+            Style.NAMED,
+            *(CALL_BEGIN, CALL_END, f"{START}assistant"),
+            after_name=CALL_NAMED,
+            answer=ANSWER,
+        ),
+        ToolFamily(
+            "functiongemma",
+            Style.QUOTED,
+            *("<start_function_call>", "<end_function_call>"),
+            before_name="call:",
+            quote="<escape>",
+        ),
+        ToolFamily("gemma4", Style.QUOTED, "<|tool_call>", "<tool_call|>", before_name="call:", quote='<|"|>'),
         ToolFamily("olmo3", Style.PYTHON, between="\n", opens="<function_calls>\n", closes="\n</function_calls>"),
     )
 }
 _SIGNS = (  # of a template, the first that are all in it
+    ("openai", (CHANNEL, MESSAGE)),
+    ("gemma4", ("<|tool_call>", '<|"|>')),
+    ("functiongemma", ("<start_function_call>",)),
+    ("deepseek_v32", ("\uff5cDSML\uff5c", "function_calls")),
+    ("deepseek_v4", ("\uff5cDSML\uff5c",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("glm45", ("<arg_key>", "<arg_value>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),

@@ -14,17 +14,22 @@ from splittime.text.argument_types import followed, is_text, types_of
 from splittime.text.grammars import MAX_SCHEMA_CHARS, json_schema_rule, of_lark, require_depth
 from splittime.text.lark import literal, up_to, without
 from splittime.text.marks import trigger
+from splittime.text.quoted_grammar import QuotedRules
 from splittime.text.tool_families import Style, Tool, ToolFamily
+from splittime.text.tool_schemas import (
+    COMBINED,
+    OF_LISTED_TEXTS,
+    OF_TEXTS,
+    any_name,
+    misshapen,
+    param_of,
+    properties_of,
+    refuse,
+    separated,
+)
 
 NO_IDS: Mapping[str, int] = {}
-_NAME = "ARGUMENT: /[a-zA-Z0-9_.-]{1,64}/"
-_COMBINED = ("anyOf", "oneOf", "allOf", "not", "if")
-_OF_LISTED_TEXTS = (*_COMBINED, "pattern", "minLength", "maxLength")
-_OF_TEXTS = ("format",)  # that no list says
-_OF_OBJECTS = (
-    *(*_COMBINED, "enum", "const", "patternProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "$ref"),
-)
+_NOTES = frozenset({"type", "title", "description"})  # which hold an answer to nothing, beside a constant
 
 
 def grammar_of_calls(
@@ -76,6 +81,7 @@ class _Rules:
             Style.NAMED: self._named,
             Style.TAGGED: self._tagged,
             Style.PYTHON: self._python,
+            Style.QUOTED: self._quoted,
         }[family.style]
 
     def written(self, may_answer: bool, may_repeat: bool) -> Iterator[str]:
@@ -89,7 +95,7 @@ class _Rules:
             yield f"next: {self._literal(family.between + family.begin)} call {end}"
         yield f"call: {' | '.join(f'call_{index}' for index in range(len(self._tools)))}"
         for index, tool in enumerate(self._tools):
-            _require_checkable(tool.parameters, _param(index))
+            _require_checkable(tool.parameters, param_of(index))
             yield from self._calls(index, tool)
 
     def _literal(self, text: str) -> str:
@@ -99,11 +105,16 @@ class _Rules:
         opened = f"{self._literal(first)} rest"
         if not may_answer:
             return opened
+        if self._family.answer:
+            return f"{self._literal(self._family.answer)} FREE | {opened}"
         return f"FREE | {opened}" if self._family.is_bare else "FREE | lead rest"
 
     def _texts(self, first: str, may_answer: bool) -> Iterator[str]:
         """Rules of texts that are no call, and of one up to a call's begin."""
         if not may_answer:
+            return
+        if self._family.answer:
+            yield "FREE: /(?s:.*)/"
             return
         if self._family.is_bare:
             yield rf"FREE: /\s*([^\{(first or '{')[0]}\s](?s:.*))?/"
@@ -128,11 +139,11 @@ class _Rules:
 
     def _tagged(self, index: int, tool: Tool) -> Iterator[str]:
         family = self._family
-        given = _properties(tool, index, family)
+        given = properties_of(tool.parameters, index, family)
         head = self._literal(family.before_name + tool.name + family.after_name)
         if given is None:
             yield f"call_{index}: {head} any_argument*"
-            yield _NAME
+            yield any_name()
             key = f"{self._literal(family.before_key)} ARGUMENT {self._literal(family.after_key)}"
             yield f"any_argument: {key} any_text"
             yield up_to("any_text", family.after_value, self._ids)
@@ -141,7 +152,9 @@ class _Rules:
         parts = [name if is_required else f"{name}?" for name, (_, _, is_required) in zip(names, given, strict=True)]
         yield f"call_{index}: {head} {' '.join(parts)}"
         for name, (key, schema, _) in zip(names, given, strict=True):
-            before = self._literal(family.before_key + key + family.after_key)
+            is_json = family.after_json_key and not is_text(types_of(schema, tool.parameters))
+            after_key = family.after_json_key if is_json else family.after_key
+            before = self._literal(family.before_key + key + after_key)
             yield f"{name}: {before} {name}_value"
             yield self._tagged_value(f"{name}_value", schema, tool.parameters, index)
 
@@ -157,44 +170,60 @@ class _Rules:
     def _texts_allowed(self, chain: Sequence[Any], index: int) -> Sequence[str] | None:
         """Returns the texts that a chain of references allows; None for any. Raises RequestError for other rules."""
         *referring, found = chain
+        found = _as_list(found)
         for each in referring:
-            _refuse(each, ("const", "enum", *_OF_LISTED_TEXTS, *_OF_TEXTS), self._family, index)
-        _refuse(found, _OF_LISTED_TEXTS, self._family, index)
+            refuse(each, ("const", "enum", *OF_LISTED_TEXTS, *OF_TEXTS), self._family, index)
+        refuse(found, OF_LISTED_TEXTS, self._family, index)
         texts = [found["const"]] if "const" in found else found.get("enum")
         if texts is None:
-            _refuse(found, _OF_TEXTS, self._family, index)
+            refuse(found, OF_TEXTS, self._family, index)
         elif not isinstance(texts, list):
-            raise _misshapen(index, "enum", "a list")
+            raise misshapen(index, "enum", "a list")
         return texts
 
+    def _quoted(self, index: int, tool: Tool) -> Iterator[str]:
+        yield f"call_{index}: {self._literal(self._family.before_name + tool.name)} args_{index}"
+        yield from QuotedRules(self._family, index, tool.parameters, self._ids).written(f"args_{index}")
+
     def _python(self, index: int, tool: Tool) -> Iterator[str]:
-        given = _properties(tool, index, self._family)
+        given = properties_of(tool.parameters, index, self._family)
         if given is None:
             yield f'call_{index}: {json.dumps(tool.name + "(")} (any_argument (", " any_argument)*)? ")"'
-            yield _NAME
+            yield any_name()
             yield 'any_argument: ARGUMENT "=" any_value'
             yield f"any_value: %json {json_schema_rule({})}"
             return
         rule = f"args_{index}"
         yield f'call_{index}: {json.dumps(tool.name + "(")} {rule}_0 ")"'
         for at, (key, schema, is_required) in enumerate(given):
-            yield from _separated(rule, at, is_required)
+            yield from separated(rule, at, is_required, ", ")
             yield f"{rule}_{at}_one: {json.dumps(key + '=')} {rule}_{at}_value"
             yield from _python_value(f"{rule}_{at}_value", schema, tool.parameters)
         yield f'{rule}_{len(given)}: ""'
         yield f'{rule}_{len(given)}_more: ""'
 
 
-def _separated(rule: str, at: int, is_required: bool) -> Iterator[str]:
-    """Rules for the arguments from this one on, where none came before it, and where one did."""
-    one, then = f"{rule}_{at}_one", f"{rule}_{at + 1}"
-    yield f"{rule}_{at}: {one} {then}_more" + ("" if is_required else f" | {then}")
-    yield f'{rule}_{at}_more: ", " {one} {then}_more' + ("" if is_required else f" | {then}_more")
+def _as_list(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema whose alternatives are constants, and nothing else, with them as its list."""
+    name = next((name for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), "")
+    parts = list(map(_constants, schema.get(name) or ()))
+    if not parts or not all(parts) or "enum" in schema or "const" in schema:
+        return schema
+    listed = [each for part in parts for each in part if isinstance(each, str)]
+    return {key: each for key, each in schema.items() if key != name} | {"enum": listed}
+
+
+def _constants(schema: Any) -> list[Any]:
+    """Returns the values of a schema that says nothing else; none for another."""
+    if not isinstance(schema, Mapping) or schema.keys() - _NOTES not in ({"const"}, {"enum"}):
+        return []
+    found = schema.get("enum", [schema.get("const")])
+    return found if isinstance(found, list) else []
 
 
 def _python_value(rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     if types_of(schema, root) == {"boolean"} and not any(
-        keyword in each for each in followed(schema, root) for keyword in ("enum", "const", *_COMBINED)
+        keyword in each for each in followed(schema, root) for keyword in ("enum", "const", *COMBINED)
     ):
         yield f'{rule}: "True" | "False"'
         return
@@ -205,59 +234,3 @@ def _rooted(schema: Any, root: Mapping[str, Any]) -> str:
     """Returns the rule of one property, with the definitions that it may refer to."""
     defined = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return json_schema_rule({**schema, **defined} if isinstance(schema, Mapping) else {})
-
-
-def _properties(tool: Tool, index: int, family: ToolFamily) -> list[tuple[str, Any, bool]] | None:
-    """Returns each argument's name and schema, and whether it must be; None where any may be given."""
-    schema = tool.parameters
-    _refuse(schema, _OF_OBJECTS, family, index)
-    others = schema.get("additionalProperties")
-    if not (others is None or isinstance(others, bool) or others == {}):
-        _refuse(schema, ("additionalProperties",), family, index)
-    properties, required = _shown(schema, index), _required(schema, index)
-    if not properties and not required and others is not False:
-        return None
-    named = {**properties, **{name: {} for name in required if name not in properties}}
-    return [(name, each, name in required) for name, each in named.items() if each is not False]
-
-
-def _shown(schema: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Returns the schema of each argument. Raises RequestError where that is not what `properties` is."""
-    found = schema.get("properties")
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise _misshapen(index, "properties", "an object of schemas")
-    wrong = next((name for name, each in found.items() if not isinstance(each, Mapping | bool)), None)
-    if wrong is not None:
-        raise _misshapen(index, f"properties.{wrong}", "a schema")
-    return found
-
-
-def _required(schema: Mapping[str, Any], index: int) -> Mapping[str, None]:
-    """Returns the names of arguments that must be, in order. Raises RequestError where `required` is no such list."""
-    found = schema.get("required")
-    if found is None:
-        return {}
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise _misshapen(index, "required", "a list of names")
-    return dict.fromkeys(found)
-
-
-def _misshapen(index: int, where: str, wanted: str) -> RequestError:
-    return RequestError(f"{_param(index)}.{where} is not {wanted}", param=f"{_param(index)}.{where}")
-
-
-def _refuse(schema: Mapping[str, Any], keywords: Sequence[str], family: ToolFamily, index: int) -> None:
-    found = next((keyword for keyword in keywords if keyword in schema), None)
-    if found is not None:
-        raise RequestError(
-            f"{_param(index)}: calls in the form of {family.name} cannot be held to {found} there",
-            param=_param(index),
-            value=found,
-            hint="leave it out, or let the model choose (tool_choice auto, without strict)",
-        )
-
-
-def _param(index: int) -> str:
-    return f"tools[{index}].function.parameters"

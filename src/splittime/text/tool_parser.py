@@ -9,10 +9,18 @@ off: nothing is added. Where no mark told a call from a text, and no name was re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from splittime.text.call_readers import READERS, CallReader
+from splittime.text.call_readers import CallReader, MemberReader, ObjectReader, PythonReader, TaggedReader
 from splittime.text.marks import behind, last_word, overlap, trigger
-from splittime.text.tool_families import ToolFamily
+from splittime.text.quoted_reader import QuotedReader
+from splittime.text.tool_families import Style, ToolFamily
 
+READERS: Mapping[Style, type[CallReader]] = {
+    Style.MEMBER: MemberReader,
+    Style.NAMED: ObjectReader,
+    Style.TAGGED: TaggedReader,
+    Style.PYTHON: PythonReader,
+    Style.QUOTED: QuotedReader,
+}
 _BETWEEN = "; ,\n"  # two calls: more than any family writes
 
 

@@ -1,4 +1,4 @@
-"""Who decides how many servers a simulated region has: the controller of `splittime up`, or what it is compared with."""
+"""Who decides how many servers a simulated region has: the controller of `splittime up`, or who is compared with it."""
 
 from collections import deque
 from math import ceil

@@ -53,10 +53,12 @@ class HeldResponses:
             self._num -= 1
 
     def get(self, tenant: str, response_id: str) -> HeldResponse | None:
-        return self._by_tenant.get(tenant, {}).get(response_id)
+        kept = self._by_tenant.get(tenant)
+        return None if kept is None else kept.get(response_id)
 
     def forget(self, tenant: str, response_id: str) -> None:
-        if self._by_tenant.get(tenant, {}).pop(response_id, None) is not None:
+        if self.get(tenant, response_id) is not None:
+            del self._by_tenant[tenant][response_id]
             self._num -= 1
 
 

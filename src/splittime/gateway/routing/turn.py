@@ -85,7 +85,7 @@ class DifficultyTurn:
         at_ns, deadline_ns = now_ns(), self._account.deadline_ns
         if deadline_ns is not None and self._first_byte_ns(large, at_ns) >= deadline_ns:
             return NO_TIME
-        self._place = self._gateway.queue.place_now(self._tenant, large, tokens)
+        self._place = self._gateway.queue.place_now(self._tenant, large, tokens, is_charged=True)
         return "" if self._place is not None else NO_PLACE
 
     def _first_byte_ns(self, model: str, at_ns: int) -> int:

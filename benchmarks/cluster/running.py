@@ -1,0 +1,121 @@
+"""A cluster in processes of its own, started by its command, for benchmarks and for tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.server_process import free_port
+
+MODEL = "splittime-code"
+NOTHING: dict[str, Any] = {"replicas": [], "events": [], "trial": None}
+T = TypeVar("T")
+
+
+class RunningCluster:
+    """config: its file. url: of its first gateway."""
+
+    def __init__(self, config: Path, url: str, process: "subprocess.Popen[bytes]") -> None:
+        self.config, self.folder, self.url, self.process = config, config.with_suffix(".run"), url, process
+        self.is_killed = False
+
+    def status(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / "status.json").read_text()))
+        except OSError:
+            return NOTHING
+
+    def of_phase(self, phase: str) -> list[str]:
+        return [one["name"] for one in self.status()["replicas"] if one["phase"] == phase]
+
+    def until(self, what: Callable[[], T], limit_s: float = 150.0) -> T:
+        """Returns what `what` returns as soon as that is true."""
+        deadline_s = time.monotonic() + limit_s
+        while not (found := what()):
+            assert time.monotonic() < deadline_s, (self.status(), self.logs())
+            time.sleep(0.05)
+        return found
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.folder.rglob("*.log")))
+
+    def pid_of(self, name: str) -> int:
+        """Returns the process of a gateway, or of a replica of this machine."""
+        folder = self.folder if name.startswith("gateway") else self.folder / "replicas"
+        return int(json.loads((folder / f"{name}.json").read_text())[0])
+
+    def controller_pid(self) -> int:
+        """Returns the process that is a child of ours by its command."""
+        found = (pid for pid in children_of(self.process.pid) if b"splittime.cluster" in command_of(pid))
+        return next(found)
+
+    def kill(self) -> None:
+        """As `kill -9`: nothing is told to anybody."""
+        self.is_killed = True
+        self.process.kill()
+
+    def apply(self, old: str, new: str) -> None:
+        """Change the file, and have it taken."""
+        text = self.config.read_text()
+        assert old in text
+        self.config.write_text(text.replace(old, new))
+        self.process.send_signal(signal.SIGHUP)
+
+
+@contextmanager
+def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
+    """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well."""
+    config = folder / "cluster.toml"
+    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n")
+    command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
+    with (folder / "words").open("wb") as words:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, cwd=folder)
+    assert process.stdout is not None
+    try:
+        told = process.stdout.readline()
+        assert told, (folder / "words").read_text()
+        cluster = RunningCluster(config, json.loads(told)["gateways"][0], process)
+        yield cluster
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=150) == (-9 if cluster.is_killed else 0), (folder / "words").read_text()
+    finally:
+        process.kill()  # all that it started ends with it
+        process.stdout.close()
+        process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        fields = _read(path).rpartition(b")")[2].split()
+        if fields and int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+def processes_with(text: str) -> list[int]:
+    """Returns the other processes whose command has this text."""
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if pid != os.getpid() and text.encode() in command_of(pid)]
+
+
+def is_running(pid: int) -> bool:
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return bool(fields) and fields[0] not in (b"Z", b"X")
+
+
+def command_of(pid: int) -> bytes:
+    return _read(Path(f"/proc/{pid}/cmdline"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,159 @@
+"""Does the paper hold? Two real servers behind the gateway, beside two on paper whose model was fitted on them.
+
+    python -m benchmarks.cluster.two_replicas [--seconds 40] [--rate 12] [--draws 20] [--json]
+    python -m benchmarks.cluster.two_replicas --small        a trial: the figures mean nothing
+
+Two of our own servers serve the packaged model, one thread each, and a gateway stands in front of both. First a load
+that rises is sent through it, and a model is fitted on the ledger of one of them (`simulate.fit`): steps as they are
+with a neighbour on the machine. Then servers and gateway start anew and another load is sent, at a rate of its own;
+and the same requests go to two servers on paper (`cluster.simulated`), once for each draw of a model that fits as well,
+on a machine that is a little slower or faster (`simulate.draws`), as `splittime simulate` does it.
+
+* measured: by the client's clock, from a request's intended start; low, middle, high: on paper, over the draws
+* within: whether the measured figure lies within; an interval is where one more draw would lie nine times of ten
+
+On paper the gateway takes no time, and the way to a server and back `RTT_MS`.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway.overhead import started
+from benchmarks.report import file_result
+from benchmarks.server_process import served
+from splittime.bench.book.records import Ending, Run
+from splittime.bench.book.requests import response_ns, response_ttft_ns, tpot_ns
+from splittime.bench.draw import draw_for
+from splittime.bench.event_loop import run_loop
+from splittime.bench.run import run_schedule
+from splittime.bench.schedule import Schedule
+from splittime.cluster.simulated import figures
+from splittime.cluster.simulated.fleet import FleetRun
+from splittime.cluster.simulated.load import FleetLoad, FleetRequest
+from splittime.cluster.simulated.settings import FleetSettings
+from splittime.ledger.derive import percentiles
+from splittime.plan.sources import replica_in
+from splittime.simulate.draws import hours, interval
+from splittime.simulate.replica import Replica
+from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.target import RunOptions, Target
+
+SETTINGS = ("--num-threads", "1", "--max-num-seqs", "16", "--served-model-name", "code")
+LOAD = {"input_tokens": "lognormal:100:0.7", "output_tokens": "lognormal:50:0.6"}
+OPTIONS = RunOptions(workers=1, timeout_s=120.0)
+RTT_MS = 0.5
+TOLD = (50, 90)
+FLEET = FleetSettings(replicas=2, scaling="none", affinity=False, local_rtt_ms=RTT_MS)
+
+
+@contextmanager
+def two_servers(folder: Path) -> Iterator[tuple[str, ServerLimits, list[Path]]]:
+    """Gives the URL of a gateway with two servers, what these take, and their ledgers."""
+    with ExitStack() as stack:
+        ledgers = [folder / f"{number}.sqlite" for number in range(2)]
+        urls = [stack.enter_context(served("--ledger-file", str(ledger), *SETTINGS)) for ledger in ledgers]
+        upstreams = [
+            f'[[upstream]]\nname = "r{number}"\nurl = "{url}"\nmodels = ["code"]\nkind = "splittime"\n'
+            for number, url in enumerate(urls)
+        ]
+        config = folder / "gateway.toml"
+        config.write_text("port = 0\n" + "".join(upstreams))
+        url, _ = stack.enter_context(started("gateway", "gateway", "--config", str(config)))
+        yield url, run_loop(server_limits(Target(url=urls[0]))), ledgers
+
+
+def sent(url: str, limits: ServerLimits, load: dict[str, Any]) -> tuple[Schedule, Run]:
+    schedule = draw_for({**LOAD, "prompt_form": "ids", **load}, limits)
+    return schedule, run_loop(run_schedule(schedule, [Target(url=url, model="code")], OPTIONS))
+
+
+def learnt(folder: Path, seconds: float, rate: float) -> Replica:
+    """Returns one of two servers, from its ledger of a load that rises to twice the rate."""
+    with two_servers(folder) as (url, limits, ledgers):
+        sent(url, limits, {"rate": rate / 4, "rate_end": 2 * rate, "duration_s": seconds, "seed": 3})
+    found = replica_in(str(ledgers[0]), {})
+    assert isinstance(found, Replica), "it is one of ours"
+    return found
+
+
+def measured_figures(run: Run) -> dict[str, float]:
+    answered = [outcome for outcome in run.outcomes if outcome.ending is Ending.COMPLETE]
+    times = {
+        "ttft": [response_ttft_ns(one) for one in answered],
+        "tpot": [tpot_ns(one) for one in answered],
+        "e2e": [response_ns(one) for one in answered],
+    }
+    return _percentiles_ms({name: [value for value in some if value is not None] for name, some in times.items()})
+
+
+def figures_on_paper(like: Replica, schedule: Schedule, seed: int) -> dict[str, float]:
+    requests = [
+        FleetRequest(planned.at_ns or 0, len(planned.prompt), planned.output_tokens, (), 0)
+        for planned in schedule.requests
+    ]
+    run = FleetRun(like, FLEET, FleetLoad(requests, 0), seed)
+    run.run()
+    answered = [request for request in requests if request.ending == "answered"]
+    times = {
+        "ttft": [figures.ttft_ns(one) for one in answered],
+        "tpot": [figures.tpot_ns(one) for one in answered if one.output > 1],
+        "e2e": [one.end_ns - one.at_ns for one in answered],
+    }
+    return _percentiles_ms(times)
+
+
+def _percentiles_ms(times_ns: dict[str, list[Any]]) -> dict[str, float]:
+    return {
+        f"{name}_ms_{percent}": round(ns / 1e6, 3)
+        for name, some in times_ns.items()
+        for percent, ns in percentiles(some, TOLD).items()
+    }
+
+
+def beside(measured: dict[str, float], draws: Sequence[dict[str, float]]) -> dict[str, Any]:
+    told = {}
+    for name, value in measured.items():
+        drawn = [draw[name] for draw in draws]
+        low, high = interval(drawn)
+        told[name] = {
+            "measured": value,
+            "low": low,
+            "middle": round(statistics.median(drawn), 3),
+            "high": high,
+            "within": low <= value <= high,
+        }
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of either load")
+    parser.add_argument("--rate", type=float, default=12.0, help="requests a second, for both servers")
+    parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.small:
+        arguments.seconds, arguments.rate, arguments.draws = 8.0, 8.0, 3
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        like = learnt(Path(first), arguments.seconds, arguments.rate)
+        with two_servers(Path(second)) as (url, limits, _):
+            schedule, run = sent(url, limits, {"rate": arguments.rate, "duration_s": arguments.seconds, "seed": 7})
+    rng = random.Random(0)
+    factors = hours(arguments.draws, like.costs.errors.drift, rng)
+    draws = [figures_on_paper(like.drawn(factor, rng), schedule, seed) for seed, factor in enumerate(factors)]
+    told = beside(measured_figures(run), draws)
+    for name, one in told.items():
+        print(name, one)
+    found = {"source": like.source, "requests": len(schedule.requests), "figures": told}
+    print(f"written to {file_result('two_replicas', found, vars(arguments), arguments.json)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The runner of an encoder: a prompt whose embedding is asked for is computed whole, in the step that ends it.
+
+Every token attends to every other, so that a prompt that came in chunks can be computed when its last one comes and not
+before; it is short, as an encoder has positions for some hundred tokens. There is no KV cache: the blocks that a plan
+hands out stand for nothing, and a prefix is never reused. Prompts of one step are computed together.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splittime.core.errors import ConfigError
+from splittime.core.facts import TokenCost
+from splittime.core.sampling import SCORE
+from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
+from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.choose import make_backend
+from splittime.models.encoder import Encoder, load_encoder
+from splittime.models.encoder_config import EncoderConfig, load_encoder_config
+from splittime.models.quant.plan import kept_bytes
+from splittime.runner import machine
+from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.load import OnPhase
+
+NO_TOKENS = "this model is an encoder and generates nothing"
+WARM_UP_TOKENS = 8
+
+
+@dataclass(eq=False)
+class EncoderRunner:
+    """Implements `core.step.Runner`."""
+
+    config: RunnerConfig
+    encoder: Encoder
+    scheme: WeightScheme
+    resolved: Resolved
+    cost: TokenCost
+
+    verifies_drafts = False
+
+    def __post_init__(self) -> None:
+        self._known: dict[str, Admitted] = {}
+
+    def warm_up(self) -> None:
+        """Compute a short text, so that the first request does not pay for first calls."""
+        with torch.inference_mode():
+            self.encoder.forward([[0] * min(WARM_UP_TOKENS, self.resolved.max_model_len)])
+
+    def set_threads(self) -> None:
+        """Sets the number of threads, for a thread of its own."""
+        self.encoder.ops.set_threads(self.resolved.num_threads)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        for request_id in plan.released:
+            self._known.pop(request_id, None)
+        self._known |= {admitted.request_id: admitted for admitted in plan.admitted}
+        begin_ns = time.monotonic_ns()
+        ended = [row for row in plan.rows if self._ends(row) and not self._fault(row)]
+        texts = [self._known[row.request_id].token_ids for row in ended]
+        made = self.encoder.forward(texts, are_pairs=self.encoder.head is not None) if texts else ()
+        pooled = {row.request_id: self._pooled(row, states) for row, states in zip(ended, made, strict=True)}
+        results = tuple(self._result(row, pooled.get(row.request_id)) for row in plan.rows)
+        return StepResult(plan.step_id, results, device_ns=time.monotonic_ns() - begin_ns)
+
+    def _ends(self, row: Row) -> bool:
+        return row.start + len(row.token_ids) == len(self._known[row.request_id].token_ids)
+
+    def _fault(self, row: Row) -> str:
+        """Returns why a row's request cannot be answered; "" if it can."""
+        admitted, size = self._known[row.request_id], self.resolved.vocab_size
+        if not admitted.sampling.pooling or row.num_samples:
+            return NO_TOKENS
+        if (admitted.sampling.pooling == SCORE) != (self.encoder.head is not None):
+            return f"this model has no answer of the kind {admitted.sampling.pooling}"
+        wrong = next((token for token in admitted.token_ids if not 0 <= token < size), None)
+        return "" if wrong is None else f"the model has no token {wrong}: it has {size}"
+
+    def _pooled(self, row: Row, states: Tensor) -> Tensor:
+        """states: [tokens, hidden]."""
+        match self._known[row.request_id].sampling.pooling:
+            case "score":
+                assert self.encoder.head is not None
+                return self.encoder.head(states[:1])[0]
+            case "cls":
+                return states[0]
+            case "last":
+                return states[-1]
+        return (states.double().sum(0) / len(states)).float()
+
+    def _result(self, row: Row, pooled: Tensor | None) -> RowResult:
+        if pooled is None:
+            return RowResult(row.request_id, error=self._fault(row) or None)
+        if not bool(torch.isfinite(pooled).all()):
+            return RowResult(row.request_id, error="what the model computes for this text is not finite")
+        return RowResult(row.request_id, pooled=pooled.contiguous().numpy().tobytes())
+
+
+def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunner:
+    """Raises `ConfigError` naming what cannot be honoured. Also sets the number of threads, for this process."""
+    begin_ns = time.monotonic_ns()
+    config.validate()
+    folder = Path(config.model_path)
+    model = load_encoder_config(folder)
+    _refuse_unsupported(config)
+    kernels, kernels_reason = machine.choose_kernels(config.kernels)
+    if kernels == "triton":
+        raise _no_place("kernels", kernels, "encoders are computed on the CPU: --kernels native, or torch")
+    dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
+    name = str(dtype).removeprefix("torch.")
+    ops, scheme = make_backend(kernels, dtype), machine.choose_weights(config, name, kernels).layers
+    ops.set_threads(config.num_threads or machine.num_cores())
+    with torch.inference_mode():
+        encoder = load_encoder(folder, model, ops, scheme)
+    on_phase("load weights", begin_ns, time.monotonic_ns())
+    reasons = {"dtype": name, "because": dtype_reason, "kernels": kernels_reason}
+    weights_bytes = _weights_bytes(model, ops, scheme)
+    cost = TokenCost(
+        weight_bytes=weights_bytes,
+        kv_bytes_per_token=0,
+        operations_per_token=2 * model.num_layers * model.layer_weights,
+        operations_per_context_token=4 * model.num_layers * model.hidden_size,
+    )
+    resolved = _resolved(config, encoder, scheme, reasons, weights_bytes)
+    ops.set_threads(resolved.num_threads)
+    return EncoderRunner(config, encoder, scheme, resolved, cost)
+
+
+def _refuse_unsupported(config: RunnerConfig) -> None:
+    """What is about tokens that follow, or needs several processes."""
+    plain = {"tensor_parallel_size": 1, "kv_offload_memory_bytes": 0, "load_format": "auto"}
+    for name, value in plain.items():
+        if getattr(config, name) != value:
+            raise _no_place(name, getattr(config, name), "leave it out")
+
+
+def _no_place(param: str, value: object, hint: str) -> ConfigError:
+    return ConfigError(f"{param} is {value}, which an encoder has no place for", param=param, value=value, hint=hint)
+
+
+def _weights_bytes(model: EncoderConfig, ops: Ops, scheme: WeightScheme) -> int:
+    width, inner = model.hidden_size, model.inner_size
+    shapes = ((3 * width, width), (width, width), (inner, width), (width, inner))
+    return model.num_layers * sum(ops.packed_bytes(*shape, scheme) or kept_bytes(*shape, scheme) for shape in shapes)
+
+
+def _resolved(
+    config: RunnerConfig, encoder: Encoder, scheme: WeightScheme, reasons: dict[str, str], weights_bytes: int
+) -> Resolved:
+    model, ops = encoder.config, encoder.ops
+    num_threads, threads_reason = machine.choose_num_threads(config.num_threads, weights_bytes)
+    max_model_len = machine.choose_max_model_len(config, model)
+    per_text = -(-max_model_len // config.block_size)
+    return Resolved(
+        architecture=model.architecture,
+        model_path=config.model_path,
+        num_parameters=encoder.num_parameters,
+        kernels=ops.name,
+        activation_dtype=str(ops.activation_dtype).removeprefix("torch."),
+        products=f"weights x activations: layers {scheme.name} x {ops.product_dtype(scheme)}",
+        layers="of an encoder, part by part",
+        weights=f"layers {scheme.name}",
+        weights_bytes=weights_bytes,
+        embedding_bytes=encoder.words.nbytes,
+        packed_cache="not of an encoder",
+        kv_cache_dtype="none",
+        linear_backend=ops.linear_name,
+        attention_backend="torch",
+        num_threads=num_threads,
+        num_threads_reason=threads_reason,
+        block_size=config.block_size,
+        num_blocks=config.max_num_seqs * per_text,
+        num_blocks_reason="an encoder keeps nothing in them",
+        kv_bytes_per_block=0,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=(),
+        context_length=model.max_position_embeddings,
+        sliding_window=None,
+        execution_reason=f"{ops.name} kernels compute while they are called",
+        speculative_reason="an encoder generates nothing",
+        unused_tensors=encoder.unused_tensors,
+        pooling=model.pooling,
+        dtype=reasons["dtype"],
+        kernels_reason=reasons["kernels"],
+        dtype_reason=reasons["because"],
+        products_reason=machine.choose_rounding(config, reasons["dtype"], ops.name)[1],
+    )

@@ -1,0 +1,273 @@
+"""Embeddings of encoders equal transformers': alone, in a batch, in chunks; what an encoder cannot do is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from splittime import LLM, SamplingParams
+from splittime.assemble.model_source import load_tokenizer
+from splittime.core.errors import ConfigError, RequestError
+from splittime.core.step import Admitted, Row, StepPlan
+from splittime.models.encoder_config import ENCODERS, is_encoder, load_encoder_config, parse_encoder_config
+from splittime.runner.config import RunnerConfig
+from splittime.runner.encoder import load_encoder_runner
+
+MAX_ABS_ERROR = 1e-4
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(50)), "##s"]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+    "max_position_embeddings": 66,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+VARIANTS = {
+    "bert": ("BertModel", "Bert", {"max_position_embeddings": 64}),
+    "bert-tanh": ("BertForMaskedLM", "Bert", {"max_position_embeddings": 64, "hidden_act": "gelu_new"}),
+    "roberta": ("RobertaModel", "Roberta", {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}),
+    "xlm-roberta": ("XLMRobertaModel", "XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 1}),
+}
+TEXTS = ["w1 w2 w3", "w4", " ".join(f"w{number % 50}s" for number in range(30)), "w7 what w8", "w9 " * 20]
+
+
+def write_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    made.normalizer = tokenizers.normalizers.BertNormalizer()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    made.add_special_tokens(WORDS[:4])
+    made.save(str(folder / "tokenizer.json"))
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"tokenizer_class": "BertTokenizer"}))
+    return made
+
+
+def write_pooling(folder: Path, mode: str) -> None:
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+
+
+def make(variant: str, folder: Path, mode: str = "mean_tokens") -> Any:
+    """Writes the checkpoint, and returns transformers' model of it."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    architecture, name, differences = VARIANTS[variant]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | differences))
+    model = getattr(transformers, architecture)(config).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "bias" in parameter_name or "Norm" in parameter_name:  # else zeros or ones, which would hide errors
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    write_pooling(folder, mode)
+    return getattr(model, model.base_model_prefix, model)
+
+
+def expected(model: Any, ids: list[int], mode: str) -> np.ndarray:
+    with torch.no_grad():
+        states = model(torch.tensor([ids])).last_hidden_state[0].double()
+    pooled = states[0] if mode == "cls_token" else states.mean(0)
+    return (pooled / pooled.norm()).numpy()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
+def test_embeddings_equal_transformers_alone_and_in_a_batch(variant: str, mode: str, tmp_path: Path) -> None:
+    model, tokenizer = make(variant, tmp_path, mode), write_tokenizer(tmp_path)
+    llm = LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=64, num_threads=1)
+    together = llm.embed(TEXTS)
+    for text, embedding in zip(TEXTS, together, strict=True):
+        ids = tokenizer.encode(text).ids
+        wanted = expected(model, ids, mode)
+        assert np.abs(np.array(embedding) - wanted).max() < MAX_ABS_ERROR
+        (alone,) = llm.embed(text)
+        assert np.abs(np.array(alone) - wanted).max() < MAX_ABS_ERROR
+    (of_ids,) = llm.embed([tokenizer.encode(TEXTS[2]).ids])
+    assert np.abs(np.array(of_ids) - np.array(together[2])).max() < MAX_ABS_ERROR
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    make("bert", folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Path) -> None:
+    runner = load_encoder_runner(RunnerConfig(model_path=str(bert), num_threads=1), lambda *told: None)
+    asked = SamplingParams(pooling="mean", max_tokens=0, seed=0)
+    one, other = (Admitted(name, ids, 0, asked, ()) for name, ids in (("one", (2, 9, 8, 7, 3)), ("other", (2, 5, 3))))
+
+    def pooled(*rows: Row, admitted: tuple[Admitted, ...] = (), released: tuple[str, ...] = ()) -> list[np.ndarray]:
+        found = runner.run(StepPlan(0, rows, admitted, released)).rows
+        assert [row.error for row in found] == [None] * len(rows)
+        return [np.frombuffer(row.pooled, np.float32) for row in found]
+
+    whole = pooled(Row("one", 0, one.token_ids, (0,), 0), admitted=(one,))
+    assert len(pooled(Row("one", 0, one.token_ids[:2], (0,), 0), admitted=(one,), released=("one",))[0]) == 0
+    rows = (Row("other", 0, other.token_ids, (1,), 0), Row("one", 2, one.token_ids[2:], (), 0))
+    beside = pooled(*rows, admitted=(other,))
+    assert np.abs(beside[1] - whole[0]).max() < 1e-6
+    assert not np.array_equal(beside[0], beside[1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "said"),
+    [((2, 999), SamplingParams(pooling="cls", seed=0), "999"), ((2,), SamplingParams(seed=0), "encoder")],
+)
+def test_a_request_that_cannot_be_answered_fails_alone(bert: Path, ids, sampling, said: str) -> None:
+    runner = load_encoder_runner(RunnerConfig(model_path=str(bert), num_threads=1), lambda *told: None)
+    wrong, right = Admitted("wrong", ids, 0, sampling, ()), Admitted("a", (2, 3), 0, SamplingParams(pooling="cls"), ())
+    rows = (Row("wrong", 0, ids, (0,), 0), Row("a", 0, (2, 3), (1,), 0))
+    first, second = runner.run(StepPlan(0, rows, (wrong, right))).rows
+    assert said in str(first.error)
+    assert (first.pooled, second.error, len(second.pooled)) == (b"", None, 4 * 48)
+
+
+def test_as_long_a_text_as_there_are_positions_and_no_longer(bert: Path) -> None:
+    llm = LLM(bert, num_threads=1)
+    assert llm.max_model_len == 64
+    assert len(llm.embed("w1 " * 62)[0]) == 48
+    with pytest.raises(RequestError, match="64"):
+        llm.embed("w1 " * 63)
+
+
+def test_an_encoder_generates_nothing(bert: Path) -> None:
+    llm = LLM(bert, num_threads=1)
+    (output,) = llm.generate("w1", SamplingParams(max_tokens=3))
+    assert output.error is not None
+    assert "encoder" in output.error.message
+    assert len(llm.embed("w1")[0]) == 48
+
+
+def test_weights_can_be_rounded(bert: Path) -> None:
+    plain, rounded = (LLM(bert, num_threads=1, quantization=way).embed(TEXTS) for way in (None, "int8"))
+    likeness = (np.array(plain) * np.array(rounded)).sum(-1)
+    assert (likeness > 0.99).all()
+    assert (likeness < 1.0).any()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("tensor_parallel_size", 2), ("load_format", "dummy"), ("max_model_len", 65)]
+)
+def test_settings_that_an_encoder_has_no_place_for(bert: Path, setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM(bert, **{setting: value})
+    assert refused.value.info.param == setting
+
+
+CONFIG = {"architectures": ["BertModel"], **SIZES}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "swish"),
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("hidden_size", 49),
+        ("num_hidden_layers", 10**6),
+        ("type_vocab_size", 0),
+        ("layer_norm_eps", 2.0),
+        ("max_position_embeddings", 1),
+        ("quantization_config", {}),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_encoder_config(CONFIG | {key: value})
+    assert refused.value.info.param == key
+
+
+def test_encoders_are_known_by_their_architecture(bert: Path, tmp_path: Path) -> None:
+    assert is_encoder(bert)
+    assert not is_encoder(tmp_path)
+    assert {parse_encoder_config(CONFIG | {"architectures": [name]}).architecture for name in ENCODERS} == set(ENCODERS)
+
+
+JUDGES = {
+    "bert": ("BertForSequenceClassification", "Bert", {"max_position_embeddings": 64}),
+    "roberta": ("RobertaForSequenceClassification", "Roberta", {"type_vocab_size": 1, "pad_token_id": 1}),
+}
+PAIRS = [("w1 w2", "w3"), ("w1", "w4s w5 w6"), ("w7s", "what")]
+
+
+def make_judge(variant: str, folder: Path, **more: Any) -> Any:
+    """Writes a cross-encoder, and returns transformers' model of it and the tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    architecture, name, differences = JUDGES[variant]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | differences | more), num_labels=1)
+    model = getattr(transformers, architecture)(config).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "bias" in parameter_name or "Norm" in parameter_name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    tokenizer = write_tokenizer(folder)
+    ends, kind = ("[SEP]", 1) if variant == "bert" else ("[SEP] [SEP]", 0)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=f"[CLS] $A {ends} $B:{kind} [SEP]:{kind}",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("variant", JUDGES)
+def test_scores_of_pairs_equal_transformers(variant: str, tmp_path: Path) -> None:
+    model, tokenizer = make_judge(variant, tmp_path)
+    runner = load_encoder_runner(RunnerConfig(model_path=str(tmp_path), num_threads=1), lambda *told: None)
+    assert (runner.resolved.pooling.score, runner.resolved.unused_tensors) == ("sigmoid", ())
+    asked = SamplingParams(pooling="score", max_tokens=0, seed=0)
+    for number, pair in enumerate(PAIRS):
+        encoded = tokenizer.encode(*pair)
+        with torch.no_grad():
+            ids, types = torch.tensor([encoded.ids]), torch.tensor([encoded.type_ids])
+            wanted = model(ids, token_type_ids=types).logits.item()
+        assert load_tokenizer(tmp_path).encode_pair(*pair) == tuple(encoded.ids)
+        admitted = Admitted(str(number), tuple(encoded.ids), 0, asked, ())
+        plan = StepPlan(number, (Row(str(number), 0, admitted.token_ids, (0,), 0),), (admitted,))
+        (row,) = runner.run(plan).rows
+        assert abs(np.frombuffer(row.pooled, np.float32)[0] - wanted) < MAX_ABS_ERROR
+    with pytest.raises(RequestError, match="rerank"):
+        LLM(tmp_path, num_threads=1).embed("w1")
+
+
+def test_what_becomes_of_a_score_is_said_by_the_config(tmp_path: Path) -> None:
+    make_judge("bert", tmp_path)
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    linear = "torch.nn.modules.linear.Identity"
+    for more, kind in (
+        ({"sbert_ce_default_activation_function": linear}, "none"),
+        ({"sentence_transformers": {"activation_fn": linear}}, "none"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
+    ):
+        path.write_text(json.dumps(plain | more))
+        assert load_encoder_config(tmp_path).pooling.score == kind
+    for more, param in (
+        ({"sbert_ce_default_activation_function": "Tanh"}, "sbert_ce_default_activation_function"),
+        ({"id2label": {"0": "no", "1": "yes"}}, "id2label"),
+    ):
+        path.write_text(json.dumps(plain | more))
+        with pytest.raises(ConfigError) as refused:
+            load_encoder_config(tmp_path)
+        assert refused.value.info.param == param
