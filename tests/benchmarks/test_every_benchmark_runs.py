@@ -51,6 +51,7 @@ ALONE = {
     "gateway.overload": ["--small"],
     "gateway.routing": ["--small"],
     "scenarios.http_edges": ["--small"],
+    "scenarios.kv_handover": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],
     "scenarios.plan_check": ["--small"],

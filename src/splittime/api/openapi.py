@@ -14,7 +14,8 @@ from splittime.api.hop_answers import HopsBody
 from splittime.api.input_items import QUERY
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
-from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
+from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -44,10 +45,12 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+_HOP = {"span_id": "00f067aa0ba902b7", "name": "search", "kind": "retrieval", "begin_ns": 0, "duration_ns": 12_000_000}
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
+    "PrefillBody": {"prompt": _PROMPT},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
@@ -56,19 +59,7 @@ EXAMPLES: dict[str, Any] = {
     "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
-    "HopsBody": {
-        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
-        "clock": "laptop-1",
-        "hops": [
-            {
-                "span_id": "00f067aa0ba902b7",
-                "name": "search",
-                "kind": "retrieval",
-                "begin_ns": 0,
-                "duration_ns": 12_000_000,
-            }
-        ],
-    },
+    "HopsBody": {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "clock": "laptop-1", "hops": [_HOP]},
 }
 
 
@@ -98,7 +89,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
     kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
@@ -117,6 +108,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
         "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
         "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
+        "/v1/prefill": {"post": _prefill("PrefillBody", "Compute a prompt that will come", "PrefillAnswer")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
@@ -144,6 +136,7 @@ def _paths(knobs: Schema) -> Schema:
         "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
         "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
         "/is_sleeping": {"get": _get("Whether it sleeps")},
+        "/kv/blocks": {"post": _get("Blocks of KV cache", errors=(400, 404, 408, 413, 503), content=MSGPACK) | KV_ASK},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
