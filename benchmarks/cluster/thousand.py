@@ -74,7 +74,7 @@ def scenarios(size: float) -> dict[str, FleetScenario]:
         return max(1, round(count * size))
 
     failing = FailureSettings(per_replica_hour=12.0)
-    growing = ScaleSettings(min_replicas=3, max_replicas=many(1000), spare=many(10))
+    growing = ScaleSettings(min_replicas=3, max_replicas=many(1000), spare=many(10), down_delay_s=60.0)
     asleep = msgspec.structs.replace(growing, warm_pool=many(300))
     fixed = FleetSettings(replicas=max(3, many(1000)), scaling="none", ttft_s=5.0, tpot_s=0.15)
     return {

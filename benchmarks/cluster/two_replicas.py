@@ -89,7 +89,7 @@ def measured_figures(run: Run) -> dict[str, float]:
         "tpot": [tpot_ns(one) for one in answered],
         "e2e": [response_ns(one) for one in answered],
     }
-    return _told({name: [value for value in some if value is not None] for name, some in times.items()})
+    return _percentiles_ms({name: [value for value in some if value is not None] for name, some in times.items()})
 
 
 def figures_on_paper(like: Replica, schedule: Schedule, seed: int) -> dict[str, float]:
@@ -105,10 +105,10 @@ def figures_on_paper(like: Replica, schedule: Schedule, seed: int) -> dict[str, 
         "tpot": [figures.tpot_ns(one) for one in answered if one.output > 1],
         "e2e": [one.end_ns - one.at_ns for one in answered],
     }
-    return _told(times)
+    return _percentiles_ms(times)
 
 
-def _told(times_ns: dict[str, list[Any]]) -> dict[str, float]:
+def _percentiles_ms(times_ns: dict[str, list[Any]]) -> dict[str, float]:
     return {
         f"{name}_ms_{percent}": round(ns / 1e6, 3)
         for name, some in times_ns.items()

@@ -34,7 +34,7 @@ def test_help_has_every_flag_and_examples():
 COMMANDS = [
     *("", "serve", "run", "generate", "explain", "doctor", "config show"),
     *("bench", "bench run", "bench search", "bench sweep", "bench compare", "bench report", "bench books"),
-    *("bench mock-server", "quality", "quantize", "distill", "simulate", "calibrate", "plan", "tune"),
+    *("bench mock-server", "quality", "quantize", "distill", "simulate", "calibrate", "plan", "fleet", "tune"),
 ]
 
 

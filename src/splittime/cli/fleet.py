@@ -177,8 +177,9 @@ def _server(given: FleetOptions) -> "Replica":
         from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
 
         sizes = sizes_of_config(given.model_config, (given.precision or "bfloat16").lower())
-        about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision, {})
-        return replica_of_device(given.device, *about)
+        return replica_of_device(
+            given.device, sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision, {}
+        )
     found = kept_calibration().replica if given.source is None else replica_in(given.source, {})
     if not isinstance(found, Replica):
         hint = "Name the ledger of a splittime server."

@@ -79,6 +79,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_stored_responses",
         "max_stored_response_bytes",
         "stored_response_s",
+        "prefill_ahead_s",
     ),
     "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes"),
 }

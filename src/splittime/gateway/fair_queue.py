@@ -92,7 +92,7 @@ class FairQueue:
             raise
 
     def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
-        """It waits from now on, or has its place already. Raises as `enter` does."""
+        """Have it wait, or give it a place at once. Raises as `enter` does."""
         if not self._router.may_ask(waiting.model, self._now_ns()):
             raise self._nobody(waiting.model)
         self._make_room(waiting, draw, until_ns)
@@ -100,7 +100,7 @@ class FairQueue:
         self.dispatch()
 
     def abandon(self, waiting: QueuedRequest) -> None:
-        """It was cancelled, or waited too long: leave the line, or give back a place granted at that moment."""
+        """Take one that was cancelled or waited too long out of its line, or give back a place granted at that moment."""
         granted = waiting.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
             if not waiting.is_retry:

@@ -31,6 +31,7 @@ from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group
+from splittime.server.prefilled import Prefilled
 from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
@@ -91,6 +92,7 @@ class Service:
         self.responses = ResponseStore(
             config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_s
         )
+        self.prefilled = Prefilled(int(config.prefill_ahead_s * 1e9))
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 

@@ -113,7 +113,7 @@ class CoarseReplica:
             self._take_in_hand(self._in_hand._replace(count=self._in_hand.begun_by(now_ns)))
 
     def fail(self, now_ns: int) -> list[CoarseRequest]:
-        """It is gone, with all that it had. Returns its requests, each with as many tokens as were ready."""
+        """Lose all that it has. Returns its requests, each with as many tokens as were ready."""
         if self._in_hand is not None:
             self._step += self._in_hand.begun_by(now_ns) - 1
         for request in self._decoding:
@@ -165,7 +165,7 @@ class CoarseReplica:
         return news
 
     def _leave(self, request: CoarseRequest) -> None:
-        """It decodes no longer, and its room is free. Its `generated` is what it is by now."""
+        """Take it out of those that decode, and free its room. Its `generated` is what it is by now."""
         request.generated = request.output - max(0, request.end_step - self._step)
         self._decoding.remove(request)
         self._context -= request.prompt + request.generated - 1

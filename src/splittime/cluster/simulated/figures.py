@@ -77,9 +77,9 @@ def figures_of(run: FleetRun, spec: FleetLoadSpec) -> FleetFigures:
         endings=dict(endings),
         good=_good_share(requests, run.settings) or 0.0,
         lost=endings["failed"],
-        ttft_ms=_told([ttft_ns(request) for request in answered]),
-        tpot_ms=_told([tpot_ns(request) for request in answered if request.output > 1]),
-        e2e_ms=_told([request.end_ns - request.at_ns for request in answered]),
+        ttft_ms=_percentiles_ms([ttft_ns(request) for request in answered]),
+        tpot_ms=_percentiles_ms([tpot_ns(request) for request in answered if request.output > 1]),
+        e2e_ms=_percentiles_ms([request.end_ns - request.at_ns for request in answered]),
         retried=sum(request.attempts > 1 for request in requests),
         resumed=sum(request.is_resumed for request in requests),
         cached=sum(request.cached for request in answered) / max(1, sum(request.prompt for request in answered)),
@@ -114,7 +114,7 @@ def _good_share(requests: Sequence[FleetRequest], settings: FleetSettings) -> fl
     return sum(is_good(request, settings) for request in requests) / len(requests) if requests else None
 
 
-def _told(times_ns: list[int]) -> dict[str, float]:
+def _percentiles_ms(times_ns: list[int]) -> dict[str, float]:
     """Returns percentiles in ms; {} of nothing."""
     return {name: round(ns / 1e6, 3) for name, ns in percentiles(times_ns, (50, 90, 99)).items()}
 

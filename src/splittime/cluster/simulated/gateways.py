@@ -130,7 +130,7 @@ class FleetGateway:
         self.admit(request, prefix)
 
     def admit(self, request: FleetRequest, prefix: SeenPrefix | None) -> None:
-        """It waits for a place, and is sent when it has one."""
+        """Have it wait for a place, and send it when it has one."""
         agenda, tokens = self.agenda, self._tokens(request)
         until_ns = agenda.now_ns + round(self.settings.max_wait_s * 1e9)
         grant = PlaceGrant(lambda place: agenda.at(agenda.now_ns, self._placed, request, tokens, prefix, place))

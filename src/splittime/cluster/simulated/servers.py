@@ -60,7 +60,7 @@ class FleetServer:
         self.state = state
 
     def stop(self) -> None:
-        """It is gone, and nothing is charged for it any more."""
+        """End it, if it has not failed already: nothing is charged for it any more."""
         self.become(FleetState.LOST)
         self.ended_ns = self._agenda.now_ns
         if not self.is_dead:
