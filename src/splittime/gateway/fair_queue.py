@@ -100,7 +100,8 @@ class FairQueue:
         self.dispatch()
 
     def abandon(self, waiting: QueuedRequest) -> None:
-        """Take one that was cancelled or waited too long out of its line, or give back a place granted at that moment."""
+        """Take one that was cancelled or waited too long out of its line, or give back a place granted at that
+        moment."""
         granted = waiting.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
             if not waiting.is_retry:
