@@ -29,7 +29,7 @@ from splittime.api.outputs import Output, Piece
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock
-from splittime.core.errors import RequestError, error_from_info
+from splittime.core.errors import ConfigError, RequestError, error_from_info
 from splittime.core.facts import Machine
 from splittime.core.pooling import Pooling
 from splittime.core.request import Request
@@ -44,6 +44,7 @@ from splittime.ledger.account import EMBEDDINGS, Account
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
+from splittime.ledger.start import start_book
 from splittime.ledger.store import Ledger
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
@@ -65,11 +66,15 @@ class LLM:
         on_loading: Callable[[str, float], None] = lambda progress, share: None,
         **arguments: Any,
     ) -> None:
-        from splittime.assemble.worker import build_engine  # brings torch: two seconds, paid by those who generate
+        from splittime.assemble.worker import build_engine, import_parts
 
         chosen = settings.from_arguments({**arguments, "model": None if model is None else str(model)})
+        for name in ("kv_peers", "kv_export"):
+            if chosen[name]:
+                raise ConfigError(f"{name} is for servers: an LLM shares no blocks", param=name, hint="leave it out")
         folder = model_source.locate(chosen["model"], chosen["load_format"])
         timeline: list[tuple[str, int, int]] = []
+        import_parts(timeline)  # two seconds, paid by those who generate
         parts = build_engine(worker_settings(chosen, folder), timeline, on_loading)
         resolved = parts.resolved
         tokenizer = model_source.load_tokenizer(folder)
@@ -122,7 +127,9 @@ class LLM:
         said = self.crank.facts
         if said is None:
             return None
-        process = Process(name="llm", started_ns=self._started_ns, ready_ns=self._ready_ns, sleeps=self._sleeps)
+        begin_ns, ready_ns = self._started_ns, self._ready_ns
+        start = start_book(begin_ns, ready_ns, self._start_parts)
+        process = Process(name="llm", started_ns=begin_ns, ready_ns=ready_ns, sleeps=self._sleeps, start=start)
         knobs = self.crank.engine.scheduler.config.knobs()
         machine = self._machine or said.machine
         settings = said.settings | knobs

@@ -11,6 +11,7 @@ from test_imports import SOURCE
 SEAMS = ["kernels", "models", "runner/device", "runner/kv_store.py", "runner/load.py"]
 READERS = {
     "models/config.py",
+    "models/encoder_config.py",
     "models/fields.py",
     "models/parts.py",
     "models/gguf/config.py",

@@ -53,6 +53,7 @@ ALONE = {
     "cluster.thousand": ["--small"],
     "cluster.two_replicas": ["--small"],
     "scenarios.http_edges": ["--small"],
+    "scenarios.kv_handover": ["--small"],
     "scenarios.forecast": ["--small"],
     "scenarios.wait_forecast": ["--small"],
     "scenarios.plan_check": ["--small"],

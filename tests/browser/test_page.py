@@ -5,6 +5,8 @@ import time
 import msgspec
 import pytest
 
+from splittime.ledger.facts import Process, ServerFacts
+
 from . import books
 
 EVIL = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
@@ -351,3 +353,23 @@ def test_an_axis_of_few_requests_names_halves(live, visit):
     axis = page.locator("#charts figure").first.locator("text.tick.end").all_text_contents()[:-1]
     assert len(axis) > 2
     assert len(set(axis)) == len(axis)
+
+
+def test_how_it_started_on_one_axis(live, visit):
+    server = Process(
+        name="server", started_ns=0, ready_ns=4 * 10**9, start=(("import", 0, 10**9), ("wait", 10**9, 4 * 10**9))
+    )
+    engine = Process(name="engine", started_ns=10**9, ready_ns=3 * 10**9, start=((EVIL, 10**9, 3 * 10**9),))
+    live.engine.facts = lambda: ServerFacts(version="1", model="m", max_model_len=9, processes=(engine,))
+    live.service._start, live.service.started_ns, live.service._ready_ns = server.start, 0, server.ready_ns
+    page = visit(live.url)
+    page.click("#start summary")
+    page.locator("#start .bar").nth(1).wait_for()
+    assert "import 1.00 s, wait 3.00 s" in page.locator("#start-parts").inner_text()
+    whole, part = (
+        page.locator("#start .bar").nth(1).bounding_box(),
+        page.locator("#start .bar").nth(1).locator("i").bounding_box(),
+    )
+    assert abs((part["x"] - whole["x"]) / whole["width"] - 0.25) < 0.01
+    assert abs(part["width"] / whole["width"] - 0.5) < 0.01
+    assert page.title() != "owned"

@@ -55,6 +55,16 @@ def test_announces_itself_as_one_json_line(server):
     assert report["timeline_ms"][-1]["end_ms"] > 0
 
 
+def test_its_start_is_in_the_facts_and_sums_exactly(server):
+    _, report, _ = server
+    with urllib.request.urlopen(f"{report['url']}/ledger/facts", timeout=100) as response:
+        process = json.load(response)["processes"][0]
+    begins, ends = [part[1] for part in process["start"]], [part[2] for part in process["start"]]
+    assert [*begins, process["ready_ns"]] == [process["started_ns"], *ends]
+    parts = ["import", "read settings", "import server", "load tokenizer", "start server", "wait for engine"]
+    assert [part[0] for part in process["start"]][: len(parts)] == parts
+
+
 def test_answers_and_explains(server):
     _, report, _ = server
     body = {"model": report["model"], "prompt": "hello", "max_tokens": 5, "temperature": 0}

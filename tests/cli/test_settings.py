@@ -4,6 +4,7 @@ import pytest
 
 from splittime.assemble import settings
 from splittime.assemble.settings import worker_settings
+from splittime.cli.serve import check_adapters
 from splittime.core.errors import ConfigError
 from splittime.core.settings import settings_of
 from splittime.runner.config import RunnerConfig
@@ -166,3 +167,12 @@ def test_lists_of_texts_by_every_way(tmp_path):
         file.write_text(wrong + "\n")
         with pytest.raises(ConfigError, match="is not a list of texts"):
             settings.load({}, environ={})
+
+
+def test_adapters_are_the_servers() -> None:
+    with pytest.raises(ConfigError, match="loads no adapters"):
+        settings.from_arguments({"enable_lora": True})
+    with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
+        check_adapters(settings.load({"lora_modules": ["a=b"]}, environ={}))
+    with pytest.raises(ConfigError, match="is no folder"):
+        check_adapters(settings.load({"enable_lora": True, "lora_root": "/nowhere/at/all"}, environ={}))

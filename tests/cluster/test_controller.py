@@ -216,6 +216,18 @@ def test_a_replica_that_drains_is_taken_back_first():
     assert [order.action for order in world.second().orders] == [FleetAction.ADMIT]
 
 
+def test_a_replica_that_has_drained_and_is_needed_is_taken_back_and_not_ended():
+    world = FleetWorld(ScaleSettings(max_replicas=8, up_delay_s=0, down_delay_s=5), drain_s=0)
+    world.load = 2100
+    world.seconds(20)
+    world.load = 1400
+    while not world.of_state(FleetState.DRAINING):
+        world.second()
+    assert world.second().orders == []
+    world.load = 2100
+    assert [order.action for order in world.second().orders] == [FleetAction.ADMIT]
+
+
 def test_to_none_and_back():
     world = FleetWorld(ScaleSettings(min_replicas=0, spare=0, idle_s=20, down_delay_s=5))
     world.load = 500

@@ -60,6 +60,7 @@ NOT_RUN = {
     "docs/guides/plan.md": [
         "splittime plan light.json,heavy.json --slo ttft_p99=2s --rate 200 --input-tokens 64 --output-tokens 32"
     ],
+    "docs/guides/sleep.md": ["splittime serve --port 8001 --kv-export"],
     "docs/guides/whole-request.md": [
         "import openai",
         "splittime explain cmpl-5f3a --url http://127.0.0.1:8000",

@@ -51,6 +51,9 @@ def test_facts_are_of_now() -> None:
             [crank] = facts.processes
             assert crank.name == "engine"
             assert crank.started_ns < (crank.ready_ns or 0) <= time.monotonic_ns()
+            begins, ends = [part[1] for part in crank.start], [part[2] for part in crank.start]
+            assert [*begins, crank.ready_ns] == [crank.started_ns, *ends]
+            assert "import engine" in [part[0] for part in crank.start]
             await client.configure({"max_num_seqs": 3})
             assert client.facts().settings["max_num_seqs"] == 3
             await until(lambda: client.facts().machine == MACHINE)

@@ -1,6 +1,7 @@
 """The other APIs through a gateway: passed on, charged, retried, cut off, and told their errors in their own form."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
 from .hostile import MESSAGE_EVENTS, TYPED_WHOLE, response_events
+from .test_escalation import until
 from .test_relay import events
 
 SHA = {"one": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}  # of "one" and "two"
@@ -211,10 +213,10 @@ def test_where_there_is_one_upstream_and_no_tenant_an_unknown_response_is_its_to
 
 
 def test_nobody_has_another_tenants_response(hostile, tmp_path):
-    text = upstream("typed", hostile.url("typed"), "m")
+    text = f'budget_file = "{tmp_path}/budgets.sqlite"\n' + upstream("typed", hostile.url("typed"), "m")
     for name in ("one", "two"):
         text += f'[[tenant]]\nname = "{name}"\nsha256 = "{SHA[name]}"\noperator = {str(name == "one").lower()}\n'
-        text += "tokens_per_minute = 30\n" if name == "two" else ""
+        text += f"{'tokens_per_minute = 30' if name == 'two' else 'tokens_per_day = 100000'}\n"
     with gateway_of(tmp_path, text) as gateway:
         response_id = json.loads(ask(gateway, RESPONSES, key="two")[1])["id"]
         assert call(gateway, "GET", f"{RESPONSES}/{response_id}", "two")[0] == 200
@@ -224,6 +226,21 @@ def test_nobody_has_another_tenants_response(hostile, tmp_path):
         assert {ask(gateway, COUNT_TOKENS, key="two")[0] for _ in range(3)} == {200}
         statuses = [ask(gateway, EMBEDDINGS, key="two")[0] for _ in range(4)]
         assert statuses == [200, 200, 429, 429]  # 20 tokens for two responses, five each for two vectors
+        before = budget_used(gateway)
+        assert ask(gateway, MESSAGES, key="one", stream=True, dies_after=5)[0] == 200
+        until(lambda: budget_used(gateway) > before)
+        assert budget_used(gateway) - before == 7 + 2  # the prompt as told, and two pieces of an answer
+        before, body = budget_used(gateway), {"stream": True, "dies_after": 3}
+        assert ask(gateway, RESPONSES, key="one", **body)[0] == 200
+        until(lambda: budget_used(gateway) > before)
+        assert budget_used(gateway) - before == -(-len(json.dumps({"model": "m", **body})) // 4) + 2  # as estimated
+
+
+def budget_used(gateway) -> float:
+    asked = urllib.request.Request(gateway.url + "/metrics", headers={"authorization": "Bearer one"})
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        found = re.search(r"splittime_gateway_budget_used_tokens\{.*\} (\S+)", response.read().decode())
+    return float(found[1]) if found else 0.0
 
 
 # ---- what is not for them

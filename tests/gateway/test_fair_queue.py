@@ -395,3 +395,29 @@ def test_a_retry_does_not_hide_who_has_waited_longest():
         assert queue.longest_wait_ns(at_ns) == 0
 
     asyncio.run(run())
+
+
+def test_a_place_that_is_not_waited_for_is_paid_for_or_is_a_second_one():
+    queue = FairQueue(QueueConfig(), router_of(1, 1), {"a": 2.0})
+    first = queue.place_now("a", "m", 100, is_charged=True)
+    share = queue.shares["a"]
+    assert (share.counter, share.unsettled, share.in_flight) == (50.0, 100, 1)
+    tried = [first.upstream.name]
+    second = queue.place_now("a", "m", 100, tried, is_charged=False)
+    assert second.upstream is not first.upstream
+    assert (share.counter, share.unsettled, share.in_flight) == (50.0, 100, 2)
+    assert queue.place_now("a", "m", 100, is_charged=True) is None
+    queue.leave(second, "a", 100)
+    assert queue.place_now("a", "m", 100, [first.upstream.name, second.upstream.name], is_charged=False) is None
+    queue.leave(first, "a", 100)
+    queue.settle("a", 100, 40)
+    assert (share.counter, share.unsettled, share.in_flight) == (20.0, 0, 0)
+
+
+def test_of_many_upstreams_one_that_does_not_lack_the_path_is_found():
+    """Whoever is drawn may all lack it; then the others are looked at."""
+    router = router_of(*([4] * (MANY + 8)))
+    lacking = [one.name for one in router.upstreams[:-1]]
+    for _ in range(20):
+        assert router.choose("m", 1, lacking).upstream is router.upstreams[-1]
+    assert router.choose("m", 1, [*lacking, router.upstreams[-1].name]) is not None

@@ -298,7 +298,7 @@ asks = st.tuples(
     st.integers(1, 40),
     st.sampled_from([None, None, 0, 5_000, 60_000]),
     st.integers(-2, 2),
-    st.sampled_from(["", "", "", "last", "mean"]),  # an embedding is asked for
+    st.sampled_from(["", "", "", "last", "mean", "ahead"]),  # an embedding is asked for, or nothing
 )
 bursts = st.tuples(st.just("burst"), st.lists(asks, min_size=1, max_size=8))
 events = st.one_of(

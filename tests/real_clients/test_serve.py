@@ -132,6 +132,25 @@ def test_embeddings_in_a_batch_are_those_alone(server: Server) -> None:
         server.client.post("/rerank", cast_to=object, body={"query": "q", "documents": ["a"]})
 
 
+def test_who_comes_with_a_prompt_that_was_computed_ahead_finds_it_and_is_told(server: Server) -> None:
+    messages = [{"role": "user", "content": "computed ahead: " + "read the next file, then write it. " * 30}]
+    made = server.client.post("/prefill", body={"messages": messages}, cast_to=dict[str, Any])
+    assert (made["object"], made["cached_tokens"]) == ("prefill", 0)
+    assert made["prompt_tokens"] > 128
+    answers = [
+        server.client.chat.completions.create(model=server.model, messages=messages, max_tokens=4, temperature=0)
+        for _ in range(2)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    first, second, warmed = (
+        get_json(f"{server.url}/ledger/requests/{name}") for name in (answers[0].id, answers[1].id, made["id"])
+    )
+    assert first["ahead_tokens"] == first["cached_tokens"] > 64
+    assert first["ahead_ns"] > 0
+    assert (second["ahead_tokens"], second["cached_tokens"]) == (0, first["cached_tokens"])
+    assert (warmed["endpoint"], warmed["finish_reason"]) == ("prefill", "stop")
+
+
 def test_logprobs_agree_with_the_choice(server: Server) -> None:
     answer = server.client.completions.create(
         model=server.model, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3

@@ -158,6 +158,13 @@ def test_a_file_that_does_not_fit_is_refused(base, tmp_path, name):
         runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
 
 
+def test_a_long_header_is_refused_before_it_is_read(base, tmp_path):
+    adapter_files.write_adapter(tmp_path, base[1])
+    (tmp_path / "adapter_model.safetensors").write_bytes((2 << 20).to_bytes(8, "little") + b" " * (2 << 20))
+    with pytest.raises(ConfigError, match="header of 2097152 bytes"):
+        runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
+
+
 def test_a_file_of_nothing_is_refused(base, tmp_path):
     adapter_files.write_adapter(tmp_path, base[1])
     save_file({}, tmp_path / "adapter_model.safetensors")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.step import TokenLogprob
@@ -162,6 +163,11 @@ class FakeEngine:
     async def wake(self) -> SleepReport:
         level, self.rest_now = self.rest_now.level, Rest()
         return SleepReport(action="wake", level=level, changed=level > 0, slept_ns=7_000_000_000)
+
+    async def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        """Has one block, of the layout "fake"."""
+        has = ask.layout == "fake"
+        return BlocksTold((b"n" * 16,), (b"content",)) if has else None
 
     # ---- the steps
 

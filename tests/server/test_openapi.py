@@ -38,6 +38,8 @@ NOT_DRAWN = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # there are no folders to draw; test_adapters has some
     *("/v1/messages", "/v1/messages/count_tokens"),  # test_messages holds another API's
     "/v1/responses",  # a call's output needs its call; test_responses holds it
+    "/kv/blocks",  # msgpack is not drawn; test_kv_route holds it
+    "/v1/prefill",  # tools go with messages; test_prefill holds it
     *("/v1/rerank", "/v1/score"),  # this vocabulary has no "yes"; test_ranking has one
 )
 

@@ -470,6 +470,33 @@ def test_a_stored_response_is_given_and_forgotten(live: LiveServer) -> None:
     assert (status, answer["error"]["param"]) == (400, "stream")
 
 
+def test_what_a_response_had_as_input_is_listed_in_pages(live: LiveServer) -> None:
+    first = ask(live, input="one")
+    texts = [{"role": "user", "content": [{"type": "input_text", "text": word}]} for word in ("two", "three")]
+    at = f"/v1/responses/{ask(live, input=texts, previous_response_id=first['id'])['id']}/input_items"
+
+    def page(query: str = "") -> tuple[list[str], dict]:
+        status, _, answer = live.get(at + query, **KEY)
+        assert (status, answer["object"]) == (200, "list")
+        return [item["content"][0]["text"] for item in answer["data"] if item["type"] == "message"], answer
+
+    said = first["output"][-1]["content"][0]["text"]
+    assert page("?order=asc")[0] == ["one", said, "two", "three"]
+    found, whole = page()
+    assert (found, whole["has_more"]) == (["three", "two", said, "one"], False)
+    assert (whole["first_id"], whole["last_id"]) == (whole["data"][0]["id"], whole["data"][-1]["id"])
+    assert len({item["id"] for item in whole["data"]}) == len(whole["data"])
+    found, begin = page("?limit=2")
+    assert (found, begin["has_more"]) == (["three", "two"], True)
+    assert page(f"?limit=3&after={begin['last_id']}")[0] == [said, "one"]
+    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+        status, _, answer = live.get(f"{at}?{query}", **KEY)
+        assert (status, answer["error"]["param"]) == (400, param)
+    assert live.get(f"{at}?include=x", **KEY)[2]["error"]["param"] == "include"
+    assert live.get(at, **OTHER)[0] == live.get("/v1/responses/resp_0/input_items", **KEY)[0] == 404
+    assert live.request("POST", at, b"{}", KEY)[0] == 405
+
+
 def test_another_keys_response_answers_like_an_unknown_one(live: LiveServer) -> None:
     mine = ask(live)["id"]
     for method in ("GET", "DELETE"):

@@ -27,7 +27,7 @@ UNSUPPORTED = {
     "prompt_logprobs": "echo with logprobs gives those of the prompt, at /v1/completions",
     "truncate_prompt_tokens": "prompts are never cut; /tokenize counts and cuts them",
     "logits_processors": "logits processors are not supported; logit_bias is",
-    "kv_transfer_params": "KV caches are not transferred between servers",
+    "kv_transfer_params": "a server fetches blocks from those that its own kv_peers names",
     "vllm_xargs": "there are no extensions to read it",
     "request_id": "the header X-Request-Id names a request",
     "cache_prompt": "prefixes are shared; a cache_salt of its own keeps a request from finding any",

@@ -21,7 +21,7 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Doc("How the model writes calls of tools, as hermes or mistral. Default: by its chat template.")
     ] = None
     reasoning_parser: Annotated[
-        str | None, Doc("How it marks reasoning: think, or none (it is text). Default: by its chat template.")
+        str | None, Doc("How it marks reasoning, as think or harmony; none: it is text. Default: by its chat template.")
     ] = None
 
 

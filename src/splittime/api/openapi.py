@@ -11,9 +11,11 @@ from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
+from splittime.api.input_items import QUERY
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
-from splittime.api.openapi_bodies import Schema, body_schemas
+from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
+from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
 from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
@@ -43,10 +45,12 @@ _DEADLINE = (
 )
 
 _PROMPT, _HELLO = "def read_json(path):", [{"role": "user", "content": "Hello"}]
+_HOP = {"span_id": "00f067aa0ba902b7", "name": "search", "kind": "retrieval", "begin_ns": 0, "duration_ns": 12_000_000}
 EXAMPLES: dict[str, Any] = {
     "CompletionBody": {"prompt": _PROMPT, "max_tokens": 40, "temperature": 0},
     **{name: {"messages": _HELLO, "max_tokens": 40} for name in ("ChatBody", "MessagesBody")},
     "EmbeddingBody": {"input": "Hello"},
+    "PrefillBody": {"prompt": _PROMPT},
     "RerankBody": {"query": "a colour", "documents": ["red", "seven"]},
     "ScoreBody": {"text_1": "a colour", "text_2": ["red", "seven"]},
     "CountTokensBody": {"messages": _HELLO},
@@ -55,19 +59,7 @@ EXAMPLES: dict[str, Any] = {
     "UnloadAdapterBody": {"lora_name": "sql"},
     "TokenizeBody": {"prompt": "Hello"},
     "DetokenizeBody": {"tokens": [1, 2, 3]},
-    "HopsBody": {
-        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
-        "clock": "laptop-1",
-        "hops": [
-            {
-                "span_id": "00f067aa0ba902b7",
-                "name": "search",
-                "kind": "retrieval",
-                "begin_ns": 0,
-                "duration_ns": 12_000_000,
-            }
-        ],
-    },
+    "HopsBody": {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "clock": "laptop-1", "hops": [_HOP]},
 }
 
 
@@ -97,7 +89,7 @@ def document(
 
 
 def _answer_schemas() -> Schema:
-    answers = (Completion, ChatCompletion, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
+    answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
     kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     describe(made)
@@ -116,6 +108,7 @@ def _paths(knobs: Schema) -> Schema:
         "/v1/embeddings": {"post": _prefill("EmbeddingBody", "Embed texts", "Embeddings")},
         "/v1/rerank": {"post": _prefill("RerankBody", "Sort texts by how well they answer a query", "Ranking")},
         "/v1/score": {"post": _prefill("ScoreBody", "Score pairs of texts", "ScoreList")},
+        "/v1/prefill": {"post": _prefill("PrefillBody", "Compute a prompt that will come", "PrefillAnswer")},
         "/v1/messages": {"post": _in_words("Anthropic's Messages API, for texts", "MessagesBody")},
         "/v1/messages/count_tokens": {"post": _in_words("The tokens of such a prompt", "CountTokensBody")},
         "/v1/responses": {"post": _in_words("OpenAI's Responses API, for texts and functions", "ResponsesBody")},
@@ -123,6 +116,7 @@ def _paths(knobs: Schema) -> Schema:
             "get": _get("A stored response", [response_id], errors=(400, 404)),
             "delete": _get("Forget it", [response_id], errors=(400, 404)),
         },
+        "/v1/responses/{response_id}/input_items": {"get": _get("Its input", [response_id, *QUERY], errors=(400, 404))},
         "/v1/models": {"get": models},
         "/v1/models/{name}": {"get": _get("One of them", [name], answer="ModelCard", errors=(404, 503))},
         "/v1/load_lora_adapter": {"post": _in_words("Serve an adapter, for an operator", "LoadAdapterBody")},
@@ -142,6 +136,7 @@ def _paths(knobs: Schema) -> Schema:
         "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
         "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
         "/is_sleeping": {"get": _get("Whether it sleeps")},
+        "/kv/blocks": {"post": _get("Blocks of KV cache", errors=(400, 404, 408, 413, 503), content=MSGPACK) | KV_ASK},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
         "/ledger/requests/{request_id}": {"get": _get("A request's account", [request_id], errors=(404,))},
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
@@ -160,8 +155,7 @@ def _paths(knobs: Schema) -> Schema:
 
 
 def _generation(body: str, summary: str, answer: str) -> Schema:
-    described = _post(body, summary, answer, _GENERATION_ERRORS)
-    described["parameters"], described["description"] = _GENERATION_HEADERS, _DEADLINE
+    described = _prefill(body, summary, answer)
     described["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref("ServerSentEvent")}
     return described
 
@@ -172,32 +166,22 @@ def _prefill(body: str, summary: str, answer: str) -> Schema:
     return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
-def _post(body: str, summary: str, answer: str, errors: Iterable[int]) -> Schema:
+def _post(body: str, summary: str, answer: str | None, errors: Iterable[int]) -> Schema:
     content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content},
-        "responses": _responses(errors, _json(_ref(answer))),
+        "responses": _responses(errors, _json(OBJECT if answer is None else _ref(answer))),
     }
 
 
 def _in_words(summary: str, body: str) -> Schema:
     """Returns an operation of another API, whose answers its own documentation describes."""
-    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(_GENERATION_ERRORS, _json(OBJECT)),
-    }
+    return _post(body, summary, None, _GENERATION_ERRORS)
 
 
 def _post_hops() -> Schema:
-    content = {"application/json": {"schema": _ref("HopsBody"), "example": EXAMPLES["HopsBody"]}}
-    return {
-        "summary": "Keep what a client did beside its requests",
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses((400, 408, 409, 413, 415), _json(OBJECT)),
-    }
+    return _post("HopsBody", "Keep what a client did beside its requests", None, (400, 408, 409, 413, 415))
 
 
 def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:

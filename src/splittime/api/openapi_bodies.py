@@ -16,6 +16,7 @@ import msgspec
 from splittime.api.embeddings import EmbeddingBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
+from splittime.api.prefill import PrefillBody
 from splittime.api.ranking import RerankBody, ScoreBody
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
@@ -28,6 +29,8 @@ from splittime.api.schema import (
 from splittime.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
+MSGPACK: Schema = {"application/msgpack": {"schema": {"type": "string", "format": "binary"}}}
+KV_ASK: Schema = {"requestBody": {"required": True, "content": MSGPACK}}  # `core.kv_blocks.BlocksAsk`
 
 INT64_MAX = 2**63 - 1
 
@@ -36,7 +39,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
     """Returns the schema of every body and of what they are made of, by name. Without a model nothing is said of names
     and vocabulary. needs_text: an empty text has no tokens in its vocabulary, so an empty prompt is refused."""
     vocab_size = None if model is None else model.vocab_size
-    kinds = (CompletionBody, ChatBody, EmbeddingBody, RerankBody, ScoreBody, TokenizeBody, DetokenizeBody)
+    kinds = (CompletionBody, ChatBody, PrefillBody, EmbeddingBody, RerankBody, ScoreBody, TokenizeBody, DetokenizeBody)
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in (CompletionBody, ChatBody):
         _bound(components[kind.__name__]["properties"], limits, vocab_size)
@@ -45,6 +48,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
             components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.served_names)
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(limits, vocab_size, needs_text)
     _bound_embedding(components["EmbeddingBody"]["properties"], limits, model, needs_text)
+    _bound_prefill(components["PrefillBody"], vocab_size)
     components["RerankBody"]["properties"]["documents"]["maxItems"] = limits.max_choices
     components["CompletionBody"]["allOf"] = [_STREAM_OPTIONS, _ZERO_TOKENS_NEED_ECHO]
     rules = [_STREAM_OPTIONS, _TOP_LOGPROBS, _ONE_LENGTH, *map(_not_zero, _LENGTHS)]
@@ -99,6 +103,13 @@ def _bound_embedding(properties: Schema, limits: BodyLimits, model: ModelInfo | 
         size["enum"] = sorted({*model.pooling.sizes, model.pooling.size})
     else:
         size["maximum"] = model.pooling.size
+
+
+def _bound_prefill(body: Schema, vocab_size: int | None) -> None:
+    """Adds the bounds that `prefill.py` checks."""
+    body["properties"]["cache_salt"].update(maxLength=MAX_CACHE_SALT_CHARS)
+    body["properties"]["prompt"]["anyOf"][1].update(items=_token_id(vocab_size), minItems=1)
+    body["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
 
 
 def _token_id(vocab_size: int | None) -> Schema:

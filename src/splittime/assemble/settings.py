@@ -94,6 +94,9 @@ def from_arguments(arguments: Mapping[str, Any]) -> Settings:
         if name in BY_NAME and name not in ENGINE:
             hint = "LLM(...) takes the engine's settings; a ledger file is given as ledger=Ledger(path)"
             raise ConfigError(f"{name} is no setting of the engine (argument)", param=name, hint=hint)
+    if arguments.get("enable_lora"):
+        hint = "splittime serve --enable-lora"
+        raise ConfigError("LLM(...) loads no adapters", param="enable_lora", value=True, hint=hint)
     values = {setting.name: Value(setting.default, "default") for setting in SETTINGS}
     values |= {name: _checked(name, value, "argument") for name, value in arguments.items() if value is not None}
     return Settings(values)

@@ -43,7 +43,8 @@ def announce(
         _say_rows(console, "", brief(resolved, timeline))
     console.print(f"  page   {url}/   API {url}/docs", markup=False)
     console.print("try", style="dim")
-    console.print(curl(url, model, needs_key=bool(settings["api_key"] or settings["api_keys_file"])), markup=False)
+    needs_key, pooling = bool(settings["api_key"] or settings["api_keys_file"]), resolved.get("pooling") or {}
+    console.print(curl(url, model, needs_key, pooling.get("is_all", False), pooling.get("score", "")), markup=False)
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
@@ -54,7 +55,9 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
         threads = f"{said('num_threads')} thread{'' if said('num_threads') == 1 else 's'}"
         computed = f"computed in {said('activation_dtype')} by {said('linear_backend')} on {threads}"
         yield "model", f"weights {said('weights')}, {said('weights_bytes') / MIB:,.1f} MiB; {computed}"
-    if said("num_blocks"):
+    if said("kv_bytes_per_block") == 0:
+        yield "room", f"a text has at most {said('max_model_len'):,} tokens"
+    elif said("num_blocks"):
         tokens, kind = said("num_blocks") * said("block_size"), said("kv_cache_dtype")
         yield "room", f"{tokens:,} tokens of KV cache in {kind}; a request has at most {said('max_model_len'):,}"
         scheduled = said("scheduler") or {}
@@ -114,14 +117,19 @@ def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return rows
 
 
-def curl(url: str, model: str, needs_key: bool) -> str:
-    """A request to paste into a shell, in short lines."""
+def curl(url: str, model: str, needs_key: bool, is_encoder: bool = False, score: str = "") -> str:
+    """A request to paste into a shell, in short lines. is_encoder, score: as `core.pooling.Pooling` has them."""
     key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     what = orjson.dumps({"prompt": "def read_json(path):", "max_tokens": 64}).decode()
     if model == PACKAGED:
         what = f"{what[:-1]},\n         {BY_EYE}}}"
+    path = "completions"
+    if is_encoder:
+        path = "rerank" if score else "embeddings"
+        asked: dict[str, Any] = {"query": "how is a file read?", "documents": ["open(path).read()", "import os"]}
+        what = orjson.dumps(asked if score else {"input": "read a JSON file"}).decode()
     return (
-        f"  curl {url}/v1/completions \\\n"
+        f"  curl {url}/v1/{path} \\\n"
         f"    -H 'Content-Type: application/json' -H 'X-Include-Timing: 1'{key} \\\n"
         f"    -d '{what}'"
     )

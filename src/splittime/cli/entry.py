@@ -1,12 +1,18 @@
-"""What the `splittime` script calls: the command, with Ctrl-C silent also while its modules are being imported."""
+"""What the `splittime` script calls: the command, with Ctrl-C silent also while its modules are being imported. The
+engine's process of a server is started before that."""
 
 import sys
 
 INTERRUPTED = 130
+SERVES, ASKS = "serve", {"-h", "--help"}
 
 
 def main() -> None:
     try:
+        if sys.argv[1:2] == [SERVES] and not ASKS.intersection(sys.argv):
+            from splittime.drive import head_start
+
+            head_start.begin()
         from splittime.cli.main import app
 
         app()

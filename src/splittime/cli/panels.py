@@ -33,6 +33,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Quantisation and types": ("quantization", "kv_cache_dtype", "dtype", "activation_dtype", "packed_cache"),
     "Memory": ("kv_cache_memory_bytes", "gpu_memory_utilization", "kv_offload_memory_bytes", "block_size"),
+    "Blocks of other servers": ("kv_peers", "kv_peer_key", "kv_export"),
     "Scheduling": (
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -78,6 +79,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "max_stored_responses",
         "max_stored_response_bytes",
         "stored_response_s",
+        "prefill_ahead_s",
     ),
     "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes"),
 }

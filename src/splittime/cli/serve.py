@@ -1,6 +1,7 @@
-"""`splittime serve`: puts the parts together. The engine process is started first, since it takes longest; the server's
-own imports, the tokenizer and the ledger are made ready while it loads. The port answers before the engine is ready:
-`/health` says alive, `/ready` says not yet."""
+"""`splittime serve`: puts the parts together. The engine process is started first, since it takes longest (the script
+starts it before this module is imported: `drive.head_start`); the server's own imports, the tokenizer and the ledger
+are made ready while it loads. The port answers before the engine is ready: `/health` says alive, `/ready` says not
+yet."""
 
 import asyncio
 import errno
@@ -101,9 +102,10 @@ async def _serve(
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
             timeline.extend(ready.timeline)
+            timeline.mark("wait for engine")
             model = replace(model_info(settings, config, folder, ready), adapters=adapters)
-            application.service.settle(model)
-            timeline.ready()
+            application.service.settle(model, timeline.own)
+            timeline.mark("ready")
             announcing(model, ready, port)
 
         async def start() -> "Ready":
@@ -115,6 +117,7 @@ async def _serve(
 
         adapters: dict[str, LoadedAdapter] = {}
         client.spawn()
+        timeline.mark("read settings")
         try:
             application = _application(config, folder, client, ledger, timeline)
             await _run(application, config, start(), on_ready)
@@ -131,12 +134,16 @@ def _application(
     timeline: StartTimeline,
 ) -> "App":
     """Made while the engine process imports torch."""
-    with timeline.phase("import server"):
+    from splittime.drive.host_time import importing
+
+    with importing():
         from splittime.server.app import build_app
-    with timeline.phase("load tokenizer"):
-        tokenizer = model_source.load_tokenizer(folder, config.chat_template)
+    timeline.mark("import server")
+    tokenizer = model_source.load_tokenizer(folder, config.chat_template)
+    timeline.mark("load tokenizer")
     application = build_app(client, tokenizer, ledger, config, started_ns=timeline.start_ns)
     application.service.texts.start()
+    timeline.mark("start server")
     return application
 
 

@@ -13,6 +13,7 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
 POOLINGS = ("last", "cls", "mean")
 LOGITS = "logits"
+AHEAD = "ahead"
 SCORE = "score"
 
 
@@ -109,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                 )
 
     def _check_pooling(self) -> None:
-        kinds = (*POOLINGS, LOGITS, SCORE)
+        kinds = (*POOLINGS, LOGITS, SCORE, AHEAD)
         if self.pooling and self.pooling not in kinds:
             words = f"pooling is {self.pooling!r}, and can be {', '.join(kinds)}"
             raise RequestError(words, param="pooling", value=self.pooling, limit=list(kinds))

@@ -67,7 +67,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     1. It forgets the `released` requests and learns the `admitted` ones; a request may be in both.
     2. It makes the `offloads`, copies of whole blocks to slots of host memory: (block, slot).
-    3. It makes the `restores`, copies back: (slot, block).
+    3. It makes the `restores`, copies back: (slot, block), and the `imports`, copies of blocks that another server has
+       sent: (number, block), where the runner gave the number when it received the content.
     4. It runs the rows. Each request has at most one.
 
     Within a kind the copies are independent of each other: no block is offloaded twice or restored into twice, and no
@@ -87,6 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     restores: tuple[tuple[int, int], ...] = ()
     least_survival: float = 0.0
     preempted: tuple[str, ...] = ()
+    imports: tuple[tuple[int, int], ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -136,7 +138,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     enqueue_ns: what the host took to tell the device all of it.
     collective_ns: of `device_ns` and `sample_ns`, how long this process exchanged results with the ranks that share its
         model, waiting for the slowest of them included.
-    offload_ns, restore_ns: copies of blocks to host memory, and back.
+    offload_ns, restore_ns: copies of blocks to host memory, and back, imports among the latter.
     draft_ns: guessing what follows, after the rest.
     mask_ns: of `sample_ns`, waiting for what forms allow, which is looked for beside the rest.
     """

@@ -16,7 +16,7 @@ import msgspec
 
 from splittime.bench.book.records import Arm, Run, load_run
 from splittime.core.errors import ConfigError, NotFound
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import PREFILL, ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
@@ -107,9 +107,11 @@ def make_books(
     run: Run | None = None,
     arm: int = 0,
 ) -> Books:
-    """In order, whatever order they came in, and without what is unsound. The source of a simulated ledger says so."""
+    """In order, whatever order they came in, and without what is unsound, or prompts that were computed ahead: these
+    wait for everybody by their nature. The source of a simulated ledger says so."""
     if facts is not None and facts.simulated:
         source = f"{source}, simulated with {facts.simulated}"
+    accounts = [account for account in accounts if account.endpoint != PREFILL]
     sound_accounts = sorted(filter(_is_sound, accounts), key=lambda account: account.end_ns)
     sound_steps = sorted((s for s in steps if s.end_ns >= s.begin_ns), key=lambda step: step.begin_ns)
     return Books(

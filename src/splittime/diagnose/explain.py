@@ -128,6 +128,8 @@ def _heading(account: ClosedAccount) -> Text:
     text.append(account.request_id, style="bold")
     text.append(f"  {account.endpoint}  {account.model}  {account.finish_reason}\n")
     in_host = f", {account.host_tokens} of them in host memory" if account.host_tokens else ""
+    if account.ahead_tokens:
+        in_host += f", {account.ahead_tokens} of them computed ahead in {account.ahead_ns / 1e6:.1f} ms"
     cached = f" ({account.cached_tokens} cached{in_host})" if account.cached_tokens else ""
     preempted = f", {_many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
     asked, answered = _many(account.prompt_tokens, "prompt token"), _many(account.output_tokens, "output token")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, SplittimeError, error_from_info
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import FinishReason, Request
 from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.drive.messages import StepOutput
@@ -81,6 +82,10 @@ class EngineClient(Protocol):
 
     async def wake(self) -> SleepReport:
         """Returns when it serves again. Raises what keeps it asleep."""
+        ...
+
+    async def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        """Returns what it has of these blocks; None if it gives none, or has another layout."""
         ...
 
 

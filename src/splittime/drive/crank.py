@@ -10,7 +10,7 @@ that turns it. Who waits for work is outside.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,12 +20,14 @@ from splittime.core.clock import Clock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
 from splittime.core.facts import Machine
+from splittime.core.kv_blocks import MAX_NAMES, MAX_TOLD_BYTES, BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
 from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.drive.adapter_gate import AdapterLoader
 from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
+from splittime.drive.kv_gate import BlockSharing
 from splittime.drive.messages import StepOutput
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
 from splittime.engine.engine import Engine
@@ -75,7 +77,8 @@ class EngineParts:
     runner: an `AsyncRunner` if the engine plans ahead. sleeper: None: this engine cannot sleep. measuring: pieces of
     measuring the machine's ceilings that are still to be done. watch: tells that the runner has failed for good.
     grammars: compiles what answers are held to; None: this engine holds them to nothing. adapters: loads those that
-    requests may name; None: they may name none. resolved: what the machine decided.
+    requests may name; None: they may name none. sharing: with which servers it shares blocks of KV cache; None: with
+    none. resolved: what the machine decided.
     """
 
     engine: Engine
@@ -85,6 +88,7 @@ class EngineParts:
     measuring: Pieces | None = None
     watch: Watch | None = None
     grammars: GrammarCompiler | None = None
+    sharing: BlockSharing | None = None
     adapters: AdapterLoader | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +107,7 @@ class Crank:
         self.engine = parts.engine
         self.facts = parts.facts
         self._grammars = parts.grammars
+        self._sharing = parts.sharing
         self.residency = Residency(parts.sleeper, clock)
         self.measuring = Measuring(parts.measuring, clock)
         ahead = parts.engine.plans_ahead
@@ -156,6 +161,23 @@ class Crank:
     def abort(self, request_id: str) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""
         self.engine.abort(request_id, self._clock.now_ns())
+
+    def take_in(self, names: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """Blocks that another server has sent go into the prefix cache, unless the engine sleeps, or is about to."""
+        assert self._sharing is not None
+        is_asleep = self.residency.refusal() is not None
+        unwanted = numbers if is_asleep else self.engine.scheduler.cache.adopt(names, numbers)
+        self._sharing.port.drop(unwanted)
+
+    def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        """Returns what there is of the blocks that another server wants, as many as one answer holds; None where they
+        are not given, or are of another layout."""
+        sharing = self._sharing
+        if sharing is None or not sharing.gives or ask.layout != sharing.port.layout:
+            return None
+        most = max(1, min(MAX_NAMES, MAX_TOLD_BYTES // sharing.port.block_bytes))
+        found = self.engine.scheduler.cache.exportable(ask.names, ask.skip, most)
+        return BlocksTold(tuple(name for name, _ in found), sharing.port.read([block_id for _, block_id in found]))
 
     def configure(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change live knobs; returns them all. Raises ConfigError with nothing changed."""

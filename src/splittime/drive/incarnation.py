@@ -8,16 +8,16 @@ import contextlib
 import logging
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from splittime.core.errors import EngineError, SplittimeError, error_from_info
+from splittime.drive import head_start
 from splittime.drive.messages import Fatal, FromEngine, Ping, ToEngine
 
 log = logging.getLogger("splittime.engine")
@@ -30,17 +30,15 @@ HUNG_AFTER_S = 30.0  # for so long: ended
 class Incarnation:
     """is_up: it has said that it can serve."""
 
-    def __init__(self, command: list[str], settings: bytes) -> None:
-        self.folder = tempfile.mkdtemp(prefix="splittime-")
-        inbound, outbound = f"ipc://{self.folder}/to-engine", f"ipc://{self.folder}/from-engine"
-        self.started_ns = time.monotonic_ns()
-        self.process = subprocess.Popen([*command, inbound, outbound], stdin=subprocess.PIPE)
+    def __init__(self, command: Sequence[str], settings: bytes) -> None:
+        taken = head_start.take(command)
+        self.folder, self.process, self.started_ns = taken.folder, taken.process, taken.started_ns
         assert self.process.stdin is not None
         self.process.stdin.write(settings + b"\n")
         self.process.stdin.flush()
         self.is_up = False
         self._heard_ns = 0  # when it last said anything
-        self._endpoints = inbound, outbound
+        self._endpoints = taken.inbound, taken.outbound
         self._sockets: tuple[zmq.asyncio.Socket, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)

@@ -22,6 +22,7 @@ from splittime.drive.host_time import MAX_KEPT
 from splittime.drive.messages import Ready, Sleep, SleepDone, ToEngine, Wake
 from splittime.drive.residency import sleeps_already
 from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.start import start_book
 
 Pauses = tuple[tuple[int, int], ...]
 MAX_SLEEPS = 32
@@ -39,7 +40,12 @@ class KnownFacts:
         self._said = ready.facts
         sleeps = self._process.sleeps if self._process is not None else ()
         self._process = Process(
-            name="engine", started_ns=started_ns, ready_ns=ready.stats.now_ns, restarts=restarts, sleeps=sleeps
+            name="engine",
+            started_ns=started_ns,
+            ready_ns=ready.stats.now_ns,
+            restarts=restarts,
+            sleeps=sleeps,
+            start=start_book(started_ns, ready.stats.now_ns, ready.timeline),
         )
 
     def take_machine(self, machine: Machine) -> None:

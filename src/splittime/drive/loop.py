@@ -20,9 +20,13 @@ from splittime.drive.crank import Crank
 from splittime.drive.messages import (
     Abort,
     AdapterLoaded,
+    BlocksArrived,
     Configure,
     ConfigureDone,
+    Export,
+    Exported,
     Fail,
+    Hold,
     Measured,
     Release,
     Sleep,
@@ -33,7 +37,7 @@ from splittime.drive.messages import (
     Wake,
 )
 
-Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | AdapterLoaded], None]
+Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | AdapterLoaded | Exported], None]
 QUIET_S = 0.1
 
 
@@ -125,6 +129,12 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
             crank.fail(request_id, error)
         case Abort(request_id):
             crank.abort(request_id)
+        case Hold(request_id, cause):
+            crank.hold(request_id, cause)
+        case BlocksArrived(names, numbers):
+            crank.take_in(names, numbers)
+        case Export(call_id, ask):
+            send(Exported(call_id, crank.export(ask)))
         case Configure(call_id, knobs):
             try:
                 send(ConfigureDone(call_id, crank.configure(knobs)))

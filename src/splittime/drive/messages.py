@@ -1,9 +1,10 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
-Client to engine: `Submit`, `Release`, `Fail`, `Abort`, `Configure`, `Sleep`, `Wake`, `LoadAdapter`, `UnloadAdapter`,
-`Ping`. Engine to client: `Loading` now and then, `Ready` once, then one `StepOutput` for each step (and for each
-change while idle), `Measured` when the machine's ceilings are known, `ConfigureDone`, `SleepDone`, `AdapterLoaded`,
-`Pong`, `Fatal` as the last word before it dies.
+Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `LoadAdapter`, `UnloadAdapter`, `Export`, `Ping`;
+`Release`, `Fail`, `Hold` and `BlocksArrived` come from the gates beside the engine's loop. Engine to client: `Loading`
+now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the
+machine's ceilings are known, `ConfigureDone`, `SleepDone`, `AdapterLoaded`, `Exported`, `Pong`, `Fatal` as the last
+word before it dies.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import ErrorInfo
 from splittime.core.facts import Machine
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.ledger.facts import ServerFacts
@@ -143,6 +145,34 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     call_id: int
 
 
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """A request that is held waits for this from now on."""
+
+    request_id: str
+    cause: Cause
+
+
+class BlocksArrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """Blocks of another server are here: their names, and the numbers of their contents at the runner."""
+
+    names: tuple[bytes, ...]
+    numbers: tuple[int, ...]
+
+
+class Export(msgspec.Struct, frozen=True, tag="export"):
+    """Another server asks for blocks; `Exported` answers."""
+
+    call_id: int
+    ask: BlocksAsk
+
+
+class Exported(msgspec.Struct, frozen=True, tag="exported"):
+    """told: None where this engine gives none."""
+
+    call_id: int
+    told: BlocksTold | None = None
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     """Read the adapter in this folder; `AdapterLoaded` comes when requests may name its id, or when they never will."""
 
@@ -167,6 +197,21 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
 
 
 ToEngine = (
-    Submit | Release | Fail | Abort | Configure | Sleep | Wake | LoadAdapter | UnloadAdapter | AdapterLoaded | Ping
+    Submit
+    | Release
+    | Fail
+    | Abort
+    | Configure
+    | Sleep
+    | Wake
+    | LoadAdapter
+    | UnloadAdapter
+    | Export
+    | Ping
+    | Hold
+    | BlocksArrived
+    | AdapterLoaded
 )
-FromEngine = StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | AdapterLoaded | Fatal | Pong
+FromEngine = (
+    StepOutput | Loading | Ready | Measured | ConfigureDone | SleepDone | AdapterLoaded | Exported | Fatal | Pong
+)

@@ -8,7 +8,6 @@ started (not if it never got ready even once: the same would happen again; nor, 
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -18,10 +17,12 @@ import zmq.asyncio
 
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
+from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.adapter_gate import KeptAdapters
 from splittime.drive.client import Calls, StreamItem, Streams
+from splittime.drive.head_start import WORKER
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
 from splittime.drive.messages import (
@@ -29,6 +30,8 @@ from splittime.drive.messages import (
     AdapterLoaded,
     Configure,
     ConfigureDone,
+    Export,
+    Exported,
     Fatal,
     FromEngine,
     LoadAdapter,
@@ -67,7 +70,7 @@ class ProcessClient:
         on_record: Callable[[StepRecord], None] | None = None,
         on_loading: Callable[[Loading], None] | None = None,
     ) -> None:
-        self._command = command or [sys.executable, "-m", "splittime.assemble.worker"]
+        self._command = command or WORKER
         self._settings, self._on_record, self._on_loading = settings, on_record, on_loading
         self._streams, self._calls, self._known_facts = Streams(), Calls(), KnownFacts()
         self._sleeping = Sleeping(self._require_up, self._call, self._start_anew, self._known_facts)
@@ -170,6 +173,10 @@ class ProcessClient:
             raise shutting_down()
         return await self._sleeping.wake()
 
+    async def export(self, ask: BlocksAsk) -> BlocksTold | None:
+        told: BlocksTold | None = await self._call(lambda call_id: Export(call_id, ask))
+        return told
+
     async def _call(self, message: Callable[[int], ToEngine]) -> Any:
         """Send what `message` makes of a call's number, and await its answer."""
         self._require_up()
@@ -206,6 +213,8 @@ class ProcessClient:
                 self._stats = message.stats
                 self._sleeping.take(message)
                 self._calls.settle(message.call_id, message.report, message.error)
+            case Exported(call_id, told):
+                self._calls.settle(call_id, told, None)
             case Fatal():
                 self._last_words = message
 

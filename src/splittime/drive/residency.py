@@ -84,7 +84,10 @@ class Residency:
             message = "the engine is falling asleep already: another call waits for its requests to end"
             return Conflict(message, code=FALLING_ASLEEP, hint="POST /wake calls that off")
         if self.sleeper is None:
-            return Conflict("this engine cannot sleep (a model that several ranks share does not)", code="cannot_sleep")
+            return Conflict(
+                "this engine cannot sleep (a model that several ranks share does not, nor does an encoder)",
+                code="cannot_sleep",
+            )
         return None
 
     def give_up_late(self, now_ns: int, num_left: int) -> None:

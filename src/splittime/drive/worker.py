@@ -1,9 +1,9 @@
 """The engine's side of the process boundary: sockets, the receiving thread, the last words. No model here: the caller
 builds the engine (`assemble.worker` does) and hands it in.
 
-The parent writes one line of JSON settings to our standard input and keeps it open: end of file there means that the
-parent is gone, whatever killed it, and so do we go. SIGINT and SIGTERM are left to the parent: a terminal or a service
-manager sends them to both of us, and the parent wants to drain first.
+The parent writes one line of JSON settings to our standard input, perhaps some time after our start, and keeps it open:
+end of file there means that the parent is gone, whatever killed it, and so do we go. SIGINT and SIGTERM are left to the
+parent: a terminal or a service manager sends them to both of us, and the parent wants to drain first.
 """
 
 import os
@@ -14,16 +14,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import msgspec
 import zmq
 
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
+from splittime.core.process_start import process_start_ns
 from splittime.drive.adapter_gate import AdapterGate
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
+from splittime.drive.kv_gate import KvGate
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, ToEngine
 
@@ -33,13 +36,16 @@ Build = Callable[[bytes, Timeline, Tell], EngineParts]
 TELL_EVERY_NS = 100_000_000
 
 
-def work(inbound: str, outbound: str, build: Build) -> None:
+def work(
+    inbound: str, outbound: str, build: Build, prepare: Callable[[Timeline], None] = lambda timeline: None
+) -> None:
     """Build the engine from the settings on standard input, say `Ready`, run the loop; does not return.
 
     inbound, outbound: ZeroMQ endpoints to pull messages from and push messages to.
     build: makes the engine and what its driver needs; appends its phases (name, begin_ns, end_ns) to the timeline and
         tells its progress, in words and as a share of all, as often as it likes: what comes within a tenth of a second
         of the last is dropped.
+    prepare: what can be done before the settings are there; appends its phases too.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -53,18 +59,27 @@ def work(inbound: str, outbound: str, build: Build) -> None:
     def send(message: FromEngine) -> None:
         push.send(encoder.encode(message))
 
-    status = _work(inbound, outbound, build, send)
+    status = _work(inbound, outbound, build, prepare, send)
     push.close()
     context.term()  # waits until the last words are delivered
     os._exit(status)  # the receiving thread sits in a system call, and nothing is left to clean up
 
 
-def _work(inbound: str, outbound: str, build: Build, send: Callable[[FromEngine], None]) -> int:
+def _work(
+    inbound: str,
+    outbound: str,
+    build: Build,
+    prepare: Callable[[Timeline], None],
+    send: Callable[[FromEngine], None],
+) -> int:
     try:
-        settings = sys.stdin.buffer.readline()
-        _leave_with_parent(inbound)
-        timeline: Timeline = []
-        parts = build(settings, timeline, _teller(send))
+        settings = _from_parent(inbound)
+        timeline: Timeline = [("import engine", process_start_ns(), time.monotonic_ns())]
+        prepare(timeline)
+        begin_ns = time.monotonic_ns()
+        line = settings.get()
+        timeline.append(("wait for settings", begin_ns, time.monotonic_ns()))
+        parts = build(line, timeline, _teller(send))
         freeze_heap()
         clock = SystemClock()
         crank = Crank(parts, clock, GcPauses(clock), processor_time())
@@ -96,16 +111,22 @@ def _teller(send: Callable[[FromEngine], None]) -> Tell:
     return tell
 
 
-def _leave_with_parent(inbound: str) -> None:
-    """At the end of standard input, remove the sockets' folder (a parent that was killed could not) and go."""
+def _from_parent(inbound: str) -> "SimpleQueue[bytes]":
+    """Returns a queue that gets the line of settings. At the end of standard input, removes the sockets' folder (a
+    parent that was killed could not) and ends the process, whether or not there was a line."""
+    settings: SimpleQueue[bytes] = SimpleQueue()
 
     def watch() -> None:
+        line = sys.stdin.buffer.readline()
+        if line:
+            settings.put(line)
         while sys.stdin.buffer.read(4096):
             pass
         shutil.rmtree(os.path.dirname(inbound.removeprefix("ipc://")), ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    return settings
 
 
 def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
@@ -115,7 +136,8 @@ def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
     def put(message: ToEngine) -> None:
         inbox.put(message, time.monotonic_ns())
 
-    gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, put).let_in)
+    blocks = KvGate(parts.sharing, parts.engine.scheduler.cache, put)
+    gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, blocks.let_in).let_in)
     decoder = msgspec.msgpack.Decoder(ToEngine)
     pong = msgspec.msgpack.encode(Pong())
 

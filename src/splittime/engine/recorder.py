@@ -170,7 +170,7 @@ class Recorder:
             offload_ns=parts.offload_ns,
             restore_ns=parts.restore_ns,
             offloaded_blocks=len(plan.offloads),
-            restored_blocks=len(plan.restores),
+            restored_blocks=len(plan.restores) + len(plan.imports),
             cpu_wait_ns=cpu_wait_ns,
             off_cpu_ns=off_cpu_ns,
             draft_ns=min(result.draft_ns, parts.launch_ns),

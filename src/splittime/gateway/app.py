@@ -159,6 +159,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
 )
 HINTS = {
+    "/v1/prefill": "not passed on: ask the server that the request will go to",
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",
     "/models": "the base URL of an OpenAI client ends with /v1",

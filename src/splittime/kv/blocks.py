@@ -14,7 +14,7 @@ tenant can make two prefixes collide on purpose (a 64-bit non-cryptographic hash
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -50,6 +50,9 @@ class PrefixIndex:
 
     def find(self, name: bytes) -> int | None:
         return self._block_of.get(name)
+
+    def name_of(self, block_id: int) -> bytes:
+        return self._name_of[block_id]
 
     def add(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """names: those of these blocks, in the same order."""
@@ -127,6 +130,10 @@ class BlockPool:
                 self._evictable[block_id] = None
             else:
                 self._free.append(block_id)
+
+    def latest_evictable(self) -> Iterator[int]:
+        """Returns the evictable blocks, the one that `take` would evict last first."""
+        return reversed(self._evictable)
 
     def discard_evictable(self) -> None:
         """Turn all evictable blocks into free ones; `on_evict` is told of each."""

@@ -11,13 +11,18 @@ this one after a preemption) find them. Freed blocks keep their content until so
 With `num_host_slots` there is a second tier (`kv.host`): a block that is given away while its content could be reused
 is copied there first; `match` goes on there where the device's index ends, and `reserve` takes a block for each hit,
 into which it is copied back. Such a block is in the index as soon as that is planned: whoever finds it runs later.
+
+A block that another server has sent (`kv.imports`) comes in the same way: `adopt` takes a block for it and puts it in
+the index, and the next plan copies its content there.
 """
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 from splittime.kv.blocks import BlockPool, PrefixIndex, block_names, root_name
 from splittime.kv.host import HostTier, Moves
+from splittime.kv.imports import Imports
 
 NO_BLOCK = -1
 """In the place of a block that was found in host memory, until `reserve` takes one for it."""
@@ -53,6 +58,7 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._index = PrefixIndex()
         self.host = HostTier(num_host_slots) if num_host_slots else None  # to look at
+        self._imports = Imports()
         self._pool = BlockPool(num_blocks, partial(self._evict, self.host) if self.host else self._index.forget)
 
     @property
@@ -153,6 +159,39 @@ class KVCache:
         """Offloads (block, slot) and restores (slot, block), once each, for the plan that is sent next."""
         return ((), ()) if self.host is None else self.host.take_moves()
 
+    def num_known(self, names: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, are in the index now. Any thread may ask."""
+        return next((place for place, name in enumerate(names) if self._index.find(name) is None), len(names))
+
+    def adopt(self, names: Sequence[bytes], numbers: Sequence[int]) -> list[int]:
+        """Take a block for each of these contents, which the runner keeps by number, for the next plan to copy there.
+        Returns the numbers of what is not wanted (any more): it is here already, or no block is free. Not with host
+        memory for evicted blocks, where a block might be copied out before its content has come in."""
+        assert self.host is None, "imports go to no cache with a second tier"
+        for name, number in zip(names, numbers, strict=True):
+            if self.enable_prefix_caching and self._index.find(name) is None and self._pool.num_free:
+                (block_id,) = self._take(1)
+                self._index.add((name,), (block_id,))
+                self._imports.plan(block_id, number)
+                self._pool.release((block_id,), self._index.holds)
+            else:
+                self._imports.unwanted.append(number)
+        return self._imports.take_unwanted()
+
+    def take_imports(self) -> Moves:
+        """Imports (number, block), once each, for the plan that is sent next."""
+        return self._imports.take()
+
+    def exportable(self, names: Sequence[bytes] | None, skip: int, most: int) -> list[tuple[bytes, int]]:
+        """Returns the named blocks that are in the index and whose content is there: name and block. None: of all that
+        nobody holds, those that were used latest. skip: so many of the first are left out."""
+        index, on_their_way = self._index, self._imports.on_their_way
+        if names is None:
+            latest = ((index.name_of(block_id), block_id) for block_id in self._pool.latest_evictable())
+        else:
+            latest = ((name, block_id) for name in names if (block_id := index.find(name)) is not None)
+        return list(islice((each for each in latest if each[1] not in on_their_way), skip, skip + most))
+
     def check(self, leases: Iterable[Lease]) -> None:
         """Raise AssertionError if a block or a slot leaked or doubled, or an index disagrees with its pool."""
         leases = list(leases)
@@ -169,7 +208,9 @@ class KVCache:
 
     def _take(self, count: int) -> list[int]:
         if self.host is None:
-            return self._pool.take(count)
+            taken = self._pool.take(count)
+            self._imports.forget(taken)
+            return taken
         taken = []
         for _ in range(count):  # one by one: a restore that is forgotten may leave a slot for the next one's content
             taken += self._pool.take(1)

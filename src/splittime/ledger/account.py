@@ -14,8 +14,10 @@ from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 REFUSED = "refused"  # finish reason of a request that never reached the engine
-EMBEDDINGS = "embeddings"
-WITHOUT_TOKENS = frozenset({EMBEDDINGS, "rerank", "score"})  # endpoints at which a prompt is computed, and no token
+EMBEDDINGS, PREFILL = "embeddings", "prefill"
+WITHOUT_TOKENS = frozenset(
+    {EMBEDDINGS, "rerank", "score", PREFILL}
+)  # endpoints at which a prompt is computed, and no token
 TRY_AGAIN = 429
 VLLM_IS_FULL = "http_503"  # vLLM's answer at --max-num-queued-reqs and --max-num-queued-tokens, as its books have it
 LIMITS_OF_A_KEY = ("max_open_requests", "requests_per_minute", "tokens_per_minute")  # the codes of such a refusal
@@ -111,7 +113,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     started_at_unix_ns: wall-clock time of `start_ns`, for display only; never subtracted from anything.
     cached_tokens: prompt tokens that were found in the prefix cache; host_tokens: of these, the ones that were copied
-        back from host memory.
+        back from host memory. ahead_tokens: of these, the ones that were there only because a prefill had computed
+        them (`server.prefilled`), and ahead_ns: how long it computed them.
     token_steps, token_ready_ns: for each output token, the step that made it and the instant it was ready.
     token_written_ns: for each output token, the instant the chunk that holds it had been given to the socket;
         shorter than `token_steps` if the client went away.
@@ -176,6 +179,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     degraded: str = ""
     routing: RouteDecision | None = None
     config_version: str = ""
+    ahead_tokens: int = 0
+    ahead_ns: int = 0
 
     @property
     def is_refused(self) -> bool:

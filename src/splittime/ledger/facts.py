@@ -22,6 +22,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pauses: (begin, duration) in ns of the latest collections of garbage that took a millisecond or more; all of them
         are in `/stats`.
     sleeps: how it fell asleep and woke, the latest times.
+    start: what was done from `started_ns` to `ready_ns`: name, begin and end in ns; the parts touch (`ledger.start`).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     pauses: tuple[tuple[int, int], ...] = ()
     sleeps: tuple[SleepReport, ...] = ()
+    start: tuple[tuple[str, int, int], ...] = ()
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,9 @@ class Cause(StrEnum):
     POLICY = "policy"
     GRAMMAR = "grammar"
     LORA_SLOTS = "lora_slots"
+    KV_EXPORT = "kv_export"
     KV_TRANSFER = "kv_transfer"
+    KV_IMPORT = "kv_import"
     ENCODER_BUDGET = "encoder_budget"
     PAUSED = "paused"
     STEP_IN_FLIGHT = "step_in_flight"
@@ -82,7 +84,9 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.POLICY: "the policy let another request go first",
     Cause.GRAMMAR: "its grammar is still being compiled",
     Cause.LORA_SLOTS: "as many adapters are in use as there is room for",
+    Cause.KV_EXPORT: "another server was asked for keys and values of its prompt, and has not begun to send any",
     Cause.KV_TRANSFER: "keys and values of its prompt are on their way from elsewhere",
+    Cause.KV_IMPORT: "keys and values of its prompt have come from elsewhere, and are checked and taken in",
     Cause.ENCODER_BUDGET: "images or sounds of its prompt have no room in the encoder's budget or cache (vLLM)",
     Cause.PAUSED: "the engine is paused",
     Cause.STEP_IN_FLIGHT: "a step was running that had been planned without it",

@@ -48,7 +48,7 @@ class Ran(NamedTuple):
 TellRan = Callable[[], Ran | None]
 MAX_FILE_ACCOUNTS, MAX_FILE_STEPS = 100_000, 1_000_000
 LEAST_FILE_BYTES = 2**20  # an empty one has some pages
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "embd-", "rerank-", "score-")
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "embd-", "rerank-", "score-", "prefill-")
 OTHER_PREFIXES = ("resp_", "msg_")  # of the same requests' ids in the answers of other APIs, which no account has
 ANSWER_PREFIXES = (*ID_PREFIXES, *OTHER_PREFIXES)
 

@@ -24,12 +24,13 @@ from splittime.kernels.layer import LayerSpec, MlpSpec, PackedWeight
 from splittime.kernels.low_rank import LayerAdapter, LowRank, LowRankPart
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
-from splittime.models.fields import MAX_HEADER_BYTES, read_bounded
+from splittime.models.fields import read_bounded
 from splittime.models.weights.packing import pair_rows
 from splittime.models.weights.shard_files import open_file
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 20  # 14 tensors a layer; it is read in Python, beside the steps
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora"}
 WITHOUT_EFFECT = {  # on a finished adapter: its tensors say what they belong to
@@ -140,8 +141,13 @@ class Adapter:
 def _check_size(path: Path, most: int) -> None:
     try:
         size = path.stat().st_size
+        with path.open("rb") as file:
+            num_header_bytes = int.from_bytes(file.read(8), "little")
     except OSError as error:
         raise ConfigError(f"the adapter has no readable {WEIGHTS_NAME}: {_why(error)}", param="lora_path") from error
+    if num_header_bytes > MAX_HEADER_BYTES:
+        said = f"{WEIGHTS_NAME} has a header of {num_header_bytes} bytes, {MAX_HEADER_BYTES} are read"
+        raise ConfigError(said, param="lora_path", value=num_header_bytes, limit=MAX_HEADER_BYTES)
     if size > most:
         said = f"{WEIGHTS_NAME} has {size} bytes; an adapter of this rank for this model has at most {most}"
         raise ConfigError(said, param="lora_path", value=size, limit=most)

@@ -116,6 +116,14 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         ),
     ] = AUTO
     draft_model_path: str | None = None
+    kv_peers: Annotated[
+        tuple[str, ...],
+        Doc(
+            "Servers of the same model, as http://127.0.0.1:8001, whose cached blocks are fetched where that is faster."
+        ),
+    ] = ()
+    kv_peer_key: Annotated[str | None, Doc("The operator's key of the kv_peers.", is_secret=True)] = None
+    kv_export: Annotated[bool, Doc("Give cached blocks to servers that ask with the operator's key.")] = False
     enable_lora: Annotated[bool, Doc("Serve adapters (LoRA, PEFT's format) beside the model, on a CPU.")] = False
     max_lora_rank: Annotated[int, Doc("Largest r of an adapter.", 1, 512)] = 16
     tensor_parallel_size: Annotated[

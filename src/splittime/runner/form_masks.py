@@ -36,8 +36,8 @@ class GrammarWalk:
     """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies."""
 
     def __init__(self, begin: llguidance.LLMatcher) -> None:
-        self._begin = begin
-        self._start_again()
+        self._begin, self.matcher = begin, begin.deep_copy()
+        self._num_consumed = self._num_sure = 0
 
     def follow(self, outputs: np.ndarray, num_sure: int) -> bool:
         """Goes to behind these outputs. Returns whether the grammar has such a place."""

@@ -136,3 +136,22 @@ def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None
             value=config.quantization,
             hint="leave --quantization out, or take the unquantised model",
         )
+
+
+def check_sharing(config: RunnerConfig, kernels: str) -> None:
+    """Raises `ConfigError` where blocks cannot be shared with other servers."""
+    if not (config.kv_peers or config.kv_export):
+        return
+    drafts = speculative_config(config.speculative_config)
+    obstacles = {
+        f"the {kernels} kernels: it takes the native ones, whose sums depend on no neighbour": kernels != "native",
+        f"tensor_parallel_size = {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"load_format = {config.load_format}": config.load_format == "dummy",
+        "a model that makes drafts, which keeps blocks of its own": drafts is not None and drafts.has_model,
+        "adapters (enable_lora), whose names do not say what they hold": config.enable_lora,
+    }
+    for obstacle in (words for words, is_so in obstacles.items() if is_so):
+        message = f"blocks of KV cache are not shared with {obstacle}"
+        raise ConfigError(
+            message, param="kv_peers", value=list(config.kv_peers), hint="leave kv_peers and kv_export out"
+        )

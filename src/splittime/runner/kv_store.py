@@ -25,7 +25,7 @@ Pinned memory is taken in slabs: torch's allocator rounds a request up to a powe
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -226,14 +226,34 @@ class KvStore:
         self.layers = tuple(stores[layer] for layer in sorted(stores))
         self.num_host_slots = num_host_slots
         self._host = HostStore(self.layers, num_host_slots) if num_host_slots else None
+        received: dict[int, bytes] = {}
+        self.take_received: Callable[[int], bytes] = received.pop  # by number; `kv_port` has one of its own
 
     def move(self, plan: StepPlan) -> CopyMarks | None:
         """Make a plan's copies to host memory, then those from there. None: there are none."""
+        if plan.imports:
+            return self._copy_in(plan.imports)
         if not (plan.offloads or plan.restores):
             return None
         if self._host is None:
             raise EngineError("the plan copies blocks to host memory, and none was set aside for it")
         return self._host.move(self.layers, plan.offloads, plan.restores)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that a block has a piece of, in the order of its bytes: each [blocks, any...]."""
+        return [each for layer in self.layers for each in (layer.data, layer.scales) if each is not None]
+
+    def _copy_in(self, imports: Moves) -> CopyMarks:
+        """Blocks of the CPU's memory, from what `take_received` gives by number."""
+        begin = StreamMark(CPU)
+        for number, block_id in imports:
+            blob, at = np.frombuffer(self.take_received(number), dtype=np.uint8), 0
+            for tensor in self.tensors:
+                piece = bytes_of(tensor[block_id])
+                piece[:] = blob[at : at + len(piece)]
+                at += len(piece)
+        return CopyMarks(begin, begin, StreamMark(CPU))
 
     def scrub(self, block_ids: list[int]) -> None:
         """Make what is not finite zero, so that the next owner of these blocks cannot read it through a mask."""
@@ -241,6 +261,11 @@ class KvStore:
         for layer in self.layers:
             floats = layer.data if layer.scales is None else layer.scales
             floats[index] = torch.nan_to_num(floats[index], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def bytes_of(piece: Tensor) -> np.ndarray:
+    """Returns the bytes of a piece in the CPU's memory, in place."""
+    return piece.view(-1).view(torch.uint8).numpy()
 
 
 def _has_scales(dtype: torch.dtype) -> bool:

@@ -32,6 +32,7 @@ from splittime.runner.honoured import (
     check_load_format,
     check_rounding,
     check_share_of_card,
+    check_sharing,
     check_speculation,
 )
 from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
@@ -117,6 +118,7 @@ class _Choices:
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         check_eight_bits(config.quantization, kernels)
         check_speculation(config, model, kernels)
+        check_sharing(config, kernels)
         check_adapters(config, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)

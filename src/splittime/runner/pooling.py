@@ -11,7 +11,7 @@ Of `logits` it is what the model says of some tokens behind the prompt, in their
 import torch
 from torch import Tensor
 
-from splittime.core.sampling import LOGITS
+from splittime.core.sampling import AHEAD, LOGITS
 from splittime.models.decoder import Decoder
 from splittime.runner.batch import Batch, Slot
 from splittime.runner.marks import to_device, to_host
@@ -20,7 +20,7 @@ from splittime.runner.marks import to_device, to_host
 def pool(decoder: Decoder, batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
     """Returns what the prompts that end in this batch are answered with, by request: float32, of the host, complete
     when a mark after this is reached. hidden: [T, hidden], the last layer's output, not normed."""
-    wanted = [index for index, slot in enumerate(batch.slots) if slot.admitted.sampling.pooling]
+    wanted = [index for index, slot in enumerate(batch.slots) if slot.admitted.sampling.pooling not in ("", AHEAD)]
     if not wanted:
         return {}
     scored = [index for index in wanted if _kind(batch, index) == LOGITS]

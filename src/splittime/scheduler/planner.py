@@ -1,7 +1,7 @@
 """The planner: what the next step computes, and why everybody else waits.
 
 There is no prefill phase and no decode phase: a request has known tokens and computed tokens, and a row lets it catch
-up. A plan is made in four passes over one token budget:
+up. A plan is made in five passes over one token budget:
 
     1. decode      running requests with one pending token, best rank first; prefills cannot hold them up.
                    A request that needs a block and finds none preempts the worst-ranked running request (itself, if it
@@ -10,7 +10,8 @@ up. A plan is made in four passes over one token budget:
     3. admission   from the queue, while there are slots, budget, and blocks for all its known tokens (so a prefill is
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
-    4. drafts      decode rows are widened by the drafts that pay, with what is left (`scheduler.speculation`).
+    4. ahead       one prompt that is computed ahead, if nobody waits any more (`scheduler.ahead`).
+    5. drafts      decode rows are widened by the drafts that pay, with what is left (`scheduler.speculation`).
 
 Every request that waits, and every running one that gets no row, gets its cause at this moment.
 """
@@ -19,6 +20,7 @@ import math
 
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
+from splittime.scheduler.ahead import AHEAD_TOKENS
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
@@ -65,6 +67,7 @@ class Planner:
         if config.paused:
             self.stand_still(now_ns)
             return None
+        self._make_way(now_ns)
         may_admit = config.batching == "continuous" or not requests.running
         rows: list[Row] = []
         behind = self._plan_decodes(rows, now_ns)
@@ -72,6 +75,7 @@ class Planner:
         budget = StepBudget(config, num_decodes)
         self._plan_prefills(behind, rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
+        admitted += self._plan_ahead(rows, budget, may_admit, now_ns)
         if not rows:
             return None
         sizes = (num_decodes, config.max_num_batched_tokens, len(requests.running))
@@ -81,7 +85,8 @@ class Planner:
         offloads, restores = requests.cache.take_moves()
         released, preempted = requests.take_released()
         moves = offloads, restores
-        return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted)
+        imports = requests.cache.take_imports()
+        return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted, imports)
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,
@@ -149,6 +154,8 @@ class Planner:
     def _plan_prefills(self, behind: list[RequestState], rows: list[Row], budget: StepBudget, now_ns: int) -> None:
         """Chunks for those that have more than one token to catch up."""
         for state in behind:
+            if state.is_ahead:
+                continue
             num_tokens = budget.chunk(state.num_pending)
             if num_tokens == 0:
                 state.stall(Cause.TOKEN_BUDGET, now_ns)
@@ -172,6 +179,35 @@ class Planner:
             admitted.append(self._requests.admit(state))
             self._plan_first_row(state, rows, budget, now_ns)
         return tuple(admitted)
+
+    def _make_way(self, now_ns: int) -> None:
+        """Put aside what is computed ahead, if anybody waits."""
+        state = self._requests.running_ahead
+        if state is not None and len(self._requests.queue):
+            self.victims.append(state.request_id)
+            self._requests.preempt(state, now_ns)
+
+    def _plan_ahead(self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int) -> tuple[Admitted, ...]:
+        """A part of a prompt that is computed ahead, of what is left."""
+        requests = self._requests
+        admitted: tuple[Admitted, ...] = ()
+        if len(requests.queue) or not (requests.running_ahead or requests.ahead):
+            return ()
+        state = requests.running_ahead
+        if state is None:
+            state = requests.ahead.first()
+            if state is None or self._obstacle(budget, may_admit) or self._find_blocks(state, budget):
+                return ()
+            admitted = (requests.admit(state),)
+        if not state.num_pending:  # its last part runs
+            return ()
+        num_tokens = min(budget.chunk(state.num_pending), AHEAD_TOKENS)
+        if num_tokens == 0:
+            state.stall(Cause.TOKEN_BUDGET, now_ns)
+            return ()
+        state.account.enter(state.computing_stage, now_ns)
+        rows.append(state.next_row(num_tokens))
+        return admitted
 
     def _obstacle(self, budget: StepBudget, may_admit: bool) -> Cause | None:
         """What keeps any request from being admitted now."""

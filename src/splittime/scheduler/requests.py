@@ -3,7 +3,7 @@
 submit ──▶ queue ──admit──▶ running ──end──▶
   │        ▲   ▲               │
   ▼        │   └───preempt─────┘              a request is in exactly one of these places; `check` verifies it
- held ─────┘
+ held ─────┘                                         what is computed ahead waits in a place of its own (`ahead`)
 """
 
 import bisect
@@ -17,6 +17,7 @@ from splittime.core.step import Admitted, Row, TokenLogprob
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.adapter_slots import AdapterSlots
+from splittime.scheduler.ahead import AheadSet
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.counts import Counts
 from splittime.scheduler.events import RequestOutput
@@ -24,7 +25,7 @@ from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.speculation import Speculation
 from splittime.scheduler.state import RequestState, end_output
 
-CAUSES = frozenset({Cause.GRAMMAR, Cause.LORA_SLOTS, Cause.KV_TRANSFER})
+CAUSES = frozenset({Cause.GRAMMAR, Cause.LORA_SLOTS, Cause.KV_EXPORT, Cause.KV_TRANSFER, Cause.KV_IMPORT})
 
 
 class HeldSet:
@@ -86,6 +87,7 @@ class Requests:
         self.queue = WaitingQueue()
         self.held = HeldSet()
         self.adapter_slots = AdapterSlots(config.max_loras)
+        self.ahead = AheadSet()
         self.running: list[RequestState] = []
         self.by_id: dict[str, RequestState] = {}
         self.counts = Counts()
@@ -97,7 +99,10 @@ class Requests:
         """From the queue to the running, with blocks for all its known tokens."""
         self.cache.reserve(state.lease, len(state.token_ids))
         num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
-        self.queue.leave(state, is_admitted=True)
+        if state.is_ahead:
+            self.ahead.remove(state)
+        else:
+            self.queue.leave(state, is_admitted=True)
         state.num_computed = num_cached_tokens
         bisect.insort(self.running, state, key=rank_of)
         if state.num_cached_tokens is None:
@@ -120,7 +125,10 @@ class Requests:
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
         victim.num_preemptions += 1
-        self.queue.push(victim, now_ns)
+        if victim.is_ahead:
+            self.ahead.add(victim, now_ns)
+        else:
+            self.queue.push(victim, now_ns)
         self.counts.num_preemptions += 1
 
     def end(
@@ -139,6 +147,8 @@ class Requests:
             self.queue.leave(state, is_admitted=False)
         elif state in self.held:
             self.held.remove(state)
+        elif state in self.ahead:
+            self.ahead.remove(state)
         else:
             self.running.remove(state)
         self._take_back(state)
@@ -168,6 +178,11 @@ class Requests:
             if state in flight:
                 flight[flight.index(state)] = None
 
+    @property
+    def running_ahead(self) -> RequestState | None:
+        """Who is computed ahead now: nobody ranks behind it."""
+        return self.running[-1] if self.running and self.running[-1].is_ahead else None
+
     def take_released(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns whom the runner is to forget, once each, and who of them was preempted and comes again."""
         released, self._released = self._released, {}
@@ -191,7 +206,8 @@ class Requests:
 
     def check(self) -> None:
         """Raise AssertionError if the books disagree."""
-        everybody = [*self.queue, *self.held, *self.running]
+        everybody = [*self.queue, *self.held, *self.ahead, *self.running]
+        assert sum(state.is_ahead for state in self.running) <= 1
         assert {state.request_id for state in everybody} == set(self.by_id)
         assert len(everybody) == len(self.by_id)
         assert self.running == sorted(self.running, key=rank_of)

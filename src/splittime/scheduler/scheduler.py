@@ -18,8 +18,10 @@ from typing import Any
 
 from splittime.core.errors import Conflict
 from splittime.core.request import FinishReason, Request
+from splittime.core.sampling import AHEAD
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.ahead import check_ahead
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.heap import MortalHeap
@@ -68,7 +70,9 @@ class Scheduler:
         state = RequestState(request, arrival, rank(self.config.policy, request, arrival), self.config.max_model_len)
         queued_ns = max(received_ns, request.submitted_ns)
         self._states[request.request_id] = state
-        if held_for is None:
+        if state.is_ahead:
+            self._requests.ahead.add(state, queued_ns)
+        elif held_for is None:
             self._queue(state, queued_ns, self._cause_until_planned(received_ns, measured_ns))
         else:
             self.held.add(state, held_for, queued_ns)
@@ -81,7 +85,9 @@ class Scheduler:
         being admitted. Held already, it waits for this cause from now on. Returns whether it waits; one that runs, or
         whose adapter has no place yet, is left alone."""
         state = self._states.get(request_id)
-        if state is None or state.is_known_to_runner or self._requests.adapter_slots.is_waiting(state):
+        if state is None or state.is_known_to_runner or state.is_ahead:
+            return False
+        if self._requests.adapter_slots.is_waiting(state):
             return False
         if state.pushed:
             self.queue.leave(state, is_admitted=False)
@@ -256,17 +262,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Somebody waits in the queue or runs. Who is held gives nothing to do."""
-        return bool(self.running) or len(self.queue) > 0
+        """Somebody waits in the queue, runs, or is to be computed ahead. Who is held gives nothing to do."""
+        return bool(self.running or self._requests.ahead) or len(self.queue) > 0
 
     @property
     def num_waiting(self) -> int:
-        """In the queue, and held beside it."""
-        return len(self.queue) + len(self.held)
+        """In the queue, held beside it, or to be computed ahead."""
+        return len(self.queue) + len(self.held) + len(self._requests.ahead)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens that must be computed for those who wait, held or not."""
+        """Tokens that must be computed for those who wait, held or not; those ahead keep nobody waiting."""
         return self.queue.num_tokens + self.held.num_tokens
 
     @property
@@ -276,6 +282,8 @@ class Scheduler:
     def waiting_for(self) -> Counter[Cause | None]:
         """How many wait for what now."""
         queued = self.queue.waiting_for()
+        if self._requests.ahead:
+            queued[Cause.POLICY] += len(self._requests.ahead)
         return queued + self.held.waiting_for() if self.held else queued
 
     def check(self) -> None:
@@ -303,5 +311,7 @@ class Scheduler:
     def _check_servable(self, request: Request) -> None:
         if request.request_id in self._states:
             raise Conflict(f"request id {request.request_id!r} is in flight", param="request_id")
+        if request.sampling.pooling == AHEAD:
+            check_ahead(request, self.config)
         least_tokens = request.sampling.least_tokens
         check_prompt_length(len(request.prompt_token_ids), self.config.max_model_len, least_tokens)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError
 from splittime.core.request import FinishReason, Request
+from splittime.core.sampling import AHEAD
 from splittime.core.step import Row, RowResult, TokenLogprob
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 DECODE = Stage.DECODE  # looked up once: Python 3.11 calls a function for each look at a member of an enumeration
 
-Rank = tuple[int, float, int]  # (0 once overdue else 1, the policy's key, order of arrival): lower goes first
+Rank = tuple[int, float, int]  # (0 overdue, 1, or 2 ahead; the policy's key; order of arrival): lower goes first
 
 
 class RequestState:
@@ -45,6 +46,7 @@ class RequestState:
         "cause_log",
         "draft_survival",
         "draft_token_ids",
+        "is_ahead",
         "is_known_to_runner",
         "is_overtaken",
         "lease",
@@ -92,6 +94,7 @@ class RequestState:
         self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
         self.num_cached_tokens: int | None = None
         self.num_host_tokens = 0  # of these, the ones that were in host memory
+        self.is_ahead = sampling.pooling == AHEAD
         self.is_known_to_runner = False
         self.lease = Lease(request.cache_salt, request.adapter)
         self.account = Account(request.request_id, request.submitted_ns, Stage.HANDOFF)
@@ -177,6 +180,9 @@ POLICIES: dict[str, Callable[[Request], float]] = {
 
 
 def rank(policy: str, request: Request, arrival: int) -> Rank:
+    """Returns who goes first, and last is preempted; what is computed ahead comes behind all."""
+    if request.sampling.pooling == AHEAD:
+        return (2, 0.0, arrival)
     return (1, POLICIES[policy](request), arrival)
 
 

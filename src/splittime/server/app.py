@@ -12,6 +12,7 @@ from splittime.server import (
     routes_adapters,
     routes_dashboard,
     routes_info,
+    routes_kv,
     routes_ledger,
     routes_messages,
     routes_responses,
@@ -20,6 +21,7 @@ from splittime.server import (
 )
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
+from splittime.server.prefill import prefill
 from splittime.server.service import Service
 from splittime.server.visit import Visit
 from splittime.text.tokenizer import Tokenizer
@@ -49,13 +51,15 @@ VISITED = {
     "/v1/rerank": "rerank",
     "/v1/score": "score",
 }
-# a name in braces, at the end of a path, stands for the rest of it: `http.PATH_REST` in the scope
+# a name in braces stands for the rest of a path, or for what is before its end: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
+    ("POST", "/v1/prefill", prefill),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
     ("POST", "/v1/responses", routes_responses.create),
     ("GET", "/v1/responses/{response_id}", routes_responses.retrieve),
+    ("GET", "/v1/responses/{response_id}/input_items", routes_responses.list_input),
     ("DELETE", "/v1/responses/{response_id}", routes_responses.delete),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
@@ -80,6 +84,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/wake", routes_sleep.wake),
     ("POST", "/wake_up", routes_sleep.wake),
     ("GET", "/is_sleeping", routes_sleep.is_sleeping),
+    ("POST", "/kv/blocks", routes_kv.blocks),
     ("GET", "/ledger/requests", routes_ledger.requests),
     ("GET", "/ledger/requests/{request_id}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),

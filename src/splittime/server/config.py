@@ -74,6 +74,9 @@ class ServerConfig(BodyLimits, frozen=True, kw_only=True):
         64 * 2**20
     )
     stored_response_s: Annotated[float, Doc("Seconds that each is kept.", 0.001)] = 3600.0
+    prefill_ahead_s: Annotated[
+        float, Doc("Seconds that a prompt of /v1/prefill waits to be computed, and is then remembered.", 0.001)
+    ] = 60.0
     grace_s: Annotated[float, Doc("Seconds that open requests get after SIGTERM.", 0)] = 30.0
     inline_tokenize_chars: int = 1024
     send_buffer_bytes: int = 256 * 1024

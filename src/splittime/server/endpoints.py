@@ -7,8 +7,10 @@ from splittime.api.answer import Renderer
 from splittime.api.embeddings import EmbeddingBody, EmbeddingRenderer, embedding_ask
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
+from splittime.api.prefill import PrefillBody, PrefillRenderer, prefill_ask
 from splittime.api.ranking import RankRenderer, RerankBody, ScoreBody, ScoreRenderer, rerank_ask, score_ask
 from splittime.api.schema import ChatBody, CompletionBody, Strict
+from splittime.ledger.account import PREFILL
 from splittime.text.answer_marks import AnswerMarks
 from splittime.text.tokenizer import Tokenizer
 
@@ -29,5 +31,6 @@ ENDPOINTS = {
     "chat": Endpoint("chatcmpl", "messages", ChatBody, ask_of, Renderer),
     "embeddings": Endpoint("embd", "input", EmbeddingBody, embedding_ask, EmbeddingRenderer),
     "rerank": Endpoint("rerank", "documents", RerankBody, rerank_ask, RankRenderer),
+    PREFILL: Endpoint("prefill", "prompt", PrefillBody, prefill_ask, PrefillRenderer),
     "score": Endpoint("score", "text_2", ScoreBody, score_ask, ScoreRenderer),
 }

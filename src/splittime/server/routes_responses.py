@@ -10,6 +10,7 @@ import orjson
 
 from splittime.api import response_answers, response_events, responses
 from splittime.api.decode import decode_body
+from splittime.api.input_items import input_items
 from splittime.api.response_items import Item, items_of, require_calls
 from splittime.api.responses import ResponsesBody, functions_of
 from splittime.core.errors import RequestError
@@ -32,6 +33,13 @@ async def retrieve(service: Service, scope: http.Scope, receive: http.Receive, s
     _refuse_query(scope)
     kept = service.responses.get(tenant_of(scope).name, scope[http.PATH_REST], "response_id")
     await http.respond(send, kept.body)
+
+
+async def list_input(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Answers with what a stored response had as input."""
+    response_id = scope[http.PATH_REST]
+    kept = service.responses.get(tenant_of(scope).name, response_id, "response_id")
+    await http.respond_json(send, input_items(response_id, kept.turns[:-1], http.query(scope)))
 
 
 async def delete(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

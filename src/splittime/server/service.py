@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -17,19 +17,21 @@ from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Refused
-from splittime.core.sleep import AWAKE, WAY_OUT
+from splittime.core.sleep import AWAKE, WAY_OUT, Part
 from splittime.drive.client import EngineClient
 from splittime.drive.host_time import GcPauses, freeze_heap, machine_time
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.start import start_book
 from splittime.ledger.store import ANSWER_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.books import OpenBook
 from splittime.server.config import ServerConfig
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group
+from splittime.server.prefilled import Prefilled
 from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
@@ -69,6 +71,7 @@ class Service:
         self.exporter = PrometheusExporter(ledger, client.stats)
         self.gc_pauses: GcPauses | None = None
         self.started_ns = self._ready_ns = time.monotonic_ns() if started_ns is None else started_ns
+        self._start: tuple[Part, ...] = ()
         ledger.describe_by(self.facts, machine_time())
         bounds = QueueLimits(config.max_queued_requests, config.max_queued_prompt_tokens)
         self.groups: dict[str, Group] = {}  # by `full_id`, as what is reserved
@@ -89,6 +92,7 @@ class Service:
         self.responses = ResponseStore(
             config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_s
         )
+        self.prefilled = Prefilled(int(config.prefill_ahead_s * 1e9))
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
 
@@ -127,13 +131,14 @@ class Service:
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]
 
-    def settle(self, model: ModelInfo) -> None:
+    def settle(self, model: ModelInfo, start: Iterable[Part] = ()) -> None:
         """Start-up is over and this model is served: take what it made out of the garbage collector's sight, and count
-        the pauses from here."""
+        the pauses from here. start: what it was spent on."""
         self.model = model
         freeze_heap()
         self.gc_pauses = GcPauses(SystemClock())
         self._ready_ns = time.monotonic_ns()
+        self._start = start_book(self.started_ns, self._ready_ns, start)
 
     def takes_inline(self, work: TextWork) -> bool:
         """Whether this text is worked on here and now."""
@@ -148,12 +153,8 @@ class Service:
             return None
         said = self.client.facts() or ServerFacts(version=__version__, model="", max_model_len=0)
         pauses = self.gc_pauses.latest if self.gc_pauses is not None else ()
-        own = Process(
-            name="server",
-            started_ns=self.started_ns,
-            ready_ns=self._ready_ns,
-            pauses=pauses,
-        )
+        begin_ns, ready_ns = self.started_ns, self._ready_ns
+        own = Process(name="server", started_ns=begin_ns, ready_ns=ready_ns, pauses=pauses, start=self._start)
         return msgspec.structs.replace(
             said,
             model=model.name,

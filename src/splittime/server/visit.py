@@ -262,7 +262,8 @@ class Visit:
     def close_choice(self, choice: Choice, at_ns: int) -> None:
         """Close a choice's account, once."""
         if not choice.is_closed:
-            self.service.file_account(choice.close(at_ns, **self._about(adapter_name(choice.request.adapter))))
+            account = choice.close(at_ns, **self._about(adapter_name(choice.request.adapter)))
+            self.service.file_account(self.service.prefilled.with_savings(account, choice.request))
 
     def close_refused(self, finish_reason: str, error: ErrorInfo | None) -> None:
         """Close the account of a request that never reached the engine."""

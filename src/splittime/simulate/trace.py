@@ -21,9 +21,9 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason, Request
-from splittime.core.sampling import SamplingParams
+from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.drive.messages import Abort, Release, Submit
-from splittime.ledger.account import WITHOUT_TOKENS, ClosedAccount, Mark
+from splittime.ledger.account import PREFILL, WITHOUT_TOKENS, ClosedAccount, Mark
 from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -233,7 +233,8 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
 def _computed(account: ClosedAccount) -> dict[str, Any]:
     """Returns what of its prompt is computed, and to what end."""
     if account.endpoint in WITHOUT_TOKENS:
-        return {"pooling": "mean" if account.computes_prompt else "last"}
+        kind = "mean" if account.computes_prompt else "last"
+        return {"pooling": AHEAD if account.endpoint == PREFILL else kind}
     return {"prompt_logprobs": 0 if account.computes_prompt else None}
 
 

@@ -61,6 +61,7 @@ TENANT_PATHS = frozenset(
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/prefill",
         "/v1/rerank",
         "/v1/responses",
         "/v1/score",

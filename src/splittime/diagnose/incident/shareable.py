@@ -48,6 +48,8 @@ AS_THEY_ARE = (
     "computes_prompt",
     "unseen_ns",
     "host_tokens",
+    "ahead_tokens",
+    "ahead_ns",
     "max_tokens",
     "priority",
     "deadline_ns",

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from splittime.core.sleep import Part
 from splittime.diagnose.books import Books
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -20,6 +21,7 @@ NUM_SLICES = 60
 MAX_MOMENTS = 500
 LONG_PAUSE_NS = 100_000_000
 LONG_GAP_NS = 1_000_000_000
+LONG_PARTS = 3  # of a start that are told
 MS = 1e6
 
 ToUnix = Callable[[int], int | None]
@@ -97,13 +99,21 @@ def _of_processes(books: Books) -> Iterator[Found]:
     for process in facts.processes:
         yield process.started_ns, "started", f"{process.name}, {process.restarts} restarts so far"
         if process.ready_ns is not None:
-            yield process.ready_ns, "ready", f"{process.name}, {_s(process.ready_ns - process.started_ns)} later"
+            took = _s(process.ready_ns - process.started_ns)
+            yield process.ready_ns, "ready", f"{process.name}, {took} later{_most(process.start)}"
         for at_ns, lasted_ns in process.pauses:
             if lasted_ns >= LONG_PAUSE_NS:
                 yield at_ns, "gc_pause", f"{process.name} collected garbage for {_s(lasted_ns)}"
         for sleep in process.sleeps:
             lasted = _s(sleep.end_ns - sleep.begin_ns)
             yield sleep.begin_ns, sleep.action, f"{process.name}, level {sleep.level}, {lasted}"
+
+
+def _most(start: Sequence[Part]) -> str:
+    """Says what took longest of a start."""
+    longest = sorted(start, key=lambda part: part[1] - part[2])[:LONG_PARTS]
+    told = ", ".join(f"{name} {_s(end_ns - begin_ns)}" for name, begin_ns, end_ns in longest)
+    return f" ({told})" if told else ""
 
 
 def _of_requests(accounts: Sequence[ClosedAccount]) -> Iterator[Found]:

@@ -25,7 +25,7 @@ from splittime.ledger.stages import Cause, Stage
 AT_UPSTREAM = frozenset({Stage.UPSTREAM, Stage.NETWORK, Stage.CLIENT_WAIT})
 INTERNAL, SERVER, CLIENT = 1, 2, 3
 ERROR = 2
-OPERATIONS = {"chat": "chat", "completions": "text_completion"}
+OPERATIONS = {"chat": "chat", "responses": "chat", "messages": "chat", "completions": "text_completion"}
 BITS = 56  # of a trace's id, at its right, which are random (W3C Trace Context, level 2)
 
 Span = dict[str, Any]

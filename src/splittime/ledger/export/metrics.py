@@ -41,7 +41,12 @@ METRICS = (
     ),
     MetricSpec("splittime_cancel_to_freed_seconds", "histogram", (), "Client gone to blocks free"),
     MetricSpec("splittime_requests_total", "counter", ("finish_reason",), "Requests ended"),
-    MetricSpec("splittime_tokens_total", "counter", ("kind",), "Tokens of ended requests: prompt, cached, output"),
+    MetricSpec(
+        "splittime_tokens_total",
+        "counter",
+        ("kind",),
+        "Tokens of ended requests: prompt, cached, output; ahead of cached",
+    ),
     MetricSpec("splittime_refusals_total", "counter", ("reason",), "Requests refused before the engine"),
     MetricSpec("splittime_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_ledger_drops_total", "counter", ("reason",), "Records missing in the file: queue_full, disk"),

@@ -141,6 +141,7 @@ class PrometheusExporter(Collector):
         self._count("splittime_requests_total", account.finish_reason)
         self._count("splittime_tokens_total", "prompt", account.prompt_tokens)
         self._count("splittime_tokens_total", "cached", account.cached_tokens)
+        self._count("splittime_tokens_total", "ahead", account.ahead_tokens)
         self._count("splittime_tokens_total", "output", account.output_tokens)
         self._observe_latencies(account)
         for name, amount in request_amounts(account):

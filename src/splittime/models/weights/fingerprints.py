@@ -39,8 +39,10 @@ def recalled(paths: Sequence[Path], folder: Path) -> list[str | None]:
     return [_known(memory.get(key), identity) for key, identity in zip(keys, identities(paths), strict=True)]
 
 
-def fingerprints(paths: Sequence[Path], folder: Path) -> list[str]:
-    """The hash of each file; what is computed is remembered in `folder` if that can be written."""
+def fingerprints(paths: Sequence[Path], folder: Path | None) -> list[str]:
+    """The hash of each file; what is computed is remembered in `folder`, if there is one that can be written."""
+    if folder is None:
+        return [_hash_file(path) for path in paths]
     before = identities(paths)
     found = [known or _hash_file(path) for path, known in zip(paths, recalled(paths, folder), strict=True)]
     _remember(folder, paths, before, found)

@@ -9,6 +9,7 @@ import { hasFailed } from "./table_row.js";
 import { Playground } from "./playground.js";
 import { Poll } from "./poll.js";
 import { onKey, onTrouble, state } from "./standing.js";
+import { Start } from "./start.js";
 import { Store } from "./store.js";
 import { Table } from "./table.js";
 import { Tiles } from "./tiles.js";
@@ -33,6 +34,7 @@ const findings = new Findings((id, from) => detail.open({ id }, from));
 const poll = new Poll(onAnswer, onTrouble);
 const playground = new Playground((id, from) => detail.open({ id }, from), onTrouble, () => poll.wake());
 const whatIf = new WhatIf(onTrouble);
+const start = new Start(onTrouble);
 let span = 300;
 let process = null;
 
@@ -60,7 +62,7 @@ function showState({ server, engine }, hasRestarted) {
   else state("live", hasRestarted ? "live again" : "live", "");
 }
 
-onKey(() => [poll, findings, whatIf].forEach((asker) => asker.wake()));
+onKey(() => [poll, findings, whatIf, start].forEach((asker) => asker.wake()));
 
 // ---- what the bars' colours mean
 

@@ -8,7 +8,7 @@ const ORDER = [
   "recompute", "decode", "decode_stall", "deliver", "client_wait", "unattributed",
 ];
 const CAUSES = [
-  "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "paused", "step_in_flight",
+  "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "kv_export", "kv_transfer", "kv_import", "paused", "step_in_flight",
   "engine_loop", "measuring", "engine_died", "upstream_slots", "retry_pause", "same_request", "replay_pace", "not_told",
 ];
 const BEFORE = new Set(["receive", "tokenize", "admit", "handoff"]);

@@ -1,0 +1,116 @@
+"""`POST /v1/prefill`: a prompt that will come is computed ahead, so that the one who comes finds it in the cache.
+
+What may be sent is what decides a prompt: a text or token ids, or messages with the tools and the variables of their
+template. What came of it the answer says when it is done.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from splittime.api.answer import last_ended, timing
+from splittime.api.answer_structs import Notices, Timing
+from splittime.api.choice import Choice
+from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.params import Ask, ask_of
+from splittime.api.schema import OPENS_ANSWER, TEMPLATE_VARIABLES, ChatBody, CompletionBody, Message, Strict, ToolGiven
+from splittime.core.errors import RequestError
+from splittime.core.sampling import AHEAD, SamplingParams
+from splittime.ledger.account import PREFILL
+from splittime.text.answer_marks import AnswerMarks
+from splittime.text.tokenizer import Tokenizer
+
+
+class PrefillBody(Strict, kw_only=True):
+    prompt: Annotated[str | list[int] | None, Meta(description="A text or token ids. This, or messages.")] = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: Annotated[list[ToolGiven] | None, Meta(description="Functions, as the prompt will name them.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
+    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+
+
+class PrefillAnswer(msgspec.Struct, kw_only=True):
+    """cached_tokens: of the prompt's, those that were there before."""
+
+    object: Literal["prefill"] = "prefill"
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    timing: Timing | UnsetType = UNSET
+    notices: Notices | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAsk(Ask):
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages)
+
+
+def prefill_ask(
+    body: PrefillBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
+) -> PrefillAsk:
+    """include_timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
+    like = ask_of(_generation(body), model, limits, include_timing, marks)
+    return PrefillAsk(
+        endpoint=PREFILL,
+        model=like.model,
+        prompts=like.prompts,
+        messages=like.messages,
+        template_options=like.template_options,
+        sampling=SamplingParams(pooling=AHEAD, max_tokens=0, seed=0),
+        include_timing=include_timing,
+        cache_salt=like.cache_salt,
+    )
+
+
+def _generation(body: PrefillBody) -> ChatBody | CompletionBody:
+    """Returns what would be asked with this prompt."""
+    if (body.prompt is None) == (body.messages is None):
+        words = "a prefill needs a prompt or messages" + ("" if body.prompt is None else ", not both")
+        raise RequestError(words, param="prompt", value=None)
+    if body.messages is not None:
+        return ChatBody(
+            messages=body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+            model=body.model,
+            cache_salt=body.cache_salt,
+        )
+    for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} goes with messages", param=name, value=None, hint="leave it out")
+    prompt = body.prompt or ""
+    return CompletionBody(
+        prompt=prompt if isinstance(prompt, str) else [*prompt], model=body.model, cache_salt=body.cache_salt
+    )
+
+
+class PrefillRenderer:
+    """Renders the answer to one prefill."""
+
+    def __init__(self, ask: PrefillAsk, group_id: str, tokenizer: Tokenizer) -> None:
+        """tokenizer: of no use to it; every renderer is given one."""
+        self.ask, self._group_id = ask, group_id
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+        (choice,) = choices
+        answer = PrefillAnswer(
+            id=self._group_id,
+            created=int(time.time()),
+            model=self.ask.model,
+            prompt_tokens=len(choice.request.prompt_token_ids),
+            cached_tokens=choice.cached_tokens,
+            timing=timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET,
+            notices=list(notices) or UNSET,
+        )
+        return msgspec.json.encode(answer)

@@ -1,0 +1,161 @@
+"""Blocks of a prompt that another server has are fetched beside the engine's loop: the request is held until they have
+come, or until computing them would have been as quick.
+
+    Submit ──▶ does fetching pay, as predicted? ──no──▶ the queue: it is computed
+                │ yes: held
+                kv_export ──first byte──▶ kv_transfer ──last byte──▶ kv_import ──▶ the queue, a longer prefix cached
+
+Nothing hangs on it: a block that does not come, comes late, or is not the right one (`core.kv_blocks`) is computed like
+any other. What has come is put into the prefix cache under its name, so only a request of the same tokens and the same
+salt finds it. The gate looks at the engine's index from the receiving thread, to guess what is missing; that may be out
+of date, which costs a copy that is not wanted.
+
+At its start an engine takes what its peers used latest (`_take_over`).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from splittime.core.kv_blocks import MAX_NAMES, MAX_TOLD_BYTES, BlocksAsk
+from splittime.core.request import Request
+from splittime.drive.kv_peer import Peer
+from splittime.drive.messages import Abort, BlocksArrived, Hold, Release, Submit, ToEngine
+from splittime.kv.blocks import block_names, root_name
+from splittime.kv.cache import KVCache
+from splittime.ledger.stages import Cause
+
+THREADS = 2
+MOST_WAITING = 64
+TAKE_OVER_S, TAKE_OVER_BYTES = 10.0, 128 << 20
+Put = Callable[[ToEngine], None]
+
+
+class Port(Protocol):
+    """What the runner has for blocks on their way (`runner.kv_port.BlockPort`)."""
+
+    block_bytes: int
+
+    @property
+    def layout(self) -> str:
+        """What a block's bytes depend on beside its tokens; empty: no more to be shared."""
+        ...
+
+    def read(self, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """The bytes of blocks that nobody writes to."""
+        ...
+
+    def receive(self, blob: bytes) -> int | None:
+        """Keeps a block's content for the `imports` of a plan; returns its number, None if there is no room."""
+        ...
+
+    def drop(self, numbers: Iterable[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlockSharing:
+    """gives: whether other servers may have blocks. prefill_ns_per_token: what fetching is held against."""
+
+    port: Port
+    peers: tuple[Peer, ...]
+    gives: bool
+    prefill_ns_per_token: int
+
+
+class KvGate:
+    """put: gives the engine's loop a message, from any thread."""
+
+    def __init__(self, sharing: BlockSharing | None, cache: KVCache, put: Put) -> None:
+        self._sharing, self._cache, self._put = sharing, cache, put
+        self._pool = ThreadPoolExecutor(THREADS, "kv-peers")
+        self._waiting: dict[str, Request] = {}  # by id, which a client may use again
+        self._num_fetches = 0  # under way, or waiting for a thread
+        self._lock = threading.Lock()
+        if sharing is not None and sharing.peers:
+            threading.Thread(target=partial(self._take_over, sharing), name="kv-take-over", daemon=True).start()
+
+    def let_in(self, message: ToEngine) -> None:
+        """Pass a message on; a request whose blocks are worth fetching, as one that is held for them."""
+        if isinstance(message, Abort):
+            with self._lock:
+                self._waiting.pop(message.request_id, None)
+        found = self._worth_fetching(message) if isinstance(message, Submit) else None
+        if found is None:
+            self._put(message)
+            return
+        assert isinstance(message, Submit)
+        peer, names, computed_s = found
+        with self._lock:
+            self._waiting[message.request.request_id] = message.request
+            self._num_fetches += 1
+        self._put(Submit(message.request, Cause.KV_EXPORT))
+        self._pool.submit(self._fetch, message.request, peer, names, time.monotonic() + computed_s)
+
+    def _worth_fetching(self, message: Submit) -> tuple[Peer, tuple[bytes, ...], float] | None:
+        """Returns whom to ask for what, and how long computing it would take; None if it is to be computed."""
+        sharing, cache = self._sharing, self._cache
+        if sharing is None or not sharing.peers or message.held_for is not None or not cache.enable_prefix_caching:
+            return None
+        if self._num_fetches >= MOST_WAITING or not sharing.port.layout:
+            return None
+        tokens = message.request.prompt_token_ids
+        if len(tokens) <= cache.block_size:  # of the last token nothing is taken from the cache
+            return None
+        names = block_names(root_name(message.request.cache_salt), tokens[:-1], cache.block_size)
+        at_once = max(1, min(MAX_NAMES, MAX_TOLD_BYTES // sharing.port.block_bytes))
+        missing = tuple(names[cache.num_known(names) :][:at_once])
+        computed_s = len(missing) * cache.block_size * sharing.prefill_ns_per_token / 1e9
+        num_bytes = len(missing) * sharing.port.block_bytes
+        up = [
+            (peer.predicted_s(num_bytes) / peer.found, place) for place, peer in enumerate(sharing.peers) if peer.is_up
+        ]
+        if not missing or not up or min(up)[0] >= computed_s:
+            return None
+        return sharing.peers[min(up)[1]], missing, computed_s
+
+    def _fetch(self, request: Request, peer: Peer, names: tuple[bytes, ...], deadline_s: float) -> None:
+        """Whatever comes of it, the request goes on."""
+        assert self._sharing is not None
+        try:
+            if self._waits(request) and time.monotonic() < deadline_s:
+                ask = BlocksAsk(self._sharing.port.layout, names)
+                blocks = peer.fetch(ask, self._sharing.port.block_bytes, deadline_s, partial(self._tell, request))
+                self._take_in([(name, blocks[name]) for name in names if name in blocks])
+        finally:
+            with self._lock:
+                self._num_fetches -= 1
+                if self._waits(request):
+                    del self._waiting[request.request_id]
+                    self._put(Release(request.request_id))
+
+    def _waits(self, request: Request) -> bool:
+        return self._waiting.get(request.request_id) is request
+
+    def _tell(self, request: Request, cause: Cause) -> None:
+        if self._waits(request):
+            self._put(Hold(request.request_id, cause))
+
+    def _take_in(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
+        """Give contents to the runner, and their names to the engine."""
+        assert self._sharing is not None
+        numbered = [(name, self._sharing.port.receive(blob)) for name, blob in blocks]
+        kept = [(name, number) for name, number in numbered if number is not None]
+        if kept:
+            self._put(BlocksArrived(tuple(name for name, _ in kept), tuple(number for _, number in kept)))
+
+    def _take_over(self, sharing: BlockSharing) -> None:
+        """At the start: what each peer used latest, of half as many blocks as there are at most."""
+        block_bytes, deadline_s = sharing.port.block_bytes, time.monotonic() + TAKE_OVER_S
+        most = min(TAKE_OVER_BYTES // block_bytes, self._cache.num_blocks // 2) // len(sharing.peers)
+        for peer in sharing.peers:
+            found: dict[bytes, bytes] = {}
+            while len(found) < most:
+                num_before = len(found)
+                found |= peer.fetch(BlocksAsk(sharing.port.layout, skip=num_before), block_bytes, deadline_s)
+                if len(found) == num_before:
+                    break
+            self._take_in(reversed(found.items()))  # the latest comes last, as it is to be evicted last

@@ -1,0 +1,87 @@
+"""An engine process that is started before its settings are known: who gets it, and that it never outlives a command
+that did not take it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from splittime.drive import head_start
+
+SLEEPS = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    monkeypatch.setattr(head_start, "WORKER", SLEEPS)
+    head_start.begin()
+    yield head_start._waiting
+    head_start._end()
+    head_start._waiting = None
+
+
+def test_the_first_that_asks_for_it_gets_it_and_the_next_gets_another(begun) -> None:
+    first, second = head_start.take(SLEEPS), head_start.take(list(SLEEPS))
+    assert first is begun
+    assert second.process.pid != first.process.pid
+    assert second.folder != first.folder
+    for taken in (first, second):
+        taken.process.kill()
+        taken.process.wait()
+        Path(taken.folder).rmdir()
+
+
+def test_another_command_and_a_dead_one_get_a_new_process(begun) -> None:
+    other = head_start.take((sys.executable, "-c", "pass"))
+    assert other.process.pid != begun.process.pid
+    begun.process.kill()
+    begun.process.wait()
+    successor = head_start.take(SLEEPS)
+    assert successor.process.poll() is None
+    successor.process.kill()
+    for each in (other, successor):
+        each.process.wait()
+        Path(each.folder).rmdir()
+
+
+COMMAND = """
+import sys
+from splittime.drive import head_start
+head_start.WORKER = (sys.executable, "-c", "import time; time.sleep(600)")
+from splittime.cli import entry
+begin = head_start.begin
+def tell():
+    begin()
+    print(head_start._waiting.process.pid, head_start._waiting.folder, flush=True)
+head_start.begin = tell
+entry.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "is_begun"),
+    [(("serve", "--port", "x"), 2, True), (("serve", "--help"), 0, False), (("config", "show"), 0, False)],
+)
+def test_a_command_that_serves_nothing_leaves_no_process(words, status, is_begun) -> None:
+    run = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True, timeout=60)
+    assert run.returncode == status, run.stderr
+    told = run.stdout.split() if is_begun else []
+    assert (len(told) == 2) is is_begun
+    if told:
+        assert not _is_alive(int(told[0]))
+        assert not Path(told[1]).exists()
+
+
+def _is_alive(pid: int) -> bool:
+    end_s = time.monotonic() + 5
+    while time.monotonic() < end_s:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if status == "Z":
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,112 @@
+"""Two engines of one model: what the second takes from the first instead of computing it changes no token, and no bit
+of a log-probability."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from splittime.assemble import model_source, settings  # noqa: E402
+from splittime.assemble.worker import build_engine  # noqa: E402
+from splittime.core.clock import SystemClock  # noqa: E402
+from splittime.core.errors import ConfigError  # noqa: E402
+from splittime.core.kv_blocks import BlocksAsk  # noqa: E402
+from splittime.core.request import Request  # noqa: E402
+from splittime.core.sampling import SamplingParams  # noqa: E402
+from splittime.drive.crank import Crank, EngineParts  # noqa: E402
+from splittime.kernels.native.library import LibraryMissing, library  # noqa: E402
+from splittime.kv.blocks import block_names, root_name  # noqa: E402
+
+try:
+    library()
+except LibraryMissing as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PROMPT = tuple((7 * place + 3) % 400 + 5 for place in range(75))
+
+
+def parts_of(**given: Any) -> EngineParts:
+    small = {"max_model_len": 256, "kv_cache_memory_bytes": "16MiB", "num_threads": 1, "max_num_seqs": 4}
+    chosen = settings.from_arguments({**small, "kv_export": True, **given})
+    return build_engine(settings.worker_settings(chosen, model_source.locate(None)), [])
+
+
+class Server:
+    def __init__(self, **given: Any) -> None:
+        self.parts = parts_of(**given)
+        self.crank = Crank(self.parts, SystemClock())
+        self.port = self.parts.sharing.port
+        self.num_asked = 0
+
+    def answer(self, prompt: tuple[int, ...] = PROMPT, salt: str = "") -> tuple[list[tuple[int, float]], int]:
+        """Returns the tokens with their log-probabilities, and how many of the prompt's were cached."""
+        self.num_asked += 1
+        counts = self.crank.engine.scheduler.counts
+        before = counts.prefix_hit_tokens
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, seed=0, ignore_eos=True, logprobs=1)
+        now_ns = SystemClock().now_ns()
+        request = Request(
+            request_id=f"r{self.num_asked}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            submitted_ns=now_ns,
+            cache_salt=salt,
+        )
+        self.crank.submit(request, now_ns)
+        tokens: list[tuple[int, float]] = []
+        while self.crank.has_work:
+            for output in self.crank.turn().outputs:
+                tokens += [(each.token_id, each.logprob) for each in output.logprobs]
+        assert len(tokens) == 12
+        self.crank.engine.scheduler.check()
+        return tokens, counts.prefix_hit_tokens - before
+
+    def take_from(self, other: "Server", salt: str = "", spoil: bool = False) -> int:
+        names = tuple(block_names(root_name(salt), PROMPT, 16))
+        told = other.crank.export(BlocksAsk(self.port.layout, names))
+        blobs = [bytes(len(blob)) if spoil else blob for blob in told.blobs]
+        self.crank.take_in(told.names, [self.port.receive(blob) for blob in blobs])
+        return len(told.names)
+
+
+@pytest.mark.parametrize("given", [{}, {"kv_cache_dtype": "int8"}, {"async_scheduling": True}], ids=str)
+def test_tokens_are_the_same_whether_a_prefix_was_computed_or_taken(given: dict[str, Any]) -> None:
+    giver, taker = Server(**given), Server(**given)
+    tokens, _ = giver.answer()
+    assert taker.answer(PROMPT[1:])[1] == 0
+    assert taker.take_from(giver) == len(PROMPT) // 16
+    assert taker.answer() == (tokens, 64)
+    assert taker.answer(salt="another tenant's") == (tokens, 0)
+    assert taker.port._received == {}
+    assert taker.take_from(giver) == 4
+    assert taker.port._received == {}, "what is here already is not kept"
+
+
+def test_the_content_that_is_taken_is_what_is_attended_to() -> None:
+    """Else the test above would say nothing."""
+    giver, taker = Server(), Server()
+    tokens, _ = giver.answer()
+    taker.take_from(giver, spoil=True)
+    spoilt, num_cached = taker.answer()
+    assert num_cached == 64
+    assert spoilt != tokens
+
+
+def test_nothing_is_given_of_another_layout_or_asleep_or_to_one_that_sleeps() -> None:
+    giver, taker = Server(), Server(kv_cache_dtype="int8")
+    giver.answer()
+    assert giver.port.layout != taker.port.layout
+    assert giver.crank.export(BlocksAsk(taker.port.layout)) is None
+    told = giver.crank.export(BlocksAsk(giver.port.layout))
+    assert len(told.names) == 5  # the prompt's four, and one with the answer
+    giver.parts.sleeper.sleep(2)
+    giver.parts.sleeper.wake()
+    assert giver.port.layout == "", "other weights may have been read"
+
+
+def test_what_cannot_be_shared_is_refused_by_name() -> None:
+    for given in ({"speculative_config": '{"method": "self"}'}, {"kernels": "triton"}, {"enable_lora": True}):
+        with pytest.raises(ConfigError, match="are not shared with") as refused:
+            parts_of(**given)
+        assert refused.value.info.param == "kv_peers"
