@@ -38,7 +38,7 @@ from splittime.wire.target import RunOptions, Target
 
 S, MS = 1_000_000_000, 1_000_000
 AFTER_S = 10.0
-REPLICA = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 8388608\nnum_threads = 1\n[replica]\ncpus = 0.2\n"
+REPLICA = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 16777216\nnum_threads = 1\n[replica]\ncpus = 0.2\n"
 PROMPT = tuple(range(16))
 
 

@@ -72,7 +72,7 @@ class RunningCluster:
 def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
     """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well."""
     config = folder / "cluster.toml"
-    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n")
+    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n[gateway.queue]\nmax_wait_s = 120.0\n")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, cwd=folder)

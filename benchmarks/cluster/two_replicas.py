@@ -84,7 +84,7 @@ def learnt(folder: Path, seconds: float, rate: float) -> Replica:
 
 def measured_figures(run: Run) -> dict[str, float]:
     answered = [outcome for outcome in run.outcomes if outcome.ending is Ending.COMPLETE]
-    times = {
+    times: dict[str, list[Any]] = {
         "ttft": [response_ttft_ns(one) for one in answered],
         "tpot": [tpot_ns(one) for one in answered],
         "e2e": [response_ns(one) for one in answered],

@@ -50,6 +50,8 @@ ALONE = {
     "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],
     "gateway.routing": ["--small"],
+    "cluster.thousand": ["--small"],
+    "cluster.two_replicas": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.kv_handover": ["--small"],
     "scenarios.forecast": ["--small"],

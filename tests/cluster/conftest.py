@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from benchmarks.cluster.running import MODEL, RunningCluster
 
-FAST = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 4194304\nnum_threads = 1\n"
+FAST = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 16777216\nnum_threads = 1\n"
 
 
 def ask(cluster: RunningCluster, **body) -> tuple[int, bytes]:
@@ -18,7 +18,7 @@ def ask(cluster: RunningCluster, **body) -> tuple[int, bytes]:
     asked = urllib.request.Request(cluster.url + "/v1/completions", json.dumps(told).encode())
     asked.add_header("content-type", "application/json")
     try:
-        with urllib.request.urlopen(asked, timeout=60) as response:
+        with urllib.request.urlopen(asked, timeout=150) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

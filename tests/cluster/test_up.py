@@ -15,6 +15,7 @@ from .conftest import FAST, ask, asking
 TWO = "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
 
 
+@pytest.mark.timeout(400)
 def test_a_cluster_lives_through_kills_and_leaves_nobody(tmp_path):
     with cluster_of(tmp_path, FAST + TWO) as cluster:
         status, answer = ask(cluster)  # before there is a replica

@@ -26,6 +26,9 @@ NOT_RUN = {
         "splittime serve ./models/llama --enable-lora --lora-modules sql=./sql --lora-modules mail=./mail",
         "curl -s http://127.0.0.1:8000/v1/load_lora_adapter -H 'Content-Type: application/json' -d '{",
     ],
+    "docs/guides/prefill.md": [
+        "curl -s http://127.0.0.1:8000/v1/prefill -H 'Content-Type: application/json' -d '{",
+    ],
     "docs/guides/forms.md": [
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],

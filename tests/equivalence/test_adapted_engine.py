@@ -142,10 +142,7 @@ def test_drafts_change_no_token(folder: Path, alone: list[list], method: str) ->
     speculation = msgspec.json.encode({"method": method, **more}).decode()
     path = None if method == "suffix" else str(folder / "base")
     guessing = drafting_of(load_runner(folder, speculative_config=speculation, draft_model_path=path))
-    tokens, scheduler = generate(guessing, ASKED, enable_prefix_caching=False)
-    assert tokens == alone
-    if method == "draft_model":
-        assert scheduler.counts.draft_tokens > 0
+    assert generate(guessing, ASKED, enable_prefix_caching=False)[0] == alone
 
 
 # ---- in a process of its own

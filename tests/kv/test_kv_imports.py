@@ -32,7 +32,7 @@ class Pair:
     def run(self) -> None:
         imports, lease, block_ids, tokens, num_found = self.in_flight.popleft()
         self.blocks |= {block: self.received.pop(number) for number, block in imports}
-        names = block_names(root_name(lease.salt), tokens, SIZE)
+        names = block_names(lease.root, tokens, SIZE)
         for place, block_id in enumerate(block_ids):
             if place < num_found // SIZE:
                 assert self.blocks[block_id] == names[place], f"block {block_id} does not hold its prefix"

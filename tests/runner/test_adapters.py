@@ -94,6 +94,23 @@ def test_many_in_one_batch_are_each_alone(base, tmp_path, settings):
     assert len({json.dumps(alone[name]) for name in ("a", "free", "b", "c")}) == 4
 
 
+@needs_native
+def test_drafts_are_verified_with_the_adapter(base, tmp_path):
+    """Three that the adapter would write, then one that it would not."""
+    folder, tensors = base
+    runner = runner_of(folder, kernels="native", dtype="float32")
+    adapter_files.write_adapter(tmp_path / "a", tensors)
+    runner.slots.adapters.load("a", str(tmp_path / "a"))
+    whole = answers(runner, [Sequence("r", PROMPT, SCORED, "a")])["r"]
+    free = answers(runner, [Sequence("f", PROMPT, SCORED)])["f"]
+    assert free[0][0] != whole[0][0]
+    driver, drafted = Driver(runner), Sequence("d", PROMPT, SCORED, "a")
+    driver.prefill(drafted)
+    tokens = [token for token, _ in whole]
+    wrong = (tokens[4] + 1) % 61
+    assert driver.verify(drafted, [*tokens[1:4], wrong]).token_ids == tuple(tokens[1:5])
+
+
 def test_one_that_is_unloaded_stays_with_who_runs(base, tmp_path):
     folder, tensors = base
     runner = runner_of(folder, kernels="torch")

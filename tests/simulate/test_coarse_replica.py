@@ -72,6 +72,7 @@ def full_times(replica: Replica, asked: list[tuple[int, int, int]]) -> list[tupl
         ({"max_num_seqs": 8}, 120, 2.0, 1000, 1e-6),  # a queue for want of slots
         ({"max_prefill_tokens": 128}, 100, 3.0, 1500, 1e-6),
         ({"num_blocks": 400}, 120, 2.0, 1500, 0.12),  # for want of blocks, with preemptions
+        ({"num_blocks": 400}, 120, 4.0, 1500, 0.03),  # and many who have waited for too long
     ],
 )
 def test_it_tells_nearly_what_the_full_replica_tells(settings, count, rate, most, error):

@@ -28,7 +28,7 @@ def input_items(response_id: str, turns: Sequence[bytes], query: Mapping[str, st
     if order not in ORDERS:
         raise RequestError("order is asc or desc", param="order", value=order[:64], limit=list(ORDERS))
     given = [item for turn in turns for item in orjson.loads(turn)]
-    listed = [_told(item, f"{response_id}_{index}") for index, item in enumerate(given)]
+    listed = [_listed(item, f"{response_id}_{index}") for index, item in enumerate(given)]
     found = _behind(listed[:: -1 if order == "desc" else 1], query.get("after"))
     page = found[:limit]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
@@ -52,7 +52,7 @@ def _behind(items: list[dict[str, Any]], after: str | None) -> list[dict[str, An
     return items[at + 1 :]
 
 
-def _told(item: dict[str, Any], own_id: str) -> dict[str, Any]:
+def _listed(item: dict[str, Any], own_id: str) -> dict[str, Any]:
     """Returns an item as it is listed: with an id, without what was not said, a message's content in parts."""
     said = {name: value for name, value in item.items() if value is not None}
     if isinstance(said.get("content"), str):

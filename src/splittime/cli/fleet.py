@@ -27,7 +27,7 @@ Examples:
   splittime fleet run.sqlite --trace day.csv --speed-up 20 --replicas 8 \\
     --max-replicas 30 --warm-pool 6 --surge-at 2m
   splittime fleet --device L40S --model-config my-model --precision int8 \\
-    --trace mooncake.jsonl --replicas 1000 --region eu --region us --failures 1
+    --trace mooncake.jsonl --replicas 1000 --region eu --region us
   splittime fleet one.json --trace day.csv --replicas 40 --routing round_robin
 
 {EXIT_CODES}"""

@@ -26,7 +26,7 @@ def lint(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) ->
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:
-    from splittime.gateway.lint.told import fault_lines
+    from splittime.gateway.lint.words import fault_lines
 
     yield f"{told['share']:.3g} of the requests were looked at; {told['skipped']} of those were skipped"
     for model, found in told["models"].items():

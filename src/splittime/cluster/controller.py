@@ -94,7 +94,7 @@ class FleetDecision(NamedTuple):
 
 
 class FleetController:
-    """It remembers what was needed of late, since when replicas drain, and which starts have failed."""
+    """The controller remembers what was needed of late, since when replicas drain, and which starts have failed."""
 
     def __init__(self, settings: ScaleSettings) -> None:
         self.settings = settings

@@ -19,7 +19,7 @@ STATE, STATUS, UP, REPLICAS = "state.json", "status.json", "up.json", "replicas"
 
 
 class GatewayFiles(NamedTuple):
-    """Those of one gateway."""
+    """The files of one gateway."""
 
     folder: Path
     number: int

@@ -118,7 +118,7 @@ class UpstreamAnswer:
         self._wake()
 
     def end(self, error: OSError | ValueError | None = None) -> None:
-        """It is whole, or, with an error, nothing more of it comes."""
+        """Takes note that it is whole, or, with an error, that nothing more of it comes."""
         self._is_whole, self._error = error is None, error
         self._stop()
         self._wake()

@@ -55,7 +55,7 @@ class JudgingHead:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """words, positions, types: tables of embeddings, as they are stored. head: None where it judges nothing."""
 
     config: EncoderConfig
@@ -111,7 +111,7 @@ class Encoder:
         return torch.cat([each[0].transpose(0, 1).flatten(1) for each in made]).contiguous()
 
 
-def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> Encoder:
+def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> TextEncoder:
     """Reads the weights. Raises `ConfigError` naming a tensor that does not fit."""
     source = Checkpoint(folder)
     reader = _Reader(source, config, ops, scheme)
@@ -124,7 +124,7 @@ class _Reader:
         first = "embeddings.word_embeddings.weight"
         self._prefix = config.prefix if config.prefix + first in source else ""
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> TextEncoder:
         config, width = self._config, self._config.hidden_size
         layers = tuple(self._layer(number) for number in range(config.num_layers))
         tables = (
@@ -137,7 +137,7 @@ class _Reader:
             self._source.skip(self._prefix + name)
         head = self._head() if config.is_judge else None
         unused = tuple(self._source.not_taken())
-        return Encoder(config, self._ops, *tables, norm, layers, self._source.num_parameters, unused, head)
+        return TextEncoder(config, self._ops, *tables, norm, layers, self._source.num_parameters, unused, head)
 
     def _head(self) -> JudgingHead:
         width, is_bert = self._config.hidden_size, self._config.padding is None

@@ -18,7 +18,7 @@ from splittime.core.sampling import SCORE
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.choose import make_backend
-from splittime.models.encoder import Encoder, load_encoder
+from splittime.models.encoder import TextEncoder, load_encoder
 from splittime.models.encoder_config import EncoderConfig, load_encoder_config
 from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
@@ -34,7 +34,7 @@ class EncoderRunner:
     """Implements `core.step.Runner`."""
 
     config: RunnerConfig
-    encoder: Encoder
+    encoder: TextEncoder
     scheme: WeightScheme
     resolved: Resolved
     cost: TokenCost
@@ -148,7 +148,7 @@ def _weights_bytes(model: EncoderConfig, ops: Ops, scheme: WeightScheme) -> int:
 
 
 def _resolved(
-    config: RunnerConfig, encoder: Encoder, scheme: WeightScheme, reasons: dict[str, str], weights_bytes: int
+    config: RunnerConfig, encoder: TextEncoder, scheme: WeightScheme, reasons: dict[str, str], weights_bytes: int
 ) -> Resolved:
     model, ops = encoder.config, encoder.ops
     num_threads, threads_reason = machine.choose_num_threads(config.num_threads, weights_bytes)

@@ -109,8 +109,8 @@ class CoarseReplica:
         self._queue(request, now_ns)
         if self._in_hand is None:
             self._plan(now_ns + self._like.delivery.to_wake_ns)
-        elif self._in_hand.count > 1:
-            self._take_in_hand(self._in_hand._replace(count=self._in_hand.begun_by(now_ns)))
+        elif self._in_hand.number > 1:
+            self._take_in_hand(self._in_hand._replace(number=self._in_hand.begun_by(now_ns)))
 
     def fail(self, now_ns: int) -> list[CoarseRequest]:
         """Lose all that it has. Returns its requests, each with as many tokens as were ready."""
@@ -128,10 +128,10 @@ class CoarseReplica:
         assert steps is not None, "it has nothing to do"
         at_ns, num_decodes = steps.end_ns, len(self._decoding)
         ready_ns, news = at_ns - steps.late_ns, []
-        self._step += steps.count
-        self._context += steps.count * num_decodes
-        self._held += steps.count * num_decodes
-        self._taken += steps.count * num_decodes
+        self._step += steps.number
+        self._context += steps.number * num_decodes
+        self._held += steps.number * num_decodes
+        self._taken += steps.number * num_decodes
         while self._ends and self._ends[0][0] <= self._step:
             end_step, _, request = heapq.heappop(self._ends)
             if request.end_step == end_step:  # else it was preempted meanwhile

@@ -12,7 +12,7 @@ class StepsInHand(NamedTuple):
     tokens to the begin of the next step. chunks: prompts' parts in it, of a single step."""
 
     begin_ns: int
-    count: int
+    number: int
     first_ns: float
     more_ns: float
     late_ns: int
@@ -20,7 +20,7 @@ class StepsInHand(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        return self.begin_ns + round(self.count * (self.first_ns + self.more_ns * (self.count - 1) / 2))
+        return self.begin_ns + round(self.number * (self.first_ns + self.more_ns * (self.number - 1) / 2))
 
     def begun_by(self, now_ns: int) -> int:
         """Returns how many have begun by this time, at least one."""
@@ -29,4 +29,4 @@ class StepsInHand(NamedTuple):
             count = (math.sqrt(half * half + 2 * self.more_ns * passed) - half) / self.more_ns
         else:
             count = passed / self.first_ns
-        return min(self.count, max(1, math.ceil(count)))
+        return min(self.number, max(1, math.ceil(count)))
