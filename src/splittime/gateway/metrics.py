@@ -137,7 +137,7 @@ class GatewayMetrics(Collector):
         self._count("splittime_gateway_attempts_total", upstream, result)
 
     def keep(self, upstreams: Collection[str]) -> None:
-        """Drop the series of all others: upstreams that come and go leave none behind."""
+        """Drops the series of all others: upstreams that come and go leave none behind."""
         for spec in (spec for spec in GATEWAY_METRICS if "upstream" in spec.labels):
             at, histogram = spec.labels.index("upstream"), self._histograms.get(spec.name)
             counts: list[dict[tuple[str, ...], Any]] = [self._counts.get(spec.name, {})]

@@ -51,7 +51,7 @@ class RoundTrips:
             known.note(ns)
 
     def keep(self, addresses: Collection[tuple[str, int]]) -> None:
-        """No config names any other address now."""
+        """Drops all other addresses, which no config names now."""
         self._by_address = {address: one for address, one in self._by_address.items() if address in addresses}
 
 
