@@ -68,15 +68,15 @@ class ResponseEvent(msgspec.Struct, gc=False):
     response: TypedAnswer | None = None
 
 
-class KeptAnswer(msgspec.Struct, gc=False):
+class NamedResponse(msgspec.Struct, gc=False):
     """By which id a response is kept, read for itself: no other field can hide it. store: not, where it is false."""
 
     id: Any = None
     store: Any = None
 
 
-class KeptEvent(msgspec.Struct, gc=False):
-    response: KeptAnswer | None = None
+class NamedEvent(msgspec.Struct, gc=False):
+    response: NamedResponse | None = None
 
 
 class MessageEvent(msgspec.Struct, gc=False):
@@ -138,12 +138,12 @@ class PassedResponse(_TypedEvents):
 
     def take_whole(self, body: bytes) -> None:
         super().take_whole(body)
-        self._note_id(_read(body, KeptAnswer))
+        self._note_id(_read(body, NamedResponse))
         self._note_answer(_read(body, TypedAnswer) or TypedAnswer())
 
     def _take(self, data: bytes) -> None:
         if not self._has_id:
-            self._note_id((_read(data, KeptEvent) or KeptEvent()).response)
+            self._note_id((_read(data, NamedEvent) or NamedEvent()).response)
         event = _read(data, ResponseEvent) or ResponseEvent(_type_of(data))
         self._note_type(event.type, data)
         if event.type in ENDS:
@@ -151,7 +151,7 @@ class PassedResponse(_TypedEvents):
             self.is_done = True
             self._note_answer(event.response or TypedAnswer(status=event.type.removeprefix("response.")))
 
-    def _note_id(self, told: KeptAnswer | None) -> None:
+    def _note_id(self, told: NamedResponse | None) -> None:
         if told is not None and isinstance(told.id, str):
             self._has_id = True
             if told.store is not False:
