@@ -5,8 +5,8 @@ import ssl
 
 import pytest
 import uvloop
-from server.test_https import files, trusting  # noqa: F401 (files is a fixture)
 
+from server.test_https import files, trusting  # noqa: F401 (files is a fixture)
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.upstream_connections import NoConnection, UpstreamConnections
 from splittime.wire.target import Address
