@@ -306,7 +306,7 @@ def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -
     [
         (b"HTTP/1.1 099 No\r\ncontent-length: 3\r\n\r\nabc", "status is 99"),
         (b"HTTP/1.1 000 No\r\n\r\n", "status is 0"),
-        (b"HTTP/1.1 103 Early Hints\r\ncontent-length: 3\r\n\r\nabc", "has a body"),
+        (b"HTTP/1.1 199 Early\r\ncontent-length: 3\r\n\r\nabc", "has a body"),
     ],
 )
 def test_nothing_before_the_answer_is_one(early: bytes, words: str) -> None:
