@@ -163,17 +163,18 @@ class Crank:
         self.engine.abort(request_id, self._clock.now_ns())
 
     def take_in(self, names: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Blocks that another server has sent go into the prefix cache, unless the engine sleeps, or is about to."""
+        """Blocks that another server has sent go into the prefix cache, unless the engine sleeps, is about to, or has
+        slept since they were asked for: it may have other weights."""
         assert self._sharing is not None
-        is_asleep = self.residency.refusal() is not None
-        unwanted = numbers if is_asleep else self.engine.scheduler.cache.adopt(names, numbers)
+        has_place = self.residency.refusal() is None and self._sharing.port.layout
+        unwanted = self.engine.scheduler.cache.adopt(names, numbers) if has_place else numbers
         self._sharing.port.drop(unwanted)
 
     def export(self, ask: BlocksAsk) -> BlocksTold | None:
         """Returns what there is of the blocks that another server wants, as many as one answer holds; None where they
         are not given, or are of another layout."""
         sharing = self._sharing
-        if sharing is None or not sharing.gives or ask.layout != sharing.port.layout:
+        if sharing is None or not sharing.gives or not ask.layout or ask.layout != sharing.port.layout:
             return None
         most = max(1, min(MAX_NAMES, MAX_TOLD_BYTES // sharing.port.block_bytes))
         found = self.engine.scheduler.cache.exportable(ask.names, ask.skip, most)
@@ -254,6 +255,8 @@ class Crank:
     def _launch(self) -> bool:
         """Plans a step and has it begun; returns whether there was one."""
         plan = self.engine.begin(self._clock.now_ns())
+        if self._sharing is not None:  # contents whose blocks the plan has given away
+            self._sharing.port.drop(self.engine.scheduler.cache.take_unwanted())
         if plan is None:
             return False
         self._planned_ns.append(self._clock.now_ns())
