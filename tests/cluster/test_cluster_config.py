@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.cluster.config import Cluster, cluster_config, launch_of, read_cluster
+from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
     FIRST_FAILURES,
     ListedReplica,
@@ -44,12 +44,16 @@ def read_whole(text: str) -> None:
         ("[scale]\ntarget = 1.5", "scale.target", 1.5, [0.01, 1]),
         ("[replica]\nsleep_level = 3", "replica.sleep_level", 3, [1, 2]),
         ("[replica]\non_network = true", "replica.on_network", True, None),
+        ('[replica]\non_network = true\nkey_env = "K"', "replica.on_network", True, None),
         ('ray_address = "x:1"', "ray_address", "x:1", None),
         ("[canary]\nmargin = 2.0", "canary.margin", 2.0, [0.001, 0.999]),
         ("[serve]\nmax_num_seqs = 0", "max_num_seqs", 0, [1, 65536]),
         ("[serve]\nport = 1", "serve.port", None, None),
         ('[serve]\napi_key = "x"', "serve.api_key", None, None),
+        ('[serve]\nkv_peers = ["http://127.0.0.1:1"]', "serve.kv_peers", None, None),
+        ('[serve]\nkv_peer_key = "x"', "serve.kv_peer_key", None, None),
         ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
+        ("[gateway]\nport = 0", "gateway.port", 0, [1, 65535]),
         ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
         ("[[gateway.upstream]]\nname = 'a'", "gateway.upstream", None, None),
         ("[scale]\nmin_replica = 1", "scale.min_replica", None, None),
@@ -82,6 +86,14 @@ def test_a_launch_has_the_flags_and_names_of_its_settings(tmp_path):
     assert read_cluster(path).folder == tmp_path / "mine.run"
     with pytest.raises(ConfigError, match="cannot read"):
         read_cluster(tmp_path / "none.toml")
+
+
+def test_the_folder_is_found_though_the_file_is_wrong(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'folder = "{tmp_path}/there"\nno_such_key = 1\n')
+    assert folder_of(path) == tmp_path / "there"
+    path.write_text("folder = ")
+    assert folder_of(path) == tmp_path / "mine.run"
 
 
 def config_and_launch(**table):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 import tomllib
 from contextlib import asynccontextmanager
 
@@ -15,8 +16,10 @@ from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.gauges import ReplicaGauges, gauges_of
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.observed import LOST_S, ReplicaWatch
+from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.cluster.running import REREAD
+from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, taken_cluster
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import Rest
 
@@ -27,11 +30,16 @@ class SmallReplicas:
     def __init__(self) -> None:
         self.stats: dict[str, EngineStats] = {}
         self.dead: set[str] = set()
+        self.broken: set[str] = set()
         self.ended: list[str] = []
         self.asked: list[str] = []
         self.address = ""
+        self.num_refused = 0
 
     def start(self, name, launch) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError("no process more")
         self.stats[name] = EngineStats(now_ns=0, blocks_total=64)
 
     def look(self):
@@ -39,7 +47,7 @@ class SmallReplicas:
 
     def end(self, name) -> None:
         self.ended.append(name)
-        del self.stats[name]
+        self.stats.pop(name, None)
 
     def close(self) -> None:
         self.stats.clear()
@@ -55,7 +63,8 @@ class SmallReplicas:
             self.asked.append(f"{name} {what}")
             rest = Rest("asleep", 2) if what == "sleep" else Rest()
             self.stats[name] = msgspec.structs.replace(self.stats[name], rest=rest)
-        return web.json_response({"engine": msgspec.to_builtins(self.stats[name])})
+        engine, is_ready = msgspec.to_builtins(self.stats[name]), name not in self.broken
+        return web.json_response({"engine": engine, "server": {"is_engine_ready": is_ready}})
 
 
 @asynccontextmanager
@@ -174,19 +183,83 @@ def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_no
         top = f'folder = "{tmp_path}"\n'
         scale = "[scale]\nmin_replicas = 1\nmax_replicas = 3\nspare = 0\n"
         path.write_text("folder = 1\n")
-        keeper.reread()
+        (tmp_path / REREAD).touch()
         await until(lambda: "refused" in (tmp_path / "status.json").read_text())
         path.write_text(f"gateways = 2\n{top}")
-        keeper.reread()
-        await until(lambda: "cannot change while" in (tmp_path / "status.json").read_text())
+        (tmp_path / REREAD).touch()
+        await until(lambda: "cannot change while the cluster" in (tmp_path / "status.json").read_text())
+        path.write_text(f"{top}[gateway]\nport = 8101\n")
+        (tmp_path / REREAD).touch()
+        await until(lambda: "[gateway]: port cannot change" in (tmp_path / "status.json").read_text())
+        path.write_text(f'{top}[replica]\nkey_env = "NOT_THERE"\n')
+        (tmp_path / REREAD).touch()
+        await until(lambda: "the environment has no NOT_THERE" in (tmp_path / "status.json").read_text())
         assert list(replicas.stats) == ["r1"]
         path.write_text(f"{top}[serve]\nmax_num_seqs = 5\n{scale}")
-        keeper.reread()
+        (tmp_path / REREAD).touch()
         await until(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
         assert keeper.state.replicas["r2"].revision == keeper.state.revision
         assert list(keeper.state.launches) == [keeper.state.revision]
+        path.write_text(f"{top}[serve]\nmax_num_seqs = 6\n{scale}")  # and nobody has applied it
+        taken = taken_cluster(tmp_path)
+        assert (taken.config.serve, taken.config.scale.spare) == ({"max_num_seqs": 5}, 0)
+        assert taken.launch.max_num_seqs == 5
 
     run(body, tmp_path, scale=SCALE)
+
+
+def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r2"])
+        events = json.loads((tmp_path / "status.json").read_text())["events"]
+        told = [("failed", ""), ("stop", "r1"), ("start", "r2")]
+        assert [(one["what"], one["name"]) for one in events] == told
+        assert events[0]["why"] == "start: no process more"
+        assert len(asyncio.all_tasks()) < 30, "a tick leaves none behind"
+
+    async def whole() -> None:
+        async with small_replicas() as replicas:
+            replicas.num_refused = 1
+            async with kept(tmp_path, replicas, scale=SCALE) as keeper:
+                await body(replicas, keeper)
+
+    asyncio.run(whole())
+
+
+def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.broken.add("r1")
+        await until(lambda: listed(tmp_path) == ["none-yet"])
+        replicas.broken.clear()
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.stats["r1"] = msgspec.structs.replace(replicas.stats["r1"], rest=Rest("asleep", 2))
+        await until(lambda: replicas.asked == ["r1 wake"])
+        await until(lambda: listed(tmp_path) == ["r1"])
+
+    run(body, tmp_path, scale={**SCALE, "max_replicas": 1})
+
+
+def test_names_go_on_behind_those_of_a_cluster_that_was_killed(tmp_path):
+    config = cluster_config({})
+    cluster = Cluster(config, launch_of(config), tmp_path)
+    assert ClusterState.begun(cluster).num_started == 0
+    (tmp_path / "replicas").mkdir()
+    for name in ("r9", "r10", "rx"):
+        (tmp_path / "replicas" / f"{name}.json").touch()
+    assert ClusterState.begun(cluster).num_started == 10
+
+
+def test_places_know_nothing_of_a_strange_name_and_keep_the_last_logs(tmp_path):
+    for number in range(KEPT_LOGS + 3):
+        (tmp_path / f"r{number}.json").write_text("[1, 1]")
+        (tmp_path / f"r{number}.log").touch()
+        os.utime(tmp_path / f"r{number}.log", (number, number))
+    places = LocalPlaces(tmp_path, os.getpid())
+    places.end("strange")
+    places.close()
+    assert places.look() == {}
+    assert {path.name for path in tmp_path.iterdir()} == {f"r{number}.log" for number in range(3, KEPT_LOGS + 3)}
 
 
 # ---- what is seen
@@ -210,6 +283,12 @@ def test_a_replica_is_lost_when_it_is_gone_silent_or_too_slow():
     assert watch.is_lost(20)
     watch.note(None, None, 20)
     assert watch.is_lost(20)
+
+
+def test_a_waking_may_last_as_long_as_a_start():
+    replica = ManagedReplica("r", ReplicaPhase.WAKING, since_unix_s=time.time() - 300)
+    assert not ReplicaWatch(replica, start_s=600, at_s=0).is_lost(0)
+    assert ReplicaWatch(replica, start_s=200, at_s=0).is_lost(0)
 
 
 def test_what_drains_has_something_to_do_while_a_gateway_may_send_it_more():

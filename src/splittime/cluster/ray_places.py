@@ -86,8 +86,9 @@ class RayPlaces:
                 self._seen[asked[reference]] = ReplicaSeen(is_alive=False, url=None, words=str(error)[-500:])
 
     def end(self, name: str) -> None:
-        self._actors[name].end.remote(int(signal.SIGTERM))
-        self._ending[name] = time.monotonic() + END_S
+        if name in self._actors:
+            self._actors[name].end.remote(int(signal.SIGTERM))
+            self._ending[name] = time.monotonic() + END_S
 
     def close(self) -> None:
         for name in self._actors:
