@@ -171,7 +171,12 @@ def test_another_controller_goes_on_where_one_was_killed(tmp_path):
             async with kept(tmp_path, replicas, scale=SCALE) as keeper:
                 await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
                 assert keeper.state.num_started == 1
-            assert list(replicas.stats) == ["r1"]
+                replicas.busy("r1", 8)
+                await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+                replicas.busy("r1", 0)
+            async with kept(tmp_path, replicas, scale={**SCALE, "down_delay_s": 100.0}):
+                await asyncio.sleep(0.5)
+                assert len(listed(tmp_path)) == 3, "they were needed a moment ago"
 
     asyncio.run(whole())
 

@@ -38,6 +38,7 @@ log = logging.getLogger("splittime.cluster")
 TICK_S = 0.5
 NAP_ANSWER_S = 130.0
 KEPT_EVENTS = 64
+AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
     FleetAction.DRAIN: ReplicaPhase.DRAINING,
     FleetAction.SLEEP: ReplicaPhase.SLEEPING,
@@ -52,7 +53,7 @@ class FleetKeeper:
         self._path, self._cluster, self._places = path, cluster, places
         self._file = StateFile(cluster.folder)
         self.state = self._file.read() or ClusterState.begun(cluster)
-        self._controller = FleetController(cluster.config.scale)
+        self._controller = self._controlled(cluster)
         self._gateways = ManagedGateways(cluster)
         self._rollout = Rollout(self.state, cluster.config.canary, cluster.config.replica.start_s)
         self._watches: dict[str, ReplicaWatch] = {}
@@ -98,6 +99,10 @@ class FleetKeeper:
 
     async def _in_thread(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    def _controlled(self, cluster: Cluster) -> FleetController:
+        num_before = sum(one.phase in AWAKE_PHASES for one in self.state.replicas.values())
+        return FleetController(cluster.config.scale, num_before)
 
     # ---- what is seen
 
@@ -209,7 +214,7 @@ class FleetKeeper:
             log.warning("the config is refused, and the one before stays: %s", error.info.message)
             return
         if cluster.config.scale != self._cluster.config.scale:
-            self._controller = FleetController(cluster.config.scale)
+            self._controller = self._controlled(cluster)
         self._cluster, self.state.config = cluster, cluster.config
         self._rollout.begin(cluster.launch, cluster.config.canary)
 

@@ -38,11 +38,11 @@ class ScaleLoad(NamedTuple):
 
 
 class ReplicaCount:
-    """`noted` takes a load at an instant and returns how many replicas there should be, of as many as there are. The
-    first time, as many are taken to have been needed as there are: nobody knows why they are."""
+    """`noted` takes a load at an instant and returns how many replicas there should be, of as many as there are.
+    num_before: so many are taken to have been needed until now: somebody else had decided on them."""
 
-    def __init__(self, settings: ScaleSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ScaleSettings, num_before: int = 0) -> None:
+        self._settings, self._num_before = settings, min(num_before, settings.max_replicas)
         self._falling: Opinions = deque()  # each the most from then on, so there are no more than replicas
         self._rising: Opinions = deque()  # each the least from then on
         self._busy_ns: int | None = None
@@ -51,7 +51,7 @@ class ReplicaCount:
     def noted(self, at_ns: int, load: ScaleLoad, num_awake: int) -> int:
         settings = self._settings
         if self._busy_ns is None:
-            self._falling.append((at_ns, min(num_awake, settings.max_replicas)))
+            self._falling.append((at_ns, self._num_before))
         if load.tokens or self._busy_ns is None:
             self._busy_ns = at_ns
         self.needed = self._needed(at_ns - self._busy_ns, load)
