@@ -7,8 +7,8 @@ come, or until computing them would have been as quick.
 
 Nothing hangs on it: a block that does not come, comes late, or is damaged (`core.kv_blocks`) is computed like any
 other, and so is a request that comes while all threads that fetch are busy. What has come is put into the prefix cache
-under its name, so only a request of the same tokens and the same salt finds it. The gate looks at the engine's index from the receiving thread, to guess what is missing; that may be out
-of date, which costs a copy that is not wanted.
+under its name, so only a request of the same tokens and the same salt finds it. The gate looks at the engine's index
+from the receiving thread, to guess what is missing; that may be out of date, which costs a copy that is not wanted.
 
 At its start an engine takes what its peers used latest (`_take_over`).
 """
