@@ -1,5 +1,6 @@
 """What `cluster.toml` may say, what follows from it, and how what is wrong with it is told."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from splittime.cluster.gateway_files import (
 )
 from splittime.cluster.places import key_of
 from splittime.cluster.ray_places import start_ray
+from splittime.cluster.replica_process import ProcessMark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config_file import config_of
 
@@ -177,6 +179,21 @@ def test_without_ray_its_runner_says_so(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as caught:
         start_ray(Cluster(config, launch, tmp_path))
     assert "pip install" in caught.value.info.hint
+
+
+def test_an_actor_that_nobody_asks_ends_with_its_server_and_its_files(tmp_path):
+    alone = """import sys, time
+from splittime.cluster import ray_places
+ray_places.ALONE_S = 0.5
+actor = ray_places.ReplicaActor("r1", ("--num-threads", "1"), None, False)
+print(actor._process._mark().pid, flush=True)
+time.sleep(60)
+sys.exit(1)"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", alone], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ProcessMark.of(int(done.stdout)) is None
+    assert list(tmp_path.glob("splittime-*")) == []
 
 
 def test_the_command_says_what_is_wrong(tmp_path):

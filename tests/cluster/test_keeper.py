@@ -3,22 +3,27 @@
 import asyncio
 import json
 import os
+import shutil
+import ssl
+import subprocess
 import time
 import tomllib
 from contextlib import asynccontextmanager
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
 from splittime.cluster import keeper as keeper_module
 from splittime.cluster.config import Cluster, cluster_config, launch_of
+from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.gauges import ReplicaGauges, gauges_of
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.observed import LOST_S, ReplicaWatch
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.running import REREAD
+from splittime.cluster.running import REREAD, write_mark
 from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, taken_cluster
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import Rest
@@ -265,6 +270,43 @@ def test_places_know_nothing_of_a_strange_name_and_keep_the_last_logs(tmp_path):
     places.close()
     assert places.look() == {}
     assert {path.name for path in tmp_path.iterdir()} == {f"r{number}.log" for number in range(3, KEPT_LOGS + 3)}
+
+
+def test_a_gateway_is_trusted_by_its_own_certificate_whatever_its_name(tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here to make a certificate with")
+    for name in ("own", "other"):
+        files = ["-out", str(tmp_path / f"{name}.pem"), "-keyout", str(tmp_path / f"{name}.key")]
+        make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=example.com", "-days", "9"]
+        subprocess.run([*make, *files], check=True, capture_output=True, timeout=120)
+
+    async def seen(shown: str) -> int | None:
+        app = web.Application()
+        answer = {"queue": {"tokens": 7, "requests": 1}, "config": "1:abc"}
+
+        async def stats(request: web.Request) -> web.Response:
+            return web.json_response(answer)
+
+        app.router.add_get("/stats", stats)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(tmp_path / f"{shown}.pem", tmp_path / f"{shown}.key")
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+        await site.start()
+        files = {"ssl_certfile": str(tmp_path / "own.pem"), "ssl_keyfile": str(tmp_path / "own.key")}
+        config = cluster_config({"gateway": {"port": runner.addresses[0][1], **files}})
+        write_mark(tmp_path / "gateway-0.json", os.getpid())
+        gateways = ManagedGateways(Cluster(config, launch_of(config), tmp_path))
+        async with aiohttp.ClientSession() as session:
+            await gateways.look(session)
+        await runner.cleanup()
+        assert gateways.seen[0].is_alive
+        return gateways.seen[0].gauges and gateways.seen[0].gauges.held_tokens
+
+    assert asyncio.run(seen("own")) == 7
+    assert asyncio.run(seen("other")) is None
 
 
 # ---- what is seen
