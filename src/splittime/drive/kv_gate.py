@@ -136,7 +136,7 @@ class KvGate:
             self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
-        """It waits no longer, if it still does."""
+        """Have the engine go on with it, if it still waits."""
         with self._lock:
             if self._waits(request):
                 del self._waiting[request.request_id]
