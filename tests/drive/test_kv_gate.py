@@ -233,7 +233,7 @@ def test_none_is_held_behind_others_or_longer_than_computing_takes(peer_of, monk
     url, _ = peer_of(honest)
     may_end = threading.Event()
     gate = Gate(url, ns_per_token=20_000_000, asks=False)  # a quarter of a second
-    monkeypatch.setattr(gate.peer, "fetch", lambda *told: may_end.wait(20) and {})  # a name that is not resolved, say
+    monkeypatch.setattr(gate.peer, "fetch", lambda *told: may_end.wait(60) and {})  # a name that is not resolved, say
     for name in ("r", "second", "third"):
         gate.gate.let_in(Submit(request_of(name)))
     held = {each.request.request_id: each.held_for for each in gate.told if isinstance(each, Submit)}
