@@ -35,7 +35,8 @@ def called(*arguments: str):
 
 
 def test_a_fleet_is_told_as_a_table_and_as_json(files):
-    flags = [*files, "--replicas", "4", "--copies", "3", "--region", "a", "--region", "b", "--surge-at", "20s"]
+    flags = [*files, "--replicas", "4", "--copies", "3", "--region", "a", "--region", "b", "--speed-up", "0.5"]
+    flags += ["--surge-at", "40s"]
     shown, told = called(*flags, "--price", "2"), called(*flags, "--json")
     assert shown.exit_code == told.exit_code == 0, shown.output
     figures = json.loads(told.stdout)
@@ -54,6 +55,7 @@ def test_what_cannot_be_is_said(files):
         (["--max-replicas", "0"], "max_replicas"),
         (["--device", "L40S"], "--model-config"),
         (["--cold-start", "soon"], "--cold-start"),
+        (["--surge-at", "20s"], "--surge-at"),
     ):
         done = called(*files, *flags)
         assert done.exit_code == 2, done.output

@@ -1,5 +1,6 @@
 """What `cluster.toml` may say, what follows from it, and how what is wrong with it is told."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.cluster.config import Cluster, cluster_config, launch_of, read_cluster
+from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
     FIRST_FAILURES,
     ListedReplica,
@@ -19,6 +20,7 @@ from splittime.cluster.gateway_files import (
 )
 from splittime.cluster.places import key_of
 from splittime.cluster.ray_places import start_ray
+from splittime.cluster.replica_process import ProcessMark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config_file import config_of
 
@@ -44,12 +46,16 @@ def read_whole(text: str) -> None:
         ("[scale]\ntarget = 1.5", "scale.target", 1.5, [0.01, 1]),
         ("[replica]\nsleep_level = 3", "replica.sleep_level", 3, [1, 2]),
         ("[replica]\non_network = true", "replica.on_network", True, None),
+        ('[replica]\non_network = true\nkey_env = "K"', "replica.on_network", True, None),
         ('ray_address = "x:1"', "ray_address", "x:1", None),
         ("[canary]\nmargin = 2.0", "canary.margin", 2.0, [0.001, 0.999]),
         ("[serve]\nmax_num_seqs = 0", "max_num_seqs", 0, [1, 65536]),
         ("[serve]\nport = 1", "serve.port", None, None),
         ('[serve]\napi_key = "x"', "serve.api_key", None, None),
+        ('[serve]\nkv_peers = ["http://127.0.0.1:1"]', "serve.kv_peers", None, None),
+        ('[serve]\nkv_peer_key = "x"', "serve.kv_peer_key", None, None),
         ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
+        ("[gateway]\nport = 0", "gateway.port", 0, [1, 65535]),
         ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
         ("[[gateway.upstream]]\nname = 'a'", "gateway.upstream", None, None),
         ("[scale]\nmin_replica = 1", "scale.min_replica", None, None),
@@ -82,6 +88,14 @@ def test_a_launch_has_the_flags_and_names_of_its_settings(tmp_path):
     assert read_cluster(path).folder == tmp_path / "mine.run"
     with pytest.raises(ConfigError, match="cannot read"):
         read_cluster(tmp_path / "none.toml")
+
+
+def test_the_folder_is_found_though_the_file_is_wrong(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'folder = "{tmp_path}/there"\nno_such_key = 1\n')
+    assert folder_of(path) == tmp_path / "there"
+    path.write_text("folder = ")
+    assert folder_of(path) == tmp_path / "mine.run"
 
 
 def config_and_launch(**table):
@@ -165,6 +179,21 @@ def test_without_ray_its_runner_says_so(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as caught:
         start_ray(Cluster(config, launch, tmp_path))
     assert "pip install" in caught.value.info.hint
+
+
+def test_an_actor_that_nobody_asks_ends_with_its_server_and_its_files(tmp_path):
+    alone = """import sys, time
+from splittime.cluster import ray_places
+ray_places.ALONE_S = 0.5
+actor = ray_places.ReplicaActor("r1", ("--num-threads", "1"), None, False)
+print(actor._process._mark().pid, flush=True)
+time.sleep(60)
+sys.exit(1)"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", alone], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ProcessMark.of(int(done.stdout)) is None
+    assert list(tmp_path.glob("splittime-*")) == []
 
 
 def test_the_command_says_what_is_wrong(tmp_path):

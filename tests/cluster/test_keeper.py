@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import tomllib
 from contextlib import asynccontextmanager
 
@@ -12,11 +11,10 @@ from aiohttp import web
 
 from splittime.cluster import keeper as keeper_module
 from splittime.cluster.config import Cluster, cluster_config, launch_of
-from splittime.cluster.gauges import ReplicaGauges, gauges_of
 from splittime.cluster.keeper import FleetKeeper
-from splittime.cluster.observed import LOST_S, ReplicaWatch
-from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.cluster.replica_process import ReplicaSeen
+from splittime.cluster.running import REREAD
+from splittime.cluster.state import ClusterState, taken_cluster
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import Rest
 
@@ -27,11 +25,16 @@ class SmallReplicas:
     def __init__(self) -> None:
         self.stats: dict[str, EngineStats] = {}
         self.dead: set[str] = set()
+        self.broken: set[str] = set()
         self.ended: list[str] = []
         self.asked: list[str] = []
         self.address = ""
+        self.num_refused = 0
 
     def start(self, name, launch) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError("no process more")
         self.stats[name] = EngineStats(now_ns=0, blocks_total=64)
 
     def look(self):
@@ -39,7 +42,7 @@ class SmallReplicas:
 
     def end(self, name) -> None:
         self.ended.append(name)
-        del self.stats[name]
+        self.stats.pop(name, None)
 
     def close(self) -> None:
         self.stats.clear()
@@ -55,7 +58,8 @@ class SmallReplicas:
             self.asked.append(f"{name} {what}")
             rest = Rest("asleep", 2) if what == "sleep" else Rest()
             self.stats[name] = msgspec.structs.replace(self.stats[name], rest=rest)
-        return web.json_response({"engine": msgspec.to_builtins(self.stats[name])})
+        engine, is_ready = msgspec.to_builtins(self.stats[name]), name not in self.broken
+        return web.json_response({"engine": engine, "server": {"is_engine_ready": is_ready}})
 
 
 @asynccontextmanager
@@ -162,7 +166,12 @@ def test_another_controller_goes_on_where_one_was_killed(tmp_path):
             async with kept(tmp_path, replicas, scale=SCALE) as keeper:
                 await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
                 assert keeper.state.num_started == 1
-            assert list(replicas.stats) == ["r1"]
+                replicas.busy("r1", 8)
+                await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+                replicas.busy("r1", 0)
+            async with kept(tmp_path, replicas, scale={**SCALE, "down_delay_s": 100.0}):
+                await asyncio.sleep(0.5)
+                assert len(listed(tmp_path)) == 3, "they were needed a moment ago"
 
     asyncio.run(whole())
 
@@ -174,74 +183,68 @@ def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_no
         top = f'folder = "{tmp_path}"\n'
         scale = "[scale]\nmin_replicas = 1\nmax_replicas = 3\nspare = 0\n"
         path.write_text("folder = 1\n")
-        keeper.reread()
+        (tmp_path / REREAD).touch()
         await until(lambda: "refused" in (tmp_path / "status.json").read_text())
         path.write_text(f"gateways = 2\n{top}")
-        keeper.reread()
-        await until(lambda: "cannot change while" in (tmp_path / "status.json").read_text())
+        (tmp_path / REREAD).touch()
+        await until(lambda: "cannot change while the cluster" in (tmp_path / "status.json").read_text())
+        path.write_text(f"{top}[gateway]\nport = 8101\n")
+        (tmp_path / REREAD).touch()
+        await until(lambda: "[gateway]: port cannot change" in (tmp_path / "status.json").read_text())
+        path.write_text(f'{top}[replica]\nkey_env = "NOT_THERE"\n')
+        (tmp_path / REREAD).touch()
+        await until(lambda: "the environment has no NOT_THERE" in (tmp_path / "status.json").read_text())
         assert list(replicas.stats) == ["r1"]
         path.write_text(f"{top}[serve]\nmax_num_seqs = 5\n{scale}")
-        keeper.reread()
+        (tmp_path / REREAD).touch()
         await until(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
         assert keeper.state.replicas["r2"].revision == keeper.state.revision
         assert list(keeper.state.launches) == [keeper.state.revision]
+        path.write_text(f"{top}[serve]\nmax_num_seqs = 6\n{scale}")  # and nobody has applied it
+        taken = taken_cluster(tmp_path)
+        assert (taken.config.serve, taken.config.scale.spare) == ({"max_num_seqs": 5}, 0)
+        assert taken.launch.max_num_seqs == 5
 
     run(body, tmp_path, scale=SCALE)
 
 
-# ---- what is seen
+def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r2"])
+        events = json.loads((tmp_path / "status.json").read_text())["events"]
+        told = [("failed", ""), ("stop", "r1"), ("start", "r2")]
+        assert [(one["what"], one["name"]) for one in events] == told
+        assert events[0]["why"] == "start: no process more"
+        assert len(asyncio.all_tasks()) < 30, "a tick leaves none behind"
+
+    async def whole() -> None:
+        async with small_replicas() as replicas:
+            replicas.num_refused = 1
+            async with kept(tmp_path, replicas, scale=SCALE) as keeper:
+                await body(replicas, keeper)
+
+    asyncio.run(whole())
 
 
-GAUGES = ReplicaGauges(10, 100, True)
+def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.broken.add("r1")
+        await until(lambda: listed(tmp_path) == ["none-yet"])
+        replicas.broken.clear()
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.stats["r1"] = msgspec.structs.replace(replicas.stats["r1"], rest=Rest("asleep", 2))
+        await until(lambda: replicas.asked == ["r1 wake"])
+        await until(lambda: listed(tmp_path) == ["r1"])
+
+    run(body, tmp_path, scale={**SCALE, "max_replicas": 1})
 
 
-def test_a_replica_is_lost_when_it_is_gone_silent_or_too_slow():
-    replica = ManagedReplica("r", ReplicaPhase.STARTING, since_unix_s=0.0)
-    assert ReplicaWatch(replica, start_s=5, at_s=0).is_lost(0), "it was to be ready long ago"
-    replica = ManagedReplica("r", ReplicaPhase.SERVING, since_unix_s=0.0)
-    watch = ReplicaWatch(replica, start_s=5, at_s=0)
-    watch.note(ReplicaSeen(True, "http://x"), GAUGES, 1)
-    assert not watch.is_lost(1 + LOST_S)
-    watch.note(ReplicaSeen(True, "http://x"), None, 2)
-    assert watch.is_lost(1.1 + LOST_S)
-    watch.note(ReplicaSeen(True, "http://x"), GAUGES, 20)
-    assert not watch.is_lost(20)
-    watch.note(ReplicaSeen(False, "http://x"), None, 20)
-    assert watch.is_lost(20)
-    watch.note(None, None, 20)
-    assert watch.is_lost(20)
-
-
-def test_what_drains_has_something_to_do_while_a_gateway_may_send_it_more():
-    watch = ReplicaWatch(ManagedReplica("r", ReplicaPhase.DRAINING, 0.0), 5, 0)
-    watch.note(ReplicaSeen(True, "http://x"), ReplicaGauges(0, 100, True), 0)
-    assert watch.as_fleet("r1", 0, is_listed=True).tokens == 1
-    assert watch.as_fleet("r1", 0, is_listed=False).tokens == 0
-
-
-def test_a_replica_is_as_full_as_the_fuller_of_its_bounds():
-    launch = launch_of(cluster_config({"serve": {"max_num_seqs": 4, "block_size": 16}}))
-    stats = EngineStats(now_ns=0, blocks_total=100, blocks_used=50, num_running=1)
-    assert gauges_of(stats, launch) == ReplicaGauges(800, 1600, True)
-    full = EngineStats(now_ns=0, blocks_total=100, blocks_used=1, num_running=4, num_waiting=2)
-    assert gauges_of(full, launch) == ReplicaGauges(2400, 1600, True)
-    waiting = EngineStats(now_ns=0, blocks_total=100, waiting_prompt_tokens=3200, num_waiting=1)
-    assert gauges_of(waiting, launch).tokens == 3200
-    stated = launch_of(cluster_config({"serve": {"max_num_seqs": 4}, "replica": {"capacity_tokens": 400}}))
-    assert gauges_of(stats, stated) == ReplicaGauges(800, 400, True)
-    assert gauges_of(EngineStats(now_ns=0, rest=Rest("asleep", 2)), launch) == ReplicaGauges(0, 0, False)
-
-
-def test_a_process_id_that_was_given_to_another_is_not_taken_for_the_first(tmp_path):
-    mark = ProcessMark.of(os.getpid())
-    assert mark.is_alive
-    assert not mark._replace(began=mark.began - 1).is_alive
-    (tmp_path / "r1.json").write_text(json.dumps(mark._replace(began=1)))
-    assert ReplicaProcess.names(tmp_path) == ["r1"]
-    process = ReplicaProcess(tmp_path, "r1")
-    assert not process.look().is_alive
-    process.end()  # which would end this process
-    (tmp_path / "r1.out").write_text('{"url": "http://127.0.0.1:1"')
-    assert process.look().url is None, "it is not all written"
-    (tmp_path / "r1.out").write_text('{"url": "http://127.0.0.1:1"}\n')
-    assert process.look().url == "http://127.0.0.1:1"
+def test_names_go_on_behind_those_of_a_cluster_that_was_killed(tmp_path):
+    config = cluster_config({})
+    cluster = Cluster(config, launch_of(config), tmp_path)
+    assert ClusterState.begun(cluster).num_started == 0
+    (tmp_path / "replicas").mkdir()
+    for name in ("r9", "r10", "rx"):
+        (tmp_path / "replicas" / f"{name}.json").touch()
+    assert ClusterState.begun(cluster).num_started == 10

@@ -1,6 +1,7 @@
 """Blocks that are fetched beside the loop: who waits for them, what becomes of peers that fail, lie or dawdle, and that
 the request goes on whatever they do."""
 
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -86,11 +87,13 @@ def honest(ask: BlocksAsk):
 class Gate:
     """A gate with what it has told the loop."""
 
-    def __init__(self, url: str, ns_per_token: int = SLOW_NS) -> None:
+    def __init__(self, url: str, ns_per_token: int = SLOW_NS, asks: bool = True) -> None:
         self.told, self.port, self.cache = [], FakePort(), KVCache(16, SIZE)
         self._news = threading.Condition()
         self.peer = Peer(url, "key")
         self.gate = KvGate(BlockSharing(self.port, (self.peer,), False, ns_per_token), self.cache, self._put)
+        if not asks:
+            return
         self.gate.let_in(Submit(request_of("r")))
 
     def _put(self, message) -> None:
@@ -192,10 +195,60 @@ def test_a_late_one_is_not_waited_for_longer_than_computing_takes(peer_of) -> No
     gate = Gate(peer_of(late)[0], ns_per_token=20_000_000)  # a quarter of a second
     gate.wait()
     assert not [each for each in gate.told if isinstance(each, BlocksArrived)]
-    assert not gate.peer.is_up
+    deadline_s = time.monotonic() + 20
+    while gate.peer.is_up:  # until the thread that asked has given it up too
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
     gate.gate.let_in(Submit(request_of("next")))
     assert gate.told[-1] == Submit(request_of("next"))  # computed at once
     may_end.set()
+
+
+def test_a_peer_that_drips_bytes_is_given_no_more_time_than_one_that_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        told, may_end = threading.Event(), threading.Event()
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not may_end.wait(0.02):
+                    connection.sendall(b"x")  # of a header that never ends
+                    told.set()
+
+        threading.Thread(target=drip, daemon=True).start()
+        peer = Peer(f"http://127.0.0.1:{listening.getsockname()[1]}", None)
+        fetching = threading.Thread(
+            target=peer.fetch, args=(BlocksAsk(LAYOUT, NAMES), BLOCK_BYTES, time.monotonic() + 0.3), daemon=True
+        )
+        fetching.start()
+        assert told.wait(20)
+        fetching.join(20)
+        assert not fetching.is_alive()
+        assert not peer.is_up
+        may_end.set()
+
+
+def test_none_is_held_behind_others_or_longer_than_computing_takes(peer_of, monkeypatch) -> None:
+    url, _ = peer_of(honest)
+    may_end = threading.Event()
+    gate = Gate(url, ns_per_token=20_000_000, asks=False)  # a quarter of a second
+    monkeypatch.setattr(gate.peer, "fetch", lambda *told: may_end.wait(60) and {})  # a name that is not resolved, say
+    for name in ("r", "second", "third"):
+        gate.gate.let_in(Submit(request_of(name)))
+    held = {each.request.request_id: each.held_for for each in gate.told if isinstance(each, Submit)}
+    assert held == {"r": Cause.KV_EXPORT, "second": Cause.KV_EXPORT, "third": None}
+    gate.wait()  # though the thread has not come back
+    assert not may_end.is_set()
+    may_end.set()
+
+
+def test_a_request_that_takes_nothing_from_the_cache_is_not_held(peer_of) -> None:
+    url, _ = peer_of(honest)
+    gate = Gate(url, asks=False)
+    whole = msgspec.structs.replace(request_of("r"), sampling=SamplingParams(seed=0, prompt_logprobs=1))
+    gate.gate.let_in(Submit(whole))
+    assert gate.told == [Submit(whole)]
 
 
 def test_nobody_is_asked_where_computing_is_quicker_or_all_is_cached(peer_of) -> None:
@@ -240,6 +293,11 @@ def test_no_more_is_kept_than_there_is_room_for(peer_of) -> None:
     gate.port.room = 2
     gate.wait()
     assert len(gate.port.received) <= 3
+    gate.port.room = len(gate.port.received)
+    gate.gate.let_in(Submit(request_of("next")))
+    arrived = BlocksArrived((), ())  # so that the engine drops what nobody wants
+    with gate._news:
+        assert gate._news.wait_for(lambda: arrived in gate.told, 20)
 
 
 def test_one_that_never_has_anything_is_asked_less_and_less(peer_of) -> None:

@@ -1,6 +1,8 @@
 """Two engines of one model: what the second takes from the first instead of computing it changes no token, and no bit
 of a log-probability."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from splittime.core.sampling import SamplingParams  # noqa: E402
 from splittime.drive.crank import Crank, EngineParts  # noqa: E402
 from splittime.kernels.native.library import LibraryMissing, library  # noqa: E402
 from splittime.kv.blocks import block_names, root_name  # noqa: E402
+from splittime.kv.cache import Lease  # noqa: E402
 
 try:
     library()
@@ -100,9 +103,35 @@ def test_nothing_is_given_of_another_layout_or_asleep_or_to_one_that_sleeps() ->
     assert giver.crank.export(BlocksAsk(taker.port.layout)) is None
     told = giver.crank.export(BlocksAsk(giver.port.layout))
     assert len(told.names) == 5  # the prompt's four, and one with the answer
+    other = Server()
+    other.answer()
+    layout = other.port.layout
+    kept = weakref.ref(giver.parts.runner.decoder)
     giver.parts.sleeper.sleep(2)
+    gc.collect()
+    assert kept() is None, "it holds no memory"
     giver.parts.sleeper.wake()
     assert giver.port.layout == "", "other weights may have been read"
+    assert giver.crank.export(BlocksAsk("")) is None
+    names = tuple(block_names(root_name(""), PROMPT, 16))
+    told = other.crank.export(BlocksAsk(layout, names))
+    giver.crank.engine.forget_cache()
+    giver.crank.take_in(told.names, [giver.port.receive(blob) for blob in told.blobs])  # asked for before it slept
+    assert giver.crank.engine.scheduler.cache.num_known(names) == 0
+    assert giver.port._received == {}
+
+
+def test_contents_that_lost_their_blocks_are_dropped_with_the_next_step() -> None:
+    giver, taker = Server(), Server()
+    giver.answer()
+    taker.take_from(giver)
+    cache = taker.crank.engine.scheduler.cache
+    lease = Lease()
+    assert cache.reserve(lease, cache.num_blocks * 16)  # all of them go to somebody else
+    cache.free(lease)
+    assert len(taker.port._received) == 4
+    taker.answer(PROMPT[1:])
+    assert taker.port._received == {}
 
 
 def test_what_cannot_be_shared_is_refused_by_name() -> None:

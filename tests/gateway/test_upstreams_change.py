@@ -63,13 +63,24 @@ def test_who_waits_does_not_get_an_upstream_that_was_taken_out(hostile, tmp_path
         assert answers[2][1]["x-splittime-upstream"] == "one"
 
 
-def test_another_change_leaves_who_waits_where_it_is(hostile, tmp_path):
+def test_who_waits_for_a_model_gets_an_upstream_whatever_else_has_changed(hostile, tmp_path):
+    nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
+    with gateway_of(tmp_path, nobody + "[queue]\nmax_wait_s = 60.0\n") as gateway:
+        answers: list = []
+        asking = ask_in_thread(gateway, answers)
+        wait_for_open(gateway, 1)
+        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nmax_wait_s = 50.0\n")
+        asking.join(20)
+        assert answers[0][0] == 200
+
+
+def test_a_model_that_is_gone_leaves_who_waits_where_it_is(hostile, tmp_path):
     nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
     with gateway_of(tmp_path, nobody + "[queue]\nmax_wait_s = 1.0\n") as gateway:
         answers: list = []
         asking = ask_in_thread(gateway, answers)
         wait_for_open(gateway, 1)
-        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nmax_wait_s = 2.0\n")
+        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "other") + "[queue]\nmax_wait_s = 1.0\n")
         asking.join(20)
         assert answers[0][0] == 429
 

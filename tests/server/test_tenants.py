@@ -495,3 +495,10 @@ def test_paths_are_found_with_and_without_a_root_path(launch) -> None:
 def test_a_root_path_that_is_none_is_refused(root: str) -> None:
     with pytest.raises(ConfigError, match="root_path"):
         ServerConfig(root_path=root).validate()
+
+
+def test_a_key_has_the_same_part_of_a_cache_wherever_it_stands() -> None:
+    """Servers that share blocks may have other keys, in another order."""
+    (_, here), (there, other) = ApiKeys(("a", "b")).tenants, ApiKeys(("b", "c")).tenants
+    assert here.salt == there.salt
+    assert len({here.salt, other.salt, ""}) == 3

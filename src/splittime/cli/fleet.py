@@ -153,13 +153,19 @@ def _settings(given: FleetOptions) -> "FleetSettings":
 
 
 def _load_spec(given: FleetOptions) -> "FleetLoadSpec":
+    from splittime.cluster.simulated.fleet import FILL_S
     from splittime.cluster.simulated.load import FleetLoadSpec
 
+    surge_at_s = None if given.surge_at is None else time_ns(given.surge_at, "--surge-at") / 1e9
+    if surge_at_s is not None and surge_at_s < FILL_S:
+        hint = f"give a later one: a fleet begins empty, and for {FILL_S:g} s nobody scales it"
+        message = f"--surge-at {given.surge_at} is before the fleet has filled"
+        raise ConfigError(message, param="surge_at", value=given.surge_at, limit=FILL_S, hint=hint)
     return FleetLoadSpec(
         speed_up=given.speed_up,
         copies=given.copies,
         length_scale=given.length_scale,
-        surge_at_s=None if given.surge_at is None else time_ns(given.surge_at, "--surge-at") / 1e9,
+        surge_at_s=surge_at_s,
         surge_times=given.surge_times,
         surge_s=time_ns(given.surge_for, "--surge-for") / 1e9,
     )

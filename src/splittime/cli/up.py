@@ -3,16 +3,13 @@
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import orjson
 import typer
 
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from splittime.cluster.config import Cluster
 
 EXAMPLES = """\b
 Examples:
@@ -43,18 +40,22 @@ def up(
     json: JsonFlag = False,
 ) -> None:
     """Start replicas, scaled by their load, and gateways in front of them; end all of them with Ctrl-C."""
-    from splittime.cluster.config import read_cluster
+    from splittime.cluster.config import folder_of, read_cluster
     from splittime.cluster.gateways import ManagedGateways
+    from splittime.cluster.places import key_of
     from splittime.cluster.up import UpCluster
 
+    if status:
+        _show(_status(folder_of(config)), json)
+        return
     cluster = read_cluster(config)
     ManagedGateways(cluster)  # refused here, with its hint, if [gateway] is no config
+    if apply:
+        _running(cluster.folder).signal(signal.SIGHUP)
+        return
+    key_of(cluster.launch)
     if check:
         _say("the config is good")
-    elif status:
-        _show(_status(cluster), json)
-    elif apply:
-        _running(cluster).signal(signal.SIGHUP)
     else:
         UpCluster(config.absolute(), cluster, _say).run(_print_urls if json else _say_urls)
 
@@ -72,21 +73,21 @@ def _print_urls(urls: list[str]) -> None:
     sys.stdout.buffer.flush()
 
 
-def _running(cluster: "Cluster") -> Any:
+def _running(folder: Path) -> Any:
     from splittime.cluster.running import UP, read_mark
 
-    found = read_mark(cluster.folder / UP)
+    found = read_mark(folder / UP)
     if found is None:
         hint = "start it: splittime up --config FILE"
-        raise ConfigError(f"no cluster runs in {cluster.folder}", param="folder", value=str(cluster.folder), hint=hint)
+        raise ConfigError(f"no cluster runs in {folder}", param="folder", value=str(folder), hint=hint)
     return found
 
 
-def _status(cluster: "Cluster") -> dict[str, Any]:
+def _status(folder: Path) -> dict[str, Any]:
     from splittime.cluster.up import read_status
 
-    _running(cluster)
-    return read_status(cluster.folder) or {"replicas": [], "gateways": [], "events": [], "wanted": None, "trial": None}
+    _running(folder)
+    return read_status(folder) or {"replicas": [], "gateways": [], "events": [], "wanted": None, "trial": None}
 
 
 def _show(told: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,5 @@
-"""The controller's process, as `splittime up` starts it: CONFIG, the process of `up`, and the address of Ray."""
+"""The controller's process, as `splittime up` starts it: CONFIG, the cluster's folder, the process of `up`, and the
+address of Ray."""
 
 import asyncio
 import logging
@@ -10,14 +11,15 @@ from splittime.cluster.config import Cluster, read_cluster
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.places import LocalPlaces, ReplicaPlaces
 from splittime.cluster.running import REPLICAS
+from splittime.cluster.state import taken_cluster
 from splittime.core.parent import end_when_gone
 
 
 def main() -> None:
-    path, up, ray_address = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    path, folder, up, ray_address = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     end_when_gone(up)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    cluster = read_cluster(path)
+    cluster = taken_cluster(folder) or read_cluster(path)
     asyncio.run(_keep(FleetKeeper(path, cluster, _places(cluster, up, ray_address))))
 
 
@@ -25,7 +27,6 @@ async def _keep(keeper: FleetKeeper) -> None:
     loop = asyncio.get_running_loop()
     for sign in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sign, keeper.end)
-    loop.add_signal_handler(signal.SIGHUP, keeper.reread)
     await keeper.run()
 
 

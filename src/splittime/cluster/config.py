@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from splittime.assemble import model_source
-from splittime.assemble.settings import load
+from splittime.assemble.settings import BY_NAME, load
 from splittime.bench.own_server import as_typed
 from splittime.cluster.scaling import ScaleSettings
 from splittime.core.errors import ConfigError
@@ -28,6 +28,10 @@ OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or t
     **dict.fromkeys(("api_key", "api_keys_file", "metrics_api_key"), "key_env in [replica] names the replicas' key"),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), "give [gateway] a certificate; replicas speak plain HTTP"),
     **dict.fromkeys(("ledger_file", "root_path"), "give [gateway] a ledger_file"),
+    **dict.fromkeys(
+        ("kv_peers", "kv_peer_key"),
+        "leave it out: no replica knows another's port; [gateway.affinity] sends a prompt to where its blocks are",
+    ),
 }
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
@@ -102,8 +106,20 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
         raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=GUIDE) from error
     config = cluster_config(told)
-    folder = Path(config.folder) if config.folder else path.with_suffix(".run")
-    return Cluster(config, launch_of(config), folder.absolute())
+    return Cluster(config, launch_of(config), _folder(path, config.folder))
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder that the file names, whatever else is wrong with it; the default where it cannot be read."""
+    try:
+        named = tomllib.loads(path.read_text(encoding="utf-8")).get("folder")
+    except (OSError, ValueError):
+        named = None
+    return _folder(path, named if isinstance(named, str) else None)
+
+
+def _folder(path: Path, named: str | None) -> Path:
+    return (Path(named) if named else path.with_suffix(".run")).absolute()
 
 
 def cluster_config(told: Mapping[str, Any]) -> ClusterConfig:
@@ -122,8 +138,11 @@ def cluster_config(told: Mapping[str, Any]) -> ClusterConfig:
 
 def launch_of(config: ClusterConfig) -> ReplicaLaunch:
     """Returns how a replica is started. Raises `ConfigError` for settings that `splittime serve` would refuse."""
-    for name, hint in OWN_OF_REPLICAS.items():
-        if name in config.serve:
+    secret = "leave it out: it would stand in each replica's command line and in state.json"
+    for name in config.serve:
+        is_secret = name in BY_NAME and BY_NAME[name].doc.is_secret
+        hint = OWN_OF_REPLICAS.get(name) or (secret if is_secret else None)
+        if hint is not None:
             raise ConfigError(f"serve.{name} is not for replicas", param=f"serve.{name}", hint=hint)
     settings = load({"model": config.model, **config.serve}, config=Path("/dev/null"), environ={})
     folder = model_source.locate(config.model, settings["load_format"])
@@ -146,9 +165,17 @@ def _check_together(config: ClusterConfig) -> None:
     if replica.on_network and replica.key_env is None:
         hint = "set key_env to the name of an environment variable that holds a key"
         raise ConfigError("replica.on_network needs a key", param="replica.on_network", value=True, hint=hint)
+    if replica.on_network and config.runner != "ray":
+        hint = 'leave it out: replicas of this machine listen on loopback; runner = "ray" has other machines'
+        raise ConfigError("replica.on_network is for Ray", param="replica.on_network", value=True, hint=hint)
     if config.ray_address is not None and config.runner != "ray":
         hint = 'set runner = "ray", or leave ray_address out'
         raise ConfigError("ray_address is for Ray", param="ray_address", value=config.ray_address, hint=hint)
+    if config.gateway.get("port") == 0:
+        hint = "name a port, or leave it out: 8100 it is then; the controller and clients must know it"
+        raise ConfigError(
+            "gateway.port = 0 is not for a cluster", param="gateway.port", value=0, limit=[1, 65535], hint=hint
+        )
     if "upstream" in config.gateway:
         hint = "the replicas are its upstreams; leave it out"
         raise ConfigError("gateway.upstream is not for a cluster", param="gateway.upstream", hint=hint)

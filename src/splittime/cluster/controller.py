@@ -94,11 +94,12 @@ class FleetDecision(NamedTuple):
 
 
 class FleetController:
-    """The controller remembers what was needed of late, since when replicas drain, and which starts have failed."""
+    """The controller remembers what was needed of late, since when replicas drain, and which starts have failed.
+    num_before: replicas that serve or will, by one before it."""
 
-    def __init__(self, settings: ScaleSettings) -> None:
+    def __init__(self, settings: ScaleSettings, num_before: int = 0) -> None:
         self.settings = settings
-        self._count = ReplicaCount(settings)
+        self._count = ReplicaCount(settings, num_before)
         self._capacity = 0.0
         self._draining_since: dict[str, int] = {}
         self._has_served: set[str] = set()

@@ -91,13 +91,13 @@ def digest_of(config: GatewayConfig) -> str:
 def operator_key(config: GatewayConfig) -> str | None:
     """Returns a key with which a gateway's state may be read; None where none is asked for. Raises `ConfigError` where
     there is none to be had."""
+    secrets_of(config)  # says what is wrong with keys
     if not config.tenant:
         return None
     readable = [one for one in config.tenant if one.operator and (one.key_env or one.key_file)]
     if not readable:
         hint = "give a [[gateway.tenant]] with operator = true its key by key_env or key_file"
         raise ConfigError("no operator's key can be read", param="gateway.tenant", hint=hint)
-    secrets_of(config)  # says what is wrong with keys
     one = readable[0]
     return os.environ[one.key_env] if one.key_env else Path(str(one.key_file)).read_text(encoding="utf-8").strip()
 

@@ -1,7 +1,9 @@
 """The gateways as the controller sees them: what waits there, and whether each has the config that it should have."""
 
 import signal
+import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -18,6 +20,7 @@ from splittime.cluster.gauges import GatewayGauges, ask, gateway_gauges
 from splittime.cluster.running import GatewayFiles, read_mark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
+from splittime.gateway.versions.carried import check_change
 
 MAX_ACCOUNTS = 1000
 FIXED = ("runner", "ray_address", "gateways", "folder")
@@ -40,6 +43,9 @@ class ManagedGateways:
         self._written: list[tuple[GatewayConfig, str]] = []
         self._led: tuple[tuple[ListedReplica, ...], ReplicaLaunch] | None = None
         self._key = operator_key(self.plain(0))
+        self._trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # of the gateways' own certificates, whatever their names
+        self._trust.check_hostname = False
+        self._trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         self.seen: list[SeenGateway] = []
         self._confirmed = False
 
@@ -48,24 +54,24 @@ class ManagedGateways:
         return gateway_config(self._cluster.config, self._cluster.launch, number, ())[0]
 
     def change(self, cluster: Cluster) -> None:
-        """Take another config. Raises `ConfigError` for what needs a restart."""
+        """Take another config. Raises `ConfigError` for what needs a restart, of the cluster or of a gateway."""
         for name in FIXED:
             if getattr(cluster.config, name) != getattr(self._cluster.config, name):
                 hint = "leave it as it is, or end the cluster and start it again"
                 raise ConfigError(f"{name} cannot change while the cluster runs", param=name, hint=hint)
-        before, self._cluster = self._cluster, cluster
-        try:
-            self._key = operator_key(self.plain(0))
-        except ConfigError:
-            self._cluster = before
-            raise
-        self._led = None
+        made, _ = gateway_config(cluster.config, cluster.launch, 0, ())
+        _check_gateway(self.plain(0), made)
+        self._key = operator_key(made)
+        self._cluster, self._led = cluster, None
 
     async def look(self, session: aiohttp.ClientSession) -> None:
-        seen = []
+        seen, certificate = [], self._cluster.config.gateway.get("ssl_certfile")
+        if certificate is not None:
+            with suppress(OSError):  # beside earlier ones: a gateway has the one that was there when it was started
+                self._trust.load_verify_locations(certificate)
         for number, files in enumerate(self._files):
             url, mark = self.url(number), read_mark(files.mark)
-            gauges = None if mark is None else await gateway_gauges(session, url, self._key)
+            gauges = None if mark is None else await gateway_gauges(session, url, self._key, self._trust)
             seen.append(SeenGateway(url, gauges, mark is not None))
         self.seen = seen
 
@@ -114,4 +120,15 @@ class ManagedGateways:
     async def accounts(self, session: aiohttp.ClientSession) -> list[dict[str, Any] | None]:
         """Returns what each gateway answers of its latest requests."""
         query = f"/ledger/requests?limit={MAX_ACCOUNTS}"
-        return [await ask(session, "GET", one.url + query, self._key) for one in self.seen if one.is_alive]
+        living = [one.url for one in self.seen if one.is_alive]
+        return [await ask(session, "GET", url + query, self._key, trust=self._trust) for url in living]
+
+
+def _check_gateway(old: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` for what a gateway that runs would refuse."""
+    try:
+        check_change(old, new)
+    except ConfigError as error:
+        hint = "leave it as it is, or end the cluster and start it again"
+        message, param = f"[gateway]: {error.info.message}", f"gateway.{error.info.param}"
+        raise ConfigError(message, code=error.info.code, param=param, hint=hint) from None

@@ -5,6 +5,7 @@ prompts will, and requests beside `max_num_seqs`.
 """
 
 import asyncio
+import ssl
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -20,11 +21,12 @@ MAX_BYTES = 64 * 2**20  # of accounts; the gauges have some hundred
 
 
 class ReplicaGauges(NamedTuple):
-    """tokens: that run and wait there; capacity_tokens: that it has room for."""
+    """tokens: that run and wait there; capacity_tokens: that it has room for. is_ready: its engine can be asked."""
 
     tokens: int
     capacity_tokens: int
     is_awake: bool
+    is_ready: bool = True
 
 
 class GatewayGauges(NamedTuple):
@@ -39,8 +41,11 @@ async def replica_gauges(
 ) -> ReplicaGauges | None:
     told = await ask(session, "GET", f"{url}/stats", key)
     try:
-        return gauges_of(msgspec.convert(told["engine"], EngineStats), launch) if told else None
-    except (KeyError, msgspec.ValidationError):
+        if not told:
+            return None
+        gauges = gauges_of(msgspec.convert(told["engine"], EngineStats), launch)
+        return gauges._replace(is_ready=bool(told["server"]["is_engine_ready"]))
+    except (KeyError, TypeError, msgspec.ValidationError):
         return None
 
 
@@ -55,8 +60,10 @@ def gauges_of(stats: EngineStats, launch: ReplicaLaunch) -> ReplicaGauges:
     return ReplicaGauges(max(tokens, requests), capacity, stats.rest.state == AWAKE)
 
 
-async def gateway_gauges(session: aiohttp.ClientSession, url: str, key: str | None) -> GatewayGauges | None:
-    told = await ask(session, "GET", f"{url}/stats", key)
+async def gateway_gauges(
+    session: aiohttp.ClientSession, url: str, key: str | None, trust: ssl.SSLContext
+) -> GatewayGauges | None:
+    told = await ask(session, "GET", f"{url}/stats", key, trust=trust)
     try:
         queue = told["queue"] if told else {}
         held = max(int(queue["tokens"]), int(queue["requests"]))
@@ -66,13 +73,19 @@ async def gateway_gauges(session: aiohttp.ClientSession, url: str, key: str | No
 
 
 async def ask(
-    session: aiohttp.ClientSession, method: str, url: str, key: str | None, timeout_s: float = TIMEOUT_S
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    key: str | None,
+    timeout_s: float = TIMEOUT_S,
+    trust: ssl.SSLContext | bool = True,
 ) -> dict[str, Any] | None:
-    """Returns the answer's JSON object; None for any other answer than 200, and where none comes in time."""
+    """Returns the answer's JSON object; None for any other answer than 200, and where none comes in time. trust: whose
+    certificates are taken; True: those of this machine's authorities."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         async with asyncio.timeout(timeout_s):
-            async with session.request(method, url, headers=headers, allow_redirects=False) as response:
+            async with session.request(method, url, headers=headers, allow_redirects=False, ssl=trust) as response:
                 body = await _body(response) if response.status == 200 else b"null"
                 told = orjson.loads(body)
     except (aiohttp.ClientError, OSError, ValueError, TimeoutError):

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from splittime.cluster.observed import ReplicaWatch, enter, names_by
 from splittime.cluster.places import ReplicaPlaces, key_of
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.rollout import Rollout
-from splittime.cluster.running import STATE, STATUS
+from splittime.cluster.running import REREAD, STATUS
 from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, StateFile
 from splittime.cluster.status import FleetEvent, status_json
 from splittime.core.errors import SplittimeError
@@ -37,6 +38,7 @@ log = logging.getLogger("splittime.cluster")
 TICK_S = 0.5
 NAP_ANSWER_S = 130.0
 KEPT_EVENTS = 64
+AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
     FleetAction.DRAIN: ReplicaPhase.DRAINING,
     FleetAction.SLEEP: ReplicaPhase.SLEEPING,
@@ -49,22 +51,18 @@ class FleetKeeper:
 
     def __init__(self, path: Path, cluster: Cluster, places: ReplicaPlaces) -> None:
         self._path, self._cluster, self._places = path, cluster, places
-        self._file = StateFile(cluster.folder / STATE)
-        self.state = self._file.read() or ClusterState.begun(cluster.launch)
-        self._controller = FleetController(cluster.config.scale)
+        self._file = StateFile(cluster.folder)
+        self.state = self._file.read() or ClusterState.begun(cluster)
+        self._controller = self._controlled(cluster)
         self._gateways = ManagedGateways(cluster)
         self._rollout = Rollout(self.state, cluster.config.canary, cluster.config.replica.start_s)
         self._watches: dict[str, ReplicaWatch] = {}
         self._naps: dict[str, asyncio.Task[Any]] = {}
         self._events: deque[FleetEvent] = deque(maxlen=KEPT_EVENTS)
-        self._ended, self._reread = asyncio.Event(), asyncio.Event()
+        self._ended = asyncio.Event()
 
     def end(self) -> None:
         self._ended.set()
-
-    def reread(self) -> None:
-        """Have the config's file read again before the next decision."""
-        self._reread.set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -73,14 +71,17 @@ class FleetKeeper:
                 begin_s = time.monotonic()
                 await self._tick(session)
                 left_s = max(0.01, TICK_S - (time.monotonic() - begin_s))
-                await asyncio.wait([loop.create_task(self._ended.wait())], timeout=left_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._ended.wait()
             for nap in self._naps.values():
                 nap.cancel()
         await loop.run_in_executor(None, self._places.close)
 
     async def _tick(self, session: aiohttp.ClientSession) -> None:
-        if self._reread.is_set():
-            self._reread.clear()
+        wish = self._cluster.folder / REREAD
+        if wish.exists():
+            wish.unlink()
             await self._read_again()
         placed, at_s = await self._in_thread(self._places.look), time.monotonic()
         self._end_unknown(placed)
@@ -89,7 +90,7 @@ class FleetKeeper:
         await self._rollout.advance(session, self._gateways, self._events)
         decision = self._controller.decide(time.monotonic_ns(), self._fleet(at_s))
         for order in decision.orders:
-            await self._do(order)
+            await self._try(order)
         self._nap_where_due(session)
         self.state.forget_launches()
         self._file.write(self.state)
@@ -98,6 +99,10 @@ class FleetKeeper:
 
     async def _in_thread(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    def _controlled(self, cluster: Cluster) -> FleetController:
+        num_before = sum(one.phase in AWAKE_PHASES for one in self.state.replicas.values())
+        return FleetController(cluster.config.scale, num_before)
 
     # ---- what is seen
 
@@ -131,6 +136,14 @@ class FleetKeeper:
 
     # ---- what is done
 
+    async def _try(self, order: FleetOrder) -> None:
+        """Do it; one that fails is told, and the others are done. What was started and is not there is lost."""
+        try:
+            await self._do(order)
+        except Exception as error:  # of this system, or of Ray
+            log.exception("%s %s failed", order.action, order.name)
+            self._note_event("failed", order.name, order.revision, f"{order.action}: {error}")
+
     async def _do(self, order: FleetOrder) -> None:
         name, state = order.name, self.state
         if order.action in (FleetAction.START, FleetAction.WARM):
@@ -145,8 +158,11 @@ class FleetKeeper:
             enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
         else:
             enter(state.replicas[name], PHASES[order.action])
-        self._events.append(FleetEvent(round(time.time(), 3), str(order.action), name, order.revision, order.why))
+        self._note_event(str(order.action), name, order.revision, order.why)
         log.warning("%s %s (%s): %s", order.action, name, order.revision, order.why)
+
+    def _note_event(self, what: str, name: str, revision: str, why: str) -> None:
+        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why))
 
     async def _start(self, order: FleetOrder) -> str:
         """Write it down first: one that was started and not written down is ended."""
@@ -191,14 +207,15 @@ class FleetKeeper:
     async def _read_again(self) -> None:
         try:
             cluster = await self._in_thread(partial(read_cluster, self._path))
-            self._gateways.change(cluster)
+            key_of(cluster.launch)
+            await self._in_thread(partial(self._gateways.change, cluster))
         except SplittimeError as error:
-            self._events.append(FleetEvent(round(time.time(), 3), "refused", "", "", error.info.message))
+            self._note_event("refused", "", "", error.info.message)
             log.warning("the config is refused, and the one before stays: %s", error.info.message)
             return
         if cluster.config.scale != self._cluster.config.scale:
-            self._controller = FleetController(cluster.config.scale)
-        self._cluster = cluster
+            self._controller = self._controlled(cluster)
+        self._cluster, self.state.config = cluster, cluster.config
         self._rollout.begin(cluster.launch, cluster.config.canary)
 
     def _tell(self, decision: FleetDecision) -> None:

@@ -10,7 +10,8 @@ from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.state import ManagedReplica, ReplicaPhase
 
 LOST_S = 10.0  # without an answer to a question that takes a millisecond
-NAP_S = 120.0  # to fall asleep, or to wake
+NAP_S = 120.0  # to fall asleep
+COMING = (ReplicaPhase.STARTING, ReplicaPhase.WARMING, ReplicaPhase.WAKING)
 FLEET_STATES = {
     ReplicaPhase.STARTING: FleetState.STARTING,
     ReplicaPhase.WAKING: FleetState.STARTING,
@@ -50,19 +51,21 @@ class ReplicaWatch:
             self._advance(gauges)
 
     def _advance(self, gauges: ReplicaGauges) -> None:
-        """What it was to become, it is."""
+        """What it was to become, it is; and one that serves no more, by its own word, is to become that again."""
         phase = self._replica.phase
-        if phase in (ReplicaPhase.STARTING, ReplicaPhase.WAKING) and gauges.is_awake:
+        if phase in (ReplicaPhase.STARTING, ReplicaPhase.WAKING) and gauges.is_awake and gauges.is_ready:
             enter(self._replica, ReplicaPhase.SERVING)
+        elif phase is ReplicaPhase.SERVING and not (gauges.is_awake and gauges.is_ready):
+            enter(self._replica, ReplicaPhase.STARTING if gauges.is_awake else ReplicaPhase.WAKING)
         elif phase is ReplicaPhase.WARMING:
             enter(self._replica, ReplicaPhase.SLEEPING)
 
     @property
     def nap(self) -> Nap | None:
         """What it is to be asked now, if it is not asked already."""
-        if self.gauges is None or self.lasted_s > NAP_S:
+        if self.gauges is None:
             return None
-        if self._replica.phase is ReplicaPhase.SLEEPING and self.gauges.is_awake:
+        if self._replica.phase is ReplicaPhase.SLEEPING and self.gauges.is_awake and self.lasted_s <= NAP_S:
             return SLEEP
         return WAKE if self._replica.phase is ReplicaPhase.WAKING and not self.gauges.is_awake else None
 
@@ -72,9 +75,8 @@ class ReplicaWatch:
 
     def is_lost(self, at_s: float) -> bool:
         phase = self._replica.phase
-        is_slow = phase in (ReplicaPhase.STARTING, ReplicaPhase.WARMING) and self.lasted_s > self._start_s
-        is_stuck = phase is ReplicaPhase.WAKING and self.lasted_s > NAP_S
-        return self._is_gone or is_slow or is_stuck or at_s - self._heard_s > LOST_S
+        is_slow = phase in COMING and self.lasted_s > self._start_s
+        return self._is_gone or is_slow or at_s - self._heard_s > LOST_S
 
     def as_fleet(self, name: str, at_s: float, is_listed: bool) -> FleetReplica:
         """is_listed: a gateway may still send requests to it, though it drains."""

@@ -12,6 +12,7 @@ from splittime.cluster.config import ReplicaLaunch
 from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
 from splittime.core.errors import ConfigError
 
+KEPT_LOGS = 16  # of replicas that have ended
 END_S = 60.0  # from SIGTERM until a replica is killed: longer than `--grace-s`, and what comes behind it
 
 
@@ -24,7 +25,7 @@ class ReplicaPlaces(Protocol):
         ...
 
     def end(self, name: str) -> None:
-        """Have it finish what it has, and end; kill it if it does not."""
+        """Have it finish what it has, and end; kill it if it does not. Nothing is done about one that is not known."""
         ...
 
     def close(self) -> None:
@@ -47,9 +48,6 @@ class LocalPlaces:
         self._ending: dict[str, float] = {}  # until when
 
     def start(self, name: str, launch: ReplicaLaunch) -> None:
-        if launch.replica.on_network:
-            hint = 'leave it out: replicas of this machine listen on loopback; runner = "ray" has other machines'
-            raise ConfigError("replica.on_network is for Ray", param="replica.on_network", value=True, hint=hint)
         process = self._known[name] = ReplicaProcess(self._folder, name)
         process.begin(launch.flags, key_of(launch), self._ends_with)
 
@@ -58,8 +56,9 @@ class LocalPlaces:
         return {name: process.look() for name, process in self._known.items() if name not in self._ending}
 
     def end(self, name: str) -> None:
-        self._known[name].end()
-        self._ending[name] = time.monotonic() + END_S
+        if name in self._known:
+            self._known[name].end()
+            self._ending[name] = time.monotonic() + END_S
 
     def close(self) -> None:
         for name in self._known:
@@ -74,8 +73,14 @@ class LocalPlaces:
             if not self._known[name].look().is_alive:
                 self._known.pop(name).forget()
                 del self._ending[name]
+                self._forget_logs()
             elif time.monotonic() > until_s:
                 self._known[name].end(signal.SIGKILL)
+
+    def _forget_logs(self) -> None:
+        ended = [path for path in self._folder.glob("*.log") if path.stem not in self._known]
+        for path in sorted(ended, key=lambda path: path.stat().st_mtime_ns)[:-KEPT_LOGS]:
+            path.unlink()
 
 
 def key_of(launch: ReplicaLaunch) -> str | None:

@@ -6,10 +6,13 @@ whether there is to be another, and where, is the controller's to decide. No req
 
 import os
 import secrets
+import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from splittime.core.errors import ConfigError, EngineError
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0  # for actors to answer
+ALONE_S = 300.0  # an actor that is not asked for so long has no cluster any more
 OWN_RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
@@ -29,18 +33,38 @@ OWN_RAY = {
 
 
 class ReplicaActor:
-    """What runs in Ray's worker: one server, which ends with it."""
+    """What runs in Ray's worker: one server, which ends with it; and both end where nobody has looked for long."""
 
     def __init__(self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool) -> None:
-        self._process = ReplicaProcess(Path(tempfile.mkdtemp(prefix=f"splittime-{name}-")), name)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"splittime-{name}-"))
+        self._process = ReplicaProcess(self._folder, name)
+        self._last: tuple[bool, str | None, str] | None = None
         address = _ray().util.get_node_ip_address() if on_network else LOOPBACK
         self._process.begin((*flags, "--host", address), key, os.getpid())
+        self._looked_s = time.monotonic()
+        threading.Thread(target=self._end_alone, name="end-alone", daemon=True).start()
 
     def look(self) -> tuple[bool, str | None, str]:
-        return tuple(self._process.look())  # type: ignore[return-value]
+        """Returns what `ReplicaSeen` has. Takes the files away of a server that has ended."""
+        self._looked_s = time.monotonic()
+        seen = self._last or self._process.look()
+        if not seen[0]:
+            self._last = (seen[0], seen[1], seen[2])
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return seen[0], seen[1], seen[2]
 
     def end(self, sign: int) -> None:
         self._process.end(signal.Signals(sign))
+
+    def _end_alone(self) -> None:
+        while time.monotonic() - self._looked_s < ALONE_S:
+            time.sleep(ALONE_S / 100)
+        self._process.end()
+        until_s = time.monotonic() + END_S
+        while self._process.look().is_alive and time.monotonic() < until_s:
+            time.sleep(0.1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
 
 
 class RayPlaces:
@@ -50,8 +74,10 @@ class RayPlaces:
         self._ray = _ray()
         self._namespace = namespace_of(cluster.folder)
         self._ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR")
-        named = self._ray.util.list_named_actors()
-        self._actors = {name: self._ray.get_actor(name) for name in named}
+        self._actors: dict[str, Any] = {}
+        for name in self._ray.util.list_named_actors():
+            with suppress(ValueError):  # it has ended since
+                self._actors[name] = self._ray.get_actor(name)
         self._seen: dict[str, ReplicaSeen] = {}
         self._ending: dict[str, float] = {}  # until when
 
@@ -86,8 +112,9 @@ class RayPlaces:
                 self._seen[asked[reference]] = ReplicaSeen(is_alive=False, url=None, words=str(error)[-500:])
 
     def end(self, name: str) -> None:
-        self._actors[name].end.remote(int(signal.SIGTERM))
-        self._ending[name] = time.monotonic() + END_S
+        if name in self._actors:
+            self._actors[name].end.remote(int(signal.SIGTERM))
+            self._ending[name] = time.monotonic() + END_S
 
     def close(self) -> None:
         for name in self._actors:

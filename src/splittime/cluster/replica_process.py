@@ -15,11 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from splittime.core.whole_file import write_whole
+
 STARTED = """import signal, sys
 from splittime.core.parent import end_when_gone
 end_when_gone(int(sys.argv.pop(1)), signal.SIGTERM)
 from splittime.cli.main import main
 main()"""
+MARKED = """import os, sys
+from pathlib import Path
+from splittime.cluster.replica_process import ProcessMark
+ProcessMark.of(os.getpid()).write(Path(sys.argv.pop(1)))
+"""  # by itself, should whoever started it be killed before it can write that down
 LAST_WORDS_BYTES = 2000
 OURS, API_KEY = "SPLITTIME_", "SPLITTIME_API_KEY"
 ENDED_STATES = "ZX"
@@ -58,6 +65,9 @@ class ProcessMark(NamedTuple):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sign)
 
+    def write(self, path: Path) -> None:
+        write_whole(path, json.dumps(self).encode())
+
 
 class ReplicaProcess:
     """The server of this name, whose files are in this folder."""
@@ -73,7 +83,8 @@ class ReplicaProcess:
 
     def begin(self, flags: Sequence[str], key: str | None, ends_with: int) -> None:
         """Start it. key: that it asks for. ends_with: the process with which it ends."""
-        command = [sys.executable, "-c", STARTED, str(ends_with), "serve", *flags, "--port", "0", "--json"]
+        marked = [sys.executable, "-c", MARKED + STARTED, str(self._path("json"))]
+        command = [*marked, str(ends_with), "serve", *flags, "--port", "0", "--json"]
         out, words = (self._path(kind).open("wb") for kind in ("out", "log"))
         with out, words:
             self._process = subprocess.Popen(
@@ -86,7 +97,7 @@ class ReplicaProcess:
             )
         mark = ProcessMark.of(self._process.pid)
         if mark is not None:
-            self._path("json").write_text(json.dumps(mark))
+            mark.write(self._path("json"))
 
     def look(self) -> ReplicaSeen:
         if self._process is not None:

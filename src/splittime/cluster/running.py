@@ -1,8 +1,9 @@
 """The folder of a running cluster: which file is what.
 
-state.json            what the controller decided (`state`)
+state.json            what the controller decided, and by which config (`state`)
 status.json           what it sees, for `splittime up --status`
 up.json               the process of `splittime up`
+reread                is there where the config's file is to be taken
 gateway-N.toml, .json each gateway's config and process
 replicas/             files of replicas on this machine
 *.log                 what each process had to say
@@ -16,6 +17,7 @@ from splittime.cluster.gateway_files import write_whole
 from splittime.cluster.replica_process import ProcessMark
 
 STATE, STATUS, UP, REPLICAS = "state.json", "status.json", "up.json", "replicas"
+REREAD = "reread"
 
 
 class GatewayFiles(NamedTuple):

@@ -12,7 +12,7 @@ import msgspec
 
 from splittime.core.settings import Doc
 
-MAX_KEPT = 4096  # opinions; where more are asked for, the oldest go
+Opinions = deque[tuple[int, int]]  # when, how many
 
 
 class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,22 +38,32 @@ class ScaleLoad(NamedTuple):
 
 
 class ReplicaCount:
-    """`noted` takes a load at an instant and returns how many replicas there should be, of as many as there are."""
+    """`noted` takes a load at an instant and returns how many replicas there should be, of as many as there are.
+    num_before: so many are taken to have been needed until now: somebody else had decided on them."""
 
-    def __init__(self, settings: ScaleSettings) -> None:
-        self._settings = settings
-        self._opinions: deque[tuple[int, int]] = deque(maxlen=MAX_KEPT)  # when, how many
+    def __init__(self, settings: ScaleSettings, num_before: int = 0) -> None:
+        self._settings, self._num_before = settings, min(num_before, settings.max_replicas)
+        self._falling: Opinions = deque()  # each the most from then on, so there are no more than replicas
+        self._rising: Opinions = deque()  # each the least from then on
         self._busy_ns: int | None = None
         self.needed = 0  # for the latest load alone
 
     def noted(self, at_ns: int, load: ScaleLoad, num_awake: int) -> int:
+        settings = self._settings
+        if self._busy_ns is None:
+            self._falling.append((at_ns, self._num_before))
         if load.tokens or self._busy_ns is None:
             self._busy_ns = at_ns
         self.needed = self._needed(at_ns - self._busy_ns, load)
-        self._opinions.append((at_ns, self.needed))
+        while self._falling and self._falling[-1][1] <= self.needed:
+            self._falling.pop()
+        while self._rising and self._rising[-1][1] >= self.needed:
+            self._rising.pop()
+        least = _first_since(self._rising, at_ns, self.needed, settings.up_delay_s)
+        most = _first_since(self._falling, at_ns, self.needed, settings.down_delay_s)
         if self.needed == 0 or num_awake == 0:
             return self.needed
-        return min(max(num_awake, self._least(at_ns)), self._most(at_ns))
+        return min(max(num_awake, least), most)
 
     def _needed(self, idle_ns: int, load: ScaleLoad) -> int:
         settings = self._settings
@@ -63,19 +73,10 @@ class ReplicaCount:
         busy = max(1, ceil(load.tokens / room)) if room else 1
         return min(max(busy + settings.spare, settings.min_replicas), settings.max_replicas)
 
-    def _least(self, at_ns: int) -> int:
-        """Returns the least that was needed over all of `up_delay_s`."""
-        since_ns = at_ns - self._settings.up_delay_s * 1e9
-        least = self.needed
-        for when_ns, number in reversed(self._opinions):
-            if when_ns < since_ns:
-                break
-            least = min(least, number)
-        return least
 
-    def _most(self, at_ns: int) -> int:
-        """Returns the most that was needed at any time of `down_delay_s`."""
-        since_ns = at_ns - self._settings.down_delay_s * 1e9
-        while self._opinions[0][0] < since_ns:
-            self._opinions.popleft()
-        return max(number for _, number in self._opinions)
+def _first_since(opinions: Opinions, at_ns: int, number: int, delay_s: float) -> int:
+    """Add an opinion, forget those that are older than the delay, and return what the oldest says that is left."""
+    opinions.append((at_ns, number))
+    while opinions[0][0] < at_ns - delay_s * 1e9:
+        opinions.popleft()
+    return opinions[0][1]

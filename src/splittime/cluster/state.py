@@ -5,8 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from splittime.cluster.config import ReplicaLaunch
+from splittime.cluster.config import Cluster, ClusterConfig, ReplicaLaunch
 from splittime.cluster.gateway_files import write_whole
+from splittime.cluster.running import REPLICAS, STATE
 
 
 class ReplicaPhase(StrEnum):
@@ -30,9 +31,10 @@ class ManagedReplica(msgspec.Struct):
 
 
 class ClusterState(msgspec.Struct):
-    """launches: how replicas of a revision are started, by its name. revision: that all should have. trial: that one
-    has, to be compared. num_started: of all time, for names."""
+    """config: that was taken last. launches: how replicas of a revision are started, by its name. revision: that all
+    should have. trial: that one has, to be compared. num_started: of all time, for names."""
 
+    config: ClusterConfig
     revision: str
     launches: dict[str, ReplicaLaunch]
     trial: str | None = None
@@ -40,8 +42,12 @@ class ClusterState(msgspec.Struct):
     replicas: dict[str, ManagedReplica] = {}
 
     @classmethod
-    def begun(cls, launch: ReplicaLaunch) -> "ClusterState":
-        return cls(launch.revision, {launch.revision: launch})
+    def begun(cls, cluster: Cluster) -> "ClusterState":
+        """Names go on behind those of earlier clusters in this folder, whose replicas may still be there."""
+        numbers = (path.stem[1:] for path in (cluster.folder / REPLICAS).glob("r*.json"))
+        num_started = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        launch = cluster.launch
+        return cls(cluster.config, launch.revision, {launch.revision: launch}, num_started=num_started)
 
     def forget_launches(self) -> None:
         """Keep the launches of revisions that are wanted, tried or there."""
@@ -49,11 +55,17 @@ class ClusterState(msgspec.Struct):
         self.launches = {name: launch for name, launch in self.launches.items() if name in used}
 
 
+def taken_cluster(folder: Path) -> Cluster | None:
+    """Returns the cluster by the config that was taken last, whatever its file says by now; None where none was."""
+    state = StateFile(folder).read()
+    return None if state is None else Cluster(state.config, state.launches[state.revision], folder)
+
+
 class StateFile:
     """Writes a state where it has changed. `read` gives None where there is none, or one that cannot be read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._written = path, b""
+    def __init__(self, folder: Path) -> None:
+        self._path, self._written = folder / STATE, b""
 
     def read(self) -> ClusterState | None:
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FleetEvent(msgspec.Struct, frozen=True):
-    """What was done, or decided. what: an action, promoted, rolled_back or refused."""
+    """What was done, or decided. what: an action, failed, promoted, rolled_back or refused."""
 
     at_unix_s: float
     what: str

@@ -17,9 +17,9 @@ from typing import Any
 from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.places import key_of
 from splittime.cluster.replica_process import STARTED
-from splittime.cluster.running import STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
+from splittime.cluster.running import REREAD, STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
+from splittime.cluster.state import ClusterState, StateFile
 from splittime.core.errors import ConfigError, EngineError
 
 POLL_S, TELL_S = 0.1, 0.5
@@ -106,13 +106,13 @@ class UpCluster:
     def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
         """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
         folder = self._cluster.folder
-        key_of(self._cluster.launch)  # refused here, if there is none
+        signal.signal(signal.SIGHUP, self._on_hangup)
         _claim(folder)
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._on_end)
         try:
+            StateFile(folder).write(ClusterState.begun(self._cluster))
             self._start(folder)
-            signal.signal(signal.SIGHUP, self._on_hangup)
             on_ready([ManagedGateways(self._cluster).url(number) for number in range(len(self._gateways))])
             while not self._num_signals:
                 self._attend()
@@ -125,8 +125,9 @@ class UpCluster:
         self._num_signals += 1
 
     def _on_hangup(self, sign: int, frame: object) -> None:
-        if self._controller is not None:
-            self._controller.signal(signal.SIGHUP)
+        """The controller finds it, and so does the next one."""
+        if self._cluster.folder.is_dir():
+            (self._cluster.folder / REREAD).touch()
 
     # ---- begin
 
@@ -139,8 +140,8 @@ class UpCluster:
             ray_address = config.ray_address or start_ray(self._cluster)
         for number in range(config.gateways):
             self._gateways.append(self._gateway(GatewayFiles(folder, number)))
-        keeping = [sys.executable, "-m", "splittime.cluster", str(self._path), str(os.getpid()), ray_address]
-        self._controller = UpProcess(folder, "controller", keeping)
+        keeping = [sys.executable, "-m", "splittime.cluster", str(self._path), str(folder), str(os.getpid())]
+        self._controller = UpProcess(folder, "controller", [*keeping, ray_address])
         for process in (*self._gateways, self._controller):
             process.start()
         self._await_gateways()
@@ -211,7 +212,7 @@ def _claim(folder: Path) -> None:
         hint = "end it with Ctrl-C or SIGTERM, or set folder in one of the two configs"
         message = f"a cluster runs in {folder}, process {running.pid}"
         raise ConfigError(message, param="folder", value=str(folder), hint=hint)
-    for name in (STATE, STATUS):
+    for name in (STATE, STATUS, REREAD):
         (folder / name).unlink(missing_ok=True)
     for mark in folder.glob("gateway-*.json"):
         mark.unlink()

@@ -23,10 +23,11 @@ from splittime.core.facts import Machine
 from splittime.core.kv_blocks import MAX_NAMES, MAX_TOLD_BYTES, BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
-from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
+from splittime.core.step import AsyncRunner, Runner, StepResult
 from splittime.drive.adapter_gate import AdapterLoader
 from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
+from splittime.drive.in_turn import InTurn
 from splittime.drive.kv_gate import BlockSharing
 from splittime.drive.messages import StepOutput
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
@@ -163,17 +164,18 @@ class Crank:
         self.engine.abort(request_id, self._clock.now_ns())
 
     def take_in(self, names: Sequence[bytes], numbers: Sequence[int]) -> None:
-        """Blocks that another server has sent go into the prefix cache, unless the engine sleeps, or is about to."""
+        """Blocks that another server has sent go into the prefix cache, unless the engine sleeps, is about to, or has
+        slept since they were asked for: it may have other weights."""
         assert self._sharing is not None
-        is_asleep = self.residency.refusal() is not None
-        unwanted = numbers if is_asleep else self.engine.scheduler.cache.adopt(names, numbers)
+        has_place = self.residency.refusal() is None and self._sharing.port.layout
+        unwanted = self.engine.scheduler.cache.adopt(names, numbers) if has_place else numbers
         self._sharing.port.drop(unwanted)
 
     def export(self, ask: BlocksAsk) -> BlocksTold | None:
         """Returns what there is of the blocks that another server wants, as many as one answer holds; None where they
         are not given, or are of another layout."""
         sharing = self._sharing
-        if sharing is None or not sharing.gives or ask.layout != sharing.port.layout:
+        if sharing is None or not sharing.gives or not ask.layout or ask.layout != sharing.port.layout:
             return None
         most = max(1, min(MAX_NAMES, MAX_TOLD_BYTES // sharing.port.block_bytes))
         found = self.engine.scheduler.cache.exportable(ask.names, ask.skip, most)
@@ -254,6 +256,8 @@ class Crank:
     def _launch(self) -> bool:
         """Plans a step and has it begun; returns whether there was one."""
         plan = self.engine.begin(self._clock.now_ns())
+        if self._sharing is not None:  # contents whose blocks the plan has given away
+            self._sharing.port.drop(self.engine.scheduler.cache.take_unwanted())
         if plan is None:
             return False
         self._planned_ns.append(self._clock.now_ns())
@@ -309,19 +313,3 @@ class Crank:
             return None
         before, self._thread = self._thread, self._processor.now()
         return ThreadTime(self._thread.ran_ns - before.ran_ns, self._thread.waited_ns - before.waited_ns)
-
-
-class InTurn:
-    """A `Runner` as an `AsyncRunner`: a step is computed when its result is asked for."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._plan: StepPlan | None = None
-
-    def launch(self, plan: StepPlan) -> None:
-        self._plan = plan
-
-    def collect(self) -> StepResult:
-        plan, self._plan = self._plan, None
-        assert plan is not None, "no step was launched"
-        return self._runner.run(plan)

@@ -5,10 +5,10 @@ come, or until computing them would have been as quick.
                 │ yes: held
                 kv_export ──first byte──▶ kv_transfer ──last byte──▶ kv_import ──▶ the queue, a longer prefix cached
 
-Nothing hangs on it: a block that does not come, comes late, or is not the right one (`core.kv_blocks`) is computed like
-any other. What has come is put into the prefix cache under its name, so only a request of the same tokens and the same
-salt finds it. The gate looks at the engine's index from the receiving thread, to guess what is missing; that may be out
-of date, which costs a copy that is not wanted.
+Nothing hangs on it: a block that does not come, comes late, or is damaged (`core.kv_blocks`) is computed like any
+other, and so is a request that comes while all threads that fetch are busy. What has come is put into the prefix cache
+under its name, so only a request of the same tokens and the same salt finds it. The gate looks at the engine's index
+from the receiving thread, to guess what is missing; that may be out of date, which costs a copy that is not wanted.
 
 At its start an engine takes what its peers used latest (`_take_over`).
 """
@@ -30,7 +30,6 @@ from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause
 
 THREADS = 2
-MOST_WAITING = 64
 TAKE_OVER_S, TAKE_OVER_BYTES = 10.0, 128 << 20
 Put = Callable[[ToEngine], None]
 
@@ -73,7 +72,7 @@ class KvGate:
         self._sharing, self._cache, self._put = sharing, cache, put
         self._pool = ThreadPoolExecutor(THREADS, "kv-peers")
         self._waiting: dict[str, Request] = {}  # by id, which a client may use again
-        self._num_fetches = 0  # under way, or waiting for a thread
+        self._num_fetches = 0  # under way
         self._lock = threading.Lock()
         if sharing is not None and sharing.peers:
             threading.Thread(target=partial(self._take_over, sharing), name="kv-take-over", daemon=True).start()
@@ -93,14 +92,17 @@ class KvGate:
             self._waiting[message.request.request_id] = message.request
             self._num_fetches += 1
         self._put(Submit(message.request, Cause.KV_EXPORT))
-        self._pool.submit(self._fetch, message.request, peer, names, time.monotonic() + computed_s)
+        late = threading.Timer(computed_s, self._let_go, (message.request,))
+        late.daemon = True
+        late.start()
+        self._pool.submit(self._fetch, message.request, peer, names, time.monotonic() + computed_s, late)
 
     def _worth_fetching(self, message: Submit) -> tuple[Peer, tuple[bytes, ...], float] | None:
         """Returns whom to ask for what, and how long computing it would take; None if it is to be computed."""
         sharing, cache = self._sharing, self._cache
         if sharing is None or not sharing.peers or message.held_for is not None or not cache.enable_prefix_caching:
             return None
-        if self._num_fetches >= MOST_WAITING or not sharing.port.layout:
+        if self._num_fetches >= THREADS or not sharing.port.layout or message.request.sampling.computes_prompt:
             return None
         tokens = message.request.prompt_token_ids
         if len(tokens) <= cache.block_size:  # of the last token nothing is taken from the cache
@@ -117,7 +119,9 @@ class KvGate:
             return None
         return sharing.peers[min(up)[1]], missing, computed_s
 
-    def _fetch(self, request: Request, peer: Peer, names: tuple[bytes, ...], deadline_s: float) -> None:
+    def _fetch(
+        self, request: Request, peer: Peer, names: tuple[bytes, ...], deadline_s: float, late: threading.Timer
+    ) -> None:
         """Whatever comes of it, the request goes on."""
         assert self._sharing is not None
         try:
@@ -126,11 +130,17 @@ class KvGate:
                 blocks = peer.fetch(ask, self._sharing.port.block_bytes, deadline_s, partial(self._tell, request))
                 self._take_in([(name, blocks[name]) for name in names if name in blocks])
         finally:
+            late.cancel()
             with self._lock:
                 self._num_fetches -= 1
-                if self._waits(request):
-                    del self._waiting[request.request_id]
-                    self._put(Release(request.request_id))
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Have the engine go on with it, if it still waits."""
+        with self._lock:
+            if self._waits(request):
+                del self._waiting[request.request_id]
+                self._put(Release(request.request_id))
 
     def _waits(self, request: Request) -> bool:
         return self._waiting.get(request.request_id) is request
@@ -144,7 +154,7 @@ class KvGate:
         assert self._sharing is not None
         numbered = [(name, self._sharing.port.receive(blob)) for name, blob in blocks]
         kept = [(name, number) for name, number in numbered if number is not None]
-        if kept:
+        if numbered:  # though there was no room: it may drop what nobody wants
             self._put(BlocksArrived(tuple(name for name, _ in kept), tuple(number for _, number in kept)))
 
     def _take_over(self, sharing: BlockSharing) -> None:

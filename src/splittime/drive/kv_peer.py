@@ -7,9 +7,13 @@ has anything is not waited for.
 """
 
 import http.client
+import io
+import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -66,6 +70,7 @@ class Peer:
         secure = self._url.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=_left_s(deadline_s))
+        connection.response_class = partial(_answer_by, deadline_s)  # type: ignore[assignment]
         try:
             connection.request("POST", self._url.path.rstrip("/") + PATH, body, self._headers)
             answer = connection.getresponse()
@@ -73,7 +78,7 @@ class Peer:
                 raise OSError(f"status {answer.status}")
             first_s = time.monotonic()
             tell(Cause.KV_TRANSFER)
-            return _read(answer, connection, deadline_s), first_s
+            return _read(answer), first_s
         finally:
             connection.close()
 
@@ -98,7 +103,32 @@ def _parts(url: str) -> SplitResult:
     return parts
 
 
-def _read(answer: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline_s: float) -> bytes:
+class TimedReader(io.RawIOBase):
+    """What a socket receives, until the deadline: one that sends a byte now and then gains no time by it."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline_s: float) -> None:
+        self._raw, self._sock, self._deadline_s = raw, sock, deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left_s(self._deadline_s))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _answer_by(deadline_s: float, sock: socket.socket, *args: Any, **names: Any) -> http.client.HTTPResponse:
+    """Returns an answer that is read until then at most, from its first byte to its last."""
+    answer = http.client.HTTPResponse(sock, *args, **names)
+    answer.fp = io.BufferedReader(TimedReader(answer.fp.detach(), sock, deadline_s), PIECE_BYTES)
+    return answer
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
     """Raises OSError for one that is too long or too late."""
     pieces, num_bytes = [], 0
     while piece := answer.read1(PIECE_BYTES):
@@ -106,8 +136,6 @@ def _read(answer: http.client.HTTPResponse, connection: http.client.HTTPConnecti
         num_bytes += len(piece)
         if num_bytes > MAX_TOLD_BYTES + MAX_NAMES * OVERHEAD_BYTES:
             raise OSError("the answer is too long")
-        if connection.sock is not None:  # None: the answer was read whole
-            connection.sock.settimeout(_left_s(deadline_s))
     return b"".join(pieces)
 
 

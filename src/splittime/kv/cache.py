@@ -182,6 +182,10 @@ class KVCache:
         """Imports (number, block), once each, for the plan that is sent next."""
         return self._imports.take()
 
+    def take_unwanted(self) -> list[int]:
+        """Returns the numbers of contents that lost their blocks, once."""
+        return self._imports.take_unwanted()
+
     def exportable(self, names: Sequence[bytes] | None, skip: int, most: int) -> list[tuple[bytes, int]]:
         """Returns the named blocks that are in the index and whose content is there: name and block. None: of all that
         nobody holds, those that were used latest. skip: so many of the first are left out."""

@@ -11,6 +11,7 @@ kernels with their instruction set, the shape. Two servers of one layout compute
 import hashlib
 import itertools
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class BlockPort:
 
     def __init__(self, runner: TorchRunner) -> None:
         """Reads all files of weights, the first time."""
-        self._runner, self._decoder = runner, runner.decoder
+        self._runner, self._decoder = runner, weakref.ref(runner.decoder)  # asleep, its weights are to go
         self._tensors = runner.store.tensors
         self._layout = layout_of(runner)
         self.block_bytes = sum(tensor[0].nbytes for tensor in self._tensors)
@@ -47,7 +48,7 @@ class BlockPort:
     @property
     def layout(self) -> str:
         """Empty once other weights may have been read, at waking: nobody asks for that one."""
-        return self._layout if self._runner.decoder is self._decoder else ""
+        return self._layout if self._runner.decoder is self._decoder() else ""
 
     def read(self, block_ids: Sequence[int]) -> tuple[bytes, ...]:
         return tuple(

@@ -173,6 +173,7 @@ async def stats(service: Service, scope: http.Scope, receive: http.Receive, send
     answer = {
         "engine": msgspec.to_builtins(service.client.stats()),
         "server": {
+            "is_engine_ready": service.client.is_ready,
             "open_requests": service.num_open,
             "queued_requests": admission.queued_requests,
             "queued_prompt_tokens": admission.queued_prompt_tokens,

@@ -195,8 +195,9 @@ class ApiKeys:
         for known, tenant in holders:
             self._add(known, tenant, "tenant")
         for number, key in enumerate(api_key, 1):
-            tenant = Tenant(name=f"key-{number}", salt=f"key:key-{number}", is_operator=number == 1)
-            self._add(_digest(key), tenant, "api_key")
+            known = _digest(key)
+            tenant = Tenant(name=f"key-{number}", salt=_own_salt(known), is_operator=number == 1)
+            self._add(known, tenant, "api_key")
         if api_keys_file is not None:
             for known, tenant in _read_keys_file(api_keys_file):
                 self._add(known, tenant, "api_keys_file")
@@ -260,7 +261,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def tenant(self) -> Tenant:
         return Tenant(
             name=self.name,
-            salt=f"key:{self.name}" if self.salt is None else f"salt:{self.salt}",
+            salt=_own_salt(self.known()) if self.salt is None else f"salt:{self.salt}",
             is_operator=self.operator,
             max_open_requests=self.max_open_requests,
             requests_per_minute=self.requests_per_minute,
@@ -285,6 +286,11 @@ def _read_keys_file(path: str) -> list[tuple[bytes, Tenant]]:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
+
+
+def _own_salt(known: bytes) -> str:
+    """Returns a salt by the key and not by its name, which on another server that shares blocks may be another's."""
+    return f"key:{known.hex()}"
 
 
 def check_key(key: str, param: str) -> None:

@@ -123,10 +123,9 @@ def _reaction(run: FleetRun, spec: FleetLoadSpec) -> SurgeReaction | None:
     if spec.surge_at_s is None:
         return None
     since_ns = spec.surge_at_s * 1e9
-    decided, ready = (
-        next(((at_ns - since_ns) / 1e9 for at_ns, is_up in run.begun if at_ns >= since_ns and is_up is kind), None)
-        for kind in (False, True)
-    )
+    after = [(ordered_ns, ready_ns) for ordered_ns, ready_ns in run.begun if ordered_ns >= since_ns]
+    decided = next(((ordered_ns - since_ns) / 1e9 for ordered_ns, _ in after), None)
+    ready = next(((ready_ns - since_ns) / 1e9 for _, ready_ns in after if ready_ns is not None), None)
     seconds: dict[int, list[FleetRequest]] = {}
     for request in run.load.requests:
         if request.at_ns >= since_ns:

@@ -49,8 +49,8 @@ class Region(NamedTuple):
 
 
 class FleetRun:
-    """begun: when servers were ordered to begin, and when they were ready: (at_ns, is_ready). num_failures: of servers,
-    by whether their node fell silent."""
+    """begun: when servers were ordered to begin; and again, with when they were ready: (ordered_ns, ready_ns).
+    num_failures: of servers, by whether their node fell silent."""
 
     def __init__(self, like: Replica, settings: FleetSettings, load: FleetLoad, seed: int = 0) -> None:
         self.settings, self.load, self._like = settings.validate(), load, like.steady()
@@ -58,7 +58,7 @@ class FleetRun:
         self.capacity_tokens = settings.capacity_tokens or capacity_of(like, load.requests, settings.tpot_s)
         self.servers: dict[str, FleetServer] = {}
         self.samples: list[FleetSample] = []
-        self.begun: list[tuple[int, bool]] = []
+        self.begun: list[tuple[int, int | None]] = []
         self.num_failures = {False: 0, True: 0}
         self._num_ended = self._num_told = 0
         self._is_telling = False
@@ -153,16 +153,16 @@ class FleetRun:
     # ---- what the scaler orders
 
     def _carry_out(self, order: FleetOrder, number: int) -> None:
-        action, starts = order.action, self.settings.starts
+        action, starts, now_ns = order.action, self.settings.starts, self.agenda.now_ns
         server = self.servers[order.name] if order.name else self._start(number)
         if action in BEGINNING:
-            self.begun.append((self.agenda.now_ns, False))
+            self.begun.append((now_ns, None))
         if action in (FleetAction.START, FleetAction.WARM):
             server.become(FleetState.STARTING if action is FleetAction.START else FleetState.WARMING)
-            self.agenda.after(self._spread(starts.cold_s), self._is_up, server)
+            self.agenda.after(self._spread(starts.cold_s), self._is_up, server, now_ns)
         elif action is FleetAction.WAKE:
             server.become(FleetState.STARTING)
-            self.agenda.after(self._spread(starts.wake_s), self._is_up, server)
+            self.agenda.after(self._spread(starts.wake_s), self._is_up, server, now_ns)
         elif action is FleetAction.ADMIT:
             server.become(FleetState.STARTING if server.state is FleetState.WARMING else FleetState.READY)
         elif action is FleetAction.DRAIN:
@@ -185,12 +185,12 @@ class FleetRun:
         spread = self.settings.starts.spread
         return seconds * self._rng.uniform(1 - spread, 1 + spread)
 
-    def _is_up(self, server: FleetServer) -> None:
+    def _is_up(self, server: FleetServer, ordered_ns: int) -> None:
         if server.ended_ns is None and server.state in (FleetState.STARTING, FleetState.WARMING):
             is_awake = server.state is FleetState.STARTING
             server.become(FleetState.READY if is_awake else FleetState.ASLEEP)
             if is_awake:
-                self.begun.append((self.agenda.now_ns, True))
+                self.begun.append((ordered_ns, self.agenda.now_ns))
             self._will_tell()
 
     # ---- what gateways know

@@ -1,8 +1,8 @@
 """The versions of a running gateway: the one that serves, the one that a canary's tenants try, and how they change.
 
 Each version is a `GatewayService` of its own; a request keeps the one it came in by, so it ends under the config that
-it began with, but for upstreams: where nothing else has changed, it gets those of the latest. A change is one
-assignment in the event loop: no request sees half of it. A file that is wrong changes nothing.
+it began with, but for upstreams: where all its models and pools are there still, it gets those of the latest. A change
+is one assignment in the event loop: no request sees half of it. A file that is wrong changes nothing.
 """
 
 import asyncio
@@ -167,10 +167,10 @@ class GatewayVersions:
         made.metrics.keep({one.name for one in known})
 
     def _lead_waiting(self, made: GatewayService, earlier: Iterable[GatewayService]) -> None:
-        """Give the requests of earlier versions that differ in their upstreams alone the upstreams of this one: those
-        that wait for one that had no room, and retries of what was sent to one that is gone."""
+        """Give the requests of earlier versions whose models and pools are all there still the upstreams of this one:
+        those that wait for one that had no room, and retries of what was sent to one that is gone."""
         for service in earlier:
-            if msgspec.structs.replace(service.config, upstream=made.config.upstream) == made.config:
+            if {*service.router.models, *service.policy.pools} <= {*made.router.models, *made.policy.pools}:
                 service.router = made.router
                 service.queue.lead_to(made.router)
 
