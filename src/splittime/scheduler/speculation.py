@@ -89,11 +89,14 @@ class Speculation:
         return num_left_before - num_tokens_left
 
     def _chosen(self, states: list[RequestState], num_rows: int, num_tokens_left: int) -> Mapping[str, int]:
-        """Returns how many drafts each of these requests gets. Those of which nobody told the chance are all taken."""
+        """Returns how many drafts each of these requests gets. Those of which nobody told the chance are all taken,
+        unless the step is to have none."""
         chosen = {state.request_id: 0 for state in states}
+        if self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+            return chosen
         untold = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
         costs = self.costs
-        if costs is None or not costs.is_known or not num_rows or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+        if costs is None or not costs.is_known or not num_rows:
             return chosen | untold
         slots = sorted(_slots(states, self._least_survival(num_rows)), key=lambda slot: -slot[0])
         slots = slots[: max(0, num_tokens_left - sum(untold.values()))]
