@@ -12,8 +12,11 @@ from safetensors.torch import save_file
 import adapter_files
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
+from splittime.runner.draft_sources import model_drafter
+from splittime.runner.speculative import SpeculativeConfig
 
 PROMPT = [5, 9, 3, 44, 17, 8, 30, 2, 11, 25, 60, 7, 1, 19]
 SCORED = SamplingParams(temperature=0.0, seed=0, logprobs=5)
@@ -109,6 +112,15 @@ def test_drafts_are_verified_with_the_adapter(base, tmp_path):
     tokens = [token for token, _ in whole]
     wrong = (tokens[4] + 1) % 61
     assert driver.verify(drafted, [*tokens[1:4], wrong]).token_ids == tuple(tokens[1:5])
+
+
+@needs_native
+def test_a_draft_model_knows_no_adapters_and_drafts_for_those_who_have_one(base):
+    runner = runner_of(base[0], kernels="native", dtype="float32", speculative_config='{"method": "self"}')
+    drafter = model_drafter(runner, SpeculativeConfig(method="self", num_speculative_tokens=2))
+    drafter.admit(Admitted("r", tuple(PROMPT), 0, SCORED, (1, 2), "", "a"))
+    assert drafter.runner.slots.adapters is None
+    assert drafter.runner.slots["r"].error is None
 
 
 def test_one_that_is_unloaded_stays_with_who_runs(base, tmp_path):
