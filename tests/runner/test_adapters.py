@@ -1,6 +1,7 @@
 """Adapters: what they add is what merging them into the weights adds, and rows that use none are not touched."""
 
 import json
+import os
 
 import pytest
 import tiny_checkpoint
@@ -191,6 +192,14 @@ def test_a_long_header_is_refused_before_it_is_read(base, tmp_path):
     adapter_files.write_adapter(tmp_path, base[1])
     (tmp_path / "adapter_model.safetensors").write_bytes((2 << 20).to_bytes(8, "little") + b" " * (2 << 20))
     with pytest.raises(ConfigError, match="header of 2097152 bytes"):
+        runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
+
+
+def test_a_pipe_is_refused_and_not_opened(base, tmp_path):
+    adapter_files.write_adapter(tmp_path, base[1])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="no regular file"):
         runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
 
 
