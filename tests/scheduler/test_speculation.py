@@ -224,6 +224,16 @@ def test_drafts_of_which_nobody_knows_the_chance_are_all_taken() -> None:
     assert [len(row.draft_token_ids) for row in planned(scheduler, 30).rows] == [2]
 
 
+@pytest.mark.parametrize(("num_requests", "number"), [(4, 16), (6, 10), (80, 1)])
+def test_drafts_that_are_sure_share_a_bound(num_requests: int, number: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=100, max_num_batched_tokens=1000, num_blocks=1000)
+    for place in range(num_requests):
+        add(scheduler, f"r{place}", 3, max_tokens=40)
+    plan = planned(scheduler, 10)
+    committed(scheduler, plan, 20, *(RowResult(row.request_id, (7,), draft_token_ids=(8,) * 16) for row in plan.rows))
+    assert {len(row.draft_token_ids) for row in planned(scheduler, 30).rows} == {number}
+
+
 def test_costs_are_learnt_from_steps_that_only_decode() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     add(scheduler, "a", 3)
