@@ -11,6 +11,7 @@ import tokenizers
 import splittime
 from splittime.core.errors import ConfigError, RequestError
 from splittime.text.harmony import HarmonyParser
+from splittime.text.json_pieces import MOST_WORD_CHARS, JsonPieces
 from splittime.text.marks import trigger
 from splittime.text.told_apart import ReasoningPlace
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
@@ -326,6 +327,21 @@ def test_a_long_answer_is_read_piece_by_piece(family: str, monkeypatch: pytest.M
     assert (content, json.loads(found[1])) == ("", json.loads(wide[1]))
     assert len(seen) > 3000
     assert max(seen) <= 2 * PIECE_CHARS
+
+
+def test_a_number_without_end_is_not_held_back() -> None:
+    given, pieces = '{"a": ' + "1" * (2 * MOST_WORD_CHARS), JsonPieces()
+    came = "".join(pieces.push(character, is_end=False) for character in given)
+    assert came == given
+    assert came + pieces.push('1, "b": None}', is_end=True) == given + '1, "b": null}'
+    assert JsonPieces().push(given + '1, "b": None}', is_end=True) == given + '1, "b": null}'
+
+
+def test_a_text_of_json_among_quoted_ones_is_looked_through_once() -> None:
+    """Where the family would have its own quotes; what was looked through is remembered, and forgotten behind it."""
+    call = '<|tool_call>call:mix{note:"a \\" b \\\\",colour:"c"}<tool_call|>'
+    for texts in ((call,), tuple(call)):
+        assert parsed("gemma4", *texts) == ("", [("mix", '{"note": "a \\" b \\\\", "colour": "c"}')])
 
 
 def check_grammar(vocabulary, family: str, token_ids: dict[str, int]) -> None:
