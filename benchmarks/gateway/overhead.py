@@ -46,7 +46,7 @@ from splittime.wire.target import RunOptions, Target
 
 TTFT_MS, ITL_MS = 20, 50
 ROWS = ((1, 8), (8, 32), (64, 64), (256, 64))  # streams, and tokens of each
-TURN_S = 12.0
+TURN_S = 10.0
 MS = 1_000_000
 PROMPT = "how much is it " * 4  # a text: not every gateway knows token ids
 KEY = "sk-0123456789abcdef0123456789abcdef"

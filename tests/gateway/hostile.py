@@ -370,7 +370,8 @@ class Hostile:
             return await self._typed_stream(reader, writer, path, body)
         if path not in TYPED_WHOLE:
             return await self.do_fine(reader, writer, body)
-        writer.write(whole(200, TYPED_WHOLE[path] | ({"id": body["told"]} if "told" in body else {})))
+        told = TYPED_WHOLE[path] | ({"id": body["told"]} if "told" in body else {})
+        writer.write(whole(body.get("answers", 200), told))
         return False
 
     do_typed2 = do_typed
@@ -384,7 +385,8 @@ class Hostile:
         else:
             if method == "DELETE":
                 self.kept[name].remove(response_id)
-            writer.write(whole(200, TYPED_WHOLE["/v1/responses"] | {"id": response_id}))
+            told = TYPED_WHOLE["/v1/responses"] | {"id": response_id}
+            writer.write(whole(200, told, "content-encoding: identity"))
         return False
 
     async def _typed_stream(self, reader, writer, path, body) -> bool:

@@ -188,7 +188,28 @@ def test_a_kept_response_is_asked_for_and_forgotten(typed):
         assert ask(typed, RESPONSES, "kept", previous_response_id=response_id)[0] == 404
 
 
-@pytest.mark.parametrize("response_id", ["resp_unknown", "..%2f..%2fv1%2fmodels", "a/b", "x" * 200])
+def test_a_response_is_known_while_it_streams(typed):
+    body = json.dumps({"model": "m", "stream": True, "stays_after": 1}).encode()
+    asked = urllib.request.Request(typed.url + RESPONSES, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        response_id = json.loads(events(response.read1())[0])["response"]["id"]
+        asked = urllib.request.Request(f"{typed.url}{RESPONSES}/{response_id}")
+        with urllib.request.urlopen(asked, timeout=10) as found:
+            assert json.load(found)["id"] == response_id
+            assert found.headers["content-encoding"] == "identity"
+
+
+def test_what_a_refusal_says_is_no_response(typed, hostile):
+    assert ask(typed, RESPONSES, answers=400)[0] == 400
+    assert call(typed, "GET", f"{RESPONSES}/{hostile.kept['typed'][-1]}")[0] == 404
+
+
+def test_a_status_beyond_all_is_a_bad_answer(typed):
+    status, answer, _ = ask(typed, RESPONSES, answers=700)
+    assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_bad_answer")
+
+
+@pytest.mark.parametrize("response_id", ["{", "..", "resp_unknown", "..%2f..%2fv1%2fmodels", "a/b", "x" * 200])
 def test_an_unknown_response_is_a_clear_error(typed, response_id):
     status, told = call(typed, "GET", f"{RESPONSES}/{response_id}")
     assert (status, told["error"]["code"]) == (404, "not_found")
@@ -246,7 +267,9 @@ def budget_used(gateway) -> float:
 # ---- what is not for them
 
 
-@pytest.mark.parametrize(("field", "value"), [("background", True), ("conversation", "conv_1")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("background", True), ("conversation", "conv_1"), ("request_id", "resp_of_another")]
+)
 def test_what_could_not_be_kept_to_is_refused(typed, field, value):
     status, answer, account = ask(typed, RESPONSES, **{field: value})
     assert (status, json.loads(answer)["error"]["param"], account.attempts) == (400, field, ())

@@ -1,5 +1,7 @@
 """The table of who keeps which response: bounded, and each tenant's own."""
 
+import pytest
+
 from splittime.gateway.responses.held import HeldResponse, HeldResponses
 
 HELD = HeldResponse("a", "m")
@@ -33,3 +35,21 @@ def test_what_is_no_id_is_not_remembered():
     for response_id in ("", "a/b", "x" * 129, "resp_1\n", "é"):
         table.note("one", response_id, HELD)
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("response_id", ["..", ".", ".a", "a..b", "-a", "..%2f"])
+def test_what_a_path_would_take_for_a_way_is_no_id(response_id):
+    table = HeldResponses()
+    table.note("one", response_id, HELD)
+    table.note("one", "resp_1.a-b:c", HELD)
+    assert len(table) == 1
+
+
+def test_nobody_notes_what_another_has():
+    table = HeldResponses()
+    table.note("one", "resp_1", HELD)
+    table.note("two", "resp_1", HeldResponse("b", "m"))
+    assert (table.get("one", "resp_1"), table.get("two", "resp_1"), len(table)) == (HELD, None, 1)
+    table.forget("one", "resp_1")
+    table.note("two", "resp_1", HELD)
+    assert table.get("two", "resp_1") == HELD

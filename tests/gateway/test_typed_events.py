@@ -36,14 +36,15 @@ def counts(events) -> tuple:
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 @given(cuts=st.lists(st.integers(0, 900), max_size=8))
 def test_pieces_do_not_matter(path, cuts):
-    data, events = stream(path), events_of(path)
+    data, events, ids = stream(path), events_of(path), []
+    events.on_id = ids.append
     for begin, end in pairwise(sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})):
         assert not events.is_done
         events.feed(data[begin:end])
     assert events.is_done
     assert (events.num_events, events.num_pieces) == (len(TOLD[path]), 3 + (path == MESSAGES))
     assert counts(events) == (7, 2, 3, "length")
-    assert events.answer_id == ("resp_1" if path == RESPONSES else "")
+    assert ids == (["resp_1"] if path == RESPONSES else [])
 
 
 def test_a_message_that_breaks_off_has_told_its_prompt_and_not_its_answer():
@@ -62,7 +63,7 @@ def test_an_error_is_the_end_of_a_stream(path):
 def test_a_response_that_failed_says_why():
     failed = {"type": "response.failed", "response": {"id": "r", "status": "failed", "error": {"message": "no memory"}}}
     events = read(RESPONSES, stream(RESPONSES, [failed]))
-    assert (events.is_done, events.error, events.answer_id) == (True, "no memory", "r")
+    assert (events.is_done, events.error) == (True, "no memory")
 
 
 def test_words_of_an_answer_are_no_end():
@@ -123,3 +124,38 @@ def test_our_own_messages_are_read():
 def test_how_long_a_request_is_taken_to_be(path, fields, output_tokens):
     told = forwarded(path, json.dumps({"model": "m", **fields}).encode(), 256)
     assert (told.output_tokens, told.is_stream) == (output_tokens, False)
+
+
+def test_the_id_is_told_with_the_first_event_that_has_it():
+    events, ids = events_of(RESPONSES), []
+    events.on_id = ids.append
+    events.feed(stream(RESPONSES, [{"type": "ping"}, TOLD[RESPONSES][0]]))
+    assert (ids, events.is_done) == (["resp_1"], False)
+
+
+@pytest.mark.parametrize(
+    ("told", "ids"),
+    [
+        ({"id": "resp_1", "usage": "none of ours"}, ["resp_1"]),
+        ({"id": "resp_1", "store": True}, ["resp_1"]),
+        ({"id": "resp_1", "store": False}, []),
+        ({"id": 7}, []),
+    ],
+)
+def test_an_id_is_told_of_what_is_kept_whatever_else_is_odd(told, ids):
+    for is_stream in (False, True):
+        events, found = events_of(RESPONSES), []
+        events.on_id = found.append
+        if is_stream:
+            events.feed(stream(RESPONSES, [{"type": "response.completed", "response": told}]))
+        else:
+            events.take_whole(json.dumps(told).encode())
+        assert found == ids
+
+
+@pytest.mark.parametrize(("read", "made", "prompt"), [(-100, 1, 5), (2, -1, 6), (None, 2**40, 4), (2, 1, 7)])
+def test_a_number_of_tokens_that_can_be_none_takes_nothing_from_the_prompt(read, made, prompt):
+    usage = {"input_tokens": 4, "cache_read_input_tokens": read, "cache_creation_input_tokens": made}
+    events = events_of(MESSAGES)
+    events.take_whole(json.dumps({"usage": usage}).encode())
+    assert events.read().prompt_tokens == prompt

@@ -6,8 +6,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
+from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_connections import MAX_HEAD_BYTES, NoConnection, UpstreamAnswer, UpstreamConnections
+from splittime.gateway.upstream_connections import (
+    MAX_HEAD_BYTES,
+    MAX_UNREAD_BYTES,
+    NoConnection,
+    UpstreamAnswer,
+    UpstreamConnections,
+)
 from splittime.wire.target import Address
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX-A: 1\r\nx-a: 2\r\n"
@@ -233,5 +240,101 @@ def test_one_that_closes_its_idle_connection_is_connected_to_anew() -> None:
         for _ in range(3):
             assert await all_of(await ask(connections, address)) == b"abcdefg"
             await asyncio.sleep(0.05)
+
+    upstream(serve, asked)
+
+
+def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() -> None:
+    """The first is whole and lies there, untaken; the second has filled its buffer on the same connection."""
+    first, size, sent = MAX_UNREAD_BYTES + 1000, 64 * 2**20, 0
+
+    async def serve(reader, writer):
+        nonlocal sent
+        await read_request(reader)
+        writer.write(WHOLE + b"content-length: %d\r\n\r\n" % first + bytes(first))
+        await read_request(reader)
+        writer.write(WHOLE + b"content-length: %d\r\n\r\n" % size)
+        while sent < size:
+            writer.write(bytes(2**20))
+            await writer.drain()
+            sent += 2**20
+
+    async def asked(connections, address):
+        early = await ask(connections, address)
+        while not early._is_whole:
+            await asyncio.sleep(0.01)
+        late = await ask(connections, address)
+        assert late._connection is early._connection
+        while late._num_unread <= MAX_UNREAD_BYTES:
+            await asyncio.sleep(0.01)
+        assert len(await early.piece(5)) == first
+        unread = late._num_unread
+        await asyncio.sleep(0.3)
+        assert late._num_unread == unread
+        late.close()
+
+    upstream(serve, asked)
+
+
+@pytest.mark.parametrize("said", [LENGTH, WHOLE + b"connection: close\r\ncontent-length: 7\r\n\r\nabcdefg"])
+def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -> None:
+    """At once: the upstream may never read the rest."""
+    released, served = asyncio.Event(), []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        await released.wait()
+        writer.close()
+
+    async def asked(connections, address):
+        answer = await ask(connections, address, bytes(64 * 2**20))
+        assert await all_of(answer) == b"abcdefg"
+        assert answer._connection.transport.is_closing()
+        while answer._connection.is_open:
+            await asyncio.sleep(0.01)
+        released.set()
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+
+    upstream(serve, asked)
+    assert len(served) == 2
+
+
+@pytest.mark.parametrize(
+    ("early", "words"),
+    [
+        (b"HTTP/1.1 099 No\r\ncontent-length: 3\r\n\r\nabc", "status is 99"),
+        (b"HTTP/1.1 000 No\r\n\r\n", "status is 0"),
+        (b"HTTP/1.1 199 Early\r\ncontent-length: 3\r\n\r\nabc", "has a body"),
+    ],
+)
+def test_nothing_before_the_answer_is_one(early: bytes, words: str) -> None:
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(early + LENGTH)
+        await reader.read()
+
+    async def asked(connections, address):
+        with pytest.raises(ValueError, match=words):
+            await (await ask(connections, address)).piece(5)
+
+    upstream(serve, asked)
+
+
+def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(upstream_connections, "KEEPALIVE_S", 0.05)
+
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(LENGTH)
+        await reader.read()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        assert list(connections._idle) == [address]
+        while connections._idle:
+            await asyncio.sleep(0.01)
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
 
     upstream(serve, asked)

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+import urllib.request
 
 from .conftest import DEAD, gateway_of, upstream
 from .test_versions import changed
@@ -33,6 +34,7 @@ def test_requests_wait_for_an_upstream_that_is_not_there_yet(hostile, tmp_path):
         answers: list = []
         asking = [ask_in_thread(gateway, answers), ask_in_thread(gateway, answers, stream=True)]
         wait_for_open(gateway, 2)
+        assert gateway.get("/ready") == {"status": "ready"}  # or nobody would ask whom it waits for
         time.sleep(0.2)
         write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nsign_of_life_s = 0.05\n")
         for thread in asking:
@@ -70,3 +72,22 @@ def test_another_change_leaves_who_waits_where_it_is(hostile, tmp_path):
         write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m") + "[queue]\nmax_wait_s = 2.0\n")
         asking.join(20)
         assert answers[0][0] == 429
+
+
+def test_the_series_of_an_upstream_end_with_the_change_behind_the_one_that_took_it_out(hostile, tmp_path):
+    with gateway_of(tmp_path, upstream("one", hostile.url("fine"), "m")) as gateway:
+        assert gateway.ask("m", stream=True)[0] == 200
+        for name, is_told in (("two", True), ("three", False)):
+            write(gateway, tmp_path, upstream(name, hostile.url("fine"), "m"))
+            answered_by(gateway, name)
+            with urllib.request.urlopen(gateway.url + "/metrics", timeout=30) as response:
+                assert (b'upstream="one"' in response.read()) == is_told
+
+
+def answered_by(gateway, name: str) -> None:
+    """Asks until the change to this upstream has been made."""
+    for _ in range(500):
+        if gateway.ask("m")[1]["x-splittime-upstream"] == name:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{name} never answered")

@@ -101,6 +101,7 @@ def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: boo
 
     from splittime.cli.gateway_versions import compare_arms
     from splittime.cli.serve import check_port_is_free
+    from splittime.drive.host_time import freeze_heap
     from splittime.gateway.app import run
     from splittime.ledger.store import Ledger
 
@@ -109,6 +110,7 @@ def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: boo
     scheme = "https" if config.ssl_certfile else "http"
 
     def on_listening(port: int) -> None:
+        freeze_heap()  # else each full collection walks what was imported, and all streams wait for it
         _say(config, f"{scheme}://{host}:{port}", as_json)
 
     with closing(Ledger(config.ledger_file, max_file_accounts=config.max_file_accounts)) as ledger:

@@ -5,6 +5,7 @@ usage, the timing and the end stand there. Nothing else is decoded.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -91,15 +92,15 @@ class WholeEvents:
 
 
 class AnswerEvents:
-    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer. answer_id: by
-    which the upstream keeps it; "" where it does not."""
+    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer. on_id: told by
+    which id the upstream keeps it, as soon as it says so."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
         self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
         self._reader: AnswerReader | None = None
         self.num_events = self.num_pieces = 0
-        self.answer_id = ""
+        self.on_id: Callable[[str], None] = lambda answer_id: None
         self.is_done = False
         self.error: str | None = None  # told inside the stream
 

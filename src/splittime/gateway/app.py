@@ -68,7 +68,8 @@ async def health(gateway: GatewayService, scope: http.Scope, receive: http.Recei
 
 
 async def ready(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    """Would a request of some model be passed on now?"""
+    """Would a request of some model be passed on now, or wait for an upstream to have room? It waits where all are held
+    (`max_in_flight = 0`): who starts upstreams on demand must find the gateway ready, or nobody would ask for one."""
     gateway.require_serving()
     if not gateway.is_ready:
         raise Refused("no upstream may be asked now", reason="no_upstream", status=503)

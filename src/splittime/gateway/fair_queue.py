@@ -23,7 +23,7 @@ from splittime.gateway.config import QueueConfig
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import chance, part_of, retry_after_s
 from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
-from splittime.gateway.upstreams import Routed, Router
+from splittime.gateway.upstreams import Routed, Router, told_of
 
 now_ns = time.monotonic_ns
 RETRY_AFTER_S = 1.0
@@ -313,8 +313,7 @@ class FairQueue:
         at_ns, upstreams = self._now_ns(), self._router.of_model(model)
         busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
         wait_s = self._router.soonest_s(busy or upstreams, at_ns)
+        told, after_s = told_of(model, is_busy=bool(busy)), max(RETRY_AFTER_S, wait_s)
         if busy:
-            message = f"every upstream of {model!r} asked for a pause"
-            return Refused(message, reason="upstreams_busy", retry_after_s=max(RETRY_AFTER_S, wait_s))
-        message = f"no upstream of {model!r} answers"
-        return Refused(message, reason="no_upstream", status=503, retry_after_s=max(RETRY_AFTER_S, wait_s))
+            return Refused(told, reason="upstreams_busy", retry_after_s=after_s)
+        return Refused(told, reason="no_upstream", status=503, retry_after_s=after_s)

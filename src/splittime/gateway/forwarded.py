@@ -25,6 +25,7 @@ NULL = b"null"
 NOT_PASSED_ON = {  # fields of responses
     "background": "nobody would wait for it: it would have no place in the queue, and no end in an account",
     "conversation": "an upstream keeps it, and the gateway does not know which one, nor whose it is",
+    "request_id": "it would name the response, and another key's response may have that name",
 }
 MAX_ANSWERS = 1024  # of one request, for the estimate
 MOST_TOKENS = 2**31  # likewise: a client may write any number, and sums of these are kept as floats
@@ -42,6 +43,7 @@ class ForwardedBody(msgspec.Struct):
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: msgspec.Raw = msgspec.Raw(NULL)
+    request_id: msgspec.Raw = msgspec.Raw(NULL)
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +119,8 @@ def _most_output(path: str, told: ForwardedBody, assumed: int) -> int:
 
 def _refuse_not_passed_on(told: ForwardedBody) -> None:
     """Raises `RequestError` for a field of a response that could not be kept to."""
-    given = {"background": bool(told.background), "conversation": bytes(told.conversation) != NULL}
+    named = {name: bytes(getattr(told, name)) != NULL for name in ("conversation", "request_id")}
+    given = {"background": bool(told.background), **named}
     for name in (name for name, is_given in given.items() if is_given):
         message, hint = f"{name}: not passed on: {NOT_PASSED_ON[name]}", "leave it out; previous_response_id goes on"
         raise RequestError(message, code="unsupported_field", param=name, hint=hint)

@@ -141,7 +141,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
-                lacking=self._gateway.router.lacking(request.pool, request.path, at_ns),
+                lacking=self._lacking(request, at_ns),
                 prefix=self._prefix,
                 draw=self._draw,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
@@ -168,13 +168,16 @@ class Forwarding:
         is_lacking = isinstance(failure, LacksEndpoint)
         if is_lacking:
             allowed, lacking = gateway.router.allowed(request.pool, at_ns), self._without(request, at_ns)
-            if all(one.name in lacking for one in allowed):
+            if all(one.name in lacking for one in allowed if one.limit):
                 return False
         return gateway.retry_budget.may_retry(num_attempts, at_ns, deadline_ns, is_free=is_resumed or is_lacking)
 
     def _without(self, request: ForwardedRequest, at_ns: int) -> list[str]:
         """Returns the upstreams that have been asked, or do not have the path."""
-        return [*self._tried, *self._gateway.router.lacking(request.pool, request.path, at_ns)]
+        return [*self._tried, *self._lacking(request, at_ns)]
+
+    def _lacking(self, request: ForwardedRequest, at_ns: int) -> list[str]:
+        return self._gateway.router.lacking(request.pool, request.path, request.model, at_ns)
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
@@ -263,18 +266,18 @@ class Forwarding:
             max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self._note_read(upstream, relay, begin_ns),
+            on_read=lambda: self._account.note_read(upstream, relay, begin_ns),
             mark=MarkedAnswer(self._mark),
             has_begun=self._sign.has_begun,
         )
+        relay.events.on_id = partial(self._note_id, upstream, relay)
         return relay
 
-    def _note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
-        """The end of the answer is here, and the client does not have it yet."""
-        if relay.events.answer_id and self._account.request is not None:
+    def _note_id(self, upstream: Upstream, relay: Relay, response_id: str) -> None:
+        """An upstream keeps its answer, which the client does not have yet."""
+        if relay.status == 200 and self._account.request is not None:
             held = HeldResponse(upstream.name, self._account.request.model)
-            self._gateway.held.note(self._tenant, relay.events.answer_id, held)
-        self._account.note_read(upstream, relay, begin_ns)
+            self._gateway.held.note(self._tenant, response_id, held)
 
     def _deadline(self, total_s: float) -> Deadline:
         config_ns, client_ns = self._account.start_ns + int(total_s * 1e9), self._account.deadline_ns

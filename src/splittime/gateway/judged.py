@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.core.errors import UpstreamError
+from splittime.core.errors import NotFound, UpstreamError
 from splittime.gateway.failures import LacksEndpoint, PassedAnswer, UpstreamFailure
 from splittime.gateway.forwarded import ForwardedRequest
 
@@ -12,16 +12,7 @@ TRY_ANOTHER = (502, 503, 504)
 BUSY = 429
 NO_SUCH_PATH = (405, 501)
 KEY_REFUSED = (401, 403)  # no client can mend that: the key is the gateway's
-OF_A_PATH = (None, 404, "404", "not_found")  # codes of a 404 that names nothing of the request
-
-
-class FaultTold(msgspec.Struct):
-    param: Any = None
-    code: Any = None
-
-
-class FaultAnswer(msgspec.Struct):
-    error: FaultTold | None = None
+NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
 
 
 def judged(upstream: str, request: ForwardedRequest, answer: PassedAnswer) -> UpstreamFailure | None:
@@ -32,7 +23,7 @@ def judged(upstream: str, request: ForwardedRequest, answer: PassedAnswer) -> Up
         return LacksEndpoint(error, answer=answer, is_retryable=True, is_fault=False)
     if is_for_client(status):
         return None
-    if status < 400:
+    if not 400 <= status < 600:
         return UpstreamFailure(UpstreamError(f"upstream {upstream!r} answered {status}", code="upstream_bad_answer"))
     error = UpstreamError(f"upstream {upstream!r} answered {status}", code=code, status=status)
     is_retryable = status in TRY_ANOTHER or status == BUSY
@@ -45,11 +36,14 @@ def is_for_client(status: int) -> bool:
 
 
 def _says_no_such_path(answer: PassedAnswer) -> bool:
-    """Whether a refusal is one of the path, not of what was asked for there."""
+    """Whether a refusal is one of the path, not of what was asked for there: a 404 that is an API's own error is about
+    a model, a file or a response, unless it is one of ours that names nothing."""
     if answer.status != 404:
         return answer.status in NO_SUCH_PATH
     try:
-        told = msgspec.json.decode(answer.body, type=FaultAnswer).error or FaultTold()
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # a page in HTML, a word
+        told = msgspec.json.decode(answer.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # a page in HTML, a word, nothing
         return True
-    return not told.param and told.code in OF_A_PATH
+    error: Any = told.get("error") if isinstance(told, dict) else None
+    is_ours = isinstance(error, dict) and error.get("code") == NotFound.code and not error.get("param")
+    return is_ours or told == NO_SUCH_ROUTE

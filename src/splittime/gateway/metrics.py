@@ -4,8 +4,8 @@ Histograms of stages go by the server's name for them: a request has one account
 """
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -135,6 +135,15 @@ class GatewayMetrics(Collector):
 
     def count_attempt(self, upstream: str, result: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
+
+    def keep(self, upstreams: Collection[str]) -> None:
+        """Drops the series of all others: upstreams that come and go leave none behind."""
+        for spec in (spec for spec in GATEWAY_METRICS if "upstream" in spec.labels):
+            at, histogram = spec.labels.index("upstream"), self._histograms.get(spec.name)
+            counts: list[dict[tuple[str, ...], Any]] = [self._counts.get(spec.name, {})]
+            for series in counts if histogram is None else [histogram.series, histogram.sums]:
+                for labels in [one for one in series if one[at] and one[at] not in upstreams]:
+                    del series[labels]
 
     def refusals(self) -> dict[str, float]:
         """Returns how many requests were refused since the start, by reason, and by upstream where one refused."""

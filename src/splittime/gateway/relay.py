@@ -104,6 +104,10 @@ class Relay:
         return self._request.path
 
     @property
+    def model(self) -> str:
+        return self._request.model
+
+    @property
     def is_refused(self) -> bool:
         return self.status is not None and not is_for_client(self.status)
 

@@ -46,10 +46,13 @@ class RunningAttempt:
         self.routed, self.relay, self.resumption = routed, relay, resumption
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
         self.is_ended = False
+        self._is_stream = is_stream
         self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
         relay.on_first_byte = self._begun
         if is_stream:
             routed.upstream.waits.sent(tokens, begin_ns)
+        else:
+            routed.upstream.plain_tokens += tokens
         gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
 
     async def open(self) -> None:
@@ -98,13 +101,15 @@ class RunningAttempt:
         self.is_ended = True
         self.relay.on_first_byte = _nothing  # which is this attempt's: no circle is left for the garbage collector
         upstream = self.routed.upstream
-        if not self._has_begun:
+        if not self._is_stream:
+            upstream.plain_tokens -= self._tokens
+        elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
         if failure is not None:
             if failure.is_fault:
                 self._gateway.affinity.note_failed(self._prefix, upstream.name)
             if isinstance(failure, LacksEndpoint):
-                upstream.note_lacks(self.relay.path, now_ns())
+                upstream.note_lacks(self.relay.path, self.relay.model, now_ns())
             blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
         elif ending and ending != UNSURE:
             upstream.breaker.note_nothing()

@@ -48,15 +48,14 @@ class TypedUsage(msgspec.Struct, gc=False):
 
     @property
     def prompt(self) -> int | None:
-        if self.input_tokens is None:
-            return None
-        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
+        own, *others = (possible(part) for part in parts)
+        return None if own is None else own + sum(part or 0 for part in others)
 
 
 class TypedAnswer(msgspec.Struct, gc=False):
     """A response or a message, as far as it counts."""
 
-    id: Any = None
     status: Any = None
     stop_reason: Any = None
     incomplete_details: TypedDetails | None = None
@@ -67,6 +66,17 @@ class TypedAnswer(msgspec.Struct, gc=False):
 class ResponseEvent(msgspec.Struct, gc=False):
     type: str = ""
     response: TypedAnswer | None = None
+
+
+class NamedResponse(msgspec.Struct, gc=False):
+    """By which id a response is kept, read for itself: no other field can hide it. store: not, where it is false."""
+
+    id: Any = None
+    store: Any = None
+
+
+class NamedEvent(msgspec.Struct, gc=False):
+    response: NamedResponse | None = None
 
 
 class MessageEvent(msgspec.Struct, gc=False):
@@ -120,13 +130,20 @@ class _TypedEvents(AnswerEvents):
 
 
 class PassedResponse(_TypedEvents):
-    """answer_id: by which the upstream keeps it."""
+    """A response, whose id is told once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_id = False
 
     def take_whole(self, body: bytes) -> None:
         super().take_whole(body)
+        self._note_id(_read(body, NamedResponse))
         self._note_answer(_read(body, TypedAnswer) or TypedAnswer())
 
     def _take(self, data: bytes) -> None:
+        if not self._has_id:
+            self._note_id((_read(data, NamedEvent) or NamedEvent()).response)
         event = _read(data, ResponseEvent) or ResponseEvent(_type_of(data))
         self._note_type(event.type, data)
         if event.type in ENDS:
@@ -134,8 +151,13 @@ class PassedResponse(_TypedEvents):
             self.is_done = True
             self._note_answer(event.response or TypedAnswer(status=event.type.removeprefix("response.")))
 
+    def _note_id(self, told: NamedResponse | None) -> None:
+        if told is not None and isinstance(told.id, str):
+            self._has_id = True
+            if told.store is not False:
+                self.on_id(told.id)
+
     def _note_answer(self, answer: TypedAnswer) -> None:
-        self.answer_id = answer.id if isinstance(answer.id, str) else ""
         self._note_usage(answer.usage)
         details = answer.incomplete_details
         if answer.status == "failed":

@@ -3,15 +3,17 @@
 A piece of a stream wakes the request's task once, and nothing is built for it: no timer (one of the answer watches all
 its waits), no chunk object, no copy. A general client took twice as long for a request and a half longer for a piece.
 
-An answer is whole by its length, by its last chunk, or by the connection's close if it has neither. A connection is
-used again only after an answer that was whole and allows it, and for `KEEPALIVE_S` at most. What the client has not
-taken is read for at most `MAX_UNREAD_BYTES`, then TCP tells the upstream; a head, or what stands between two pieces of
-a body, for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
+An answer is whole by its length, by its last chunk, or by the connection's close if it has neither; not so over TLS,
+where a close does not tell whether somebody on the way cut it. A connection is used again only after an answer that was
+whole and allows it, and for `KEEPALIVE_S` at most. What the client has not taken is read up to `MAX_UNREAD_BYTES` and
+the end of that read, which may bring 256 KiB; then TCP tells the upstream. A head, or what stands between two pieces of
+a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
 """
 
 import asyncio
 import ssl
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -44,13 +46,12 @@ class UpstreamAnswer:
         self._connection = connection
         self._pieces: list[bytes] = []
         self._num_unread = 0
-        self._is_whole, self._error = False, None
+        self._is_whole = False
+        self._error: OSError | ValueError | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._until_s = 0.0  # of the loop's clock: when the wait has lasted too long
-
-    _error: OSError | ValueError | None
 
     @property
     def content_type(self) -> str:
@@ -76,7 +77,7 @@ class UpstreamAnswer:
     def _taken(self) -> bytes:
         pieces, self._pieces = self._pieces, []
         if self._num_unread > MAX_UNREAD_BYTES:
-            self._connection.resume()
+            self._connection.resume(self)
         self._num_unread = 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -128,24 +129,23 @@ class UpstreamAnswer:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, one request at a time. idle_since_s: of the loop's clock."""
+    """One connection, one request at a time. idle: where it waits for another, by its address. idle_since_s: of the
+    loop's clock."""
 
+    transport: Any
     _parser: Any
     _answer: UpstreamAnswer | None
 
-    def __init__(self, idle: "list[UpstreamConnection]") -> None:
-        self._idle = idle
+    def __init__(self, idle: "dict[Address, list[UpstreamConnection]]", address: Address) -> None:
+        self._idle, self._address = idle, address
         self._answer, self._parser, self.transport = None, None, None
         self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
         self.is_open, self.idle_since_s = False, 0.0
 
-    transport: Any
-
     def ask(self, request: bytes) -> UpstreamAnswer:
         """Send a request. Returns its answer, of which nothing is there yet."""
-        answer = self._answer = UpstreamAnswer(self)
-        self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
-        self._parser = httptools.HttpResponseParser(self)
+        answer, self._parser = UpstreamAnswer(self), httptools.HttpResponseParser(self)
+        self._answer, self._has_length, self._is_head_read, self._num_head_bytes = answer, False, False, 0
         self.transport.write(request)
         return answer
 
@@ -156,19 +156,20 @@ class UpstreamConnection(asyncio.Protocol):
     def pause(self) -> None:
         self.transport.pause_reading()
 
-    def resume(self) -> None:
-        if self.is_open and not self.transport.is_closing():
+    def resume(self, answer: UpstreamAnswer | None) -> None:
+        """An answer has been taken: read on, if it is the one that is being read."""
+        if answer is self._answer and self.is_open and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def connection_made(self, transport: Any) -> None:
         self.transport, self.is_open = transport, True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        if self in self._idle:
-            self._idle.remove(self)
+        self.is_open, waiting = False, self._idle.get(self._address, [])
+        if self in waiting:
+            waiting.remove(self)
         if self._answer is not None:
-            is_end = exc is None and self._is_head_read and not self._has_length
+            is_end = exc is None and self._is_head_read and not (self._has_length or self._address.is_tls)
             self._end(None if is_end else ConnectionResetError(str(exc or "the connection was closed")))
 
     def data_received(self, data: bytes) -> None:
@@ -209,15 +210,19 @@ class UpstreamConnection(asyncio.Protocol):
         if self._answer is None:
             return
         status = self._parser.get_status_code()
-        if status < 200:  # "continue", "early hints"
+        if status < 100:
+            self._fail(f"the answer's status is {status}")
+        elif status < 200:  # "continue", "early hints"
             self._answer.headers.clear()
             self._has_length = False
-            return
-        self._answer.status, self._is_head_read = status, True
+        else:
+            self._answer.status, self._is_head_read = status, True
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
-        if self._answer is not None:
+        if self._answer is not None and not self._is_head_read:
+            self._fail("an answer before the answer has a body")
+        elif self._answer is not None:
             self._answer.feed(body)
 
     def on_message_complete(self) -> None:
@@ -225,10 +230,12 @@ class UpstreamConnection(asyncio.Protocol):
             return
         may_go_on = self._parser.should_keep_alive()
         self._end()
-        if may_go_on and self.is_open and not self.transport.is_closing():
-            self.resume()
+        if self.transport.get_write_buffer_size():  # it answered early: nobody is to read the request's rest
+            self.transport.abort()
+        elif may_go_on and self.is_open and not self.transport.is_closing():
+            self.resume(None)
             self.idle_since_s = asyncio.get_running_loop().time()
-            self._idle.append(self)
+            self._idle.setdefault(self._address, []).append(self)
         else:
             self.transport.close()
 
@@ -261,9 +268,8 @@ class UpstreamConnections:
     def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.transport.abort()
+        for connection in [one for some in self._idle.values() for one in some]:
+            connection.transport.abort()
 
     def _kept(self, address: Address) -> UpstreamConnection | None:
         """Returns the connection that was used last and is idle, if it is not too old."""
@@ -277,30 +283,28 @@ class UpstreamConnections:
         return None
 
     async def _connected(self, address: Address, within_s: float) -> UpstreamConnection:
-        loop, idle = asyncio.get_running_loop(), self._idle.setdefault(address, [])
+        loop, made = asyncio.get_running_loop(), partial(UpstreamConnection, self._idle, address)
         if address.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
+        tls = self._tls if address.is_tls else None
         if self._sweep is None:
             self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
         try:
             async with asyncio.timeout(within_s):
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(idle),
-                    address.host,
-                    address.port,
-                    ssl=self._tls if address.is_tls else None,
-                )
+                _, connection = await loop.create_connection(made, address.host, address.port, ssl=tls)
         except OSError as error:
             raise NoConnection(error) from error
         return connection
 
     def _drop_old(self) -> None:
-        """Close what has been idle for too long."""
+        """Close what has been idle for too long, and forget addresses that nobody asks any more."""
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - KEEPALIVE_S
-        for connections in self._idle.values():
+        for address, connections in list(self._idle.items()):
             for connection in [one for one in connections if one.idle_since_s <= oldest_s]:
                 connection.transport.abort()
+            if not connections:
+                del self._idle[address]
         self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
 
 

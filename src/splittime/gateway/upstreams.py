@@ -31,6 +31,7 @@ DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
+HELD_BY = "responses kept by "  # begins the name of a line
 
 
 class Upstream:
@@ -47,7 +48,8 @@ class Upstream:
         most = config.max_in_flight
         self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
-        self._lacks_until_ns: dict[str, int] = {}  # by path, of the few that are passed on
+        self.plain_tokens = 0  # of requests in flight that do not stream: their first byte is their end
+        self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
 
     @property
     def limit(self) -> int:
@@ -59,15 +61,20 @@ class Upstream:
         return self.requests < self.limit
 
     @property
+    def tokens_unbegun(self) -> int:
+        """How many tokens have no first byte yet."""
+        return self.waits.tokens + self.plain_tokens
+
+    @property
     def keeps_accounts(self) -> bool:
         return self.config.kind == "splittime"
 
-    def lacks(self, path: str, now_ns: int) -> bool:
-        """Whether it said of late that it does not have this path."""
-        return now_ns < self._lacks_until_ns.get(path, 0)
+    def lacks(self, path: str, model: str, now_ns: int) -> bool:
+        """Whether it said of late that it does not have this path, where this model was asked for."""
+        return now_ns < self._lacks_until_ns.get((path, model), 0)
 
-    def note_lacks(self, path: str, now_ns: int) -> None:
-        self._lacks_until_ns[path] = now_ns + LACKS_NS
+    def note_lacks(self, path: str, model: str, now_ns: int) -> None:
+        self._lacks_until_ns[path, model] = now_ns + LACKS_NS
 
     def enter(self, tokens: int) -> None:
         self.breaker.begin()
@@ -86,7 +93,15 @@ class Upstream:
 
 def held_line(upstream: str) -> str:
     """Returns the name of the line of requests that one upstream alone can have, as it keeps what was before them."""
-    return f"responses kept by {upstream}"
+    return HELD_BY + upstream
+
+
+def told_of(line: str, *, is_busy: bool) -> str:
+    """Returns what a client is told where nobody of a line may be asked."""
+    if line.startswith(HELD_BY):
+        who = f"upstream {line.removeprefix(HELD_BY)!r}, which keeps the response,"
+        return f"{who} asked for a pause" if is_busy else f"{who} does not answer"
+    return f"every upstream of {line!r} asked for a pause" if is_busy else f"no upstream of {line!r} answers"
 
 
 class ManyUpstreams:
@@ -169,7 +184,8 @@ class Router:
         """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
         for line, is_whole in (self._drawn(model, prefix), False), (self.of_model(model), True):
             allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns)]
-            able = [upstream for upstream in allowed if upstream.name not in tried] or (allowed if is_whole else [])
+            untried = [one for one in allowed if one.limit and one.name not in tried]  # who may have none never will
+            able = untried or (allowed if is_whole else [])
             free = [upstream for upstream in able if upstream.has_room]
             if free:
                 return self._best_of(able, free, now_ns, prefix)
@@ -200,11 +216,11 @@ class Router:
     def _least_of(self, free: list[Upstream]) -> list[Upstream]:
         """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
-        return sorted(drawn, key=lambda one: (one.waits.tokens, one.tokens, one.requests, self._random.random()))
+        return sorted(drawn, key=lambda one: (one.tokens_unbegun, one.tokens, one.requests, self._random.random()))
 
-    def lacking(self, model: str, path: str, now_ns: int) -> list[str]:
-        """Returns the names of a model's upstreams that do not have this path."""
-        return [upstream.name for upstream in self.of_model(model) if upstream.lacks(path, now_ns)]
+    def lacking(self, line: str, path: str, model: str, now_ns: int) -> list[str]:
+        """Returns the names of a line's upstreams that do not have this path for this model."""
+        return [upstream.name for upstream in self.of_model(line) if upstream.lacks(path, model, now_ns)]
 
     def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
         """Returns how long until the first of these may be asked again."""

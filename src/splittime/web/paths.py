@@ -31,6 +31,7 @@ class PathTable:
     async def answer(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         """Lead a request to its handler; what that raises for the client to know is answered here."""
         path, method = scope["path"], scope["method"]
+        scope[http.PATH_REST] = ""  # also for "/folder/{", which is in the table as a folder
         handlers = self._methods.get(path)
         if handlers is None:
             for (start, end), name in self._folders:

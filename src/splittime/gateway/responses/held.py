@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
 
 MAX_RESPONSES = 65_536
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")  # in a path it is one name, and no way up
 
 
 class HeldResponse(NamedTuple):
@@ -42,8 +42,10 @@ class HeldResponses:
         return self._num
 
     def note(self, tenant: str, response_id: str, held: HeldResponse) -> None:
-        """A response has been made, and is about to be told. An id that is none is not remembered."""
-        if not _ID.fullmatch(response_id):
+        """A response has been made, and is about to be told. An id that is none is not remembered, nor one that another
+        tenant has: an upstream may have let the client choose it."""
+        is_anothers = any(response_id in kept for name, kept in self._by_tenant.items() if name != tenant)
+        if is_anothers or not _ID.fullmatch(response_id):
             return
         self.forget(tenant, response_id)
         self._by_tenant.setdefault(tenant, OrderedDict())[response_id] = held

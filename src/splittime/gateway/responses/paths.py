@@ -6,18 +6,18 @@ They take one of the key's requests, no place in the queue, and have no account:
 import asyncio
 import time
 
-import aiohttp
-
 from splittime.core.errors import NotFound, RequestError, UpstreamError
 from splittime.gateway.endpoints import RESPONSES
+from splittime.gateway.failures import PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
+from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
-PIECE_BYTES = 2**16
+PASSED_ON = (b"content-type", b"content-encoding", b"retry-after")
 CANCEL = "/cancel"
 now_ns = time.monotonic_ns
 
@@ -53,12 +53,14 @@ async def _ask(
     upstream, quota = keeper_of(gateway, tenant, response_id), gateway.quota(tenant)
     quota.enter(now_ns())
     try:
-        status, kind, body = await _answered(gateway, scope, upstream, method, f"{RESPONSES}/{response_id}{behind}")
+        answer = await _answered(gateway, scope, upstream, method, f"{RESPONSES}/{response_id}{behind}")
     finally:
         quota.leave(0, now_ns())
-    headers = [(b"x-splittime-upstream", upstream.name.encode())]
-    await http.respond(send, body, status=status, content_type=kind, headers=headers)
-    return status
+    headers = dict(answer.headers)
+    kind = headers.pop(b"content-type", b"application/json")
+    named = [*headers.items(), (b"x-splittime-upstream", upstream.name.encode())]
+    await http.respond(send, answer.body, status=answer.status, content_type=kind, headers=named)
+    return answer.status
 
 
 def _refuse_query(scope: http.Scope) -> None:
@@ -69,32 +71,34 @@ def _refuse_query(scope: http.Scope) -> None:
 
 async def _answered(
     gateway: GatewayService, scope: http.Scope, upstream: Upstream, method: str, path: str
-) -> tuple[int, bytes, bytes]:
-    """Returns status, content type and body. Raises `UpstreamError` where there is no whole answer in time."""
+) -> PassedAnswer:
+    """Returns the upstream's whole answer. Raises `UpstreamError` where there is none in time."""
     config, name = upstream.config, upstream.name
     headers = sent_headers(scope, upstream, http.new_request_id(), now_ns() + int(config.first_byte_s * 1e9), None)
-    timeout = aiohttp.ClientTimeout(connect=config.connect_s)
+    asking = gateway.connections.ask(
+        method, upstream.address, path, headers, b"" if method == "POST" else None, connect_s=config.connect_s
+    )
     try:
-        async with (
-            asyncio.timeout(config.first_byte_s),
-            gateway.session.request(
-                method, upstream.base_url + path, headers=headers, allow_redirects=False, timeout=timeout
-            ) as response,
-        ):
-            body = await _bounded(response, gateway.config.max_answer_bytes)
-            return response.status, (response.headers.get("content-type") or "application/json").encode(), body
+        async with asyncio.timeout(config.first_byte_s):
+            return await _whole(await asking, config.first_byte_s, gateway.config.max_answer_bytes)
     except TimeoutError:
         message = f"no answer from upstream {name!r} within {config.first_byte_s:g} s"
         raise UpstreamError(message, code="upstream_first_byte_timeout", status=504) from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (NoConnection, OSError, ValueError) as error:
         raise UpstreamError(f"upstream {name!r} did not answer", code="upstream_unreachable") from error
 
 
-async def _bounded(response: aiohttp.ClientResponse, most: int) -> bytes:
+async def _whole(answer: UpstreamAnswer, within_s: float, most: int) -> PassedAnswer:
     body = bytearray()
-    while piece := await response.content.read(PIECE_BYTES):
-        body += piece
-        if len(body) > most:
-            message = f"the upstream answered more than {most} bytes"
-            raise UpstreamError(message, code="upstream_bad_answer", limit=most)
-    return bytes(body)
+    try:
+        while piece := await answer.piece(within_s):
+            body += piece
+            if len(body) > most:
+                message = f"the upstream answered more than {most} bytes"
+                raise UpstreamError(message, code="upstream_bad_answer", limit=most)
+    finally:
+        answer.close()
+    if answer.status >= 600:
+        raise UpstreamError(f"the upstream answered {answer.status}", code="upstream_bad_answer")
+    headers = [(name, answer.headers[name]) for name in PASSED_ON if name in answer.headers]
+    return PassedAnswer(answer.status, headers, bytes(body))

@@ -8,6 +8,7 @@ connection is taken for the upstream. Where the system does not tell, nothing is
 
 import socket
 import struct
+from collections.abc import Collection
 from typing import Any
 
 TCP_INFO = getattr(socket, "TCP_INFO", None)
@@ -48,6 +49,10 @@ class RoundTrips:
         ns = None if known is None else min_rtt_ns(connection)
         if known is not None and ns is not None:
             known.note(ns)
+
+    def keep(self, addresses: Collection[tuple[str, int]]) -> None:
+        """Drops all other addresses, which no config names now."""
+        self._by_address = {address: one for address, one in self._by_address.items() if address in addresses}
 
 
 def min_rtt_ns(connection: Any) -> int | None:

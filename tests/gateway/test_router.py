@@ -1,0 +1,56 @@
+"""Who gets the next request: those that may have none are nobody's hope, and what has no first byte counts."""
+
+from time import monotonic_ns as now_ns
+
+from splittime.gateway.config import QueueConfig
+from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.upstreams import held_line
+
+from .test_fair_queue import router_of
+
+
+def test_an_upstream_that_may_have_none_is_not_waited_for():
+    router = router_of(0, 1)
+    none, one = router.upstreams
+    assert router.choose("m", 1).upstream is one
+    assert router.choose("m", 1, [one.name]).upstream is one
+    assert router.has_room_for("m", 1, [one.name])
+    one.enter(1)
+    assert router.choose("m", 1, [one.name]) is None
+    assert not none.has_room
+
+
+def test_of_upstreams_that_may_have_some_the_one_that_was_not_tried_is_waited_for():
+    router = router_of(1, 1)
+    tried, full = router.upstreams
+    full.enter(1)
+    assert router.choose("m", 1, [tried.name]) is None
+
+
+def test_a_path_is_lacked_for_the_model_that_was_asked_for():
+    router = router_of(1)
+    router.upstreams[0].note_lacks("/v1/score", "m", 0)
+    assert router.lacking("m", "/v1/score", "m", 1) == ["u0"]
+    assert router.lacking("m", "/v1/score", "n", 1) == router.lacking("m", "/v1/rerank", "m", 1) == []
+
+
+def test_requests_that_do_not_stream_are_work_before_a_first_byte():
+    """What streams already counts less than a plain request in flight, though it has more tokens."""
+    router = router_of(9, 9)
+    streams, plain = router.upstreams
+    streams.enter(1000)
+    streams.waits.sent(1000, 0)
+    streams.waits.begun(1000, 1)
+    plain.enter(10)
+    plain.plain_tokens += 10
+    assert all(router.choose("m", 2).upstream is streams for _ in range(20))
+
+
+def test_whoever_waits_for_the_keeper_of_a_response_is_told_of_it_in_plain_words():
+    router = router_of(1)
+    queue = FairQueue(QueueConfig(), router, {})
+    told = queue._nobody(held_line("u0")).info
+    assert (told.message, told.code) == ("upstream 'u0', which keeps the response, does not answer", "no_upstream")
+    assert queue._nobody("m").info.message == "no upstream of 'm' answers"
+    router.upstreams[0].breaker.note_busy(now_ns(), 10.0)
+    assert queue._nobody(held_line("u0")).info.message.endswith("keeps the response, asked for a pause")
