@@ -1,10 +1,12 @@
 """Settings: one table, three sources over the defaults, each value with its origin, mistakes named where they are."""
 
+from pathlib import Path
+
 import pytest
 
 from splittime.assemble import settings
 from splittime.assemble.settings import worker_settings
-from splittime.cli.serve import check_adapters
+from splittime.cli.serve import check_adapters, model_names
 from splittime.core.errors import ConfigError
 from splittime.core.settings import settings_of
 from splittime.runner.config import RunnerConfig
@@ -176,3 +178,13 @@ def test_adapters_are_the_servers() -> None:
         check_adapters(settings.load({"lora_modules": ["a=b"]}, environ={}))
     with pytest.raises(ConfigError, match="is no folder"):
         check_adapters(settings.load({"enable_lora": True, "lora_root": "/nowhere/at/all"}, environ={}))
+
+
+@pytest.mark.parametrize("names", [[], ["a", "b"]])
+def test_an_adapter_is_not_called_as_the_model_is(names: list[str]) -> None:
+    loaded, folder = settings.load({"model": "org/a"}, environ={}), Path("/nowhere")
+    config = ServerConfig(lora_modules=("b=/x", "org/a=/y"), served_model_name=tuple(names))
+    with pytest.raises(ConfigError, match="is what the model is called") as caught:
+        model_names(loaded, config, folder)
+    assert caught.value.info.value == ("b" if names else "org/a")
+    assert model_names(loaded, ServerConfig(lora_modules=("c=/x",)), folder) == ("org/a",)

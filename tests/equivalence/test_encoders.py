@@ -165,7 +165,14 @@ def test_weights_can_be_rounded(bert: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("tensor_parallel_size", 2), ("load_format", "dummy"), ("max_model_len", 65)]
+    ("setting", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("load_format", "dummy"),
+        ("max_model_len", 65),
+        ("kv_cache_dtype", "float32"),
+        ("speculative_config", '{"method": "suffix"}'),
+    ],
 )
 def test_settings_that_an_encoder_has_no_place_for(bert: Path, setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -198,6 +205,8 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(key: str, value: Any)
 
 def test_encoders_are_known_by_their_architecture(bert: Path, tmp_path: Path) -> None:
     assert is_encoder(bert)
+    assert not is_encoder(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [["BertModel"]]}')
     assert not is_encoder(tmp_path)
     assert {parse_encoder_config(CONFIG | {"architectures": [name]}).architecture for name in ENCODERS} == set(ENCODERS)
 

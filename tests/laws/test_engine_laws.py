@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from splittime.core.clock import VirtualClock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.request import FinishReason, Request
-from splittime.core.sampling import SamplingParams
+from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, Configure, StepOutput
 from splittime.engine.engine import Engine
@@ -187,7 +187,9 @@ class World:
             self.verify_recomputation()
         if not self.plans_ahead and self.execution != "host":
             self.verify_device_time()
-        assert sum(len(record.victims) for record in self.records) == self.scheduler.counts.num_preemptions
+        victims = [name for record in self.records for name in record.victims]
+        num_preempted = sum(self.outcomes[name].request.sampling.pooling != AHEAD for name in victims)
+        assert num_preempted == self.scheduler.counts.num_preemptions
         for stats, num_taken_in in self.told:
             self.verify_waiting(stats, num_taken_in)
 
@@ -236,10 +238,12 @@ class World:
             assert after.gap_ns + after.idle_ns + after.busy_ns == passed_ns
 
     def verify_waiting(self, stats: EngineStats, num_taken_in: int) -> None:
-        """Who was said to wait, and for what, is what the books say once they are closed."""
+        """Who was said to wait, and for what, is what the books say once they are closed. What is to be computed ahead
+        keeps nobody waiting."""
         waits = [
             interval.cause or "not_told"
             for outcome in itertools.islice(self.outcomes.values(), num_taken_in)
+            if outcome.request.sampling.pooling != AHEAD
             for interval in outcome.account.intervals()
             if interval.stage in (Stage.QUEUE, Stage.PREEMPTED) and interval.begin_ns <= stats.now_ns < interval.end_ns
         ]

@@ -1,6 +1,7 @@
 """Adapters: what they add is what merging them into the weights adds, and rows that use none are not touched."""
 
 import json
+import os
 
 import pytest
 import tiny_checkpoint
@@ -12,8 +13,11 @@ from safetensors.torch import save_file
 import adapter_files
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
+from splittime.runner.draft_sources import model_drafter
+from splittime.runner.speculative import SpeculativeConfig
 
 PROMPT = [5, 9, 3, 44, 17, 8, 30, 2, 11, 25, 60, 7, 1, 19]
 SCORED = SamplingParams(temperature=0.0, seed=0, logprobs=5)
@@ -111,6 +115,15 @@ def test_drafts_are_verified_with_the_adapter(base, tmp_path):
     assert driver.verify(drafted, [*tokens[1:4], wrong]).token_ids == tuple(tokens[1:5])
 
 
+@needs_native
+def test_a_draft_model_knows_no_adapters_and_drafts_for_those_who_have_one(base):
+    runner = runner_of(base[0], kernels="native", dtype="float32", speculative_config='{"method": "self"}')
+    drafter = model_drafter(runner, SpeculativeConfig(method="self", num_speculative_tokens=2))
+    drafter.admit(Admitted("r", tuple(PROMPT), 0, SCORED, (1, 2), "", "a"))
+    assert drafter.runner.slots.adapters is None
+    assert drafter.runner.slots["r"].error is None
+
+
 def test_one_that_is_unloaded_stays_with_who_runs(base, tmp_path):
     folder, tensors = base
     runner = runner_of(folder, kernels="torch")
@@ -179,6 +192,14 @@ def test_a_long_header_is_refused_before_it_is_read(base, tmp_path):
     adapter_files.write_adapter(tmp_path, base[1])
     (tmp_path / "adapter_model.safetensors").write_bytes((2 << 20).to_bytes(8, "little") + b" " * (2 << 20))
     with pytest.raises(ConfigError, match="header of 2097152 bytes"):
+        runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
+
+
+def test_a_pipe_is_refused_and_not_opened(base, tmp_path):
+    adapter_files.write_adapter(tmp_path, base[1])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="no regular file"):
         runner_of(base[0], kernels="torch").slots.adapters.load("a", str(tmp_path))
 
 

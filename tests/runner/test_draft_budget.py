@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
@@ -54,6 +55,25 @@ def run(drafter: Searching, steps: int, num_drafts: int = 0, num_right: int = 0)
     runner = DraftingRunner(Steps(num_right), drafter, now_ns=lambda: drafter.now_ns)
     for number in range(steps):
         runner.run(StepPlan(number, (Row("a", number, (7,), (), 1 + num_drafts, (7,) * num_drafts),)))
+
+
+class Telling(Steps):
+    """Tells a draft itself in its first step."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        drafts = (7,) if plan.step_id == 0 else ()
+        return msgspec.structs.replace(result, rows=(msgspec.structs.replace(result.rows[0], draft_token_ids=drafts),))
+
+
+def test_a_drafter_learns_nothing_of_what_the_runner_told() -> None:
+    drafter = Searching(0)
+    runner = DraftingRunner(Telling(1), drafter, now_ns=lambda: drafter.now_ns)
+    runner.run(StepPlan(0, (Row("a", 0, (7,), (), 1),)))
+    runner.run(StepPlan(1, (Row("a", 1, (7,), (), 2, (7,)),)))
+    assert drafter.learnt == []
+    runner.run(StepPlan(2, (Row("a", 3, (7,), (), 2, (7,)),)))
+    assert drafter.learnt == [(1, 1)]
 
 
 @pytest.mark.parametrize("search_ns", [10_000, 300_000, 3_000_000])

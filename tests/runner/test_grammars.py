@@ -15,7 +15,7 @@ from splittime.core.errors import RequestError
 from splittime.core.step import Admitted
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import FormMasks, FormPlace, GrammarWalk
+from splittime.runner.form_masks import MOST_FORCED, FormMasks, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -351,3 +351,31 @@ def test_what_must_come_is_all_that_may(known: Grammars) -> None:
         taken.append(token)
     assert masks.forced(slot_of(known, ANYTHING, [])) == ()
     assert masks.forced(slot_of(known, grammars.of_choice(["a"], "choice"), ids("a"))) == ()  # but the end
+
+
+def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said is handed out a row at a time; the masks of the drafts come of it too, and are the parser's."""
+    text, follow, asked = "The quick brown fox jumps over the lazy dog, twice. " * 2, GrammarWalk.follow, []
+    monkeypatch.setattr(GrammarWalk, "follow", lambda self, *where: (asked.append(where), follow(self, *where))[1])
+    grammar, masks = grammars.of_choice([text], "choice"), known.masks()
+    slot, came = slot_of(known, grammar, []), []
+    while forced := masks.forced(slot):
+        slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
+        taken = masks.take([slot] * len(forced), range(len(came), len(came) + len(forced)))
+        assert [np.flatnonzero(~taken[line]).tolist() for line in range(len(forced))] == [[one] for one in forced]
+        for token in forced:
+            slot.learn_sampled(slot.num_known, token)
+        came += forced
+    assert len(came) > 2 * MOST_FORCED
+    assert len(asked) == 2  # at the beginning, and where no more was known
+    for count, token in enumerate(came):
+        assert allowed(known.walk(grammar), came[:count], count) == [token]
+
+
+def test_a_forced_text_that_did_not_come_is_no_mask(known: Grammars) -> None:
+    masks, abc = known.masks(), ids("abc")
+    slot = slot_of(known, grammars.of_choice(["abc"], "choice"), [])
+    assert masks.forced(slot)
+    slot.tokens[1] = ids("x")[0]  # a draft of somebody else's
+    assert masks.take([slot], [1]) == {}
+    assert allowed(slot.grammar, [], 0) == abc[:1]

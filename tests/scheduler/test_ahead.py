@@ -40,13 +40,13 @@ def test_it_makes_way_for_who_waits_and_goes_on_behind_it() -> None:
     add(scheduler, "a", 4, now_ns=16, max_tokens=2)
     assert shape(step(scheduler, 20)[0]) == {"a": 4}
     assert scheduler.victims == ["w"]
-    assert (scheduler.num_waiting, scheduler.waiting_for()) == (1, {Cause.POLICY: 1})
+    assert (scheduler.num_waiting, len(scheduler.ahead), scheduler.waiting_for()) == (1, 1, {})
     assert shape(step(scheduler, 30)[0]) == {"a": 1}
     plans = [step(scheduler, at_ns) for at_ns in (40, 50)]
     assert [plan.rows[0].start for plan, _ in plans] == [64, 128]
     told += plans[0][1] + plans[1][1]
     stages = [(mark.stage, mark.cause) for output in told for mark in output.marks]
-    waited, computed = (Stage.PREEMPTED, Cause.POLICY), (Stage.PREFILL, None)  # and no recompute: it was found
+    waited, computed = (Stage.QUEUE, Cause.POLICY), (Stage.PREFILL, None)  # and no recompute: it was found
     assert stages == [
         (Stage.HANDOFF, None),
         (Stage.QUEUE, Cause.POLICY),
@@ -57,12 +57,40 @@ def test_it_makes_way_for_who_waits_and_goes_on_behind_it() -> None:
     ]
 
 
+def test_beside_who_fits_it_keeps_its_place_and_is_not_preempted() -> None:
+    scheduler = make_scheduler(**WIDE)
+    add(scheduler, "w", 150, sampling=WARM)
+    step(scheduler, 10)
+    add(scheduler, "a", 4, now_ns=16)
+    plan, _ = step(scheduler, 20)
+    assert (shape(plan), plan.released, scheduler.victims) == ({"a": 4, "w": AHEAD_TOKENS}, (), [])
+
+
+def test_while_somebody_waits_for_the_budget_nothing_of_it_is_computed_and_it_counts_as_no_preemption() -> None:
+    scheduler = make_scheduler(**(WIDE | {"max_num_batched_tokens": 70, "num_blocks": 64, "block_size": 4}))
+    add(scheduler, "w", 150, sampling=WARM)
+    step(scheduler, 10)
+    for name in ("a", "b"):
+        add(scheduler, name, 70, now_ns=16, max_tokens=1)
+    shapes = [shape(step(scheduler, at_ns)[0]) for at_ns in (20, 30, 40, 50)]
+    assert shapes == [{"a": 70}, {"b": 70}, {"w": 64}, {"w": 22}]
+    assert scheduler.counts.num_preemptions == 0
+
+
 def test_of_two_the_first_goes_first_and_one_at_a_time() -> None:
     scheduler = make_scheduler(**WIDE)
     add(scheduler, "v", 200, sampling=WARM)
     add(scheduler, "w", 10, sampling=WARM)
     seen = [shape(step(scheduler, at_ns)[0]) for at_ns in (10, 20, 30, 40, 50)]
     assert seen == [{"v": 64}, {"v": 64}, {"v": 64}, {"v": 8}, {"w": 10}]
+
+
+def test_tenants_take_turns() -> None:
+    scheduler = make_scheduler(**WIDE)
+    for name in ("x1", "x2", "y1", "x3", "z1"):
+        add(scheduler, name, 10, sampling=WARM, cache_salt=name[0])
+    seen = [next(iter(shape(step(scheduler, at_ns)[0]))) for at_ns in (10, 20, 30, 40, 50)]
+    assert seen == ["x1", "y1", "z1", "x2", "x3"]
 
 
 def test_planned_ahead_nothing_follows_its_last_part() -> None:
@@ -145,6 +173,7 @@ def turn(scheduler: Scheduler, at: int) -> list[Row]:
     plan: StepPlan | None = scheduler.plan(10 * at)
     if plan is None:
         return []
+    assert not {one.request_id for one in plan.admitted} & set(plan.released)
     results = tuple(RowResult(row.request_id, (7,) if row.num_samples else ()) for row in plan.rows)
     scheduler.commit(plan, StepResult(plan.step_id, results), 10 * at + 5)
     scheduler.check()

@@ -224,6 +224,16 @@ def test_drafts_of_which_nobody_knows_the_chance_are_all_taken() -> None:
     assert [len(row.draft_token_ids) for row in planned(scheduler, 30).rows] == [2]
 
 
+@pytest.mark.parametrize(("num_requests", "number"), [(4, 16), (6, 10), (80, 1)])
+def test_drafts_that_are_sure_share_a_bound(num_requests: int, number: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=100, max_num_batched_tokens=1000, num_blocks=1000)
+    for place in range(num_requests):
+        add(scheduler, f"r{place}", 3, max_tokens=40)
+    plan = planned(scheduler, 10)
+    committed(scheduler, plan, 20, *(RowResult(row.request_id, (7,), draft_token_ids=(8,) * 16) for row in plan.rows))
+    assert {len(row.draft_token_ids) for row in planned(scheduler, 30).rows} == {number}
+
+
 def test_costs_are_learnt_from_steps_that_only_decode() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     add(scheduler, "a", 3)
@@ -251,3 +261,22 @@ def test_a_draft_that_is_not_taken_leaves_the_row_as_it_was() -> None:
     (output,) = committed(scheduler, plan, 40, RowResult("a", (9,)))
     assert output.token_ids == (9,)
     assert scheduler.counts.draft_tokens == 0
+
+
+def test_drafts_that_are_sure_in_every_step_take_nothing_from_the_drafts_of_others() -> None:
+    """`a` is told what must follow, without a chance, and `b` by a drafter; a step without drafts comes."""
+    scheduler = make_scheduler(max_num_batched_tokens=64, max_model_len=512, num_blocks=400)
+    add(scheduler, "a", 3, max_tokens=400)
+    add(scheduler, "b", 3, max_tokens=400)
+    told = {"a": {"draft_token_ids": (8,)}, "b": {"draft_token_ids": (8,), "draft_survival": (0.99,)}}
+    seen, now_ns = [], 0
+    for _ in range(100):
+        plan = planned(scheduler, now_ns)
+        drafts = {row.request_id: len(row.draft_token_ids) for row in plan.rows}
+        seen.append((drafts["a"], drafts["b"]))
+        now_ns += 10 * MS + MS // 100 * sum(drafts.values())
+        committed(
+            scheduler, plan, now_ns, *(RowResult(row.request_id, (7,), **told[row.request_id]) for row in plan.rows)
+        )
+    assert seen.count((1, 1)) > 80
+    assert 2 <= seen[1:].count((0, 0)) <= 5

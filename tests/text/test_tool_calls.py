@@ -11,11 +11,12 @@ import tokenizers
 import splittime
 from splittime.core.errors import ConfigError, RequestError
 from splittime.text.harmony import HarmonyParser
+from splittime.text.json_pieces import MOST_WORD_CHARS, JsonPieces
 from splittime.text.marks import trigger
 from splittime.text.told_apart import ReasoningPlace
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
 from splittime.text.tool_grammar import grammar_of_calls
-from splittime.text.tool_parser import ToolParser
+from splittime.text.tool_parser import PIECE_CHARS, READERS, ToolParser
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "required": ["city"]}
 CITY |= {"$defs": {"name": {"type": "string"}}, "additionalProperties": False}
@@ -313,6 +314,34 @@ def test_an_answer_is_read_the_same_wherever_it_is_cut(family: str, text: str, c
     for at in range(len(text)):
         assert parsed(family, text[:at], text[at:]) == (content, calls), at
     assert parsed(family, *text) == (content, calls)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "pythonic", "qwen3_coder"])
+def test_a_long_answer_is_read_piece_by_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a call leaves a rest, which is copied: it must not be all of the answer."""
+    wide = ("mix", json.dumps({f"word{number}": "a b" for number in range(3000)}))
+    reader, seen = READERS[FAMILIES[family].style], []
+    read = reader._arguments
+    monkeypatch.setattr(reader, "_arguments", lambda self, text: (seen.append(len(text)), read(self, text))[1])
+    content, (found,) = parsed(family, written(family, wide))
+    assert (content, json.loads(found[1])) == ("", json.loads(wide[1]))
+    assert len(seen) > 3000
+    assert max(seen) <= 2 * PIECE_CHARS
+
+
+def test_a_number_without_end_is_not_held_back() -> None:
+    given, pieces = '{"a": ' + "1" * (2 * MOST_WORD_CHARS), JsonPieces()
+    came = "".join(pieces.push(character, is_end=False) for character in given)
+    assert came == given
+    assert came + pieces.push('1, "b": None}', is_end=True) == given + '1, "b": null}'
+    assert JsonPieces().push(given + '1, "b": None}', is_end=True) == given + '1, "b": null}'
+
+
+def test_a_text_of_json_among_quoted_ones_is_looked_through_once() -> None:
+    """Where the family would have its own quotes; what was looked through is remembered, and forgotten behind it."""
+    call = '<|tool_call>call:mix{note:"a \\" b \\\\",colour:"c"}<tool_call|>'
+    for texts in ((call,), tuple(call)):
+        assert parsed("gemma4", *texts) == ("", [("mix", '{"note": "a \\" b \\\\", "colour": "c"}')])
 
 
 def check_grammar(vocabulary, family: str, token_ids: dict[str, int]) -> None:

@@ -30,7 +30,7 @@ from splittime.cli.progress import seconds_of
 from splittime.cli.startup import StartTimeline
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.pooling import Pooling
-from splittime.server.config import ServerConfig
+from splittime.server.config import ServerConfig, lora_modules
 
 if TYPE_CHECKING:
     from splittime.drive.messages import Ready
@@ -73,6 +73,7 @@ def serve(
     check_adapters(settings)
     check_port_is_free(config.host, config.port)
     folder = model_source.locate(model, settings["load_format"])
+    model_names(settings, config, folder)
     engine_settings = worker_settings(settings, folder)
     announcing = partial(_announce, settings, config, timeline, is_verbose=verbose, as_json=json)
     asyncio_run(_serve(settings, config, folder, engine_settings, timeline, announcing))
@@ -180,7 +181,7 @@ async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[
 def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "Ready") -> ModelInfo:
     """What the API says of the model, from its folder and from what the engine resolved."""
     return ModelInfo(
-        names=config.served_model_name or (model_source.default_name(settings["model"], folder),),
+        names=model_names(settings, config, folder),
         max_model_len=ready.resolved["max_model_len"],
         vocab_size=ready.resolved["vocab_size"],
         eos_token_ids=tuple(ready.resolved["eos_token_ids"]),
@@ -188,6 +189,18 @@ def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "R
         default_sampling=ready.resolved["default_sampling"],
         pooling=msgspec.convert(ready.resolved["pooling"], Pooling),
     )
+
+
+def model_names(settings: Settings, config: ServerConfig, folder: Path) -> tuple[str, ...]:
+    """Returns what the model is called. Raises `ConfigError` where an adapter is called so too."""
+    names = config.served_model_name or (model_source.default_name(settings["model"], folder),)
+    for name in lora_modules(config.lora_modules):
+        if name in names:
+            hint = "another name for the adapter, or for the model: --served-model-name"
+            raise ConfigError(
+                f"lora_modules: {name} is what the model is called", param="lora_modules", value=name, hint=hint
+            )
+    return names
 
 
 def check_adapters(settings: Settings) -> None:

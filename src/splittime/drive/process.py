@@ -22,6 +22,7 @@ from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.adapter_gate import KeptAdapters
 from splittime.drive.client import Calls, StreamItem, Streams
+from splittime.drive.deaths import DeathsInRow
 from splittime.drive.head_start import WORKER
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
@@ -49,9 +50,6 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.engine")
-
-RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)  # after deaths in a row; a minute of health starts over
-HEALTHY_AFTER_S = 60.0
 LAST_WORDS_S = 0.02  # for what a process said last to come out of its socket
 
 
@@ -71,18 +69,17 @@ class ProcessClient:
         on_loading: Callable[[Loading], None] | None = None,
     ) -> None:
         self._command = command or WORKER
-        self._settings, self._on_record, self._on_loading = settings, on_record, on_loading
+        self._settings, self._on_record, self._on_loading = settings, on_record, on_loading or (lambda told: None)
         self._streams, self._calls, self._known_facts = Streams(), Calls(), KnownFacts()
         self._sleeping = Sleeping(self._require_up, self._call, self._start_anew, self._known_facts)
         self._changed_knobs: dict[str, Any] = {}
-        self._adapters = KeptAdapters()
+        self._adapters, self._deaths = KeptAdapters(), DeathsInRow()
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._num_steps_before = self._last_step_id = 0  # of engine processes before this one; told by this one
         self._incarnation: Incarnation | None = None
         self._started: asyncio.Future[Ready] | None = None  # of who waits for a process to be ready
         self._last_words: Fatal | None = None
         self._died_ns: int | None = None  # when a predecessor did, until there is one that is ready
-        self._num_deaths_in_row = 0
         self._is_stopping = self._was_ever_ready = False
         self._context: zmq.asyncio.Context | None = None
         self.num_restarts = 0
@@ -199,8 +196,7 @@ class ProcessClient:
             case StepOutput():
                 self._take_step(message)
             case Loading():
-                if self._on_loading is not None:
-                    self._on_loading(message)
+                self._on_loading(message)
             case Ready():
                 self._take_ready(message)
             case Measured(machine):
@@ -223,8 +219,7 @@ class ProcessClient:
             output = output.counted_on(self._num_steps_before)
         self._last_step_id = max(self._last_step_id, output.step_id)
         self._stats = output.stats
-        if output.pauses:
-            self._known_facts.add_pauses(output.pauses)
+        self._known_facts.add_pauses(output.pauses)
         if output.record is not None and self._on_record is not None:
             self._on_record(output.record)
         self._streams.put(output)
@@ -240,8 +235,7 @@ class ProcessClient:
         for ask in self._adapters.read_again(self._calls.new_number):
             self._send(ask)
         self._incarnation.is_up = not self._adapters.are_awaited
-        self._was_ever_ready = True
-        self._died_ns = None
+        self._was_ever_ready, self._died_ns = True, None
         self._sleeping.take_ready()
         if self._started is not None and not self._started.done():
             self._started.set_result(ready)
@@ -254,8 +248,8 @@ class ProcessClient:
 
     def _take_knobs(self, answer: ConfigureDone) -> None:
         if answer.error is None:
-            is_paused = bool(answer.knobs.get("paused"))
-            self._stats = msgspec.structs.replace(self._stats, knobs=answer.knobs, is_paused=is_paused)
+            knobs, is_paused = answer.knobs, bool(answer.knobs.get("paused"))
+            self._stats = msgspec.structs.replace(self._stats, knobs=knobs, is_paused=is_paused)
         self._calls.settle(answer.call_id, answer.knobs, answer.error)
 
     # ---- death and succession -------------------------------------------------------------------------------------
@@ -297,14 +291,10 @@ class ProcessClient:
             self._started.set_exception(error)
 
     async def _restart(self, dead: Incarnation) -> None:
-        if time.monotonic_ns() - dead.started_ns > HEALTHY_AFTER_S * 1e9:
-            self._num_deaths_in_row = 0
+        self._deaths.begin(dead.started_ns)
         while not self._is_stopping:
-            delay_s = RESTART_DELAYS_S[min(self._num_deaths_in_row, len(RESTART_DELAYS_S) - 1)]
-            self._num_deaths_in_row += 1
             self.num_restarts += 1
-            log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, self.num_restarts)
-            await asyncio.sleep(delay_s)
+            await self._deaths.wait(self.num_restarts)
             if self._is_stopping or self._succeed():
                 return
 

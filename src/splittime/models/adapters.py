@@ -11,6 +11,7 @@ alpha / sqrt(r), is multiplied into B once.
 import json
 import math
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,10 @@ class Adapter:
 
 def _check_size(path: Path, most: int) -> None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for who writes into it
+            raise ConfigError(f"the adapter's {WEIGHTS_NAME} is no regular file", param="lora_path")
+        size = found.st_size
         with path.open("rb") as file:
             num_header_bytes = int.from_bytes(file.read(8), "little")
     except OSError as error:

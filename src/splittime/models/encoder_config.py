@@ -70,7 +70,7 @@ def is_encoder(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     names = read_json(path / "config.json").get("architectures")
-    return isinstance(names, list) and len(names) == 1 and names[0] in ENCODERS
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ENCODERS
 
 
 def load_encoder_config(folder: Path) -> EncoderConfig:

@@ -46,7 +46,8 @@ class Adapters:
         """Raises `EngineError` for one that is not loaded."""
         found = self._loaded.get(adapter_id)
         if found is None:
-            raise EngineError("the request's adapter is not loaded", code="adapter_not_loaded", hint="load it again")
+            hint = "unload it first, /v1/unload_lora_adapter, and load it again"
+            raise EngineError("the request's adapter is not loaded", code="adapter_not_loaded", hint=hint)
         return found
 
 

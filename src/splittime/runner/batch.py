@@ -32,6 +32,7 @@ from splittime.models.adapters import Adapter
 from splittime.runner.adapters import Adapters, adapted_tokens
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
+from splittime.runner.row_checks import check_drafts, check_row
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
     from splittime.runner.form_masks import FormMasks, GrammarWalk
@@ -261,9 +262,9 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
     verified or make no sense."""
     for row in rows:
         slot = slots[row.request_id]
-        _check(row, slot, block_size)
+        check_row(row, slot, block_size)
         if row.draft_token_ids:
-            _check_drafts(row, slots.vocab_size, verifies_drafts)
+            check_drafts(row, slots.vocab_size, verifies_drafts)
         slot.learn(row)
     has_drafts = any(row.draft_token_ids for row in rows)
     alone = [part for row in rows for part in _parts(row)] if has_drafts else rows
@@ -312,25 +313,3 @@ def _block_tables(slots: Sequence[Slot], zero_block: int) -> np.ndarray:
     for line, slot in zip(tables, slots, strict=True):
         line[: len(slot.block_ids)] = slot.block_ids
     return tables
-
-
-def _check(row: Row, slot: Slot, block_size: int) -> None:
-    end = row.start + row.num_tokens
-    num_blocks = len(slot.block_ids) + len(row.new_block_ids)
-    limit = min(num_blocks * block_size, slot.max_tokens)
-    if not row.token_ids or end > limit:
-        said = f"request {row.request_id}: tokens [{row.start}, {end}) do not fit its {num_blocks} blocks"
-        raise EngineError(f"{said} and the context of {slot.max_tokens}", value=end, limit=limit)
-
-
-def _check_drafts(row: Row, vocab_size: int, verifies_drafts: bool) -> None:
-    said = f"request {row.request_id}"
-    if not verifies_drafts:
-        raise EngineError(f"{said}: this runner does not verify drafts", value=row.request_id)
-    if row.num_samples != 1 + len(row.draft_token_ids):
-        raise EngineError(
-            f"{said}: {len(row.draft_token_ids)} drafts, {row.num_samples} samples", value=row.num_samples
-        )
-    strange = [token for token in row.draft_token_ids if not 0 <= token < vocab_size]
-    if strange:
-        raise EngineError(f"{said}: draft {strange[0]} is outside the vocabulary of {vocab_size}", value=strange[0])

@@ -93,6 +93,7 @@ def model_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter
             num_threads=resolved.num_threads,
             speculative_config=NONE,
             draft_model_path=None,
+            enable_lora=False,
         )
     )
     drafting.warm_up()

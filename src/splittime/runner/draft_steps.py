@@ -70,7 +70,7 @@ class DraftSteps:
 
     def admit(self, admitted: Admitted) -> None:
         told = msgspec.structs.replace(admitted.sampling, logprobs=0, prompt_logprobs=None, grammar="")
-        self._runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told),))
+        self._runner.slots.update((), (msgspec.structs.replace(admitted, sampling=told, adapter=""),))
 
     def release(self, answer: DraftedAnswer) -> None:
         self._blocks.give_spare(answer.spare)

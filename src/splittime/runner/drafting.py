@@ -90,6 +90,7 @@ class DraftingRunner:
             raise ConfigError(f"{name} does not verify drafts", hint="run the model on a CPU in one process")
         self._runner, self._ahead, self._drafter, self._now_ns = runner, ahead, drafter, now_ns
         self._launched: deque[StepPlan] = deque()
+        self._sure: set[str] = set()  # whose last drafts the runner told itself
         self._free_ns = float(MOST_KEPT_NS)  # to look for drafts
 
     def forget(self) -> None:
@@ -113,6 +114,7 @@ class DraftingRunner:
     def _take_in(self, plan: StepPlan) -> int:
         """Forgets and learns requests, also those of a step that will fail. Returns how long it took."""
         begin_ns = self._now_ns()
+        self._sure.difference_update(plan.released)
         for request_id in plan.released:
             self._drafter.release(request_id, request_id in plan.preempted)
         for admitted in plan.admitted:
@@ -122,6 +124,7 @@ class DraftingRunner:
     def _with_drafts(self, plan: StepPlan, result: StepResult, took_ns: int) -> StepResult:
         begin_ns = self._now_ns()
         num_right = self._learn(plan, result) if any(map(drafts_of, plan.rows)) else 0
+        self._note_sure(result)
         drafts = self._drafter.draft(plan, result, self._look())
         rows = tuple([_with_draft(row, drafts.get(row.request_id)) for row in result.rows]) if drafts else result.rows
         draft_ns = self._now_ns() - begin_ns
@@ -138,11 +141,16 @@ class DraftingRunner:
             return Look.EVERYWHERE
         return Look.WHERE_DUE if self._free_ns > 0 else Look.NOWHERE
 
+    def _note_sure(self, result: StepResult) -> None:
+        if self._sure:
+            self._sure.difference_update(row.request_id for row in result.rows)
+        self._sure.update(row.request_id for row in result.rows if row.draft_token_ids)
+
     def _learn(self, plan: StepPlan, result: StepResult) -> int:
-        """Returns how many drafts were right."""
+        """Returns how many drafts were right, of those that the drafter told."""
         num_right = 0
         for row, one in zip(plan.rows, result.rows, strict=True):
-            if row.draft_token_ids and one.error is None:
+            if row.draft_token_ids and one.error is None and row.request_id not in self._sure:
                 self._drafter.learn(row.request_id, len(row.draft_token_ids), len(one.token_ids) - 1)
                 num_right += len(one.token_ids) - 1
         return num_right

@@ -24,6 +24,7 @@ from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.load import OnPhase
+from splittime.runner.speculative import speculative_config
 
 NO_TOKENS = "this model is an encoder and generates nothing"
 WARM_UP_TOKENS = 8
@@ -131,7 +132,16 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
 
 def _refuse_unsupported(config: RunnerConfig) -> None:
     """What is about tokens that follow, or needs several processes."""
-    plain = {"tensor_parallel_size": 1, "kv_offload_memory_bytes": 0, "load_format": "auto"}
+    plain = {
+        "tensor_parallel_size": 1,
+        "kv_offload_memory_bytes": 0,
+        "load_format": "auto",
+        "enable_lora": False,
+        "kv_cache_dtype": "auto",
+    }
+    asked = speculative_config(config.speculative_config)
+    if asked is not None and asked.method != "auto":
+        raise _no_place("speculative_config", config.speculative_config, "leave it out")
     for name, value in plain.items():
         if getattr(config, name) != value:
             raise _no_place(name, getattr(config, name), "leave it out")

@@ -6,7 +6,7 @@ they are known: while a step ends, the next is planned, and the model computes. 
 
 Where a form leaves only one token, or several of which each leaves one, these are known before anything is computed
 (`forced`). They are told as drafts, which cannot be wrong: the request's next row has them all, and they take no step
-of their own.
+of their own. What the parser said of them is kept, and until they have come it is not asked again.
 
 A token that ends a request is no part of a grammar: it may come wherever the answer could end, and nothing else may
 come where it must.
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import llguidance
@@ -27,8 +27,10 @@ from splittime.core.errors import ErrorInfo, RequestError
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
+INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Exception, and none of these
 SHOWN_CHARS = 500  # of what the parser says
 MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
+MOST_KEPT = 4096  # forced tokens: to ask the parser again takes as long as all of a forced text
 Key = tuple["GrammarWalk", int]  # of a place: who, and behind how many outputs
 
 
@@ -38,6 +40,7 @@ class GrammarWalk:
     def __init__(self, begin: llguidance.LLMatcher) -> None:
         self._begin, self.matcher = begin, begin.deep_copy()
         self._num_consumed = self._num_sure = 0
+        self._forced, self._forced_begin = np.empty(0, np.int64), 0  # tokens that must follow so many outputs
 
     def follow(self, outputs: np.ndarray, num_sure: int) -> bool:
         """Goes to behind these outputs. Returns whether the grammar has such a place."""
@@ -49,6 +52,20 @@ class GrammarWalk:
         self._num_consumed = keep + num_more
         self._num_sure = min(self._num_consumed, max(keep, num_sure))
         return num_more == len(ahead)
+
+    def must_come(self, outputs: np.ndarray) -> np.ndarray:
+        """Returns what is known to have to follow these outputs, without asking the parser."""
+        so_far = outputs[self._forced_begin :]
+        if len(outputs) < self._forced_begin or not np.array_equal(so_far, self._forced[: len(so_far)]):
+            return self._forced[:0]
+        return self._forced[len(so_far) :]
+
+    def find_forced(self, place: "FormPlace") -> np.ndarray:
+        """Returns what must follow these outputs, which are known, up to a token that ends the request."""
+        if not len(self.must_come(place.outputs)) and self.follow(place.outputs, place.num_sure):
+            ahead = takewhile(lambda token: token not in place.end_token_ids, self.matcher.compute_ff_tokens())
+            self._forced, self._forced_begin = np.array(list(islice(ahead, MOST_KEPT)), np.int64), len(place.outputs)
+        return self.must_come(place.outputs)
 
     def check(self, outputs: np.ndarray, num_sure: int) -> bool:
         """Returns whether the parser still follows, after a look behind these outputs; it may lose a draft. Raises
@@ -115,11 +132,11 @@ class FormMasks:
         place = _place(slot, slot.grammar, slot.num_known - slot.prompt_len)
         try:
             with self._walking:
-                is_there = place.walk.follow(place.outputs, place.num_sure)
-                found = place.walk.matcher.compute_ff_tokens()[:MOST_FORCED] if is_there else ()
-        except Exception:  # of whatever kind the parser has: who looks there next hears of it
+                return tuple(place.walk.find_forced(place)[:MOST_FORCED].tolist())
+        except INTERRUPTS:
+            raise
+        except BaseException:  # of whatever kind the parser has: who looks there next hears of it
             return ()
-        return tuple(takewhile(lambda token: token not in place.end_token_ids, found))
 
     def take(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> dict[int, np.ndarray]:
         """Returns by line which tokens may not come there, bool [vocab], and forgets what was found elsewhere. A
@@ -154,15 +171,30 @@ class FormMasks:
         return found
 
     def _look_once(self, places: Sequence[FormPlace]) -> dict[Key, FoundMask]:
+        forced = {
+            place.key: self._all_but(token) for place in places for token in place.walk.must_come(place.outputs)[:1]
+        }
+        places = [place for place in places if place.key not in forced]
+        return forced | self._ask(places) if places else forced
+
+    def _all_but(self, token: int) -> FoundMask:
+        forbidden = np.ones(self._vocab_size, bool)
+        forbidden[token] = False
+        return FoundMask(forbidden)
+
+    def _ask(self, places: Sequence[FormPlace]) -> dict[Key, FoundMask]:
+        """Returns what the parser says of these places."""
         try:
             whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
             lines = dict(zip([place.key for place in whole], self._forbidden(whole), strict=True)) if whole else {}
             return {place.key: _found(place, lines.get(place.key)) for place in places}
-        except Exception as failure:  # of whatever kind the parser has: it must end one request alone
+        except INTERRUPTS:
+            raise
+        except BaseException as failure:  # of whatever kind the parser has: it must end one request alone
             if len(places) == 1:
                 error = f"the form that the answer is held to: {type(failure).__name__}"
                 return {places[0].key: FoundMask(error=error)}
-            return {key: found for place in places for key, found in self._look_once([place]).items()}
+            return {key: found for place in places for key, found in self._ask([place]).items()}
 
     def _forbidden(self, places: Sequence[FormPlace]) -> np.ndarray:
         """Returns what the parser does not allow, bool [places, vocab]; of the tokens that end a request, all but where

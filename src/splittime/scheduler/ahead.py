@@ -1,11 +1,12 @@
 """Prompts that are computed ahead (`sampling.AHEAD`): of such a request nothing is wanted but what it leaves in the
 prefix cache, for another that will come. Three rules keep it from being felt:
 
-* It stands in no queue, and nobody waits behind it. It runs when nobody waits, one at a time, ranked behind all others.
+* It stands in no queue, and nobody waits behind it. It is computed when nobody waits, one at a time, ranked behind all
+  others. Of several tenants the one goes next whose turn was longest ago.
 * A step computes `AHEAD_TOKENS` of it at most, of what the others leave of the step's budget. So a step is longer by no
   more than these, and who comes waits for no more than these.
-* As soon as anybody waits, or lacks a block, it gives its slot and its blocks back. What it has computed stays in the
-  prefix cache while there is room, and it goes on from there.
+* As soon as anybody lacks a slot or a block, it gives its own back, which is no preemption. What it has computed stays
+  in the prefix cache while there is room, and it goes on from there.
 """
 
 from collections.abc import Iterator
@@ -17,14 +18,17 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.state import RequestState
 
 AHEAD_TOKENS = 64
+MOST_TENANTS = 1024  # whose last turns are remembered
 NEEDED = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
 class AheadSet:
-    """Who does not run now, in the order in which they came; one that was put aside goes on first."""
+    """Who does not run now. Tenants are told apart by their `cache_salt`."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
+        self._turns: dict[str, int] = {}  # of tenants, the latest last
+        self._num_turns = 0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -44,7 +48,21 @@ class AheadSet:
         del self._states[state.request_id]
 
     def first(self) -> RequestState | None:
-        return min(self, key=lambda state: state.arrival, default=None)
+        """Returns who goes next: who was put aside, or else of the tenant whose turn was longest ago."""
+        return min(self, key=self._place, default=None)
+
+    def begin(self, state: RequestState) -> None:
+        """It runs now, which is its tenant's turn."""
+        self.remove(state)
+        self._num_turns += 1
+        self._turns.pop(state.request.cache_salt, None)
+        self._turns[state.request.cache_salt] = self._num_turns
+        if len(self._turns) > MOST_TENANTS:
+            del self._turns[next(iter(self._turns))]
+
+    def _place(self, state: RequestState) -> tuple[bool, int, int]:
+        is_new = state.num_cached_tokens is None
+        return is_new, self._turns.get(state.request.cache_salt, 0), state.arrival
 
 
 def check_ahead(request: Request, config: SchedulerConfig) -> None:

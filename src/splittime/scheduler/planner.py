@@ -59,6 +59,7 @@ class Planner:
         self.victims: list[str] = []
         self._requests = requests
         self._step_id = 0
+        self._has_made_way = False  # in this plan, what is computed ahead
 
     def plan(self, now_ns: int) -> StepPlan | None:
         """What to compute now, or None if there is nothing to do."""
@@ -67,8 +68,8 @@ class Planner:
         if config.paused:
             self.stand_still(now_ns)
             return None
-        self._make_way(now_ns)
-        may_admit = config.batching == "continuous" or not requests.running
+        self._has_made_way = False
+        may_admit = config.batching == "continuous" or not requests.num_served
         rows: list[Row] = []
         behind = self._plan_decodes(rows, now_ns)
         num_decodes = len(rows)
@@ -139,8 +140,7 @@ class Planner:
             elif num_tokens < state.plan_until:  # else its last token is being sampled, or its drafts are verified
                 lease = state.lease
                 if num_computed == len(lease.block_ids) * block_size and not cache.reserve(lease, num_tokens):
-                    self.victims.append(running[-1].request_id)
-                    self._requests.preempt(running[-1], now_ns)
+                    self._preempt(running[-1], now_ns)
                     continue  # this one again; if it was the worst itself, that was the end
                 new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
                 if state.account.stage is not DECODE:
@@ -172,6 +172,8 @@ class Planner:
         bound_ns = self._requests.config.starvation_bound_ms * 1e6
         while (state := self._requests.queue.peek(now_ns, bound_ns)) is not None:
             cause = self._obstacle(budget, may_admit) or self._find_blocks(state, budget)
+            if cause in (Cause.BATCH_SLOTS, Cause.KV_BLOCKS) and self._make_way(now_ns):
+                continue
             if cause is not None:
                 rest_cause = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
                 self._requests.queue.wait(now_ns, state, cause, rest_cause)
@@ -180,30 +182,33 @@ class Planner:
             self._plan_first_row(state, rows, budget, now_ns)
         return tuple(admitted)
 
-    def _make_way(self, now_ns: int) -> None:
-        """Put aside what is computed ahead, if anybody waits."""
+    def _make_way(self, now_ns: int) -> bool:
+        """Put aside what is computed ahead, whose slot or blocks somebody lacks. Returns whether there was any."""
         state = self._requests.running_ahead
-        if state is not None and len(self._requests.queue):
-            self.victims.append(state.request_id)
-            self._requests.preempt(state, now_ns)
+        if state is not None:
+            self._preempt(state, now_ns)
+        return state is not None
+
+    def _preempt(self, victim: RequestState, now_ns: int) -> None:
+        self.victims.append(victim.request_id)
+        self._has_made_way |= victim.is_ahead
+        self._requests.preempt(victim, now_ns)
 
     def _plan_ahead(self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int) -> tuple[Admitted, ...]:
         """A part of a prompt that is computed ahead, of what is left."""
         requests = self._requests
         admitted: tuple[Admitted, ...] = ()
-        if len(requests.queue) or not (requests.running_ahead or requests.ahead):
-            return ()
         state = requests.running_ahead
         if state is None:
-            state = requests.ahead.first()
+            state = None if self._has_made_way or len(requests.queue) else requests.ahead.first()
             if state is None or self._obstacle(budget, may_admit) or self._find_blocks(state, budget):
                 return ()
             admitted = (requests.admit(state),)
         if not state.num_pending:  # its last part runs
             return ()
-        num_tokens = min(budget.chunk(state.num_pending), AHEAD_TOKENS)
+        num_tokens = 0 if len(requests.queue) else min(budget.chunk(state.num_pending), AHEAD_TOKENS)
         if num_tokens == 0:
-            state.stall(Cause.TOKEN_BUDGET, now_ns)
+            state.stall(Cause.POLICY if len(requests.queue) else Cause.TOKEN_BUDGET, now_ns)
             return ()
         state.account.enter(state.computing_stage, now_ns)
         rows.append(state.next_row(num_tokens))

@@ -100,7 +100,7 @@ class Requests:
         self.cache.reserve(state.lease, len(state.token_ids))
         num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
         if state.is_ahead:
-            self.ahead.remove(state)
+            self.ahead.begin(state)
         else:
             self.queue.leave(state, is_admitted=True)
         state.num_computed = num_cached_tokens
@@ -124,12 +124,12 @@ class Requests:
         self._take_back(victim, is_preempted=True)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
-        victim.num_preemptions += 1
-        if victim.is_ahead:
+        if victim.is_ahead:  # that is its place, and nothing is lost to anybody: it does not count
             self.ahead.add(victim, now_ns)
-        else:
-            self.queue.push(victim, now_ns)
+            return
+        victim.num_preemptions += 1
         self.counts.num_preemptions += 1
+        self.queue.push(victim, now_ns)
 
     def end(
         self,
@@ -182,6 +182,11 @@ class Requests:
     def running_ahead(self) -> RequestState | None:
         """Who is computed ahead now: nobody ranks behind it."""
         return self.running[-1] if self.running and self.running[-1].is_ahead else None
+
+    @property
+    def num_served(self) -> int:
+        """How many run of those who are not computed ahead."""
+        return len(self.running) - (self.running_ahead is not None)
 
     def take_released(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns whom the runner is to forget, once each, and who of them was preempted and comes again."""

@@ -49,7 +49,7 @@ class Scheduler:
         self._planner = Planner(requests)
         self.cache, self.counts, self.speculation = requests.cache, requests.counts, requests.speculation
         self.queue, self.held, self.running = requests.queue, requests.held, requests.running
-        self.adapter_slots = requests.adapter_slots
+        self.ahead, self.adapter_slots = requests.ahead, requests.adapter_slots
         self._states = requests.by_id
         self._block_size = config.block_size
         self._deadlines: MortalHeap[tuple[int, int, str]] = MortalHeap(self._is_still_due)  # arrival, request id
@@ -71,7 +71,7 @@ class Scheduler:
         queued_ns = max(received_ns, request.submitted_ns)
         self._states[request.request_id] = state
         if state.is_ahead:
-            self._requests.ahead.add(state, queued_ns)
+            self.ahead.add(state, queued_ns)
         elif held_for is None:
             self._queue(state, queued_ns, self._cause_until_planned(received_ns, measured_ns))
         else:
@@ -263,12 +263,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Somebody waits in the queue, runs, or is to be computed ahead. Who is held gives nothing to do."""
-        return bool(self.running or self._requests.ahead) or len(self.queue) > 0
+        return bool(self.running or self.ahead) or len(self.queue) > 0
 
     @property
     def num_waiting(self) -> int:
         """In the queue, held beside it, or to be computed ahead."""
-        return len(self.queue) + len(self.held) + len(self._requests.ahead)
+        return len(self.queue) + len(self.held) + len(self.ahead)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -280,10 +280,8 @@ class Scheduler:
         return len(self.running)
 
     def waiting_for(self) -> Counter[Cause | None]:
-        """How many wait for what now."""
+        """How many wait for what now, but for those to be computed ahead."""
         queued = self.queue.waiting_for()
-        if self._requests.ahead:
-            queued[Cause.POLICY] += len(self._requests.ahead)
         return queued + self.held.waiting_for() if self.held else queued
 
     def check(self) -> None:

@@ -26,6 +26,7 @@ from splittime.scheduler.counts import Counts
 from splittime.scheduler.state import RequestState
 
 MARGIN = 0.03
+MOST_UNTOLD = 64  # drafts of a step whose chance nobody tells, but for one a row: they are sure, and lengthen it
 MOST_DRAFTED_STEPS = 31  # then comes one without drafts: what those before took more is told by it
 
 
@@ -89,11 +90,16 @@ class Speculation:
         return num_left_before - num_tokens_left
 
     def _chosen(self, states: list[RequestState], num_rows: int, num_tokens_left: int) -> Mapping[str, int]:
-        """Returns how many drafts each of these requests gets. Those of which nobody told the chance are all taken."""
+        """Returns how many drafts each of these requests gets. Those of which nobody told the chance are taken, of each
+        request the same share of `MOST_UNTOLD` at most, unless the step is to have none."""
         chosen = {state.request_id: 0 for state in states}
-        untold = {state.request_id: len(state.draft_token_ids) for state in states if not state.draft_survival}
+        if self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+            return chosen
+        without = [state for state in states if not state.draft_survival]
+        share = max(1, MOST_UNTOLD // max(1, len(without)))
+        untold = {state.request_id: min(share, len(state.draft_token_ids)) for state in without}
         costs = self.costs
-        if costs is None or not costs.is_known or not num_rows or self._num_drafted_steps >= MOST_DRAFTED_STEPS:
+        if costs is None or not costs.is_known or not num_rows:
             return chosen | untold
         slots = sorted(_slots(states, self._least_survival(num_rows)), key=lambda slot: -slot[0])
         slots = slots[: max(0, num_tokens_left - sum(untold.values()))]

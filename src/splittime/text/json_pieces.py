@@ -1,6 +1,7 @@
 """The arguments of a call as the model writes them in JSON, piece by piece, but for what no JSON can have in it: a word
 that is no value (`NaN`) becomes a text, and half of a surrogate pair the six characters of its escape. So do values of
-those forms that are read whole (`argument_types.value_of`). Anything else comes out as it went in, also a broken end.
+those forms that are read whole (`argument_types.value_of`). Anything else comes out as it went in, also a broken end
+and a word longer than MOST_WORD_CHARS.
 """
 
 import json
@@ -14,6 +15,7 @@ _PLAIN = re.compile(r'[^"\\]+')
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _PAIR_CHARS = 12
+MOST_WORD_CHARS = 4300  # held back until its end is known; Python reads no longer number
 
 
 class JsonPieces:
@@ -22,6 +24,7 @@ class JsonPieces:
     def __init__(self) -> None:
         self._is_in_text = False
         self._held = ""  # a word or an escape that may go on
+        self._is_long = False  # what came last is of a word that is not held back
 
     def push(self, text: str, *, is_end: bool) -> str:
         """Returns what this piece makes sure. is_end: no other piece follows; what is not whole comes as it is."""
@@ -39,14 +42,19 @@ class JsonPieces:
     def _part(self, text: str, at: int) -> tuple[int, str] | None:
         """Returns the size of what begins there, and what it becomes; None where more must come."""
         if text[at] == '"':
-            self._is_in_text = not self._is_in_text
+            self._is_in_text, self._is_long = not self._is_in_text, False
             return 1, '"'
         if self._is_in_text:
             return _escape(text, at) if text[at] == "\\" else _whole(_PLAIN.match(text, at))
         word = _WORD.match(text, at)
         if word is None:
+            self._is_long = False
             return _whole(_OTHER.match(text, at))
-        return None if word.end() == len(text) else (len(word[0]), _value(word[0]))
+        may_go_on = word.end() == len(text)
+        if self._is_long or len(word[0]) > MOST_WORD_CHARS:
+            self._is_long = may_go_on
+            return _whole(word)
+        return None if may_go_on else (len(word[0]), _value(word[0]))
 
 
 def _whole(found: re.Match[str] | None) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from splittime.text.marks import overlap
 from splittime.text.tool_families import ToolFamily
 
 _WORD = re.compile(r'[^,:{}\[\]<"]+')
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*')
 _CLOSES = {"{": "}", "[": "]"}
 
 
@@ -27,6 +27,7 @@ class QuotedReader(CallReader):
         self._open: list[str] = []  # what closes the objects and lists that it is in
         self._is_first = True  # in the innermost of them
         self._is_value = True  # comes next; else a name
+        self._num_scanned = 1  # of a text as JSON has it, from its quote on
 
     def _arguments(self, text: str) -> str | None:
         """Between two parts."""
@@ -62,13 +63,16 @@ class QuotedReader(CallReader):
 
     def _string(self, text: str) -> str | None:
         """A text as JSON has it."""
-        found = _STRING.match(text)
-        if found is None:
-            self.is_over = len(text) > MAX_LITERAL_CHARS
+        found = _IN_STRING.match(text, self._num_scanned)
+        assert found is not None
+        end = found.end()
+        if not text.startswith('"', end):
+            self._num_scanned, self.is_over = end, len(text) > MAX_LITERAL_CHARS
             return None
-        self._part(json.dumps(value_of(found[0], None), ensure_ascii=False))
+        self._num_scanned = 1
+        self._part(json.dumps(value_of(text[: end + 1], None), ensure_ascii=False))
         self._end_part()
-        return text[found.end() :]
+        return text[end + 1 :]
 
     def _word(self, text: str) -> str | None:
         found = _WORD.match(text)

@@ -22,6 +22,7 @@ READERS: Mapping[Style, type[CallReader]] = {
     Style.QUOTED: QuotedReader,
 }
 _BETWEEN = "; ,\n"  # two calls: more than any family writes
+PIECE_CHARS = 1024  # of a long text, read at once: what is left of it is copied for each part that is read
 
 
 class CallDelta(NamedTuple):
@@ -61,11 +62,12 @@ class ToolParser:
 
     def push(self, text: str, *, is_end: bool = False) -> ParsedText:
         """Returns what this piece makes sure. is_end: no other piece follows."""
-        self._text += text
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
-        while self._state(is_end):
-            pass
+        for begin in range(0, len(text) or 1, PIECE_CHARS):
+            self._text += text[begin : begin + PIECE_CHARS]
+            while self._state(is_end and begin + PIECE_CHARS >= len(text)):
+                pass
         return ParsedText("".join(self._content), _joined(self._calls))
 
     # ---- each returns whether there is more to do with what has come
@@ -202,8 +204,7 @@ class ToolParser:
 
 def _joined(deltas: list[CallDelta]) -> tuple[CallDelta, ...]:
     """Puts together what is new of the same call."""
-    found: dict[int, CallDelta] = {}
+    found: dict[int, list[CallDelta]] = {}
     for delta in deltas:
-        before = found.get(delta.number)
-        found[delta.number] = delta if before is None else before._replace(arguments=before.arguments + delta.arguments)
-    return tuple(found.values())
+        found.setdefault(delta.number, []).append(delta)
+    return tuple(of[0]._replace(arguments="".join(each.arguments for each in of)) for of in found.values())
