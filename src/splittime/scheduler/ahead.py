@@ -52,7 +52,7 @@ class AheadSet:
         return min(self, key=self._place, default=None)
 
     def begin(self, state: RequestState) -> None:
-        """It runs now, which is its tenant's turn."""
+        """Take it out: it runs now, which is its tenant's turn."""
         self.remove(state)
         self._num_turns += 1
         self._turns.pop(state.request.cache_salt, None)
