@@ -33,6 +33,7 @@ NOT_RUN = {
         "curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{",
     ],
     "docs/guides/gateway.md": ["splittime gateway --config gateway.toml", "splittime gateway lint"],
+    "docs/guides/gateway-apis.md": ["import openai"],
     "docs/guides/gateway-config.md": [
         "splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite   # what would be different",
         "splittime gateway apply new.toml --canary 10%",

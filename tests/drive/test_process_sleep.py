@@ -171,7 +171,7 @@ def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_pat
         folder.mkdir()
         first, second = await asyncio.gather(client.wake(), client.wake())
         assert (first.changed, second.changed) == (True, False)
-        assert first.parts == (("load", 1, 2),)
+        assert ("load", 1, 2) in first.parts
         assert first.restarted
         assert first.slept_ns > 0
         assert client.rest == Rest()

@@ -20,6 +20,8 @@ from splittime.drive.crank import Crank, EngineParts  # noqa: E402
 from splittime.kernels.native.library import LibraryMissing, library  # noqa: E402
 from splittime.kv.blocks import block_names, root_name  # noqa: E402
 from splittime.kv.cache import Lease  # noqa: E402
+from splittime.runner.config import RunnerConfig  # noqa: E402
+from splittime.runner.honoured import check_sharing  # noqa: E402
 
 try:
     library()
@@ -135,7 +137,9 @@ def test_contents_that_lost_their_blocks_are_dropped_with_the_next_step() -> Non
 
 
 def test_what_cannot_be_shared_is_refused_by_name() -> None:
-    for given in ({"speculative_config": '{"method": "self"}'}, {"kernels": "triton"}, {"enable_lora": True}):
+    for given in ({"speculative_config": '{"method": "self"}'}, {"kernels": "triton"}):
         with pytest.raises(ConfigError, match="are not shared with") as refused:
             parts_of(**given)
         assert refused.value.info.param == "kv_peers"
+    with pytest.raises(ConfigError, match="adapters"):
+        check_sharing(RunnerConfig(model_path="x", kv_export=True, enable_lora=True), "native")

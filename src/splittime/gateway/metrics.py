@@ -141,7 +141,8 @@ class GatewayMetrics(Collector):
         for spec in (spec for spec in GATEWAY_METRICS if "upstream" in spec.labels):
             at, histogram = spec.labels.index("upstream"), self._histograms.get(spec.name)
             counts: list[dict[tuple[str, ...], Any]] = [self._counts.get(spec.name, {})]
-            for series in counts if histogram is None else [histogram.series, histogram.sums]:
+            kept: list[dict[tuple[str, ...], Any]] = [histogram.series, histogram.sums] if histogram else counts
+            for series in kept:
                 for labels in [one for one in series if one[at] and one[at] not in upstreams]:
                     del series[labels]
 

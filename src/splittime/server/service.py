@@ -292,8 +292,7 @@ class Service:
         self.is_draining = True
         self.began_draining.set()
         log.warning("shutting down: %d requests open", self.num_open)
-        grace_s = self.config.grace_s if grace_s is None else grace_s
-        await self._until_empty(time.monotonic() + grace_s)
+        await self._until_empty(time.monotonic() + (self.config.grace_s if grace_s is None else grace_s))
         error = ErrorInfo("overloaded_error", "the server is shutting down", "draining", 503, retry_after_s=1.0)
         for group in list(self.groups.values()):
             group.end_early(error)
