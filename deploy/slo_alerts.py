@@ -138,10 +138,10 @@ SLO_ALERTS = [
         "Requests of the gateway fail or are refused",
         (GATEWAYS, GATEWAY, "requests-fail"),
         (
-            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="draining"}}',
+            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="draining",upstream=""}}',
             f'splittime_gateway_requests_total{{{_ON_GATEWAY},finish_reason="stop"}}',
-            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_minute"}}',
-            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_day"}}',
+            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_minute",upstream=""}}',
+            f'splittime_gateway_refusals_total{{{_ON_GATEWAY},reason="tokens_per_day",upstream=""}}',
         ),
     ),
     *_slo(

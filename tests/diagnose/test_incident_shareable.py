@@ -64,7 +64,7 @@ DECIDED = {
     AffinityDecision: "result why upstream matched_bytes shared_bytes tokens cap_tokens",
     RouteDecision: "policy rule asked_model model upstreams prompt_tokens headers difficulty",
     DifficultyDecision: "choice labels neighbours score threshold",
-    FirstTokens: "verdict num_tokens mean_logprob below held_ns",
+    FirstTokens: "verdict num_tokens mean_logprob below held_ns why",
 }
 """What `incident/attempts.py` has decided on. A field that is new there is left out until somebody has."""
 

@@ -26,7 +26,7 @@ def test_what_is_wrong_is_said_with_a_way_out(tmp_path):
     text = upstream("a", "http://127.0.0.1:8000", "m")
     for wrong, words in (
         ("[hedge]\nafter = 1\n" + text, ("error: hedge is not built", "hint:  take it out")),
-        (text + "max_in_flight = 0\n", ("upstream[0].max_in_flight = 0 must be 1 to 65536", "hint:")),
+        (text + "max_in_flight = -1\n", ("upstream[0].max_in_flight = -1 must be 0 to 65536", "hint:")),
         (text + 'key_env = "NOT_SET_ANYWHERE"\n', ("the environment has no NOT_SET_ANYWHERE", "hint:")),
     ):
         done = run(tmp_path, wrong)

@@ -53,7 +53,6 @@ OF_CHATS = {"echo": False, "add_special_tokens": False}
 COMPLETIONS += [({name: value}, name) for name, value in {**NEUTRAL, "add_special_tokens": True}.items()]
 CHATS = [
     *(({name: value}, name) for name, value in {**NEUTRAL, **OF_CHATS}.items()),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
     ({"messages": [{"role": "user", "content": [CACHED]}]}, "messages[0].content[0].cache_control"),
     ({"messages": [{**USER[0], "cache_control": {"type": "ephemeral"}}]}, "messages[0].cache_control"),
