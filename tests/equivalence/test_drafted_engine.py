@@ -162,7 +162,7 @@ def dead_ends(good: int, bad: int) -> dict[str, tuple[dict[str, object], str]]:
     words = " | ".join(f'"{number:04}"' for number in range(4000))
     return {
         "lists": (lists, "leave no token"),
-        "form": ({"grammar": grammars.of_lark('start: "y"+ ("x" <[0]> "z")?', "g")}, "allows no token"),
+        "form": ({"grammar": grammars.of_lark('start: "y"+ ("x" (<[0]> | <[1]>) "z")?', "g")}, "allows no token"),
         "parser": ({"grammar": grammars.of_lark(f'start: "y"+ v?\nv: "x" w\nw: {words}', "g")}, "items"),
     }
 
