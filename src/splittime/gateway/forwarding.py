@@ -177,6 +177,8 @@ class Forwarding:
         return [*self._tried, *self._lacking(request, at_ns)]
 
     def _lacking(self, request: ForwardedRequest, at_ns: int) -> list[str]:
+        if request.has_choices:  # every upstream has those paths, and of a thousand none is looked at for them
+            return []
         return self._gateway.router.lacking(request.pool, request.path, request.model, at_ns)
 
     async def _pause(self, num_attempts: int) -> None:
