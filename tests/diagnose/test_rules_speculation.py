@@ -138,9 +138,9 @@ def test_a_vllm_that_keeps_our_books():
 
 def test_books_in_which_each_row_has_as_many_guesses_do_not_tell_what_one_costs():
     """So many ns for a row with its guesses: it may all be the row's, and then guessing costs nothing."""
-    books = books_of(Guessing(most=4, asked=1.0))
+    books = books_of(Guessing(most=2, asked=1.0))  # so few that the scheduler's bound of a step cuts none
     works = [(step, work_of(step)) for step in books.steps]
-    alike = msgspec.structs.replace(books, steps=tuple(s for s, work in works if work[DRAFT] == 4 * work[ROW]))
+    alike = msgspec.structs.replace(books, steps=tuple(s for s, work in works if work[DRAFT] == 2 * work[ROW]))
     assert len(alike.steps) > 0.5 * len(books.steps)
     assert "another may show 0% to 100%" in why(alike)
     assert found(books).cure.flags == OFF, "while a few others are enough"

@@ -167,7 +167,7 @@ def keep_asking(gateway, asked: list[str], stop: threading.Event) -> None:
         asked.append(uuid.uuid4().hex)
         try:
             gateway.ask("fine", {"x-request-id": asked[-1]})
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return
 
 
