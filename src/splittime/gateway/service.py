@@ -13,6 +13,7 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
@@ -31,6 +32,7 @@ from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.shared_limits import SharedLimits
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstream_connections import KEEPALIVE_S, UpstreamConnections
@@ -59,8 +61,8 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 
 OF_THE_PROCESS = (
-    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
-    *("started_unix_s", "visits", "round_trips", "connections", "_session"),
+    *("budgets", "shared_limits", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool"),
+    *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections", "_session"),
 )
 
 
@@ -122,7 +124,8 @@ class GatewayService:
     def _begin(self, keys: Mapping[str, str]) -> None:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
         config = self.config
-        self.budgets = TokenBudgets(config.tenant, config.budget_file)
+        self.budgets = TokenBudgets(config.tenant, store_of(config))
+        self.shared_limits = SharedLimits(config.limits_valkey, lambda: self.metrics.gateway.quotas)
         self.is_draining = False
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
@@ -178,6 +181,7 @@ class GatewayService:
         )
         self._queue_polls.begin(self._session)
         self.budgets.open(self.pool)
+        self.shared_limits.open(self.pool)
         self.lag.begin()
         if self.tracing is not None:
             self.tracing.open(self._session, self.pool)
@@ -301,6 +305,7 @@ class GatewayService:
         if self.audit is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
+        await self.shared_limits.close()
         if self._session is not None:
             if self.tracing is not None:
                 await self.tracing.close(self._session, self.pool)
