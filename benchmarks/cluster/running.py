@@ -69,6 +69,22 @@ class RunningCluster:
 
 
 @contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what is within, and so ends what it started, if it lasts longer; in the main thread."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"it has lasted {seconds:.0f} s, the most that it may")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
 def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
     """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well."""
     config = folder / "cluster.toml"

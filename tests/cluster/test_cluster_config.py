@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splittime.cluster.bounds import FIRST_FAILURES, MAX_ATTEMPTS
 from splittime.cluster.config import cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
-    FIRST_FAILURES,
     ListedReplica,
     digest_of,
     gateway_config,
@@ -108,7 +108,7 @@ def test_a_gateway_without_replicas_lets_requests_wait():
     made, text = gateway_config(config, launch, 0, ())
     assert [(one.max_in_flight, one.models) for one in made.upstream] == [(0, ("splittime-code",))]
     assert made.queue.sign_of_life_s == 1.0
-    assert made.retries.spare == 8 + FIRST_FAILURES
+    assert (made.retries.max_attempts, made.retries.spare) == (MAX_ATTEMPTS, 8 + FIRST_FAILURES)
     assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
 
 

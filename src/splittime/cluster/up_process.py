@@ -10,7 +10,7 @@ from pathlib import Path
 from splittime.cluster.running import write_mark
 
 POLL_S = 0.1
-AGAIN_S = 1.0  # from the end of a process until it is started again
+AGAIN_S = 1.0  # from the begin of a process until it is started again, at the least
 WORDS = 500
 
 
@@ -21,7 +21,7 @@ class UpProcess:
         self.name, self._command, self._mark = name, command, mark
         self._log, self._out = folder / f"{name}.log", folder / f"{name}.out"
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended_s: float | None = None
+        self._begun_s, self._has_ended = 0.0, False
         self.has_told = False
 
     def start(self) -> None:
@@ -29,10 +29,10 @@ class UpProcess:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=words, start_new_session=True
             )
-        self._ended_s, self.has_told = None, False
+        self._begun_s, self._has_ended, self.has_told = time.monotonic(), False, False
 
     def attend(self) -> bool:
-        """Start it again if it has ended a while ago; note whether it has told that it listens. Returns whether it has
+        """Start it again if it has ended; note whether it has told that it listens. Returns whether it has
         just ended."""
         if self.is_alive:
             if not self.has_told and self._out.read_bytes().endswith(b"\n"):
@@ -40,10 +40,10 @@ class UpProcess:
                 if self._mark is not None:
                     write_mark(self._mark, self.pid)
             return False
-        if self._ended_s is None:
-            self._ended_s = time.monotonic()
+        if not self._has_ended:
+            self._has_ended = True
             return True
-        if time.monotonic() - self._ended_s > AGAIN_S:
+        if time.monotonic() - self._begun_s > AGAIN_S:
             self.start()
         return False
 
