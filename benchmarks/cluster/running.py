@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from benchmarks.server_process import free_port
 
 MODEL = "splittime-code"
-NOTHING: dict[str, Any] = {"replicas": [], "events": [], "trial": None}
+NOTHING: dict[str, Any] = {"replicas": [], "events": [], "trial": None, "wanted": None}
 T = TypeVar("T")
 
 

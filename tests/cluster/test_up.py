@@ -44,6 +44,18 @@ def shell(folder, *words: str) -> bytes:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(400)
+def test_a_replica_that_cannot_start_says_why(tmp_path):
+    with cluster_of(tmp_path, "[serve]\nkv_cache_memory_bytes = 1\n[scale]\nspare = 0\n") as cluster:
+        cluster.until(lambda: "r1 has ended, and said: " in (tmp_path / "words").read_text())
+        said = (tmp_path / "words").read_text().partition("r1 has ended, and said: ")[2]
+        (words,) = {one["words"] for one in cluster.status()["events"] if one["name"] == "r1" and one["words"]}
+        assert "of 1 bytes holds 0 blocks" in words
+        assert said.split()[:4] == words.split()[:4]
+        assert words.encode().split()[0] in shell(tmp_path, "--status")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(400)
 def test_a_killed_up_takes_all_with_it(tmp_path):
     with cluster_of(tmp_path, FAST) as cluster:
         cluster.until(lambda: (cluster.folder / "replicas" / "r1.json").exists())

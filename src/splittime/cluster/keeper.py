@@ -37,6 +37,7 @@ log = logging.getLogger("splittime.cluster")
 
 TICK_S = 0.5
 NAP_ANSWER_S = 130.0
+LAST_LINES, LAST_LETTERS = 3, 500
 KEPT_EVENTS = 64
 AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
@@ -145,24 +146,23 @@ class FleetKeeper:
             self._note_event("failed", order.name, order.revision, f"{order.action}: {error}")
 
     async def _do(self, order: FleetOrder) -> None:
-        name, state = order.name, self.state
+        name, state, words = order.name, self.state, ""
         if order.action in (FleetAction.START, FleetAction.WARM):
             name = await self._start(order)
         elif order.action is FleetAction.STOP:
-            words = self._watches.pop(name).words
+            words = _last_lines(self._watches.pop(name).words)
             del state.replicas[name]
             self._places.end(name)
-            order = order if not words else order._replace(why=f"{order.why}: {words[-300:]}")
         elif order.action is FleetAction.ADMIT:
             was_warming = state.replicas[name].phase is ReplicaPhase.WARMING
             enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
         else:
             enter(state.replicas[name], PHASES[order.action])
-        self._note_event(str(order.action), name, order.revision, order.why)
-        log.warning("%s %s (%s): %s", order.action, name, order.revision, order.why)
+        self._note_event(str(order.action), name, order.revision, order.why, words)
+        log.warning("%s %s (%s): %s", order.action, name, order.revision, f"{order.why} {words}".strip())
 
-    def _note_event(self, what: str, name: str, revision: str, why: str) -> None:
-        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why))
+    def _note_event(self, what: str, name: str, revision: str, why: str, words: str = "") -> None:
+        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why, words))
 
     async def _start(self, order: FleetOrder) -> str:
         """Write it down first: one that was started and not written down is ended."""
@@ -223,3 +223,8 @@ class FleetKeeper:
             self.state, self._watches, self._gateways, self._rollout, decision, list(self._events), time.monotonic()
         )
         write_whole(self._cluster.folder / STATUS, told)
+
+
+def _last_lines(words: str) -> str:
+    lines = [line for line in words.splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES:])[-LAST_LETTERS:]

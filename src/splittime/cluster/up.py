@@ -40,6 +40,7 @@ class UpCluster:
         self._ray: RayHead | None = None
         self._num_signals = 0
         self._told, self._tell_s = "", 0.0
+        self._words_unix_s = time.time()  # of the latest event whose words were said
 
     def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
         """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
@@ -124,10 +125,14 @@ class UpCluster:
             self._tell_replicas()
 
     def _tell_replicas(self) -> None:
-        """Say which replicas there are, where that has changed."""
+        """Say which replicas there are, where that has changed, and the last words of those that have ended."""
         status = read_status(self._cluster.folder)
         if status is None:
             return
+        for event in status["events"]:
+            if event["words"] and event["at_unix_s"] > self._words_unix_s:
+                self._words_unix_s = event["at_unix_s"]
+                self._say(f"{event['name']} has ended, and said: {event['words']}")
         told = ", ".join(f"{one['name']} {one['phase']}" for one in status["replicas"]) or "none"
         if told != self._told:
             self._told = told
