@@ -4,8 +4,9 @@
     python -m benchmarks.cluster.events --small          a trial: short and slow, no figures to be quoted
 
 An open loop asks a cluster for streams at a constant rate; so many seconds after its begin the event happens: the rate
-triples (from cold, and with a warm pool), or `kill -9` of a replica, a gateway, the controller, a worker of Ray, or
-another revision is applied. Events of one size of cluster follow each other in one. In each result:
+triples (from cold, and with a warm pool), or `kill -9` of a replica, a gateway, the controller, a worker of Ray, a node
+of Ray (of three on this machine), or another revision is applied. Events of one size of cluster follow each other in
+one. In each result:
 
 * lost: requests without an answer, of which nothing had come; broken: answers that began and broke off. The goal is 0;
   a gateway that is killed takes its connections with it, so what was open there is lost, and counted
@@ -34,11 +35,21 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.running import MODEL, RunningCluster, cluster_of, command_of, ends_within, processes_with
+from benchmarks.cluster.ray_nodes import PLACE, ray_of, raylet_with_a_replica
+from benchmarks.cluster.running import (
+    MODEL,
+    RunningCluster,
+    cluster_of,
+    command_of,
+    ends_within,
+    processes_with,
+    say,
+)
 from benchmarks.report import file_result
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.event_loop import run_loop
@@ -110,6 +121,11 @@ def kill_ray_worker(cluster: RunningCluster) -> None:
     os.kill(processes_with("ray::ReplicaActor")[0], signal.SIGKILL)
 
 
+def kill_ray_node(cluster: RunningCluster) -> None:
+    """The process of one of Ray's nodes, with which its replica ends."""
+    os.kill(raylet_with_a_replica(), signal.SIGKILL)
+
+
 def pid_listening_on(port: int) -> int:
     """Returns the process of this machine that listens on a port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -135,6 +151,8 @@ ONE_TO_FOUR = "[scale]\nmin_replicas = 1\nmax_replicas = 4\nspare = 0\n"
 TWO = "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
 TO_NONE = "[scale]\nmin_replicas = 0\nmax_replicas = 1\nspare = 0\nidle_s = 2.0\ndown_delay_s = 1.0\n"
 RAY = ("ray",)
+NODES = 3  # of Ray's, where one is killed
+ON_NODES = f"resources = {{{PLACE} = 1}}\n"
 EVENTS = {
     "nothing": Happening(TWO),
     "kill-replica": Happening(TWO, kill_replica),
@@ -142,6 +160,7 @@ EVENTS = {
     "kill-controller": Happening(TWO, kill_controller, is_back=lambda cluster: bool(cluster.status()["replicas"])),
     "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY),
     "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")),
+    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY),
     "triple-cold": Happening(ONE_TO_FOUR, factor=3),
     "triple-warm": Happening(ONE_TO_FOUR + "warm_pool = 2\n", factor=3),
     "to-none-cold": Happening(TO_NONE),
@@ -152,12 +171,20 @@ EVENTS = {
 def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what each event came to; those of one size of cluster follow each other."""
     for scale, some in groupby(names, key=lambda name: EVENTS[name].scale):
-        text = f'runner = "{runner}"\n{REPLICA}{scale}'
-        with tempfile.TemporaryDirectory() as folder, cluster_of(Path(folder), text) as cluster:
+        with started(runner, scale) as cluster:
             for name in some:
                 say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
                 measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
                 yield name, measure(cluster, EVENTS[name], load)
+
+
+@contextmanager
+def started(runner: str, scale: str) -> Iterator[RunningCluster]:
+    with ExitStack() as stack:
+        has_nodes = scale.startswith(ON_NODES)
+        where = f'ray_address = "{stack.enter_context(ray_of(NODES))}"\n' if has_nodes else ""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield stack.enter_context(cluster_of(folder, f'runner = "{runner}"\n{where}{REPLICA}{scale}'))
 
 
 def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:
@@ -296,10 +323,6 @@ def main() -> int:
 
 def has_failed(happening: Happening, row: dict[str, Any]) -> bool:
     return not happening.may_lose and bool(row["lost"] or row["broken"])
-
-
-def say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
 
 def summary(row: dict[str, Any]) -> str:
