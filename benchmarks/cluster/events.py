@@ -221,6 +221,8 @@ def first_answer(cluster: RunningCluster, tokens: int) -> tuple[float | None, fl
         for line in response:
             told_s = time.monotonic() - begin_s if told_s is None and line.startswith(b":") else told_s
             first_s = time.monotonic() - begin_s if first_s is None and line.startswith(b"data:") else first_s
+            if b'"error"' in line:
+                raise OSError(f"refused after {time.monotonic() - begin_s:.1f} s: {line.decode()}")
     if first_s is None:
         raise OSError("an answer without a token")
     return told_s, first_s
