@@ -54,6 +54,7 @@ def read_whole(text: str) -> None:
         ('[serve]\napi_key = "x"', "serve.api_key", None, None),
         ('[serve]\nkv_peers = ["http://127.0.0.1:1"]', "serve.kv_peers", None, None),
         ('[serve]\nkv_peer_key = "x"', "serve.kv_peer_key", None, None),
+        ("[serve]\nkv_export = true", "serve.kv_export", None, None),
         ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
         ("[gateway]\nport = 0", "gateway.port", 0, [1, 65535]),
         ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
@@ -83,6 +84,8 @@ def test_a_launch_has_the_flags_and_names_of_its_settings(tmp_path):
     assert named.models == ("a", "b")
     assert named.revision != launch.revision
     assert launch.revision == launch_of(cluster_config(told)).revision
+    shared = launch_of(cluster_config({"replica": {"shares_blocks": True}}))
+    assert shared.flags == ("--kv-export",)
     path = tmp_path / "mine.toml"
     path.write_text("")
     assert read_cluster(path).folder == tmp_path / "mine.run"

@@ -28,10 +28,12 @@ class SmallReplicas:
         self.broken: set[str] = set()
         self.ended: list[str] = []
         self.asked: list[str] = []
+        self.peers: dict[str, list[str]] = {}
         self.address = ""
         self.num_refused = 0
 
-    def start(self, name, launch) -> None:
+    def start(self, name, launch, peers=()) -> None:
+        self.peers[name] = [url.rpartition("/")[2] for url in peers]
         if self.num_refused:
             self.num_refused -= 1
             raise OSError("no process more")
@@ -147,6 +149,17 @@ def test_a_lost_replica_is_replaced(tmp_path):
         assert [one["words"] for one in events] == ["", "two\nthree\nfour", ""]
 
     run(body, tmp_path, scale=SCALE)
+
+
+@pytest.mark.parametrize(("shares", "peers"), [(True, ["r1"]), (False, [])])
+def test_one_that_starts_is_told_of_those_that_serve_where_they_share(tmp_path, shares, peers):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.busy("r1", 5)
+        await until(lambda: listed(tmp_path) == ["r1", "r2"])
+        assert replicas.peers == {"r1": [], "r2": peers}
+
+    run(body, tmp_path, scale={**SCALE, "max_replicas": 2}, replica={"shares_blocks": shares})
 
 
 def test_the_warm_pool_sleeps_and_is_woken(tmp_path):

@@ -38,6 +38,7 @@ log = logging.getLogger("splittime.cluster")
 TICK_S = 0.5
 NAP_ANSWER_S = 130.0
 LAST_LINES, LAST_LETTERS = 3, 500
+MAX_PEERS = 8
 KEPT_EVENTS = 64
 AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
@@ -172,8 +173,17 @@ class FleetKeeper:
         phase = ReplicaPhase.STARTING if order.action is FleetAction.START else ReplicaPhase.WARMING
         state.replicas[name] = ManagedReplica(order.revision, phase, time.time())
         self._file.write(state)
-        await self._in_thread(partial(self._places.start, name, state.launches[order.revision]))
+        launch = state.launches[order.revision]
+        await self._in_thread(
+            partial(self._places.start, name, launch, self._peers if launch.replica.shares_blocks else ())
+        )
         return name
+
+    @property
+    def _peers(self) -> list[str]:
+        """Returns the addresses of some that serve, those that began latest."""
+        serving = [self.state.replicas[name] for name in names_by(self.state.replicas, ReplicaPhase.SERVING)]
+        return [one.url for one in serving if one.url is not None][-MAX_PEERS:]
 
     def _nap_where_due(self, session: aiohttp.ClientSession) -> None:
         self._naps = {name: task for name, task in self._naps.items() if not task.done()}

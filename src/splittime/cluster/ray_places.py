@@ -10,11 +10,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from splittime.bench.own_server import as_typed
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.places import END_S, key_of
 from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
@@ -74,7 +75,7 @@ class RayPlaces:
         self._seen: dict[str, ReplicaSeen] = {}
         self._ending: dict[str, float] = {}  # until when
 
-    def start(self, name: str, launch: ReplicaLaunch) -> None:
+    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
         told = launch.replica
         made = self._ray.remote(ReplicaActor).options(
             name=name,
@@ -84,7 +85,8 @@ class RayPlaces:
             resources=dict(told.resources),
             max_restarts=0,
         )
-        self._actors[name] = made.remote(name, launch.flags, key_of(launch), told.on_network)
+        flags = (*launch.flags, *as_typed("kv_peers", peers))
+        self._actors[name] = made.remote(name, flags, key_of(launch), told.on_network)
 
     def look(self) -> Mapping[str, ReplicaSeen]:
         """One that has no place yet, or does not answer in time, is as it was."""
