@@ -329,7 +329,8 @@ def has_failed(happening: Happening, row: dict[str, Any]) -> bool:
 
 def summary(row: dict[str, Any]) -> str:
     ttft = {name: {key: round(value) for key, value in told.items()} for name, told in row.get("ttft_ms", {}).items()}
-    seconds = {key: round(value, 2) for key, value in row.items() if key.endswith("_s") and value is not None}
+    told = {key: value for key, value in row.items() if key.endswith("_s") or key == "p99_ratio"}
+    seconds = {key: round(value, 2) for key, value in told.items() if value is not None}
     shown = f"; TTFT in ms {ttft}" if ttft else ""
     errors = f"; {row['errors']}" if row.get("errors") else ""
     return f"{row['requests']} requests, {row['lost']} lost, {row['broken']} broken{shown}; {seconds}{errors}"
