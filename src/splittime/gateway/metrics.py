@@ -195,7 +195,7 @@ class GatewayMetrics(Collector):
         return {} if exporter is None else {(result,): count for result, count in exporter.spans.items()}
 
     def _gauges(self) -> dict[str, Series]:
-        upstreams, queue = self.gateway.seen_upstreams.items(), self.gateway.queue
+        upstreams, (requests, tokens) = self.gateway.seen_upstreams.items(), self.gateway.waiting
         return {
             "splittime_gateway_requests_in_flight": {(name,): one.requests for name, one in upstreams},
             "splittime_gateway_in_flight_limit": {(name,): one.limit for name, one in upstreams},
@@ -205,8 +205,8 @@ class GatewayMetrics(Collector):
             "splittime_gateway_budget_used_tokens": self.gateway.budgets.used(),
             "splittime_gateway_limits_shared": self.gateway.shared_limits.series(),
             "splittime_gateway_loop_lag_seconds": {(): self.gateway.lag.longest_ns / 1e9},
-            "splittime_gateway_queued_requests": {(): queue.requests},
-            "splittime_gateway_queued_tokens": {(): queue.tokens},
+            "splittime_gateway_queued_requests": {(): requests},
+            "splittime_gateway_queued_tokens": {(): tokens},
         }
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:

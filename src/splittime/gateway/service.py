@@ -256,6 +256,12 @@ class GatewayService:
             unknown=UNKNOWN_TO_IT,
         )
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait for an upstream, those of earlier versions too, and their tokens."""
+        living = [self] if self.versions is None else self.versions.living
+        return sum(one.queue.requests for one in living), sum(one.queue.tokens for one in living)
+
     def stats(self) -> dict[str, Any]:
         """Returns the state of the queue and of each upstream now."""
         at_ns = time.monotonic_ns()
@@ -267,7 +273,7 @@ class GatewayService:
             "difficulty": self.difficulty.stats(),
             "policy": self.policy.version,
             "config": self.version,
-            "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
+            "queue": {"requests": self.waiting[0], "tokens": self.waiting[1]},
             "retries": self.retry_budget.num_taken,
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
