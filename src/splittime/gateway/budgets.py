@@ -97,6 +97,7 @@ class TokenBudgets:
         self._unwritten: Counter[Account] = Counter()
         self._is_broken = False
         self._task: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
         if self._store is not None:
             self._begin(self._store)
 
@@ -126,12 +127,10 @@ class TokenBudgets:
             self._task = asyncio.create_task(self._write_on(self._store, executor))
 
     async def close(self) -> None:
-        """What is not written yet is, by the caller's thread: nobody is served any more."""
+        """Writes what is not written yet."""
+        self._ending.set()
         if self._task is not None and self._store is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            with contextlib.suppress(*STORE_ERRORS):
-                self._store.add(self._unwritten, self._periods())
+            await self._task
             self._store.close()
 
     def _begin(self, store: BudgetStore) -> None:
@@ -147,8 +146,11 @@ class TokenBudgets:
             self._tell_broken(error)
 
     async def _write_on(self, store: BudgetStore, executor: Executor) -> None:
-        while True:
-            await asyncio.sleep(WRITE_S)
+        """Writes once a second, and once more at the end. It is not cancelled: what a write that fails had taken out
+        would be lost."""
+        while not self._ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), WRITE_S)
             added, self._unwritten = self._unwritten, Counter()
             try:
                 told = await asyncio.get_running_loop().run_in_executor(executor, store.add, added, self._periods())

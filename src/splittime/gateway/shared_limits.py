@@ -12,6 +12,7 @@ what runs at a gateway that was killed would never be given back.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ class SharedLimits:
         self._url, self._quotas = url, quotas
         self._exchanged: dict[str, Exchanged] = {}
         self._task: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
         self._is_shared = False  # whether the last exchange succeeded
 
     def open(self, executor: Executor) -> None:
@@ -64,9 +66,10 @@ class SharedLimits:
             self._task = asyncio.create_task(self._exchange_on(partial(_add, self._connection), executor))
 
     async def close(self) -> None:
+        """Tells the others what was used last."""
+        self._ending.set()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await self._task
         if self._connection is not None:
             self._connection.close()
 
@@ -77,6 +80,7 @@ class SharedLimits:
     async def _exchange_on(self, add: AddUse, executor: Executor) -> None:
         has_told = False
         while True:
+            is_last = self._ending.is_set()
             try:
                 await self._exchange(add, executor)
                 self._is_shared, has_told = True, False
@@ -85,7 +89,10 @@ class SharedLimits:
                 if not has_told:
                     has_told = True
                     log.error("limits by the minute are this gateway's own: %s: %s", self._url, error)
-            await asyncio.sleep(EXCHANGE_S)
+            if is_last:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), EXCHANGE_S)
 
     async def _exchange(self, add: AddUse, executor: Executor) -> None:
         quotas = {name: quota for name, quota in self._quotas().items() if _has_limit(quota)}
