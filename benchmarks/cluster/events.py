@@ -90,13 +90,14 @@ Tells = Callable[[RunningCluster], bool]
 
 
 class Happening(NamedTuple):
-    """What happens. scale: of the cluster. factor: of the rate, from then on. is_back: whether what was killed is there
-    again; default: nobody asks. may_lose: requests are lost whatever anybody does."""
+    """What happens. scale: of the cluster. factor: of the rate, from then on. replaces: another replica is started. is_back: whether what
+    was killed is there again; default: nobody asks. may_lose: requests are lost whatever anybody does."""
 
     scale: str
     do: Callable[[RunningCluster], None] = lambda cluster: None
     factor: int = 1
     runners: tuple[str, ...] = ("local", "ray")
+    replaces: bool = False
     is_back: Tells | None = None
     may_lose: bool = False
 
@@ -155,12 +156,12 @@ NODES = 3  # of Ray's, where one is killed
 ON_NODES = f"resources = {{{PLACE} = 1}}\n"
 EVENTS = {
     "nothing": Happening(TWO),
-    "kill-replica": Happening(TWO, kill_replica),
+    "kill-replica": Happening(TWO, kill_replica, replaces=True),
     "kill-gateway": Happening(TWO, kill("gateway-0"), is_back=answers, may_lose=True),
     "kill-controller": Happening(TWO, kill_controller, is_back=lambda cluster: bool(cluster.status()["replicas"])),
-    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY),
-    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")),
-    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY),
+    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY, replaces=True),
+    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5"), replaces=True),
+    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY, replaces=True),
     "triple-cold": Happening(ONE_TO_FOUR, factor=3),
     "triple-warm": Happening(ONE_TO_FOUR + "warm_pool = 2\n", factor=3),
     "to-none-cold": Happening(TO_NONE),
@@ -196,7 +197,7 @@ def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load
     target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
     outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
     timer.join()
-    cluster.until(lambda: is_complete(cluster), WAIT_S)
+    cluster.until(lambda: is_complete(cluster) and (watched.orders("start") or not happening.replaces), WAIT_S)
     return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
 
 
@@ -260,11 +261,15 @@ class Watched:
             self._cluster.until(lambda: is_back(self._cluster), WAIT_S)
             self._back_s = time.monotonic() - begin_s
 
+    def orders(self, *kinds: str) -> list[dict[str, Any]]:
+        """Returns the controller's orders since, of these kinds if any are named."""
+        since = [one for one in self._cluster.status()["events"] if one["at_unix_s"] >= self._happened_unix_s]
+        return [one for one in since if not kinds or one["what"] in kinds]
+
     def told(self) -> dict[str, Any]:
         """Returns what the controller ordered since, and when the last replica that serves began to."""
-        status = self._cluster.status()
-        orders = [one for one in status["events"] if one["at_unix_s"] >= self._happened_unix_s]
-        begun = [one["at_unix_s"] for one in orders if one["what"] in ("start", "wake")]
+        status, orders = self._cluster.status(), self.orders()
+        begun = [one["at_unix_s"] for one in self.orders("start", "wake")]
         serving = [status["at_unix_s"] - one["since_s"] for one in status["replicas"] if one["phase"] == "serving"]
         decided_s = begun[0] - self._happened_unix_s if begun else None
         ready_s = max(serving, default=0.0) - self._happened_unix_s

@@ -185,7 +185,8 @@ def test_without_ray_its_runner_says_so(monkeypatch):
 
 RAY = """from pathlib import Path
 from types import SimpleNamespace
-def init(**told):
+def init(address, **told):
+    assert address == "local", "else it would take one that runs here already, whoever's that is"
     been = Path(__file__).with_name("been")
     print("a word")
     if not been.exists():

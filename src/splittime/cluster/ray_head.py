@@ -55,7 +55,7 @@ class RayHead:
                 hint = f"start one with `ray start --head`, and set ray_address. {self._process.words}"
                 raise EngineError(f"Ray did not start in {START_S:.0f} s", hint=hint)
             time.sleep(POLL_S)
-        return self._process.told
+        return self._process.printed
 
     def check(self) -> None:
         """Raises `EngineError` if it has ended: replicas have ended with it, and another would not know of them."""
@@ -81,7 +81,7 @@ def main() -> None:
 
     ended = threading.Event()
     with contextlib.redirect_stdout(sys.stderr):
-        context = ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        context = ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda sign, frame: ended.set())
     print(context.address_info["gcs_address"], flush=True)
