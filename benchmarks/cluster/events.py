@@ -90,8 +90,9 @@ Tells = Callable[[RunningCluster], bool]
 
 
 class Happening(NamedTuple):
-    """What happens. scale: of the cluster. factor: of the rate, from then on. replaces: another replica is started. is_back: whether what
-    was killed is there again; default: nobody asks. may_lose: requests are lost whatever anybody does."""
+    """What happens. scale: of the cluster. factor: of the rate, from then on. replaces: another replica is started.
+    is_back: whether what was killed is there again; default: nobody asks. may_lose: requests are lost
+    whatever anybody does."""
 
     scale: str
     do: Callable[[RunningCluster], None] = lambda cluster: None
@@ -254,10 +255,9 @@ class Watched:
         """What was killed tells no more, so whatever tells that it is there is what came after it."""
         self._happened_unix_s, begin_s = time.time(), time.monotonic()
         is_back = self._happening.is_back
-        if is_back is not None:
-            (self._cluster.folder / "status.json").unlink(missing_ok=True)
         self._happening.do(self._cluster)
         if is_back is not None:
+            (self._cluster.folder / "status.json").unlink(missing_ok=True)
             self._cluster.until(lambda: is_back(self._cluster), WAIT_S)
             self._back_s = time.monotonic() - begin_s
 
