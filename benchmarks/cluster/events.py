@@ -22,7 +22,7 @@ took from the last answer on; told_s and first_s are when the stream's first wor
 token.
 
 Each event has 30 seconds of load, or 6; all take at most `LIMIT_S`, then the run fails. It ends with 1 where requests
-were lost or broken off that should not be.
+were lost or broken off that should not be, or an event could not be measured.
 """
 
 import argparse
@@ -171,13 +171,19 @@ EVENTS = {
 
 
 def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what each event came to; those of one size of cluster follow each other."""
+    """Yields what each event came to; those of one size of cluster follow each other. Where something breaks, that is
+    told in the place of the event, and the next cluster is started."""
     for scale, some in groupby(names, key=lambda name: EVENTS[name].scale):
-        with started(runner, scale) as cluster:
-            for name in some:
-                say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
-                measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
-                yield name, measure(cluster, EVENTS[name], load)
+        name = "the start"
+        try:
+            with started(runner, scale) as cluster:
+                for name in some:
+                    say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
+                    measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
+                    yield name, measure(cluster, EVENTS[name], load)
+                name = "the end"
+        except Exception as error:
+            yield f"{name} of {scale!r}", {"failed": f"{type(error).__name__}: {error}"[-2000:]}
 
 
 @contextmanager
@@ -320,16 +326,18 @@ def main() -> int:
     load = Load(2.0, 2.0, 6.0, 4) if args.small else Load(args.rate, 8.0, 30.0, args.tokens)
     rows, settings = {}, {**load._asdict(), "runner": args.runner, "small": args.small}
     names = [name for name in EVENTS if name in args.only and args.runner in EVENTS[name].runners]
-    with ends_within(LIMIT_S):
-        for name, row in measured(names, args.runner, load):
-            rows[name] = row
-            say(f"{name}: {summary(row)}")
-    file_result(f"cluster_events_{args.runner}", {"rows": rows}, settings, args.json)
-    return int(any(has_failed(EVENTS[name], row) for name, row in rows.items()))
+    try:
+        with ends_within(LIMIT_S):
+            for name, row in measured(names, args.runner, load):
+                rows[name] = row
+                say(f"{name}: {row.get('failed') or summary(row)}")
+    finally:
+        file_result(f"cluster_events_{args.runner}", {"rows": rows}, settings, args.json)
+    return int(any(has_failed(name, row) for name, row in rows.items()))
 
 
-def has_failed(happening: Happening, row: dict[str, Any]) -> bool:
-    return not happening.may_lose and bool(row["lost"] or row["broken"])
+def has_failed(name: str, row: dict[str, Any]) -> bool:
+    return "failed" in row or (not EVENTS[name].may_lose and bool(row["lost"] or row["broken"]))
 
 
 def summary(row: dict[str, Any]) -> str:
