@@ -259,6 +259,9 @@ class NamedTool(Strict, kw_only=True):
 
 
 TOOL_CHOICE = "auto (the default): the model chooses; required: it calls some; an object: it calls this one; none."
+BOUND = (
+    "Reasoning tokens, without its marks, behind which the reasoning is closed and the answer goes on; -1: no bound."
+)
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -276,6 +279,7 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="false: reasoning is counted, and left out.")] = None
+    thinking_token_budget: Annotated[int | None, _number(BOUND, minimum=-1)] = None
     chat_template: None = None
     documents: None = None
     mm_processor_kwargs: None = None

@@ -12,6 +12,7 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
@@ -30,6 +31,7 @@ from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.shared_limits import SharedLimits
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstream_connections import UpstreamConnections
@@ -58,8 +60,8 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 
 OF_THE_PROCESS = (
-    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
-    *("started_unix_s", "visits", "round_trips", "connections"),
+    *("budgets", "shared_limits", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool"),
+    *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections"),
 )
 
 
@@ -121,7 +123,8 @@ class GatewayService:
     def _begin(self, keys: Mapping[str, str]) -> None:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
         config = self.config
-        self.budgets = TokenBudgets(config.tenant, config.budget_file)
+        self.budgets = TokenBudgets(config.tenant, store_of(config))
+        self.shared_limits = SharedLimits(config.limits_valkey, lambda: self.metrics.gateway.quotas)
         self.is_draining = False
         self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
         self.connections = UpstreamConnections(self.round_trips)
@@ -167,6 +170,7 @@ class GatewayService:
             self._before = None  # no chain of them is kept
             return
         self.budgets.open(self.pool)
+        self.shared_limits.open(self.pool)
         self.lag.begin()
         if self.tracing is not None:
             self.tracing.open()
@@ -236,6 +240,12 @@ class GatewayService:
             unknown=UNKNOWN_TO_IT,
         )
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait for an upstream, those of earlier versions too, and their tokens."""
+        living = [self] if self.versions is None else self.versions.living
+        return sum(one.queue.requests for one in living), sum(one.queue.tokens for one in living)
+
     def stats(self) -> dict[str, Any]:
         """Returns the state of the queue and of each upstream now."""
         at_ns = time.monotonic_ns()
@@ -247,7 +257,7 @@ class GatewayService:
             "difficulty": self.difficulty.stats(),
             "policy": self.policy.version,
             "config": self.version,
-            "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
+            "queue": {"requests": self.waiting[0], "tokens": self.waiting[1]},
             "retries": self.retry_budget.num_taken,
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
@@ -285,6 +295,7 @@ class GatewayService:
         if self.audit is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
+        await self.shared_limits.close()
         if self.tracing is not None:
             await self.tracing.close()
         self.connections.close()
