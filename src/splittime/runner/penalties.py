@@ -5,7 +5,7 @@ logit -= presence_penalty * (c > 0) + frequency_penalty * c. Repetition (Keskar 
 sign-aware form that transformers uses) covers *prompt and outputs*: a seen token's logit is divided by the penalty if
 positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
 ids while fewer than `min_tokens` are out, then the mask of the grammar or of the request's lists (`listed`), which
-leaves the stop ids where it leaves nothing else.
+leaves the stop ids where it leaves nothing else. Where a bound of the reasoning says what comes, its mask is the one.
 """
 
 import copy
@@ -51,7 +51,9 @@ class TokenCounts:
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether a request with so many outputs out changes its logits."""
-    return bool(sampling.grammar) or changes_more(sampling, num_outputs)
+    limit = sampling.reasoning_limit
+    is_thought_out = limit is not None and num_outputs >= limit.max_tokens
+    return bool(sampling.grammar) or is_thought_out or changes_more(sampling, num_outputs)
 
 
 def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
@@ -94,15 +96,16 @@ def adjusted(
     raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forbidden: Mapping[int, np.ndarray] = NOTHING
 ) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back. forbidden: by line, what a form does not allow, bool [vocab]."""
+    device, a line that changes goes there and back. forbidden: by line, what a form or a bound of the reasoning does
+    not allow, bool [vocab]."""
     lines = changed(slots, num_outputs)
     if not lines:
         return raw
     logits = raw.clone()
     for line in lines:
         slot, count = slots[line], num_outputs[line]
-        if slot.grammar is not None and not changes_more(slot.admitted.sampling, count):
-            continue
+        if not changes_more(slot.admitted.sampling, count):
+            continue  # but by a mask, below
         allowed = ~forbidden[line] if line in forbidden else slot.listed_at(count)
         one = logits[line].cpu()  # on the CPU, the line itself
         adjust(one, slot.admitted.sampling, slot.counts_at(count), slot.admitted.stop_token_ids, count, allowed)

@@ -34,6 +34,7 @@ from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
 from splittime.runner.ranks.lead import Lead
+from splittime.runner.reasoning_bound import has_bounds, hold_to_bounds, must_come
 from splittime.runner.warm_up import warm_up_plans
 
 NO_TOKEN = "the step before gave this request no token"
@@ -136,17 +137,27 @@ class TorchRunner:
             self.store.scrub(block_ids)
 
     def _look_ahead(self, step: Launched) -> None:
-        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms."""
-        masks = self.slots.masks
-        if masks is None or step.computed is None:
+        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms or to
+        bounds of their reasoning."""
+        if step.computed is None:
             return
-        batch = step.computed.batch
+        batch, masks = step.computed.batch, self.slots.masks
+        if masks is None and not has_bounds(batch.slots):
+            return
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
+        held = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
         for slot in held if self._drafts_forced else ():
-            if forced := masks.forced(slot):
+            if forced := self._forced(slot):
                 step.tell_drafts(slot, forced)
-        masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
+        if masks is not None:
+            masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
+
+    def _forced(self, slot: Slot) -> tuple[int, ...]:
+        """Returns what must follow what is known of a request, as far as it is said by its bound or by its form."""
+        if forced := must_come(slot, slot.num_known - slot.prompt_len):
+            return forced
+        masks = self.slots.masks
+        return masks.forced(slot) if masks is not None and slot.grammar is not None else ()
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
@@ -211,6 +222,7 @@ class TorchRunner:
                 step.fetch()
         masks = self.slots.masks
         forbidden = masks.take(slots, counts) if masks else penalties.NOTHING
+        forbidden = hold_to_bounds(slots, counts, self.resolved.vocab_size, forbidden)
         return self.execution.choose(slots, counts, raw, penalties.adjusted(raw, slots, counts, forbidden))
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
