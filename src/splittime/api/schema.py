@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from splittime.api.cutting import KeepLast
 from splittime.core.sampling import MAX_BAD_WORDS
 
 MAX_STOP_CHARS = 1024
@@ -63,7 +64,7 @@ class ForeignFields(Strict, kw_only=True):
     detokenize: Annotated[Literal[True] | None, no_effect("every answer has its text.")] = None
     return_tokens_as_token_ids: Annotated[Literal[False] | None, no_effect("logprobs name tokens by text.")] = None
     prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: KeepLast = None
     logits_processors: None = None
     structured_outputs: Annotated[StructuredOutputs | None, Meta(description=A_FORM)] = None
     guided_json: Annotated[dict[str, Any] | str | None, Meta(description=A_FORM)] = None
@@ -90,16 +91,6 @@ def _number(description: str, **bounds: float) -> Meta:
     """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
     return Meta(description=description, extra_json_schema=bounds)
 
-
-PROMPT_FORMS = {
-    "description": "A text, texts, token ids, or lists of token ids.",
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}, "minItems": 1},
-    ],
-}
 
 OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
@@ -184,7 +175,7 @@ class GenerationBody(ForeignFields, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
+    prompt: Annotated[str | list[str | int | list[int]], Meta(description="Texts, or token ids.")]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
