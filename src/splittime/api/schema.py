@@ -175,7 +175,7 @@ class GenerationBody(ForeignFields, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[str | list[str | int | list[int]], Meta(description="Texts, or token ids.")]
+    prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
