@@ -13,6 +13,7 @@ from splittime import LLM, SamplingParams
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.errors import RequestError
 from splittime.core.step import Admitted
+from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
 from splittime.runner.form_masks import MOST_FORCED, FormMasks, FormPlace, GrammarWalk
@@ -213,7 +214,11 @@ def allowed(walk: GrammarWalk, outputs: list[int], num_sure: int, masks: FormMas
     place = FormPlace(walk, np.array(outputs, dtype=np.int64), num_sure, (0,))
     found = (masks or FormMasks(4096, 0, 1)).look([place])[place.key]
     assert found.error is None
-    return None if found.forbidden is None else np.flatnonzero(~found.forbidden).tolist()
+    return None if found.allowed is None else tokens_of(found.allowed)
+
+
+def tokens_of(allowed: np.ndarray) -> list[int]:
+    return np.flatnonzero(has_bits(allowed, 4096)).tolist()
 
 
 def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
@@ -290,7 +295,7 @@ def test_what_was_begun_is_taken_and_drafts_are_looked_at_behind_what_is_known(k
     taken = masks.take(slots, counts)
     assert list(taken) == [0, 2, 3, 4]
     for line, outputs in ((0, [a, b]), (2, [a, b, c]), (3, []), (4, [a])):
-        assert np.flatnonzero(~taken[line]).tolist() == allowed(known.walk(grammar), outputs, len(outputs))
+        assert tokens_of(taken[line]) == allowed(known.walk(grammar), outputs, len(outputs))
     assert one.dead_end == 64
 
 
@@ -362,7 +367,7 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
     while forced := masks.forced(slot):
         slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
         taken = masks.take([slot] * len(forced), range(len(came), len(came) + len(forced)))
-        assert [np.flatnonzero(~taken[line]).tolist() for line in range(len(forced))] == [[one] for one in forced]
+        assert [tokens_of(taken[line]) for line in range(len(forced))] == [[one] for one in forced]
         for token in forced:
             slot.learn_sampled(slot.num_known, token)
         came += forced

@@ -1,5 +1,5 @@
-"""How a sampler tells every backend how one token is drawn. It is apart from `kernels.api` so that the check of the
-native kernels, which `splittime --version` makes, needs no torch."""
+"""How a sampler tells every backend how one token is drawn, and which may be. It is apart from `kernels.api` so that the
+check of the native kernels, which `splittime --version` makes, needs no torch."""
 
 import numpy as np
 
@@ -8,3 +8,9 @@ DRAW = np.dtype(
 )
 """`StDraw` of csrc/splittime.h: temperature 0 is greedy, top_k and min_p are off at 0, top_p at 1,
 uniform is in [0, 1)."""
+
+
+def has_bits(words: np.ndarray, count: int) -> np.ndarray:
+    """words: uint32 [..., count / 32], the lowest bit first -> bool [..., count], whether each bit is set."""
+    octets = words.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(octets, axis=-1, count=count, bitorder="little").view(np.bool_)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
-from splittime.runner.marks import to_device
+from splittime.kernels.api import Ops
+from splittime.kernels.draw import has_bits
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
@@ -91,36 +92,26 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
 
 
 def adjusted(
-    raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forbidden: Mapping[int, np.ndarray] = NOTHING
+    raw: Tensor,
+    slots: "Sequence[Slot]",
+    num_outputs: Sequence[int],
+    ops: Ops,
+    forms: Mapping[int, np.ndarray] = NOTHING,
 ) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back. forbidden: by line, what a form does not allow, bool [vocab]."""
-    lines = changed(slots, num_outputs)
-    if not lines:
-        return raw
-    logits = raw.clone()
-    for line in lines:
+    device, a line that changes goes there and back. forms: by line, what a form allows, as `Ops.mask` takes it."""
+    logits = raw
+    for line in changed(slots, num_outputs):
         slot, count = slots[line], num_outputs[line]
         if slot.grammar is not None and not changes_more(slot.admitted.sampling, count):
             continue
-        allowed = ~forbidden[line] if line in forbidden else slot.listed_at(count)
+        logits = raw.clone() if logits is raw else logits
+        allowed = has_bits(forms[line], raw.shape[1]) if line in forms else slot.listed_at(count)
         one = logits[line].cpu()  # on the CPU, the line itself
         adjust(one, slot.admitted.sampling, slot.counts_at(count), slot.admitted.stop_token_ids, count, allowed)
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
-    if forbidden:
-        _forbid(logits, forbidden)
-    return logits
-
-
-def _forbid(logits: Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
-    """Masks all lines at once, however many forms there are."""
-    masks = to_device(torch.from_numpy(np.stack(list(forbidden.values()))), logits.device)
-    if len(masks) == len(logits):
-        logits.masked_fill_(masks, float("-inf"))
-        return
-    lines = to_device(torch.tensor(list(forbidden)), logits.device)
-    logits[lines] = logits[lines].masked_fill_(masks, float("-inf"))
+    return ops.mask(logits, forms) if forms else logits
 
 
 def adjust(

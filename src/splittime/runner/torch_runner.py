@@ -143,10 +143,11 @@ class TorchRunner:
         batch = step.computed.batch
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
         held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
-        for slot in held if self._drafts_forced else ():
-            if forced := masks.forced(slot):
-                step.tell_drafts(slot, forced)
-        masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
+        forced = [masks.forced(slot) if self._drafts_forced else () for slot in held]
+        for slot, token_ids in zip(held, forced, strict=True):
+            if token_ids:
+                step.tell_drafts(slot, token_ids)
+        masks.look_ahead(held, forced)
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
@@ -210,8 +211,9 @@ class TorchRunner:
             for step in self._launched:
                 step.fetch()
         masks = self.slots.masks
-        forbidden = masks.take(slots, counts) if masks else penalties.NOTHING
-        return self.execution.choose(slots, counts, raw, penalties.adjusted(raw, slots, counts, forbidden))
+        forms = masks.take(slots, counts) if masks else penalties.NOTHING
+        logits = penalties.adjusted(raw, slots, counts, self.decoder.ops, forms)
+        return self.execution.choose(slots, counts, raw, logits)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
         """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""

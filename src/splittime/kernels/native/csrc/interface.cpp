@@ -120,6 +120,10 @@ void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens
   kernels().argmax(rows, vocab, logits, tokens);
 }
 
+void st_mask(int32_t rows, int32_t vocab, const float *logits, const int32_t *places, const uint32_t *bits, float *masked) {
+  kernels().mask(rows, vocab, logits, places, bits, masked);
+}
+
 void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite) {
   kernels().finite(rows, width, x, is_finite);
 }

@@ -16,6 +16,7 @@ struct Kernels {
   void (*attention)(const StBatch *, const StKv *, int32_t, int32_t, float, const float *, int64_t, float *);
   void (*draw)(int32_t, int32_t, const float *, const StDraw *, int32_t *);
   void (*argmax)(int32_t, int32_t, const float *, int32_t *);
+  void (*mask)(int32_t, int32_t, const float *, const int32_t *, const uint32_t *, float *);
   void (*finite)(int32_t, int32_t, const float *, uint8_t *);
 };
 

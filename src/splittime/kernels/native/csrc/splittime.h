@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 5 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 6 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -161,6 +161,10 @@ void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *dra
 
 /* The first of the largest logits of each row. */
 void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens);
+
+/* logits [rows][vocab] -> masked [rows][vocab]: the same, or -inf where a token's bit is not set. places[row]: which line
+ * of bits [][(vocab + 31) / 32] is that row's, the lowest bit first; -1: none, and all of the row is the same. */
+void st_mask(int32_t rows, int32_t vocab, const float *logits, const int32_t *places, const uint32_t *bits, float *masked);
 
 /* Whether all of a row is finite: 1 or 0. */
 void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite);
