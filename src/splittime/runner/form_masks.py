@@ -14,8 +14,8 @@ come where it must.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,8 +31,7 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Ex
 SHOWN_CHARS = 500  # of what the parser says
 MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
 MOST_KEPT = 4096  # forced tokens: to ask the parser again takes as long as all of a forced text
-QUICK_NS = 200_000  # to have a thread do it takes about as long
-FULL_WORD = 2**32 - 1
+QUICK_NS = 200_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
 Key = tuple["GrammarWalk", int, tuple[int, ...]]  # of a place: who, behind how many outputs, and which drafts
 
 
@@ -41,11 +40,16 @@ class GrammarWalk:
 
     def __init__(self, begin: llguidance.LLMatcher) -> None:
         self._begin, self.matcher = begin, begin.deep_copy()
-        self._num_sure, self._guesses = 0, list[int]()  # it has consumed so many outputs that are known, and these drafts
+        self._num_sure, self._guesses = (
+            0,
+            list[int](),
+        )  # it has consumed so many outputs that are known, and these drafts
         self._forced, self._forced_begin = list[int](), 0  # tokens that must follow so many outputs
 
     def follow(self, outputs: np.ndarray, num_sure: int) -> bool:
         """Goes to behind these outputs. Returns whether the grammar has such a place."""
+        if len(outputs) == self._num_sure and not self._guesses:
+            return True
         keep = min(self._num_sure, len(outputs))
         ahead, behind = outputs[keep:].tolist(), self._num_sure - keep + len(self._guesses)
         num_same = 0 if keep < self._num_sure else _num_same(ahead, self._guesses)
@@ -89,18 +93,19 @@ class GrammarWalk:
         self.matcher, self._num_sure, self._guesses = self._begin.deep_copy(), 0, []
 
 
-class FormPlace(NamedTuple):
+class FormPlace:
     """Where an answer is looked at: behind `outputs`, int64 [N], of which `num_sure` are known and the others drafts.
     end_token_ids: those that end the request."""
 
-    walk: GrammarWalk
-    outputs: np.ndarray
-    num_sure: int
-    end_token_ids: tuple[int, ...]
+    __slots__ = ("end_token_ids", "key", "num_sure", "outputs", "walk")
 
-    @property
-    def key(self) -> Key:
-        return self.walk, len(self.outputs), tuple(self.outputs[self.num_sure :].tolist())
+    def __init__(self, walk: GrammarWalk, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> None:
+        self.walk, self.outputs, self.num_sure, self.end_token_ids = walk, outputs, num_sure, end_token_ids
+        drafts = tuple(outputs[num_sure:].tolist()) if len(outputs) > num_sure else ()
+        self.key: Key = walk, len(outputs), drafts
+
+    def behind(self, tokens: Sequence[int]) -> "FormPlace":
+        return FormPlace(self.walk, np.append(self.outputs, tokens), self.num_sure, self.end_token_ids)
 
 
 class FoundMask(NamedTuple):
@@ -120,35 +125,41 @@ class FormMasks:
     def __init__(self, vocab_size: int, eos_token_id: int, num_threads: int) -> None:
         self.vocab_size, self._eos_token_id = vocab_size, eos_token_id
         self._thread, self._parser = ThreadPoolExecutor(1, "masks"), llguidance.LLExecutor(num_threads)
-        self._begun: dict[Key, Callable[[], FoundMasks]] = {}
+        self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, FormPlace]] = (), (), {}  # last, and by line
+        self._found: FoundMasks = {}
+        self._begun: dict[Key, Future[FoundMasks]] = {}
         self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
-        self._look_ns = QUICK_NS  # at a place, the last time
+        self._mask_ns = 0  # of one; a machine that is busy with something else does not count for long
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
         """Starts to look behind so many outputs of those of these requests that are held to a form, where nobody looks
         yet. Drafts among the outputs stay as they are until `take`."""
-        self._begin([_place(slot, count) for slot, count in zip(slots, counts, strict=True) if slot.grammar is not None])
-
-    def look_ahead(self, slots: "Sequence[Slot]", forced: Sequence[tuple[int, ...]]) -> None:
-        """Looks behind what is known of these requests, which are held to a form, and behind what must follow that.
-        Begins to, where it takes longer than to have it done beside the next step."""
-        places = [_place_behind(slot, tokens) for slot, tokens in zip(slots, forced, strict=True)]
-        if self._look_ns * len(places) < QUICK_NS:
-            found = self.look(places)
-            self._begun |= dict.fromkeys(found, lambda: found)
-        else:
-            self._begin(places)
+        lines = enumerate(zip(slots, counts, strict=True))
+        places = {line: _place(slot, count) for line, (slot, count) in lines if slot.grammar is not None}
+        self._begin(list(places.values()))
+        self._asked = slots, counts, places
 
     def _begin(self, places: Sequence[FormPlace]) -> None:
-        new = [place for place in places if place.key not in self._begun]
+        new = [place for place in places if place.key not in self._found and place.key not in self._begun]
         if new:
-            self._begun |= dict.fromkeys([place.key for place in new], self._thread.submit(self.look, new).result)
+            looking = self._thread.submit(self.look, new, self._parser)
+            self._begun |= dict.fromkeys([place.key for place in new], looking)
 
-    def forced(self, slot: "Slot") -> tuple[int, ...]:
-        """Returns the tokens that must follow what is known of a request that is held to a form, up to one that ends
-        it."""
-        place = _place_behind(slot)
+    def look_ahead(self, slots: "Sequence[Slot]", tells_forced: bool) -> list[tuple[int, ...]]:
+        """Returns what must follow what is known of each of these requests, which are held to a form, and begins to look
+        behind that; where this is quick, it has looked. tells_forced: else nothing, and it looks behind what is known."""
+        places = [_place(slot, slot.num_known - slot.prompt_len) for slot in slots]
+        forced = [self.forced(place) if tells_forced else () for place in places]
+        places = [place.behind(tokens) if tokens else place for place, tokens in zip(places, forced, strict=True)]
+        if self._mask_ns * len(places) > QUICK_NS:
+            self._begin(places)
+        else:
+            self._found |= self.look(places)
+        return forced
+
+    def forced(self, place: FormPlace) -> tuple[int, ...]:
+        """Returns the tokens that must follow these outputs, which are known, up to one that ends the request."""
         try:
             with self._walking:
                 return tuple(place.walk.find_forced(place))
@@ -161,17 +172,17 @@ class FormMasks:
         """Returns by line which tokens may come there, a bit each as in `FoundMask`, and forgets what was found
         elsewhere. A request whose answer cannot go on fails (`Slot.end_behind`), and has no line."""
         allowed, begin_ns = {}, time.monotonic_ns()
-        lines = enumerate(zip(slots, counts, strict=True))
-        places = {line: _place(slot, count) for line, (slot, count) in lines if slot.grammar is not None}
-        self._begin(list(places.values()))
-        for line, place in places.items():
-            found = self._begun[place.key]()[place.key]
+        if self._asked[:2] != (slots, counts):
+            self.begin(slots, counts)
+        for line, place in self._asked[2].items():
+            found = self._found.get(place.key) or self._begun[place.key].result()[place.key]
             if found.allowed is None:
                 slots[line].end_behind(counts[line], found.error)
             else:
                 allowed[line] = found.allowed
-        self._waited_ns += time.monotonic_ns() - begin_ns
+        self._asked, self._found = ((), (), {}), {}
         self._begun.clear()
+        self._waited_ns += time.monotonic_ns() - begin_ns
         return allowed
 
     def take_waited_ns(self) -> int:
@@ -179,33 +190,34 @@ class FormMasks:
         waited_ns, self._waited_ns = self._waited_ns, 0
         return waited_ns
 
-    def look(self, places: Sequence[FormPlace]) -> FoundMasks:
-        """Returns what may come at these places, looking now."""
+    def look(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None = None) -> FoundMasks:
+        """Returns what may come at these places, looking now. parser: looks at several at once; it takes as long to ask
+        as a few masks."""
         found: FoundMasks = {}
-        begin_ns, num_places = time.perf_counter_ns(), len(places)
         while places:  # a walk is at one place at a time
             firsts = {place.walk: place for place in reversed(places)}
             with self._walking:
-                found |= self._look_once(list(firsts.values()))
-            places = [place for place in places if place.key not in found]
-        self._look_ns = (time.perf_counter_ns() - begin_ns) // max(1, num_places)
+                found |= self._look_once(list(firsts.values()), parser)
+            places = [place for place in places if place.key not in found] if len(firsts) < len(places) else ()
         return found
 
-    def _look_once(self, places: Sequence[FormPlace]) -> FoundMasks:
-        known = {place.key: self._alone(tokens[0]) for place in places if (tokens := place.walk.must_come(place.outputs))}
+    def _look_once(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
+        known = {
+            place.key: self._alone(tokens[0]) for place in places if (tokens := place.walk.must_come(place.outputs))
+        }
         places = [place for place in places if place.key not in known] if known else places
-        return known | self._ask(places) if places else known
+        return known | self._ask(places, parser) if places else known
 
     def _alone(self, token: int) -> FoundMask:
         allowed = np.zeros(-(-self.vocab_size // 32), np.uint32)
         allowed[token // 32] = 1 << token % 32
         return FoundMask(allowed)
 
-    def _ask(self, places: Sequence[FormPlace]) -> FoundMasks:
+    def _ask(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
         """Returns what the parser says of these places."""
         try:
             whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
-            allowed = dict(zip([place.key for place in whole], self._allowed(whole), strict=True)) if whole else {}
+            allowed = self._allowed(whole, parser) if whole else {}
             return {place.key: _found(place, allowed.get(place.key)) for place in places}
         except INTERRUPTS:
             raise
@@ -213,23 +225,35 @@ class FormMasks:
             if len(places) == 1:
                 error = f"the form that the answer is held to: {type(failure).__name__}"
                 return {places[0].key: FoundMask(error=error)}
-            return {key: found for place in places for key, found in self._ask([place]).items()}
+            return {key: found for place in places for key, found in self._ask([place], parser).items()}
 
-    def _allowed(self, places: Sequence[FormPlace]) -> np.ndarray:
-        """Returns what the parser allows, uint32 [places, vocab / 32]; of the tokens that end a request, all where the
-        answer could end and none elsewhere, whatever the parser takes for its end."""
+    def _allowed(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> dict[Key, np.ndarray]:
+        """Returns what the parser allows, as in `FoundMask`; of the tokens that end a request, all where the answer
+        could end and none elsewhere, whatever the parser takes for its end."""
         words = np.zeros((len(places), -(-self.vocab_size // 32)), np.uint32)
-        lines = [(place.walk.matcher, line) for line, place in enumerate(places)]
-        self._parser.unsafe_compute_mask_ptr(lines, words.ctypes.data, words.strides[0], len(places))
-        words[:, self._eos_token_id // 32] &= np.uint32(~(1 << self._eos_token_id % 32) & FULL_WORD)
-        may_end = np.array([place.walk.matcher.is_accepting() for place in places])
-        for ends in {place.end_token_ids for place in places}:
-            own = np.array([place.end_token_ids == ends for place in places])
-            for token in ends:
+        begin_ns = time.perf_counter_ns()
+        self._fill(words, [place.walk.matcher for place in places], parser)
+        self._mask_ns = min((time.perf_counter_ns() - begin_ns) // len(places), 2 * self._mask_ns + 1000)
+        words[:, self._eos_token_id // 32] &= ~np.uint32(1 << self._eos_token_id % 32)
+        for line, place in zip(words, places, strict=True):
+            may_end = place.walk.matcher.is_accepting()
+            for token in place.end_token_ids:
                 if token < self.vocab_size:
-                    words[own & may_end, token // 32] |= np.uint32(1 << token % 32)
-                    words[own & ~may_end, token // 32] &= np.uint32(~(1 << token % 32) & FULL_WORD)
-        return words
+                    word, bit = token // 32, np.uint32(1 << token % 32)
+                    line[word] = line[word] | bit if may_end else line[word] & ~bit
+        return dict(zip([place.key for place in places], words, strict=True))
+
+    def _fill(
+        self, words: np.ndarray, matchers: Sequence[llguidance.LLMatcher], parser: llguidance.LLExecutor | None
+    ) -> None:
+        begin, num_bytes = words.ctypes.data, words.strides[0]
+        if parser is not None:
+            parser.unsafe_compute_mask_ptr(
+                [(one, line) for line, one in enumerate(matchers)], begin, num_bytes, len(words)
+            )
+            return
+        for line, matcher in enumerate(matchers):
+            matcher.unsafe_compute_mask_ptr(begin + line * num_bytes, num_bytes)
 
 
 def _place(slot: "Slot", num_outputs: int) -> FormPlace:
@@ -238,16 +262,10 @@ def _place(slot: "Slot", num_outputs: int) -> FormPlace:
     return FormPlace(slot.grammar, outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
 
 
-def _place_behind(slot: "Slot", drafts: tuple[int, ...] = ()) -> FormPlace:
-    """Behind what is known, and these."""
-    place = _place(slot, slot.num_known - slot.prompt_len)
-    return place._replace(outputs=np.append(place.outputs, drafts)) if drafts else place
-
-
 def _num_same(tokens: list[int], others: list[int]) -> int:
     """Returns how many of them are the same from the first on."""
-    return next((at for at, (one, other) in enumerate(zip(tokens, others, strict=False)) if one != other),
-                min(len(tokens), len(others)))  # fmt: skip
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(others)))
 
 
 def _found(place: FormPlace, allowed: np.ndarray | None) -> FoundMask:

@@ -143,11 +143,10 @@ class TorchRunner:
         batch = step.computed.batch
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
         held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
-        forced = [masks.forced(slot) if self._drafts_forced else () for slot in held]
+        forced = masks.look_ahead(held, self._drafts_forced) if held else ()
         for slot, token_ids in zip(held, forced, strict=True):
             if token_ids:
                 step.tell_drafts(slot, token_ids)
-        masks.look_ahead(held, forced)
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
