@@ -325,6 +325,18 @@ def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
     assert masks.take_waited_ns() == 0
 
 
+@pytest.mark.parametrize("mask_ns", [0, 10**9])
+def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(known: Grammars, mask_ns: int) -> None:
+    masks, a = known.masks(), ids("a")
+    masks._mask_ns = mask_ns
+    slot = slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a)
+    assert masks.look_ahead([slot], True) == [()]
+    assert (len(masks._found), len(masks._begun)) == ((1, 0) if mask_ns == 0 else (0, 1))
+    assert tokens_of(masks.take([slot], [1])[0]) == allowed(slot.grammar, a, 1)
+    assert not masks._found
+    assert not masks._begun
+
+
 # ---- what must come
 
 
@@ -382,7 +394,10 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
 def test_a_forced_text_that_did_not_come_is_no_mask(known: Grammars) -> None:
     masks, abc = known.masks(), ids("abc")
     slot = slot_of(known, grammars.of_choice(["abc"], "choice"), [])
-    assert masks.look_ahead([slot], True) == [tuple(abc)]
+    for _ in range(2):  # it looks behind what must come
+        assert masks.look_ahead([slot], True) == [tuple(abc)]
+        assert tokens_of(masks.take([slot], [0])[0]) == abc  # of which the row that comes has nothing
+    masks.look_ahead([slot], True)
     slot.tokens[1] = ids("x")[0]  # a draft of somebody else's
     assert masks.take([slot], [1]) == {}
     assert allowed(slot.grammar, [], 0) == abc[:1]

@@ -19,7 +19,7 @@ Rotary embedding turns *adjacent pairs* (2i, 2i + 1) of a head, as one complex p
 so the loader reorders the rows of the query and key weights once (`models.weights.load`): scores do not change.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -262,13 +262,11 @@ class Ops(Protocol):
     def argmax(self, logits: Tensor) -> list[int]:
         """The first of the largest of each row of logits [N, vocab]."""
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
         """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`, where the
-        temperature is 0 as `argmax`; see `runner.sampler`, which does it when this is None."""
-
-    def mask(self, logits: Tensor, allowed: Mapping[int, np.ndarray]) -> Tensor:
-        """A copy of logits [N, vocab], float32, with -inf in the lines that `allowed` has, where the token's bit is not
-        set (`kernels.draw.has_bits`)."""
+        temperature is 0 as `argmax`; see `runner.sampler`, which does it when this is None. bits: what a line's
+        `allowed` refers to, uint32 [lines, vocab / 32], the lowest first; a row of which it leaves out something is
+        finite all the same."""
 
     def bytes_read(self) -> dict[str, int]:
         """Since this process began, by all of this backend: bytes of weights that products have read, by scheme

@@ -1,13 +1,13 @@
-"""How a sampler tells every backend how one token is drawn, and which may be. It is apart from `kernels.api` so that the
-check of the native kernels, which `splittime --version` makes, needs no torch."""
+"""How a sampler tells every backend how one token is drawn. It is apart from `kernels.api` so that the check of the
+native kernels, which `splittime --version` makes, needs no torch."""
 
 import numpy as np
 
 DRAW = np.dtype(
-    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("unused", "i4")]
+    [("top_p", "f8"), ("uniform", "f8"), ("temperature", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("allowed", "i4")]
 )
 """`StDraw` of csrc/splittime.h: temperature 0 is greedy, top_k and min_p are off at 0, top_p at 1,
-uniform is in [0, 1)."""
+uniform is in [0, 1). allowed: 0 for every token, else 1 + the line of bits that says which may be drawn."""
 
 
 def has_bits(words: np.ndarray, count: int) -> np.ndarray:

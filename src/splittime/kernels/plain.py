@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
-from splittime.kernels.draw import has_bits
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
 from splittime.kernels.low_rank import Additions
 
@@ -126,13 +125,8 @@ class PlainOps(ABC):
     def argmax(self, logits: Tensor) -> list[int]:
         return logits.argmax(-1).tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
         return None
-
-    def mask(self, logits: Tensor, allowed: Mapping[int, np.ndarray]) -> Tensor:
-        lines = torch.tensor(list(allowed), dtype=torch.int64, device=logits.device)
-        is_set = torch.from_numpy(has_bits(np.stack(list(allowed.values())), logits.shape[1]))
-        return logits.index_copy(0, lines, logits[lines].masked_fill_(~is_set.to(logits.device), -torch.inf))
 
     def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:
         total = self.linear(x, packed, residual)

@@ -109,8 +109,8 @@ class FormPlace:
 
 
 class FoundMask(NamedTuple):
-    """allowed: which tokens may come, a bit each, the lowest first, uint32 [vocab / 32]; None where a draft cannot be, so
-    that what follows it is of no interest. error: why the request ends."""
+    """allowed: which tokens may come, as in `sampler.Allowed`; None where a draft cannot be, so that what follows it is
+    of no interest. error: why the request ends."""
 
     allowed: np.ndarray | None = None
     error: str | ErrorInfo | None = None
@@ -146,11 +146,11 @@ class FormMasks:
             looking = self._thread.submit(self.look, new, self._parser)
             self._begun |= dict.fromkeys([place.key for place in new], looking)
 
-    def look_ahead(self, slots: "Sequence[Slot]", tells_forced: bool) -> list[tuple[int, ...]]:
-        """Returns what must follow what is known of each of these requests, which are held to a form, and begins to look
-        behind that; where this is quick, it has looked. tells_forced: else nothing, and it looks behind what is known."""
+    def look_ahead(self, slots: "Sequence[Slot]", finds_forced: bool) -> list[tuple[int, ...]]:
+        """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
+        look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must."""
         places = [_place(slot, slot.num_known - slot.prompt_len) for slot in slots]
-        forced = [self.forced(place) if tells_forced else () for place in places]
+        forced = [self.forced(place) if finds_forced else () for place in places]
         places = [place.behind(tokens) if tokens else place for place, tokens in zip(places, forced, strict=True)]
         if self._mask_ns * len(places) > QUICK_NS:
             self._begin(places)
@@ -169,8 +169,8 @@ class FormMasks:
             return ()
 
     def take(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> dict[int, np.ndarray]:
-        """Returns by line which tokens may come there, a bit each as in `FoundMask`, and forgets what was found
-        elsewhere. A request whose answer cannot go on fails (`Slot.end_behind`), and has no line."""
+        """Returns by line which tokens may come there, as in `sampler.Allowed`, and forgets what was found elsewhere. A
+        request whose answer cannot go on fails (`Slot.end_behind`), and has no line."""
         allowed, begin_ns = {}, time.monotonic_ns()
         if self._asked[:2] != (slots, counts):
             self.begin(slots, counts)

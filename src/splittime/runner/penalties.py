@@ -9,8 +9,7 @@ leaves the stop ids where it leaves nothing else.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.api import Ops
 from splittime.kernels.draw import has_bits
+from splittime.runner.sampler import Allowed
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
-NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
 
 
@@ -91,15 +89,10 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
     return [line for line, (slot, count) in lines if changes_logits(slot.admitted.sampling, count)]
 
 
-def adjusted(
-    raw: Tensor,
-    slots: "Sequence[Slot]",
-    num_outputs: Sequence[int],
-    ops: Ops,
-    forms: Mapping[int, np.ndarray] = NOTHING,
-) -> Tensor:
+def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forms: Allowed) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back. forms: by line, what a form allows, as `Ops.mask` takes it."""
+    device, a line that changes goes there and back. forms: what forms allow; who chooses leaves out the
+    others, so that a line with nothing else is as it was."""
     logits = raw
     for line in changed(slots, num_outputs):
         slot, count = slots[line], num_outputs[line]
@@ -111,7 +104,7 @@ def adjusted(
         adjust(one, slot.admitted.sampling, slot.counts_at(count), slot.admitted.stop_token_ids, count, allowed)
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
-    return ops.mask(logits, forms) if forms else logits
+    return logits
 
 
 def adjust(

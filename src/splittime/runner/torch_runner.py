@@ -210,9 +210,9 @@ class TorchRunner:
             for step in self._launched:
                 step.fetch()
         masks = self.slots.masks
-        forms = masks.take(slots, counts) if masks else penalties.NOTHING
-        logits = penalties.adjusted(raw, slots, counts, self.decoder.ops, forms)
-        return self.execution.choose(slots, counts, raw, logits)
+        forms = masks.take(slots, counts) if masks else sampler.EVERYTHING
+        logits = penalties.adjusted(raw, slots, counts, forms)
+        return self.execution.choose(slots, counts, raw, logits, forms)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
         """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""

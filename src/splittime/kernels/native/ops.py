@@ -7,7 +7,7 @@ in Python calls the library once an operation.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int32, c_void_p
 from weakref import WeakKeyDictionary
 
@@ -236,19 +236,12 @@ class NativeOps:
         library().st_argmax(len(lines), lines.shape[1], lines.data_ptr(), tokens.ctypes.data)
         return tokens.tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int]:
-        lines, tokens = logits.contiguous(), np.empty(len(logits), dtype=np.int32)
-        library().st_draw(len(lines), lines.shape[1], lines.data_ptr(), draws.ctypes.data, tokens.ctypes.data)
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int]:
+        lines, tokens, vocab = logits.contiguous(), np.empty(len(logits), dtype=np.int32), logits.shape[1]
+        assert bits is None or (bits.shape[1], bits.dtype) == (-(-vocab // 32), np.uint32), "of another vocabulary"
+        at = None if bits is None else bits.ctypes.data
+        library().st_draw(len(lines), vocab, lines.data_ptr(), draws.ctypes.data, at, tokens.ctypes.data)
         return tokens.tolist()
-
-    def mask(self, logits: Tensor, allowed: Mapping[int, np.ndarray]) -> Tensor:
-        lines, bits = logits.contiguous(), np.stack(list(allowed.values()))
-        assert (bits.shape[1], bits.dtype) == (-(-lines.shape[1] // 32), np.uint32), "another vocabulary's"
-        places, masked = np.full(len(lines), -1, np.int32), torch.empty_like(lines)
-        places[list(allowed)] = np.arange(len(bits))
-        arrays = (lines.data_ptr(), places.ctypes.data, bits.ctypes.data, masked.data_ptr())
-        library().st_mask(len(lines), lines.shape[1], *arrays)
-        return masked
 
     def bytes_read(self) -> dict[str, int]:
         counts = np.zeros(READ_KINDS, dtype=np.int64)

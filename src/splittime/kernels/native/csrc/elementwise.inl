@@ -142,32 +142,4 @@ void rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, const f
   });
 }
 
-// 32 tokens by their bits.
-ST_INLINE void mask_word(const float *from, uint32_t bits, float *to) {
-  for (int32_t lane = 0; lane < 32; lane += LANES) {
-    const I32 is_set = splat((int32_t)bits) >> (lane_numbers() + lane) & 1;
-    store(to + lane, is_set != 0 ? load<F32>(from + lane) : splat(-INFINITY));
-  }
-}
-
-inline void mask_row(int32_t vocab, const float *from, const uint32_t *bits, float *to) {
-  int32_t i = 0;
-  for (; i + 32 <= vocab; i += 32) mask_word(from + i, bits[i / 32], to + i);
-  for (; i < vocab; i++) to[i] = bits[i / 32] >> i % 32 & 1 ? from[i] : -INFINITY;
-}
-
-void mask(int32_t rows, int32_t vocab, const float *logits, const int32_t *places, const uint32_t *bits, float *masked) {
-  const int64_t words = (vocab + 31) / 32;
-  for_tokens(rows, vocab, [&](int32_t begin, int32_t end) {
-    for (int32_t row = begin; row < end; row++) {
-      const float *from = logits + (int64_t)row * vocab;
-      float *to = masked + (int64_t)row * vocab;
-      if (places[row] < 0)
-        memcpy(to, from, vocab * sizeof(float));
-      else
-        mask_row(vocab, from, bits + places[row] * words, to);
-    }
-  });
-}
-
 }  // namespace ST_ISA

@@ -22,6 +22,5 @@ const Kernels ST_TABLE(ST_ISA) = {
     .attention = ST_ISA::attention,
     .draw = ST_ISA::draw,
     .argmax = ST_ISA::argmax,
-    .mask = ST_ISA::mask,
     .finite = ST_ISA::finite,
 };
