@@ -31,7 +31,7 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Ex
 SHOWN_CHARS = 500  # of what the parser says
 MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
 MOST_KEPT = 4096  # forced tokens: to ask the parser again takes as long as all of a forced text
-QUICK_NS = 200_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
+QUICK_NS = 500_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
 Key = tuple["GrammarWalk", int, tuple[int, ...]]  # of a place: who, behind how many outputs, and which drafts
 
 
@@ -142,7 +142,8 @@ class FormMasks:
 
     def _begin(self, places: Sequence[FormPlace]) -> None:
         new = [place for place in places if place.key not in self._found and place.key not in self._begun]
-        if new:
+        self._found |= (known := self._known(new))
+        if new := [place for place in new if place.key not in known]:
             looking = self._thread.submit(self.look, new, self._parser)
             self._begun |= dict.fromkeys([place.key for place in new], looking)
 
@@ -202,11 +203,14 @@ class FormMasks:
         return found
 
     def _look_once(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
-        known = {
-            place.key: self._alone(tokens[0]) for place in places if (tokens := place.walk.must_come(place.outputs))
-        }
+        known = self._known(places)
         places = [place for place in places if place.key not in known] if known else places
         return known | self._ask(places, parser) if places else known
+
+    def _known(self, places: Sequence[FormPlace]) -> FoundMasks:
+        """Returns what may come where it is known that only that may."""
+        forced = [(place.key, place.walk.must_come(place.outputs)) for place in places]
+        return {key: self._alone(tokens[0]) for key, tokens in forced if tokens}
 
     def _alone(self, token: int) -> FoundMask:
         allowed = np.zeros(-(-self.vocab_size // 32), np.uint32)

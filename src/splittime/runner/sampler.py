@@ -103,7 +103,7 @@ def choose_telling(
     """As `choose`, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
     if not allowed and all(one.is_greedy for one in params):
         return ops.argmax(logits)
-    bits = np.stack(list(allowed.values())) if allowed else None
+    bits = np.concatenate(list(allowed.values())).reshape(len(allowed), -1) if allowed else None
     tokens = ops.draw(logits, draws(params, output_indices, allowed), bits)
     return _choose_by_route(masked(logits, allowed), params, output_indices) if tokens is None else tokens
 
