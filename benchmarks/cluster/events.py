@@ -1,33 +1,55 @@
 """What users feel when the load triples, and when something is killed or changed under load.
 
-    python -m benchmarks.cluster.events [--runner ray] [--only triple kill-replica ...] [--json]
+    python -m benchmarks.cluster.events [--runner ray] [--only triple-cold kill-replica ...] [--json]
     python -m benchmarks.cluster.events --small          a trial: short and slow, no figures to be quoted
 
-Each event has a cluster of its own, in front of which an open loop asks for streams at a constant rate; so many seconds
-after its begin the event happens: the rate triples (from cold, and with a warm pool), or `kill -9` of a replica, a
-gateway, the controller, a worker of Ray, or another revision is applied. In each result:
+An open loop asks a cluster for streams at a constant rate; so many seconds after its begin the event happens: the rate
+triples (from cold, and with a warm pool), or `kill -9` of a replica, a gateway, the controller, a worker of Ray, a node
+of Ray (of three on this machine), or another revision is applied. Events of one size of cluster follow each other in
+one. In each result:
 
-* lost: requests without an answer, of which nothing had come; the goal is 0. broken: answers that began and broke off.
+* lost: requests without an answer, of which nothing had come; broken: answers that began and broke off. The goal is 0;
+  a gateway that is killed takes its connections with it, so what was open there is lost, and counted
 * ttft_ms: from the intended start to the first chunk read, of requests before the event, in the seconds after, and
   later; p99_ratio: of after to before
-* decided_s, ready_s: from the event until the controller orders a start or a waking, and until as many serve as it
-  wants, as `status.json` tells, which is written twice a second
+* decided_s, ready_s: from the event until the controller orders a start or a waking, and until the last replica that
+  serves began to, as `status.json` tells, which is written twice a second
+* back_s: until a gateway answers again that was killed, or a controller writes again; failing_s: until the last request
+  was meant to be sent that failed
 
-A gateway that is killed takes its connections with it: what was open there is lost, and counted.
+`to-none-cold` and `to-none-warm` ask once where no replica is left (the warm one sleeps): asleep_s is how long that
+took from the last answer on; told_s and first_s are when the stream's first word that it waits came, and its first
+token.
+
+Each event has 30 seconds of load, or 6; all take at most `LIMIT_S`, then the run fails. It ends with 1 where requests
+were lost or broken off that should not be.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.running import MODEL, RunningCluster, cluster_of, command_of, processes_with
+from benchmarks.cluster.ray_nodes import PLACE, ray_of, raylet_with_a_replica
+from benchmarks.cluster.running import (
+    MODEL,
+    RunningCluster,
+    cluster_of,
+    command_of,
+    ends_within,
+    processes_with,
+    say,
+)
 from benchmarks.report import file_result
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.event_loop import run_loop
@@ -38,6 +60,8 @@ from splittime.wire.target import RunOptions, Target
 
 S, MS = 1_000_000_000, 1_000_000
 AFTER_S = 10.0
+LIMIT_S = 1500.0
+WAIT_S = 240.0  # for what is to become of a cluster
 REPLICA = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 16777216\nnum_threads = 1\n[replica]\ncpus = 0.2\n"
 PROMPT = tuple(range(16))
 
@@ -62,13 +86,19 @@ class Load(NamedTuple):
         return Schedule(seed=0, requests=requests)
 
 
+Tells = Callable[[RunningCluster], bool]
+
+
 class Happening(NamedTuple):
-    """What happens. scale: of the cluster. factor: of the rate, from then on."""
+    """What happens. scale: of the cluster. factor: of the rate, from then on. is_back: whether what was killed is there
+    again; default: nobody asks. may_lose: requests are lost whatever anybody does."""
 
     scale: str
     do: Callable[[RunningCluster], None] = lambda cluster: None
     factor: int = 1
     runners: tuple[str, ...] = ("local", "ray")
+    is_back: Tells | None = None
+    may_lose: bool = False
 
 
 def kill(name: str) -> Callable[[RunningCluster], None]:
@@ -82,9 +112,18 @@ def kill_replica(cluster: RunningCluster) -> None:
     os.kill(pid_listening_on(int(port)), signal.SIGKILL)
 
 
+def kill_controller(cluster: RunningCluster) -> None:
+    os.kill(cluster.controller_pid(), signal.SIGKILL)
+
+
 def kill_ray_worker(cluster: RunningCluster) -> None:
     """Ray's process that a replica is a child of."""
     os.kill(processes_with("ray::ReplicaActor")[0], signal.SIGKILL)
+
+
+def kill_ray_node(cluster: RunningCluster) -> None:
+    """The process of one of Ray's nodes, with which its replica ends."""
+    os.kill(raylet_with_a_replica(), signal.SIGKILL)
 
 
 def pid_listening_on(port: int) -> int:
@@ -100,32 +139,93 @@ def pid_listening_on(port: int) -> int:
     raise LookupError(f"nobody listens on {port}")
 
 
+def answers(cluster: RunningCluster) -> bool:
+    try:
+        with urllib.request.urlopen(f"{cluster.url}/health", timeout=1) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
 ONE_TO_FOUR = "[scale]\nmin_replicas = 1\nmax_replicas = 4\nspare = 0\n"
 TWO = "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
+TO_NONE = "[scale]\nmin_replicas = 0\nmax_replicas = 1\nspare = 0\nidle_s = 2.0\ndown_delay_s = 1.0\n"
+RAY = ("ray",)
+NODES = 3  # of Ray's, where one is killed
+ON_NODES = f"resources = {{{PLACE} = 1}}\n"
 EVENTS = {
     "nothing": Happening(TWO),
+    "kill-replica": Happening(TWO, kill_replica),
+    "kill-gateway": Happening(TWO, kill("gateway-0"), is_back=answers, may_lose=True),
+    "kill-controller": Happening(TWO, kill_controller, is_back=lambda cluster: bool(cluster.status()["replicas"])),
+    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY),
+    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")),
+    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY),
     "triple-cold": Happening(ONE_TO_FOUR, factor=3),
     "triple-warm": Happening(ONE_TO_FOUR + "warm_pool = 2\n", factor=3),
-    "kill-replica": Happening(TWO, kill_replica),
-    "kill-gateway": Happening(TWO, kill("gateway-0")),
-    "kill-controller": Happening(TWO, lambda cluster: os.kill(cluster.controller_pid(), signal.SIGKILL)),
-    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=("ray",)),
-    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")),
+    "to-none-cold": Happening(TO_NONE),
+    "to-none-warm": Happening(TO_NONE + "warm_pool = 1\n"),
 }
 
 
-def measure(happening: Happening, runner: str, load: Load, wait_s: float) -> dict[str, Any]:
-    text = f'runner = "{runner}"\n{REPLICA}{happening.scale}'
-    with tempfile.TemporaryDirectory() as folder, cluster_of(Path(folder), text) as cluster:
-        cluster.until(lambda: is_complete(cluster), wait_s)
-        watched = Watched(cluster)
-        timer = threading.Timer(load.at_s, watched.happen, [happening])
-        timer.start()
-        target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
-        outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
-        timer.join()
-        watched.wait_until_served(wait_s)
-        return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
+def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what each event came to; those of one size of cluster follow each other."""
+    for scale, some in groupby(names, key=lambda name: EVENTS[name].scale):
+        with started(runner, scale) as cluster:
+            for name in some:
+                say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
+                measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
+                yield name, measure(cluster, EVENTS[name], load)
+
+
+@contextmanager
+def started(runner: str, scale: str) -> Iterator[RunningCluster]:
+    with ExitStack() as stack:
+        has_nodes = scale.startswith(ON_NODES)
+        where = f'ray_address = "{stack.enter_context(ray_of(NODES))}"\n' if has_nodes else ""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield stack.enter_context(cluster_of(folder, f'runner = "{runner}"\n{where}{REPLICA}{scale}'))
+
+
+def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:
+    cluster.until(lambda: is_complete(cluster), WAIT_S)
+    watched = Watched(cluster, happening)
+    timer = threading.Timer(load.at_s, watched.happen)
+    say(f"{load.length_s:.0f} s of load; it happens after {load.at_s:.0f}")
+    timer.start()
+    target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
+    outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
+    timer.join()
+    cluster.until(lambda: is_complete(cluster), WAIT_S)
+    return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
+
+
+def measure_from_none(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:
+    """What one stream gets where no replica serves, after another has been answered."""
+    first_answer(cluster, load.tokens)
+    begin_s = time.monotonic()
+    cluster.until(lambda: is_at_rest(cluster), WAIT_S)
+    asleep_s = time.monotonic() - begin_s
+    told_s, first_s = first_answer(cluster, load.tokens)
+    return {"requests": 2, "lost": 0, "broken": 0, "asleep_s": asleep_s, "told_s": told_s, "first_s": first_s}
+
+
+def first_answer(cluster: RunningCluster, tokens: int) -> tuple[float | None, float]:
+    """Returns after how many seconds a stream has its first comment, if any, and its first token. Raises OSError where
+    there is no answer."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    asked = urllib.request.Request(f"{cluster.url}/v1/completions", json.dumps(body).encode())
+    asked.add_header("content-type", "application/json")
+    begin_s, told_s, first_s = time.monotonic(), None, None
+    with urllib.request.urlopen(asked, timeout=WAIT_S) as response:
+        for line in response:
+            told_s = time.monotonic() - begin_s if told_s is None and line.startswith(b":") else told_s
+            first_s = time.monotonic() - begin_s if first_s is None and line.startswith(b"data:") else first_s
+            if b'"error"' in line:
+                raise OSError(f"refused after {time.monotonic() - begin_s:.1f} s: {line.decode()}")
+    if first_s is None:
+        raise OSError("an answer without a token")
+    return told_s, first_s
 
 
 def is_complete(cluster: RunningCluster) -> bool:
@@ -135,20 +235,30 @@ def is_complete(cluster: RunningCluster) -> bool:
     return bool(phases) and phases.count("serving") == status["wanted"] and set(phases) <= {"serving", "sleeping"}
 
 
+def is_at_rest(cluster: RunningCluster) -> bool:
+    """Whether none serves or is to, and as many sleep as may."""
+    status = cluster.status()
+    return status["wanted"] == 0 and all(one["phase"] == "sleeping" for one in status["replicas"])
+
+
 class Watched:
     """A cluster from the event on."""
 
-    def __init__(self, cluster: RunningCluster) -> None:
-        self._cluster = cluster
-        self._happened_unix_s = self._happened_s = 0.0
-        self._served_s: float | None = None
+    def __init__(self, cluster: RunningCluster, happening: Happening) -> None:
+        self._cluster, self._happening = cluster, happening
+        self._happened_unix_s = 0.0
+        self._back_s: float | None = None
 
-    def happen(self, happening: Happening) -> None:
-        self._happened_unix_s, self._happened_s = time.time(), time.monotonic()
-        happening.do(self._cluster)
-
-    def wait_until_served(self, limit_s: float) -> None:
-        self._cluster.until(lambda: is_complete(self._cluster), limit_s)
+    def happen(self) -> None:
+        """What was killed tells no more, so whatever tells that it is there is what came after it."""
+        self._happened_unix_s, begin_s = time.time(), time.monotonic()
+        is_back = self._happening.is_back
+        if is_back is not None:
+            (self._cluster.folder / "status.json").unlink(missing_ok=True)
+        self._happening.do(self._cluster)
+        if is_back is not None:
+            self._cluster.until(lambda: is_back(self._cluster), WAIT_S)
+            self._back_s = time.monotonic() - begin_s
 
     def told(self) -> dict[str, Any]:
         """Returns what the controller ordered since, and when the last replica that serves began to."""
@@ -161,6 +271,7 @@ class Watched:
         return {
             "decided_s": decided_s,
             "ready_s": ready_s if begun and ready_s > 0 else None,
+            "back_s": self._back_s,
             "orders": [f"{one['what']} {one['name']}: {one['why'][:80]}" for one in orders],
         }
 
@@ -179,6 +290,7 @@ def felt(outcomes: Sequence[Outcome], event_ns: int) -> dict[str, Any]:
         "errors": sorted({f"{one.ending} {one.status} {(one.error or '')[:120]}" for one in failed})[:5],
         "ttft_ms": ttft,
         "p99_ratio": after / before if before and after else None,
+        "failing_s": max(((one.intended_ns - event_ns) / S for one in failed), default=None),
     }
 
 
@@ -196,25 +308,32 @@ def main() -> int:
     parser.add_argument("--runner", choices=("local", "ray"), default="local")
     parser.add_argument("--only", nargs="*", choices=list(EVENTS), default=list(EVENTS))
     parser.add_argument("--rate", type=float, default=4.0, help="requests in a second, before the event")
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    load = Load(1.0, 4.0, 12.0, 4) if args.small else Load(args.rate, 20.0, 80.0, args.tokens)
-    rows = {}
-    for name in args.only:
-        if args.runner in EVENTS[name].runners:
-            rows[name] = measure(EVENTS[name], args.runner, load, 300.0)
-            print(f"{name}: {summary(rows[name])}", file=sys.stderr, flush=True)
-    settings = {**load._asdict(), "runner": args.runner, "small": args.small}
+    load = Load(2.0, 2.0, 6.0, 4) if args.small else Load(args.rate, 8.0, 30.0, args.tokens)
+    rows, settings = {}, {**load._asdict(), "runner": args.runner, "small": args.small}
+    names = [name for name in EVENTS if name in args.only and args.runner in EVENTS[name].runners]
+    with ends_within(LIMIT_S):
+        for name, row in measured(names, args.runner, load):
+            rows[name] = row
+            say(f"{name}: {summary(row)}")
     file_result(f"cluster_events_{args.runner}", {"rows": rows}, settings, args.json)
-    return int(any(row["lost"] for name, row in rows.items() if name != "kill-gateway"))
+    return int(any(has_failed(EVENTS[name], row) for name, row in rows.items()))
+
+
+def has_failed(happening: Happening, row: dict[str, Any]) -> bool:
+    return not happening.may_lose and bool(row["lost"] or row["broken"])
 
 
 def summary(row: dict[str, Any]) -> str:
-    shown = {name: {key: round(value) for key, value in told.items()} for name, told in row["ttft_ms"].items()}
-    seconds = {name: None if row[name] is None else round(row[name], 1) for name in ("decided_s", "ready_s")}
-    return f"{row['requests']} requests, {row['lost']} lost, {row['broken']} broken; TTFT in ms {shown}; {seconds}"
+    ttft = {name: {key: round(value) for key, value in told.items()} for name, told in row.get("ttft_ms", {}).items()}
+    told = {key: value for key, value in row.items() if key.endswith("_s") or key == "p99_ratio"}
+    seconds = {key: round(value, 2) for key, value in told.items() if value is not None}
+    shown = f"; TTFT in ms {ttft}" if ttft else ""
+    errors = f"; {row['errors']}" if row.get("errors") else ""
+    return f"{row['requests']} requests, {row['lost']} lost, {row['broken']} broken{shown}; {seconds}{errors}"
 
 
 if __name__ == "__main__":

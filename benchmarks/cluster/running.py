@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from benchmarks.server_process import free_port
 
 MODEL = "splittime-code"
-NOTHING: dict[str, Any] = {"replicas": [], "events": [], "trial": None}
+NOTHING: dict[str, Any] = {"replicas": [], "events": [], "trial": None, "wanted": None}
 T = TypeVar("T")
 
 
@@ -35,10 +35,12 @@ class RunningCluster:
         return [one["name"] for one in self.status()["replicas"] if one["phase"] == phase]
 
     def until(self, what: Callable[[], T], limit_s: float = 150.0) -> T:
-        """Returns what `what` returns as soon as that is true."""
+        """Returns what `what` returns as soon as that is true. Raises AssertionError where that takes too long, or the
+        cluster has ended without being killed."""
         deadline_s = time.monotonic() + limit_s
         while not (found := what()):
             assert time.monotonic() < deadline_s, (self.status(), self.logs())
+            assert self.is_killed or self.process.poll() is None, self.logs()
             time.sleep(0.05)
         return found
 
@@ -52,7 +54,7 @@ class RunningCluster:
 
     def controller_pid(self) -> int:
         """Returns the process that is a child of ours by its command."""
-        found = (pid for pid in children_of(self.process.pid) if b"splittime.cluster" in command_of(pid))
+        found = (pid for pid in children_of(self.process.pid) if b"\0splittime.cluster\0" in command_of(pid))
         return next(found)
 
     def kill(self) -> None:
@@ -68,11 +70,33 @@ class RunningCluster:
         self.process.send_signal(signal.SIGHUP)
 
 
+def say(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Raises SystemExit, which uvloop lets out where it keeps others, in what is within if it lasts longer: so what it
+    started is ended. For the main thread."""
+
+    def late(number: int, frame: object) -> None:
+        raise SystemExit(f"it has lasted {seconds:.0f} s, the most that it may")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @contextmanager
 def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
     """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well."""
     config = folder / "cluster.toml"
     config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n[gateway.queue]\nmax_wait_s = 120.0\n")
+    say("starting a cluster")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, cwd=folder)
@@ -82,6 +106,7 @@ def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
         assert told, (folder / "words").read_text()
         cluster = RunningCluster(config, json.loads(told)["gateways"][0], process)
         yield cluster
+        say("ending the cluster")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=150) == (-9 if cluster.is_killed else 0), (folder / "words").read_text()
     finally:

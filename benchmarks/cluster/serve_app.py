@@ -4,11 +4,15 @@ A piece of an answer is given on as it comes.
 """
 
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+
+from splittime.cluster.ray_head import RayHead
 
 PASSED_ON = ("content-type", "accept")
 
@@ -39,17 +43,27 @@ async def pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 @contextmanager
-def running(urls: Sequence[str], port: int) -> Iterator[str]:
-    """Gives its address; a Ray of its own is started for it, and ended."""
+def serving(port: int, say: Callable[[str], None]) -> Iterator[Callable[[Sequence[str]], str]]:
+    """Gives what puts the application in front of these servers, and returns its address; called again, in front of
+    others. A Ray of its own is started for it, and ended."""
     import ray
     from ray import serve
 
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        options = {"num_replicas": len(urls), "max_ongoing_requests": 1024, "ray_actor_options": {"num_cpus": 0.1}}
-        serve.run(serve.deployment(**options)(PassingOn).bind(list(urls)), logging_config={"enable_access_log": False})
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with TemporaryDirectory() as folder:
+        head = RayHead(Path(folder))
+        try:
+            address = head.start(say, lambda: False)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield lambda urls: _run(urls, port)
+        finally:
+            ray.shutdown()
+            head.end()
+
+
+def _run(urls: Sequence[str], port: int) -> str:
+    from ray import serve
+
+    options = {"num_replicas": len(urls), "max_ongoing_requests": 1024, "ray_actor_options": {"num_cpus": 0.1}}
+    serve.run(serve.deployment(**options)(PassingOn).bind(list(urls)), logging_config={"enable_access_log": False})
+    return f"http://127.0.0.1:{port}"

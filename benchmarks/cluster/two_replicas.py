@@ -12,18 +12,21 @@ on a machine that is a little slower or faster (`simulate.draws`), as `splittime
 * measured: by the client's clock, from a request's intended start; low, middle, high: on paper, over the draws
 * within: whether the measured figure lies within; an interval is where one more draw would lie nine times of ten
 
-On paper the gateway takes no time, and the way to a server and back `RTT_MS`.
+On paper the gateway takes no time, and the way to a server and back `RTT_MS`. It takes at most `LIMIT_S`, then it
+fails; and ends with 1 where a request had no whole answer.
 """
 
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.running import ends_within, say
 from benchmarks.gateway.overhead import started
 from benchmarks.report import file_result
 from benchmarks.server_process import served
@@ -33,6 +36,7 @@ from splittime.bench.draw import draw_for
 from splittime.bench.event_loop import run_loop
 from splittime.bench.run import run_schedule
 from splittime.bench.schedule import Schedule
+from splittime.cluster.bounds import max_in_flight
 from splittime.cluster.simulated import figures
 from splittime.cluster.simulated.fleet import FleetRun
 from splittime.cluster.simulated.load import FleetLoad, FleetRequest
@@ -44,7 +48,9 @@ from splittime.simulate.replica import Replica
 from splittime.wire.limits import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
 
-SETTINGS = ("--num-threads", "1", "--max-num-seqs", "16", "--served-model-name", "code")
+LIMIT_S = 600.0
+MAX_NUM_SEQS = 16
+SETTINGS = ("--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS), "--served-model-name", "code")
 LOAD = {"input_tokens": "lognormal:100:0.7", "output_tokens": "lognormal:50:0.6"}
 OPTIONS = RunOptions(workers=1, timeout_s=120.0)
 RTT_MS = 0.5
@@ -60,6 +66,7 @@ def two_servers(folder: Path) -> Iterator[tuple[str, ServerLimits, list[Path]]]:
         urls = [stack.enter_context(served("--ledger-file", str(ledger), *SETTINGS)) for ledger in ledgers]
         upstreams = [
             f'[[upstream]]\nname = "r{number}"\nurl = "{url}"\nmodels = ["code"]\nkind = "splittime"\n'
+            f"max_in_flight = {max_in_flight(MAX_NUM_SEQS)}\n"
             for number, url in enumerate(urls)
         ]
         config = folder / "gateway.toml"
@@ -75,6 +82,7 @@ def sent(url: str, limits: ServerLimits, load: dict[str, Any]) -> tuple[Schedule
 
 def learnt(folder: Path, seconds: float, rate: float) -> Replica:
     """Returns one of two servers, from its ledger of a load that rises to twice the rate."""
+    say(f"{seconds:.0f} s of a load that rises, to fit a model on")
     with two_servers(folder) as (url, limits, ledgers):
         sent(url, limits, {"rate": rate / 4, "rate_end": 2 * rate, "duration_s": seconds, "seed": 3})
     found = replica_in(str(ledgers[0]), {})
@@ -131,7 +139,7 @@ def beside(measured: dict[str, float], draws: Sequence[dict[str, float]]) -> dic
     return told
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="of either load")
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second, for both servers")
@@ -141,19 +149,34 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.small:
         arguments.seconds, arguments.rate, arguments.draws = 8.0, 8.0, 3
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        like = learnt(Path(first), arguments.seconds, arguments.rate)
-        with two_servers(Path(second)) as (url, limits, _):
-            schedule, run = sent(url, limits, {"rate": arguments.rate, "duration_s": arguments.seconds, "seed": 7})
-    rng = random.Random(0)
-    factors = hours(arguments.draws, like.costs.errors.drift, rng)
-    draws = [figures_on_paper(like.drawn(factor, rng), schedule, seed) for seed, factor in enumerate(factors)]
+    with ends_within(LIMIT_S):
+        like, schedule, run = learnt_and_sent(arguments)
+        draws = drawn(like, schedule, arguments.draws)
     told = beside(measured_figures(run), draws)
     for name, one in told.items():
         print(name, one)
-    found = {"source": like.source, "requests": len(schedule.requests), "figures": told}
+    print(f"{sum(one['within'] for one in told.values())} of {len(told)} within")
+    lost = sum(outcome.ending is not Ending.COMPLETE for outcome in run.outcomes)
+    found = {"source": like.source, "requests": len(schedule.requests), "lost": lost, "figures": told}
     print(f"written to {file_result('two_replicas', found, vars(arguments), arguments.json)}")
+    return int(lost > 0)
+
+
+def learnt_and_sent(arguments: argparse.Namespace) -> tuple[Replica, Schedule, Run]:
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        like = learnt(Path(first), arguments.seconds, arguments.rate)
+        with two_servers(Path(second)) as (url, limits, _):
+            say(f"{arguments.seconds:.0f} s of the load that is compared")
+            return like, *sent(url, limits, {"rate": arguments.rate, "duration_s": arguments.seconds, "seed": 7})
+
+
+def drawn(like: Replica, schedule: Schedule, number: int) -> list[dict[str, float]]:
+    rng, draws = random.Random(0), []
+    for seed, factor in enumerate(hours(number, like.costs.errors.drift, rng)):
+        say(f"on paper, {seed + 1} of {number}")
+        draws.append(figures_on_paper(like.drawn(factor, rng), schedule, seed))
+    return draws
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,8 @@ said so. The arms take turns there and back, so that a slow drift of the machine
 * ttft_ms: from the last byte given to the socket to the first chunk read; itl_ms: between chunks of an answer
 * added_ttft_ms, added_itl_ms: the difference of percentiles to direct
 
-All processes share the machine's cores; the servers' own work is the same in each arm.
+All processes share the machine's cores; the servers' own work is the same in each arm. It takes at most `LIMIT_S`, then
+it fails; and ends with 1 where the gateway lost requests.
 """
 
 import argparse
@@ -19,13 +20,13 @@ import asyncio
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.running import MODEL, RunningCluster, cluster_of
+from benchmarks.cluster.running import MODEL, RunningCluster, cluster_of, ends_within, say
 from benchmarks.report import file_result
 from benchmarks.server_process import free_port
 from splittime.bench.book.records import Ending, Outcome
@@ -37,6 +38,7 @@ from splittime.ledger.derive import percentiles
 from splittime.wire.target import RunOptions, Target
 
 TOKENS, MS = 32, 1_000_000
+LIMIT_S = 900.0
 STREAMS = (1, 8, 32, 128)
 PROMPT = tuple(range(16))
 REPLICA = "[serve]\nmax_num_seqs = 128\nnum_threads = 1\nmax_queued_requests = 1024\n[replica]\ncpus = 0.2\n"
@@ -86,23 +88,41 @@ def minus(told: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     return {name: value - other[name] for name, value in told.items() if name in other}
 
 
+Serves = Callable[[Sequence[str]], str]
+
+
 @contextmanager
-def serve_proxy(urls: Sequence[str]) -> Iterator[str]:
-    """Gives the address of a Ray Serve application in front of these servers."""
+def serve_proxy() -> Iterator[Serves | None]:
+    """Gives what puts a Ray Serve application in front of servers, and returns its address; None without Ray Serve."""
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
+        say("no arm of Ray Serve: ray[serve] is not installed")
+        yield None
+        return
     from benchmarks.cluster import serve_app
 
-    with serve_app.running(urls, free_port()) as url:
-        yield url
+    with serve_app.serving(free_port(), say) as serves:
+        yield serves
 
 
-def arms_of(cluster: RunningCluster, replicas: int, stack: ExitStack) -> dict[str, list[str]]:
+def arms_of(cluster: RunningCluster, replicas: int, serves: Serves | None) -> dict[str, list[str]]:
+    say(f"starting {replicas} replicas")
     cluster.until(lambda: len(cluster.of_phase("serving")) == replicas, 300)
     urls = [one["url"] for one in cluster.status()["replicas"]]
     arms = {"direct": urls, "gateway": [cluster.url]}
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
-        print("no arm of Ray Serve: ray[serve] is not installed", file=sys.stderr)
-        return arms
-    return {**arms, "ray_serve": [stack.enter_context(serve_proxy(urls))]}
+    return arms if serves is None else {**arms, "ray_serve": [serves(urls)]}
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with serve_proxy() as serves:
+        for replicas in args.replicas:
+            scale = f"[scale]\nmin_replicas = {replicas}\nmax_replicas = {replicas}\nspare = 0\n"
+            text = f'runner = "{args.runner}"\n{REPLICA}{scale}'
+            with tempfile.TemporaryDirectory() as folder, cluster_of(Path(folder), text) as cluster:
+                arms = arms_of(cluster, replicas, serves)
+                for streams in (1, 2) if args.small else STREAMS:
+                    requests = 2 * streams if args.small else max(40, 4 * streams)
+                    say(f"{streams} streams, twice {requests} requests by each of {', '.join(arms)}")
+                    yield {"replicas": replicas, **measure(arms, streams, requests)}
 
 
 def main() -> int:
@@ -113,15 +133,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = []
-    for replicas in args.replicas:
-        scale = f"[scale]\nmin_replicas = {replicas}\nmax_replicas = {replicas}\nspare = 0\n"
-        text = f'runner = "{args.runner}"\n{REPLICA}{scale}'
-        with tempfile.TemporaryDirectory() as folder, cluster_of(Path(folder), text) as cluster, ExitStack() as stack:
-            arms = arms_of(cluster, replicas, stack)
-            for streams in (1, 2) if args.small else STREAMS:
-                requests = 2 * streams if args.small else max(40, 4 * streams)
-                rows.append({"replicas": replicas, **measure(arms, streams, requests)})
-                print(summary(rows[-1]), file=sys.stderr, flush=True)
+    with ends_within(LIMIT_S):
+        for row in measured(args):
+            rows.append(row)
+            say(summary(row))
     settings = {"tokens": TOKENS, "runner": args.runner, "small": args.small}
     file_result(f"cluster_ways_in_{args.runner}", {"rows": rows}, settings, args.json)
     return int(any(row["gateway"]["complete"] < row["gateway"]["requests"] for row in rows))

@@ -10,13 +10,14 @@ by the client's clock) where the prompt is cached, fetched and computed, with th
 fetched; and the causes in the account of the one that fetches. The answers of the three must be equal.
 
 All three share this host's cores and its memory, so there is nothing to be gained here but the prompt's arithmetic;
-what a network adds is not in it.
+what a network adds is not in it. It takes at most `LIMIT_S`, then it fails; and ends with 1 where answers differ.
 """
 
 import argparse
 import json
 import random
 import statistics
+import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -26,9 +27,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cluster.running import ends_within, say
 from benchmarks.report import file_result
 from benchmarks.server_process import served
 
+LIMIT_S = 900.0
 ARMS = ("cached", "fetched", "computed")
 CAUSES = ("kv_export", "kv_transfer", "kv_import")
 
@@ -75,7 +78,8 @@ def compare(giver: Answerer, taker: Answerer, alone: Answerer, options: argparse
     drawn = random.Random(0)
     found: dict[str, Any] = {arm: [] for arm in ARMS} | {cause: [] for cause in CAUSES}
     found |= {"fetched_tokens": [], "unequal": 0}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
+        say(f"round {number + 1} of {options.rounds}")
         prompt = [drawn.randrange(5, 500) for _ in range(options.prompt_tokens)]
         giver.answer(prompt)
         told = {arm: server.answer(prompt) for arm, server in zip(ARMS, (giver, taker, alone), strict=True)}
@@ -98,7 +102,7 @@ def table(found: dict[str, Any]) -> Table:
     return shown
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; default: the model in the package")
     parser.add_argument("--prompt-tokens", type=int, default=1000)
@@ -110,12 +114,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.small:
         options.rounds, options.prompt_tokens = 2, 400
-    found = measure(options)
+    with ends_within(LIMIT_S):
+        found = measure(options)
     path = file_result(options.name, found, vars(options), options.json)
     if not options.json:
         Console().print(table(found))
         Console().print(f"written to {path}")
+    return int(found["unequal"] > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -50,6 +50,8 @@ ALONE = {
     "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],
     "gateway.routing": ["--small"],
+    "cluster.events": ["--small", "--only", "kill-replica"],
+    "cluster.ways_in": ["--small", "--replicas", "1"],
     "cluster.thousand": ["--small"],
     "cluster.two_replicas": ["--small"],
     "scenarios.http_edges": ["--small"],

@@ -23,7 +23,7 @@ def elsewhere(tmp_path) -> Iterator[int]:
     (tmp_path / "index.html").write_text("<!doctype html><link rel=icon href=data:,><title>evil</title>")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server.server_port
     server.shutdown()
     server.server_close()

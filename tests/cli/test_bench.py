@@ -271,7 +271,7 @@ class StillLoading(http.server.BaseHTTPRequestHandler):
 
 def test_a_server_that_still_loads_is_not_measured():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StillLoading) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             done = bench("run", f"http://127.0.0.1:{server.server_port}", "--rate", 1, "--duration", "1s")

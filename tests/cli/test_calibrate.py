@@ -134,7 +134,7 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
 def test_another_server_is_told_apart_with_the_way_out():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     done = called("calibrate", "--url", url)
     server.shutdown()

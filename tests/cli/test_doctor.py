@@ -127,7 +127,7 @@ def server(ill):
             pass
 
     serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{serving.server_address[1]}", answers
     serving.shutdown()
     serving.server_close()

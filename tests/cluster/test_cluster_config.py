@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
+from splittime.cluster.bounds import FIRST_FAILURES, MAX_ATTEMPTS
+from splittime.cluster.config import cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
-    FIRST_FAILURES,
     ListedReplica,
     digest_of,
     gateway_config,
@@ -19,9 +19,9 @@ from splittime.cluster.gateway_files import (
     toml_of,
 )
 from splittime.cluster.places import key_of
-from splittime.cluster.ray_places import start_ray
+from splittime.cluster.ray_head import OWN_RAY, RayHead, check_ray
 from splittime.cluster.replica_process import ProcessMark
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, EngineError
 from splittime.gateway.config_file import config_of
 
 
@@ -54,6 +54,7 @@ def read_whole(text: str) -> None:
         ('[serve]\napi_key = "x"', "serve.api_key", None, None),
         ('[serve]\nkv_peers = ["http://127.0.0.1:1"]', "serve.kv_peers", None, None),
         ('[serve]\nkv_peer_key = "x"', "serve.kv_peer_key", None, None),
+        ("[serve]\nkv_export = true", "serve.kv_export", None, None),
         ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
         ("[gateway]\nport = 0", "gateway.port", 0, [1, 65535]),
         ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
@@ -83,6 +84,8 @@ def test_a_launch_has_the_flags_and_names_of_its_settings(tmp_path):
     assert named.models == ("a", "b")
     assert named.revision != launch.revision
     assert launch.revision == launch_of(cluster_config(told)).revision
+    shared = launch_of(cluster_config({"replica": {"shares_blocks": True}}))
+    assert shared.flags == ("--kv-export",)
     path = tmp_path / "mine.toml"
     path.write_text("")
     assert read_cluster(path).folder == tmp_path / "mine.run"
@@ -108,7 +111,7 @@ def test_a_gateway_without_replicas_lets_requests_wait():
     made, text = gateway_config(config, launch, 0, ())
     assert [(one.max_in_flight, one.models) for one in made.upstream] == [(0, ("splittime-code",))]
     assert made.queue.sign_of_life_s == 1.0
-    assert made.retries.spare == 8 + FIRST_FAILURES
+    assert (made.retries.max_attempts, made.retries.spare) == (MAX_ATTEMPTS, 8 + FIRST_FAILURES)
     assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
 
 
@@ -173,12 +176,41 @@ def test_a_date_is_no_value_of_a_gateway():
         toml_of(tomllib.loads("day = 1979-05-27"))
 
 
-def test_without_ray_its_runner_says_so(monkeypatch, tmp_path):
-    config, launch = config_and_launch(runner="ray")
+def test_without_ray_its_runner_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError) as caught:
-        start_ray(Cluster(config, launch, tmp_path))
+        check_ray()
     assert "pip install" in caught.value.info.hint
+
+
+RAY = """from pathlib import Path
+from types import SimpleNamespace
+def init(**told):
+    been = Path(__file__).with_name("been")
+    print("a word")
+    if not been.exists():
+        been.touch()
+        raise SystemExit("too slow")
+    return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"})
+def shutdown():
+    Path(__file__).with_name("shut").touch()
+"""
+
+
+def test_a_ray_that_was_too_slow_is_started_again_and_ended_well(monkeypatch, tmp_path):
+    """What stands for Ray here fails as it does on a busy machine."""
+    (tmp_path / "ray.py").write_text(RAY)
+    for name in (*OWN_RAY, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    head, said = RayHead(tmp_path), []
+    assert head.start(said.append, lambda: False) == "127.0.0.1:1"
+    head.check()
+    assert "Ray did not start, and is started again: too slow" in said
+    head.end()
+    assert (tmp_path / "shut").exists()
+    with pytest.raises(EngineError, match="Ray has ended"):
+        head.check()
 
 
 def test_an_actor_that_nobody_asks_ends_with_its_server_and_its_files(tmp_path):

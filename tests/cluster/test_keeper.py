@@ -24,21 +24,26 @@ class SmallReplicas:
 
     def __init__(self) -> None:
         self.stats: dict[str, EngineStats] = {}
-        self.dead: set[str] = set()
+        self.dead: dict[str, str] = {}  # with their last words
         self.broken: set[str] = set()
         self.ended: list[str] = []
         self.asked: list[str] = []
+        self.peers: dict[str, list[str]] = {}
         self.address = ""
         self.num_refused = 0
 
-    def start(self, name, launch) -> None:
+    def start(self, name, launch, peers=()) -> None:
+        self.peers[name] = [url.rpartition("/")[2] for url in peers]
         if self.num_refused:
             self.num_refused -= 1
             raise OSError("no process more")
         self.stats[name] = EngineStats(now_ns=0, blocks_total=64)
 
     def look(self):
-        return {name: ReplicaSeen(name not in self.dead, f"{self.address}/{name}") for name in self.stats}
+        return {
+            name: ReplicaSeen(name not in self.dead, f"{self.address}/{name}", self.dead.get(name, ""))
+            for name in self.stats
+        }
 
     def end(self, name) -> None:
         self.ended.append(name)
@@ -136,13 +141,25 @@ def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
 def test_a_lost_replica_is_replaced(tmp_path):
     async def body(replicas, keeper) -> None:
         await until(lambda: listed(tmp_path) == ["r1"])
-        replicas.dead.add("r1")
+        replicas.dead["r1"] = "one\n\ntwo\nthree\nfour\n"
         await until(lambda: listed(tmp_path) == ["r2"])
         assert replicas.ended == ["r1"]
         events = json.loads((tmp_path / "status.json").read_text())["events"]
         assert [(one["what"], one["name"]) for one in events] == [("start", "r1"), ("stop", "r1"), ("start", "r2")]
+        assert [one["words"] for one in events] == ["", "two\nthree\nfour", ""]
 
     run(body, tmp_path, scale=SCALE)
+
+
+@pytest.mark.parametrize(("shares", "peers"), [(True, ["r1"]), (False, [])])
+def test_one_that_starts_is_told_of_those_that_serve_where_they_share(tmp_path, shares, peers):
+    async def body(replicas, keeper) -> None:
+        await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.busy("r1", 5)
+        await until(lambda: listed(tmp_path) == ["r1", "r2"])
+        assert replicas.peers == {"r1": [], "r2": peers}
+
+    run(body, tmp_path, scale={**SCALE, "max_replicas": 2}, replica={"shares_blocks": shares})
 
 
 def test_the_warm_pool_sleeps_and_is_woken(tmp_path):

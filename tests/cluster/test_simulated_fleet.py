@@ -115,6 +115,16 @@ def test_a_process_that_ends_loses_nothing_that_had_no_byte():
     assert figures.endings == {"answered": figures.requests}
 
 
+def test_what_dies_after_the_last_arrival_loses_nothing_that_had_no_byte():
+    """No new requests add to the budget of retries, and some servers fall silent: it has room for what one had."""
+    failing = FailureSettings(per_replica_hour=40.0)
+    settings = with_(FIXED, max_wait_s=600.0, starts=StartTimes(cold_s=5, wake_s=1), failures=failing)
+    run, figures = run_of(settings, trace_of(60, 15, most=7900))
+    assert run.num_failures[True] > 2
+    assert figures.retried > 100
+    assert figures.endings == {"answered": figures.requests}
+
+
 def test_round_robin_is_worse_where_requests_differ():
     """Few are long: who is given them in turn, whatever else there is, has some wait for others."""
     trace = trace_of(16, 60, most=7900)

@@ -44,6 +44,17 @@ def shell(folder, *words: str) -> bytes:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(400)
+def test_a_replica_that_cannot_start_says_why(tmp_path):
+    with cluster_of(tmp_path, "[serve]\nkv_cache_memory_bytes = 1\n[scale]\nspare = 0\n") as cluster:
+        cluster.until(lambda: "r1 has ended, and said: " in (tmp_path / "words").read_text())
+        said = (tmp_path / "words").read_text().partition("r1 has ended, and said: ")[2]
+        (words,) = {one["words"] for one in cluster.status()["events"] if one["name"] == "r1" and one["words"]}
+        assert "of 1 bytes holds 0 blocks" in words
+        assert said.split()[:4] == words.split()[:4]
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(400)
 def test_a_killed_up_takes_all_with_it(tmp_path):
     with cluster_of(tmp_path, FAST) as cluster:
         cluster.until(lambda: (cluster.folder / "replicas" / "r1.json").exists())
@@ -87,6 +98,26 @@ def test_another_revision_replaces_replicas_without_an_error(tmp_path):
             cluster.until(lambda: is_rolled(cluster, before))
         assert {status for status, _ in answers} == {200}
         assert all(b"[DONE]" in body and b"error" not in body for _, body in answers)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(400)
+def test_one_that_leaves_hands_its_blocks_to_the_one_that_comes(tmp_path):
+    """Another number of slots is another revision, of the same layout; each has one replica."""
+    one = "[replica]\nshares_blocks = true\n[scale]\nmin_replicas = 1\nmax_replicas = 1\nspare = 0\n"
+    prompt = "def f(x):\n    return x\n" * 20
+    with cluster_of(tmp_path, FAST + one) as cluster:
+        first = json.loads(ask(cluster, prompt=prompt)[1])
+        cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")
+        cluster.until(lambda: cluster.of_phase("serving") == ["r2"] and len(cluster.status()["replicas"]) == 1)
+        again = json.loads(ask(cluster, prompt=prompt)[1])
+    assert cached(first) == 0
+    assert cached(again) >= first["usage"]["prompt_tokens"] // 2
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def cached(answer) -> int:
+    return (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
 
 def is_rolled(cluster, before: str) -> bool:

@@ -12,10 +12,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splittime.cluster.bounds import LOST_S
 from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.gauges import ReplicaGauges, gauges_of
-from splittime.cluster.observed import LOST_S, ReplicaWatch
+from splittime.cluster.observed import ReplicaWatch
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
 from splittime.cluster.running import write_mark

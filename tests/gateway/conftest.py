@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from .hostile import Hostile
 
+VALKEY = shutil.which("valkey-server") or shutil.which("redis-server")
 DEAD = "http://127.0.0.1:9"  # nobody listens there
 
 
@@ -140,3 +143,23 @@ def gateway(hostile, tmp_path_factory):
     text += upstream("fine-after-dead", hostile.url("second"), "dead+fine", **SHORT)
     with gateway_of(tmp_path_factory.mktemp("gateway"), text) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory):
+    """A server of Debian's package, on a port of its own."""
+    if VALKEY is None:
+        pytest.skip("neither valkey-server nor redis-server is installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = str(tmp_path_factory.mktemp("valkey"))
+    command = [VALKEY, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        for _ in range(500):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.01)
+        yield f"redis://127.0.0.1:{port}"
+        process.terminate()

@@ -13,6 +13,7 @@ import pytest
 
 from splittime.core.errors import ConfigError, Refused
 from splittime.gateway import budgets
+from splittime.gateway.budget_stores import BudgetFile
 from splittime.gateway.budgets import Calendar, TokenBudgets
 from splittime.gateway.config import TenantConfig
 from splittime.gateway.config_file import config_of
@@ -44,7 +45,7 @@ def refusal(kept: TokenBudgets, tenant: str = "a") -> tuple[str, float] | None:
 
 def test_a_day_ends_and_a_month_goes_on(tmp_path):
     clock = Clock(NOON)
-    kept = TokenBudgets([A, B], str(tmp_path / "b"), Calendar(clock))
+    kept = TokenBudgets([A, B], BudgetFile(str(tmp_path / "b")), Calendar(clock))
     kept.use("a", 99)
     kept.use("b", 10**9)
     assert (refusal(kept), refusal(kept, "b")) == (None, None)
@@ -64,14 +65,16 @@ def test_a_day_ends_and_a_month_goes_on(tmp_path):
 
 def test_a_month_is_used_up_whatever_the_day(tmp_path):
     clock = Clock(NOON)
-    kept = TokenBudgets([TenantConfig(name="a", tokens_per_month=250)], str(tmp_path / "b"), Calendar(clock))
+    kept = TokenBudgets(
+        [TenantConfig(name="a", tokens_per_month=250)], BudgetFile(str(tmp_path / "b")), Calendar(clock)
+    )
     kept.use("a", 250)
     assert refusal(kept) == ("tokens_per_month", 1.5 * DAY_S)
 
 
 def test_a_clock_that_is_set_back_gives_nothing_back(tmp_path):
     clock = Clock(NOON)
-    kept = TokenBudgets([A], str(tmp_path / "b"), Calendar(clock))
+    kept = TokenBudgets([A], BudgetFile(str(tmp_path / "b")), Calendar(clock))
     kept.use("a", 100)
     clock.at_s -= 2 * DAY_S
     assert refusal(kept) == ("tokens_per_day", DAY_S / 2)
@@ -87,17 +90,17 @@ async def written(kept: TokenBudgets, seconds: float = 0.1) -> None:
 def test_a_restart_forgets_nothing(tmp_path):
     clock, file = Clock(NOON), str(tmp_path / "b")
     for expected in (0, 60, 120):
-        kept = TokenBudgets([A], file, Calendar(clock))
+        kept = TokenBudgets([A], BudgetFile(file), Calendar(clock))
         assert kept.used()["a", "tokens_per_day"] == expected
         kept.use("a", 60)
         asyncio.run(written(kept, 0.0))
-    assert refusal(TokenBudgets([A], file, Calendar(clock)))
+    assert refusal(TokenBudgets([A], BudgetFile(file), Calendar(clock)))
 
 
 def test_two_gateways_share_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
     file = str(tmp_path / "b")
-    one, other = (TokenBudgets([A], file, Calendar(Clock(NOON))) for _ in range(2))
+    one, other = (TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))) for _ in range(2))
 
     async def run():
         with ThreadPoolExecutor(2) as executor:
@@ -118,16 +121,15 @@ def test_two_gateways_share_a_file(tmp_path, monkeypatch):
     asyncio.run(run())
     assert refusal(one)
     assert refusal(other)
-    assert TokenBudgets([A], file, Calendar(Clock(NOON))).used()["a", "tokens_per_day"] >= 100
+    assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] >= 100
 
 
 def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
     path = tmp_path / "b"
-    kept = TokenBudgets([A], str(path), Calendar(Clock(NOON)))
-    with sqlite3.connect(path) as other:
-        other.execute("DROP TABLE budget")
-    other.close()
+    kept = TokenBudgets([A], BudgetFile(str(path)), Calendar(Clock(NOON)))
+    path.unlink()
+    path.mkdir()
     kept.use("a", 70)
 
     async def run():
@@ -136,19 +138,17 @@ def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkey
             await asyncio.sleep(0.05)
             kept.use("a", 30)
             assert refusal(kept)
-            with sqlite3.connect(path) as mended:
-                mended.execute(budgets.SCHEMA)
-            mended.close()
+            path.rmdir()
             await kept.close()
 
     asyncio.run(run())
     assert caplog.text.count("budgets are counted and not written") == 1
-    assert TokenBudgets([A], str(path), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 100
+    assert TokenBudgets([A], BudgetFile(str(path)), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 100
 
 
 def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
-    kept = TokenBudgets([A], str(tmp_path / "b"), Calendar(Clock(NOON)))
+    kept = TokenBudgets([A], BudgetFile(str(tmp_path / "b")), Calendar(Clock(NOON)))
 
     async def run():
         loop, seen = asyncio.get_running_loop(), []
@@ -180,7 +180,7 @@ def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatc
 def test_old_days_are_not_kept(tmp_path):
     clock, path = Clock(NOON), tmp_path / "b"
     for _ in range(5):
-        kept = TokenBudgets([A], str(path), Calendar(clock))
+        kept = TokenBudgets([A], BudgetFile(str(path)), Calendar(clock))
         kept.use("a", 1)
         asyncio.run(written(kept, 0.0))
         clock.at_s += 2 * DAY_S
@@ -197,7 +197,7 @@ def test_a_budget_without_a_file_is_refused_and_so_is_a_file_that_cannot_be(tmp_
     assert caught.value.info.param == "tenant[0].tokens_per_month"
     assert config_of(told | {"tenant": [tenant], "budget_file": "x"}).budget_file == "x"
     with pytest.raises(ConfigError) as caught:
-        TokenBudgets([A], str(tmp_path / "nowhere" / "b"))
+        TokenBudgets([A], BudgetFile(str(tmp_path / "nowhere" / "b")))
     assert caught.value.info.param == "budget_file"
 
 

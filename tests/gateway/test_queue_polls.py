@@ -6,12 +6,13 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import aiohttp
 import pytest
 
 from splittime.gateway import queue_polls
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.queue_polls import waiting_at
+from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 
 from .conftest import gateway_of, upstream
@@ -36,7 +37,7 @@ def telling(status: int, text: str, **headers):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Telling)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", keys
@@ -50,8 +51,11 @@ def asked(url: str) -> int | None:
     config = UpstreamConfig(name="u", url=url + "/v1", models=("m",), queue_wait_s=0.05)
 
     async def ask():
-        async with aiohttp.ClientSession() as session:
-            return await waiting_at(session, Upstream(config, BreakerConfig(), "secret"))
+        connections = UpstreamConnections(RoundTrips())
+        try:
+            return await waiting_at(connections, Upstream(config, BreakerConfig(), "secret"))
+        finally:
+            connections.close()
 
     return asyncio.run(ask())
 

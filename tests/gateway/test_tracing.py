@@ -12,8 +12,10 @@ import pytest
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import TracingConfig
 from splittime.gateway.config_file import config_of
+from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.tracing.exporter import QUEUE_FULL, SpanExporter
 from splittime.gateway.tracing.spans import is_sampled, num_spans, spans_of
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.attempts import Attempt, NestedStage
 from splittime.ledger.stages import Stage
@@ -46,7 +48,7 @@ class Collector:
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def at(self, path: str):
         return [(headers, body) for where, headers, body in self.told if where == path]
@@ -170,7 +172,8 @@ def num_spans_of_one(gateway) -> int:
 
 def test_what_has_no_room_is_dropped_and_counted():
     one = num_spans(account())
-    exporter = SpanExporter(TracingConfig(url=DEAD, max_queue=2 * one), None)
+    connections = UpstreamConnections(RoundTrips())
+    exporter = SpanExporter(TracingConfig(url=DEAD, max_queue=2 * one), None, connections, pool=None)
     for _ in range(5):
         exporter.note(account())
     assert exporter.spans[QUEUE_FULL] == 3 * one

@@ -74,6 +74,24 @@ def test_who_waits_for_a_model_gets_an_upstream_whatever_else_has_changed(hostil
         assert answers[0][0] == 200
 
 
+def test_who_waits_is_counted_though_another_config_has_come(hostile, tmp_path):
+    """Whoever scales by what waits must see it."""
+    nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
+    with gateway_of(tmp_path, nobody) as gateway:
+        answers: list = []
+        asking = ask_in_thread(gateway, answers)
+        wait_for_open(gateway, 1)
+        before = gateway.get("/stats")["queue"]
+        write(gateway, tmp_path, nobody + "[queue]\nmax_wait_s = 20.0\n")
+        assert gateway.get("/stats")["queue"] == before
+        with urllib.request.urlopen(gateway.url + "/metrics", timeout=30) as response:
+            assert b"splittime_gateway_queued_requests 1" in response.read()
+        write(gateway, tmp_path, upstream("one", hostile.url("fine"), "m"))
+        asking.join(20)
+        assert answers[0][0] == 200
+        assert gateway.get("/stats")["queue"] == {"requests": 0, "tokens": 0}
+
+
 def test_a_model_that_is_gone_leaves_who_waits_where_it_is(hostile, tmp_path):
     nobody = upstream("nobody", DEAD, "m", max_in_flight=0)
     with gateway_of(tmp_path, nobody + "[queue]\nmax_wait_s = 1.0\n") as gateway:

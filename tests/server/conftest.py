@@ -30,12 +30,13 @@ TEMPLATE = (
 EOS = 256
 
 
-def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """256 bytes, one token each (id = byte), and one special end token."""
+def byte_tokenizer(template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> Tokenizer:
+    """256 bytes, one token each (id = byte), one special end token, and these marks."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens(list(marks))
     return Tokenizer(backend, config={"eos_token": "<|end|>"}, chat_template=template)
 
 
@@ -51,13 +52,16 @@ class LiveServer:
     def __init__(self, engine: FakeEngine, config: ServerConfig, model: ModelInfo, template: str = TEMPLATE) -> None:
         self.engine, self.config, self.model, self.template = engine, config, model, template
         self.ledger = Ledger()
+        self.marks: tuple[str, ...] = ()  # of its tokenizer, set before the start
         self.port = 0
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.app = build_app(self.engine, byte_tokenizer(self.template), self.ledger, self.config, self.model)
+        self.app = build_app(
+            self.engine, byte_tokenizer(self.template, self.marks), self.ledger, self.config, self.model
+        )
         self.service = self.app.service
         listener = listen(self.config)
         self.port = listener.getsockname()[1]

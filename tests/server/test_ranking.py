@@ -18,7 +18,7 @@ MANY, LONG = ["a"] * 128, "q" * 40_000
 THINKING = TEMPLATE.replace("<|assistant|>", "<|assistant|>{% if enable_thinking is false %}<>{% endif %}")
 
 
-def with_answers(template: str) -> Tokenizer:
+def with_answers(template: str, _marks: tuple[str, ...]) -> Tokenizer:
     made = conftest.plain_tokenizer(template)
     made._backend.add_tokens([AddedToken("yes"), AddedToken("no")])
     return Tokenizer(made._backend, config={"eos_token": "<|end|>"}, chat_template=template)

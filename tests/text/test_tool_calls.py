@@ -331,10 +331,10 @@ def test_a_long_answer_is_read_piece_by_piece(family: str, monkeypatch: pytest.M
 
 def test_a_number_without_end_is_not_held_back() -> None:
     given, pieces = '{"a": ' + "1" * (2 * MOST_WORD_CHARS), JsonPieces()
-    came = "".join(pieces.push(character, is_end=False) for character in given)
+    came = "".join(pieces.push(character, is_end=False)[0] for character in given)
     assert came == given
-    assert came + pieces.push('1, "b": None}', is_end=True) == given + '1, "b": null}'
-    assert JsonPieces().push(given + '1, "b": None}', is_end=True) == given + '1, "b": null}'
+    assert pieces.push('1, "b": None} ]', is_end=True) == ('1, "b": null}', " ]")
+    assert JsonPieces().push(given + '1, "b": None}', is_end=True) == (given + '1, "b": null}', "")
 
 
 def test_a_text_of_json_among_quoted_ones_is_looked_through_once() -> None:

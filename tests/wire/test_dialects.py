@@ -15,7 +15,7 @@ from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, Sampl
 from splittime.bench.server_view import SEEN, render_server_view, server_view
 from splittime.wire.dialects import DIALECTS
 from splittime.wire.dialects.dialect import RESTARTED, Notation, read
-from splittime.wire.scrape import parse, values
+from splittime.wire.samples import parse, values
 
 FIXTURES = Path(__file__).parents[1] / "bench" / "fixtures"
 FILES = {"vllm": "vllm", "sglang": "sglang", "tgi": "tgi", "llama.cpp": "llama_cpp"}

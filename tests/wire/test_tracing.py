@@ -33,7 +33,7 @@ class Keeper(BaseHTTPRequestHandler):
 def keeper():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Keeper)
     server.posts, server.status = [], 200
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -239,6 +239,7 @@ class Choice:
         """Close the book. Only once. about: fields of the account that its owner knows (`group_id`, `model`, ...)."""
         self.is_closed = True
         self.account.close(now_ns)
+        limit = self.request.sampling.reasoning_limit
         looked_up = sampled_lookup(self.request.request_id, self.request.prompt_token_ids, self.token_ids)
         return ClosedAccount(
             request_id=self.request.request_id,
@@ -251,6 +252,8 @@ class Choice:
             cached_tokens=self.cached_tokens,
             host_tokens=self.host_tokens,
             output_tokens=len(self.token_ids),
+            reasoning_tokens=0 if self.reasoning is None else self.reasoning.num_tokens,
+            most_reasoning_tokens=None if limit is None else limit.max_tokens,
             num_preemptions=self.num_preemptions,
             first_chunk_tokens=self.first_chunk_tokens,
             token_steps=tuple(self.steps),

@@ -39,7 +39,7 @@ Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class EmbeddingBody(Strict, kw_only=True):
-    input: Annotated[str | list[str | int | list[int]], Meta(description="Each is embedded; see PROMPT_FORMS.")]
+    input: str | list[str | int | list[int]]
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
     encoding_format: Annotated[
         Encoding | None, Meta(description="float (the default), or base64: of float32 values, little-endian.")

@@ -106,6 +106,7 @@ WAYS_OUT = {
     "lora": "model names an adapter, one for a request",
     "image_data": "only texts are supported",
     "reasoning_format": "include_reasoning false leaves it out; --reasoning-parser none leaves it in the text",
+    "thinking_token_budget": "/v1/chat/completions tells reasoning apart, and takes it",
     "parse_tool_calls": "the text is answered as it is",
 }
 
@@ -119,7 +120,7 @@ OF_SERVERS = {
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "priority", "request_id", "logits_processors"),
         *("return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs"),
-        *("include_reasoning", "prompt_embeds"),
+        *("include_reasoning", "thinking_token_budget", "prompt_embeds"),
     ),
     "llama.cpp": (
         *("dynatemp_range", "dynatemp_exponent", "top_k", "min_p", "n_predict", "n_indent", "n_keep", "typical_p"),

@@ -15,6 +15,10 @@ from splittime.api.schema import CacheControl, Strict, no_effect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
+BUDGET = (
+    "Most tokens of thinking: behind them it is closed, and the answer goes on. None where the model does not reason."
+)
+
 
 class MessagesBlock(Strict, kw_only=True, tag_field="type", tag="text"):
     text: str
@@ -105,17 +109,20 @@ class ChosenTool(Strict, kw_only=True):
 
 
 class Thinking(Strict, kw_only=True):
-    """Whether the model is to reason, where its chat template can tell it (`enable_thinking`). adaptive: as the
-    template has it."""
+    """Whether the model is to reason, where its chat template can tell it (`enable_thinking`), and how much. adaptive:
+    as the template has it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int | None, no_effect("the model ends its reasoning; max_tokens bounds all.")] = None
+    budget_tokens: Annotated[int | None, Meta(description=BUDGET, extra_json_schema={"minimum": 0})] = None
 
     def to_chat(self) -> dict[str, Any]:
-        if self.type == "adaptive":
-            return {"include_reasoning": True}
-        is_on = self.type == "enabled"
-        return {"chat_template_kwargs": {"enable_thinking": is_on}, "include_reasoning": is_on}
+        is_on = self.type != "disabled"
+        fields: dict[str, Any] = {"include_reasoning": is_on}
+        if self.type != "adaptive":
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
+        if is_on and self.budget_tokens is not None:
+            fields["thinking_token_budget"] = self.budget_tokens
+        return fields
 
 
 class CountTokensBody(Strict, kw_only=True):

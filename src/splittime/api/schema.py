@@ -91,16 +91,6 @@ def _number(description: str, **bounds: float) -> Meta:
     return Meta(description=description, extra_json_schema=bounds)
 
 
-PROMPT_FORMS = {
-    "description": "A text, texts, token ids, or lists of token ids.",
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}, "minItems": 1},
-    ],
-}
-
 OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
@@ -184,7 +174,7 @@ class GenerationBody(ForeignFields, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[str | list[str | int | list[int]], Meta(description="See PROMPT_FORMS.")]
+    prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
@@ -269,6 +259,9 @@ class NamedTool(Strict, kw_only=True):
 
 
 TOOL_CHOICE = "auto (the default): the model chooses; required: it calls some; an object: it calls this one; none."
+BOUND = (
+    "Reasoning tokens, without its marks, behind which the reasoning is closed and the answer goes on; -1: no bound."
+)
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -286,6 +279,7 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     echo: Annotated[Literal[False] | None, no_effect("no chat is echoed.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="false: reasoning is counted, and left out.")] = None
+    thinking_token_budget: Annotated[int | None, _number(BOUND, minimum=-1)] = None
     chat_template: None = None
     documents: None = None
     mm_processor_kwargs: None = None

@@ -29,7 +29,8 @@ from splittime.core.errors import ConfigError
 from splittime.present.terminal import clipped
 from splittime.wire.dialects import DIALECTS
 from splittime.wire.pool import addresses
-from splittime.wire.scrape import MAX_BODY_BYTES, Response, Samples, ask_first, get, get_json, parse
+from splittime.wire.samples import Samples, parse
+from splittime.wire.scrape import MAX_BODY_BYTES, Response, ask_first, get, get_json
 from splittime.wire.target import Address, Target
 
 OWNERS = {"splittime": "splittime", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}

@@ -105,4 +105,5 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
     if told["trial"] is not None:
         console.print(f"  on trial: {told['trial']}", markup=False)
     for one in told["events"][-10:]:
-        console.print(f"  {one['what']} {one['name']} ({one['revision']}): {one['why']}", markup=False)
+        said = f" It said: {one['words']}" if one["words"] else ""
+        console.print(f"  {one['what']} {one['name']} ({one['revision']}): {one['why']}{said}", markup=False)

@@ -29,8 +29,8 @@ OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or t
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile"), "give [gateway] a certificate; replicas speak plain HTTP"),
     **dict.fromkeys(("ledger_file", "root_path"), "give [gateway] a ledger_file"),
     **dict.fromkeys(
-        ("kv_peers", "kv_peer_key"),
-        "leave it out: no replica knows another's port; [gateway.affinity] sends a prompt to where its blocks are",
+        ("kv_peers", "kv_peer_key", "kv_export"),
+        "leave it out, and set shares_blocks in [replica]: each replica has another port",
     ),
 }
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
@@ -51,6 +51,9 @@ class ReplicaConfig(Strictly, frozen=True, kw_only=True):
     ] = None
     sleep_level: Annotated[int, Doc("How deep it sleeps in the warm pool: 1 keeps weights, 2 does not.", 1, 2)] = 2
     start_s: Annotated[float, Doc("One that is not ready by then is given up.", 1, 86400)] = 600.0
+    shares_blocks: Annotated[
+        bool, Doc("One that starts takes the cached blocks that those which serve used latest, and asks them for more.")
+    ] = False
 
 
 class ClusterConfig(Strictly, frozen=True, kw_only=True):
@@ -147,6 +150,7 @@ def launch_of(config: ClusterConfig) -> ReplicaLaunch:
     settings = load({"model": config.model, **config.serve}, config=Path("/dev/null"), environ={})
     folder = model_source.locate(config.model, settings["load_format"])
     flags = [word for name in config.serve for word in as_typed(name, settings[name])]
+    flags += ["--kv-export"] * config.replica.shares_blocks
     names = settings["served_model_name"] or (model_source.default_name(config.model, folder),)
     model = [] if config.model is None else [config.model]
     return ReplicaLaunch(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from splittime.cluster.bounds import max_in_flight, retry_bounds
 from splittime.cluster.config import ClusterConfig, ReplicaLaunch
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
@@ -19,7 +20,6 @@ from splittime.gateway.routing.policy import version_of
 DEFAULT_PORT = 8100
 HOLD = {"name": "none-yet", "url": "http://127.0.0.1:9", "max_in_flight": 0}  # nobody: what comes waits
 SIGN_OF_LIFE_S = 1.0
-FIRST_FAILURES = 5  # after which a gateway leaves a dead replica alone, by its breaker's default
 FILES_OF_ONE = (("ledger_file",), ("budget_file",), ("audit", "file"), ("cache", "file"))  # two cannot both write them
 
 
@@ -40,7 +40,7 @@ def gateway_config(
     port = table.get("port", DEFAULT_PORT)
     table["port"] = port + number if isinstance(port, int) and port else port
     table["queue"] = {"sign_of_life_s": SIGN_OF_LIFE_S} | dict(table.get("queue", {}))
-    table["retries"] = {"spare": max_in_flight(launch) + FIRST_FAILURES} | dict(table.get("retries", {}))
+    table["retries"] = {**retry_bounds(launch.max_num_seqs)} | dict(table.get("retries", {}))
     if number:
         table = _with_own_files(table, number)
     table["upstream"] = [_upstream(one) for one in listed] or [{**HOLD, "models": list(launch.models)}]
@@ -72,15 +72,9 @@ def _upstream(one: ListedReplica) -> dict[str, Any]:
         "models": list(one.launch.models),
         "kind": "splittime",
         "resume": one.resumes,
-        "max_in_flight": max_in_flight(one.launch),
+        "max_in_flight": max_in_flight(one.launch.max_num_seqs),
         **({} if key is None else {"key_env": key}),
     }
-
-
-def max_in_flight(launch: ReplicaLaunch) -> int:
-    """Returns how many requests a replica is given at once: so many run, and as many wait to follow. When it is lost,
-    all of them that have no byte of an answer are sent again, so the budget of retries has room for them."""
-    return 2 * launch.max_num_seqs
 
 
 def digest_of(config: GatewayConfig) -> str:

@@ -37,6 +37,8 @@ log = logging.getLogger("splittime.cluster")
 
 TICK_S = 0.5
 NAP_ANSWER_S = 130.0
+LAST_LINES, LAST_LETTERS = 3, 500
+MAX_PEERS = 8
 KEPT_EVENTS = 64
 AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
@@ -145,24 +147,23 @@ class FleetKeeper:
             self._note_event("failed", order.name, order.revision, f"{order.action}: {error}")
 
     async def _do(self, order: FleetOrder) -> None:
-        name, state = order.name, self.state
+        name, state, words = order.name, self.state, ""
         if order.action in (FleetAction.START, FleetAction.WARM):
             name = await self._start(order)
         elif order.action is FleetAction.STOP:
-            words = self._watches.pop(name).words
+            words = _last_lines(self._watches.pop(name).words)
             del state.replicas[name]
             self._places.end(name)
-            order = order if not words else order._replace(why=f"{order.why}: {words[-300:]}")
         elif order.action is FleetAction.ADMIT:
             was_warming = state.replicas[name].phase is ReplicaPhase.WARMING
             enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
         else:
             enter(state.replicas[name], PHASES[order.action])
-        self._note_event(str(order.action), name, order.revision, order.why)
-        log.warning("%s %s (%s): %s", order.action, name, order.revision, order.why)
+        self._note_event(str(order.action), name, order.revision, order.why, words)
+        log.warning("%s %s (%s): %s", order.action, name, order.revision, f"{order.why} {words}".strip())
 
-    def _note_event(self, what: str, name: str, revision: str, why: str) -> None:
-        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why))
+    def _note_event(self, what: str, name: str, revision: str, why: str, words: str = "") -> None:
+        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why, words))
 
     async def _start(self, order: FleetOrder) -> str:
         """Write it down first: one that was started and not written down is ended."""
@@ -172,8 +173,17 @@ class FleetKeeper:
         phase = ReplicaPhase.STARTING if order.action is FleetAction.START else ReplicaPhase.WARMING
         state.replicas[name] = ManagedReplica(order.revision, phase, time.time())
         self._file.write(state)
-        await self._in_thread(partial(self._places.start, name, state.launches[order.revision]))
+        launch = state.launches[order.revision]
+        await self._in_thread(
+            partial(self._places.start, name, launch, self._peers if launch.replica.shares_blocks else ())
+        )
         return name
+
+    @property
+    def _peers(self) -> list[str]:
+        """Returns the addresses of some that serve, those that began latest."""
+        serving = [self.state.replicas[name] for name in names_by(self.state.replicas, ReplicaPhase.SERVING)]
+        return [one.url for one in serving if one.url is not None][-MAX_PEERS:]
 
     def _nap_where_due(self, session: aiohttp.ClientSession) -> None:
         self._naps = {name: task for name, task in self._naps.items() if not task.done()}
@@ -223,3 +233,8 @@ class FleetKeeper:
             self.state, self._watches, self._gateways, self._rollout, decision, list(self._events), time.monotonic()
         )
         write_whole(self._cluster.folder / STATUS, told)
+
+
+def _last_lines(words: str) -> str:
+    lines = [line for line in words.splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES:])[-LAST_LETTERS:]

@@ -4,12 +4,12 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from splittime.cluster.bounds import LOST_S
 from splittime.cluster.controller import FleetReplica, FleetState
 from splittime.cluster.gauges import ReplicaGauges
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.state import ManagedReplica, ReplicaPhase
 
-LOST_S = 10.0  # without an answer to a question that takes a millisecond
 NAP_S = 120.0  # to fall asleep
 COMING = (ReplicaPhase.STARTING, ReplicaPhase.WARMING, ReplicaPhase.WAKING)
 FLEET_STATES = {

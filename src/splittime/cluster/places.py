@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from splittime.bench.own_server import as_typed
 from splittime.cluster.config import ReplicaLaunch
 from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
 from splittime.core.errors import ConfigError
@@ -19,7 +20,10 @@ END_S = 60.0  # from SIGTERM until a replica is killed: longer than `--grace-s`,
 class ReplicaPlaces(Protocol):
     """None of these waits for a replica. Names are the controller's, and none is used twice."""
 
-    def start(self, name: str, launch: ReplicaLaunch) -> None: ...
+    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
+        """peers: the addresses of replicas whose cached blocks it may have."""
+        ...
+
     def look(self) -> Mapping[str, ReplicaSeen]:
         """Returns what is seen of all that were started and not ended, also by a controller before this one."""
         ...
@@ -47,9 +51,9 @@ class LocalPlaces:
         self._known = {name: ReplicaProcess(folder, name) for name in ReplicaProcess.names(folder)}
         self._ending: dict[str, float] = {}  # until when
 
-    def start(self, name: str, launch: ReplicaLaunch) -> None:
+    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
         process = self._known[name] = ReplicaProcess(self._folder, name)
-        process.begin(launch.flags, key_of(launch), self._ends_with)
+        process.begin((*launch.flags, *as_typed("kv_peers", peers)), key_of(launch), self._ends_with)
 
     def look(self) -> Mapping[str, ReplicaSeen]:
         self._kill_late()

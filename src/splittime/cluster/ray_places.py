@@ -5,31 +5,24 @@ whether there is to be another, and where, is the controller's to decide. No req
 """
 
 import os
-import secrets
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from splittime.bench.own_server import as_typed
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.places import END_S, key_of
 from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
-from splittime.core.errors import ConfigError, EngineError
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0  # for actors to answer
 ALONE_S = 300.0  # an actor that is not asked for so long has no cluster any more
-OWN_RAY = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-}
 
 
 class ReplicaActor:
@@ -39,8 +32,7 @@ class ReplicaActor:
         self._folder = Path(tempfile.mkdtemp(prefix=f"splittime-{name}-"))
         self._process = ReplicaProcess(self._folder, name)
         self._last: tuple[bool, str | None, str] | None = None
-        address = _ray().util.get_node_ip_address() if on_network else LOOPBACK
-        self._process.begin((*flags, "--host", address), key, os.getpid())
+        self._process.begin((*flags, "--host", _own_address() if on_network else LOOPBACK), key, os.getpid())
         self._looked_s = time.monotonic()
         threading.Thread(target=self._end_alone, name="end-alone", daemon=True).start()
 
@@ -71,7 +63,9 @@ class RayPlaces:
     """address: of the Ray cluster."""
 
     def __init__(self, cluster: Cluster, address: str) -> None:
-        self._ray = _ray()
+        import ray
+
+        self._ray: Any = ray
         self._namespace = namespace_of(cluster.folder)
         self._ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level="ERROR")
         self._actors: dict[str, Any] = {}
@@ -81,7 +75,7 @@ class RayPlaces:
         self._seen: dict[str, ReplicaSeen] = {}
         self._ending: dict[str, float] = {}  # until when
 
-    def start(self, name: str, launch: ReplicaLaunch) -> None:
+    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
         told = launch.replica
         made = self._ray.remote(ReplicaActor).options(
             name=name,
@@ -91,7 +85,8 @@ class RayPlaces:
             resources=dict(told.resources),
             max_restarts=0,
         )
-        self._actors[name] = made.remote(name, launch.flags, key_of(launch), told.on_network)
+        flags = (*launch.flags, *as_typed("kv_peers", peers))
+        self._actors[name] = made.remote(name, flags, key_of(launch), told.on_network)
 
     def look(self) -> Mapping[str, ReplicaSeen]:
         """One that has no place yet, or does not answer in time, is as it was."""
@@ -137,33 +132,13 @@ class RayPlaces:
                 del self._ending[name]
 
 
-def start_ray(cluster: Cluster) -> str:
-    """Start a Ray on this machine that ends with this process, and return its address: loopback only, no dashboard, and
-    a token without which it takes nothing. Raises `EngineError`."""
-    os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))  # before it is imported
-    ray = _ray()
-    try:
-        context = ray.init(
-            include_dashboard=False,
-            namespace=namespace_of(cluster.folder),
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-    except Exception as error:  # of no class of its own: it gives itself half a minute
-        hint = "start one with `ray start --head`, and set ray_address"
-        raise EngineError(f"Ray did not start: {error}", hint=hint) from error
-    return str(context.address_info["gcs_address"])
-
-
 def namespace_of(folder: Path) -> str:
     """Returns where this cluster's actors are, apart from others': by its folder."""
     return "splittime" + str(folder).replace("/", "-")
 
 
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        hint = "pip install 'splittime[cluster]', or leave runner out: it is \"local\" then"
-        raise ConfigError('runner "ray" needs Ray', param="runner", value="ray", hint=hint) from None
-    return ray
+def _own_address() -> str:
+    """Returns this node's address."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -28,7 +28,7 @@ from splittime.cluster.replica_process import ProcessMark
 ProcessMark.of(os.getpid()).write(Path(sys.argv.pop(1)))
 """  # by itself, should whoever started it be killed before it can write that down
 LAST_WORDS_BYTES = 2000
-OURS, API_KEY = "SPLITTIME_", "SPLITTIME_API_KEY"
+OURS, KEYS = "SPLITTIME_", ("SPLITTIME_API_KEY", "SPLITTIME_KV_PEER_KEY")
 ENDED_STATES = "ZX"
 
 
@@ -143,4 +143,4 @@ class ReplicaProcess:
 def _environment(key: str | None) -> Mapping[str, str]:
     """Returns this process's environment without settings of ours: the cluster's config alone has them."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return plain if key is None else plain | {API_KEY: key}
+    return plain if key is None else plain | dict.fromkeys(KEYS, key)

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 class FleetEvent(msgspec.Struct, frozen=True):
-    """What was done, or decided. what: an action, failed, promoted, rolled_back or refused."""
+    """What was done, or decided. what: an action, failed, promoted, rolled_back or refused. words: the last lines of a
+    replica that has ended by itself."""
 
     at_unix_s: float
     what: str
     name: str
     revision: str
     why: str
+    words: str = ""
 
 
 def status_json(

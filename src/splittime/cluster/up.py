@@ -7,12 +7,11 @@ Whatever it started ends with it, even if it is killed.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
@@ -20,77 +19,15 @@ from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.replica_process import STARTED
 from splittime.cluster.running import REREAD, STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
 from splittime.cluster.state import ClusterState, StateFile
+from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 
-POLL_S, TELL_S = 0.1, 0.5
-AGAIN_S = 1.0  # from the end of a process until it is started again
+if TYPE_CHECKING:
+    from splittime.cluster.ray_head import RayHead
+
+TELL_S = 0.5
 LISTEN_S = 60.0
 END_S = 90.0  # for each kind of process, beyond what it waits for itself
-WORDS = 500
-
-
-class UpProcess:
-    """A process that is to run for as long as the cluster does. out: what it prints, if that is read."""
-
-    def __init__(self, folder: Path, name: str, command: Sequence[str], mark: Path | None = None) -> None:
-        self.name, self._command, self._mark = name, command, mark
-        self._log, self._out = folder / f"{name}.log", folder / f"{name}.out"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended_s: float | None = None
-        self.has_told = False
-
-    def start(self) -> None:
-        with self._log.open("ab") as words, self._out.open("wb") as out:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=words, start_new_session=True
-            )
-        self._ended_s, self.has_told = None, False
-
-    def attend(self) -> bool:
-        """Start it again if it has ended a while ago; note whether it has told that it listens. Returns whether it has
-        just ended."""
-        if self.is_alive:
-            if not self.has_told and self._out.read_bytes().endswith(b"\n"):
-                self.has_told = True
-                if self._mark is not None:
-                    write_mark(self._mark, self.pid)
-            return False
-        if self._ended_s is None:
-            self._ended_s = time.monotonic()
-            return True
-        if time.monotonic() - self._ended_s > AGAIN_S:
-            self.start()
-        return False
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "started"
-        return self._process.pid
-
-    @property
-    def words(self) -> str:
-        return self._log.read_text(errors="replace").strip()[-WORDS:]
-
-    @property
-    def last_line(self) -> str:
-        return self.words.rpartition("\n")[2] or "it said nothing"
-
-    def signal(self, sign: signal.Signals) -> None:
-        if self.is_alive:
-            os.kill(self.pid, sign)
-
-    def wait(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
-        """Return when it has ended; kill it where that takes too long, or as soon as somebody is in a hurry."""
-        until_s = time.monotonic() + seconds
-        while self.is_alive and time.monotonic() < until_s and not is_hurried():
-            time.sleep(POLL_S)
-        self.signal(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
 
 
 class UpCluster:
@@ -100,8 +37,10 @@ class UpCluster:
         self._path, self._cluster, self._say = path, cluster, say
         self._gateways: list[UpProcess] = []
         self._controller: UpProcess | None = None
+        self._ray: RayHead | None = None
         self._num_signals = 0
         self._told, self._tell_s = "", 0.0
+        self._words_unix_s = time.time()  # of the latest event whose words were said
 
     def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
         """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
@@ -113,7 +52,8 @@ class UpCluster:
         try:
             StateFile(folder).write(ClusterState.begun(self._cluster))
             self._start(folder)
-            on_ready([ManagedGateways(self._cluster).url(number) for number in range(len(self._gateways))])
+            if not self._num_signals:
+                on_ready([ManagedGateways(self._cluster).url(number) for number in range(len(self._gateways))])
             while not self._num_signals:
                 self._attend()
                 time.sleep(POLL_S)
@@ -132,12 +72,10 @@ class UpCluster:
     # ---- begin
 
     def _start(self, folder: Path) -> None:
-        config, ray_address = self._cluster.config, ""
-        if config.runner == "ray":
-            from splittime.cluster.ray_places import start_ray
-
-            self._say("starting Ray" if config.ray_address is None else f"Ray at {config.ray_address}")
-            ray_address = config.ray_address or start_ray(self._cluster)
+        config = self._cluster.config
+        ray_address = self._ray_address(folder) if config.runner == "ray" else ""
+        if self._num_signals:
+            return
         for number in range(config.gateways):
             self._gateways.append(self._gateway(GatewayFiles(folder, number)))
         keeping = [sys.executable, "-m", "splittime.cluster", str(self._path), str(folder), str(os.getpid())]
@@ -145,6 +83,18 @@ class UpCluster:
         for process in (*self._gateways, self._controller):
             process.start()
         self._await_gateways()
+
+    def _ray_address(self, folder: Path) -> str:
+        """Returns where Ray is, which is started here unless the config names one."""
+        from splittime.cluster.ray_head import RayHead, check_ray
+
+        check_ray()
+        address = self._cluster.config.ray_address
+        if address is None:
+            self._ray = RayHead(folder)
+            address = self._ray.start(self._say, lambda: self._num_signals > 0)
+        self._say(f"Ray at {address}")
+        return address
 
     def _gateway(self, files: GatewayFiles) -> UpProcess:
         """Its file has no replica yet; what comes waits."""
@@ -165,6 +115,8 @@ class UpCluster:
 
     def _attend(self) -> None:
         assert self._controller is not None, "started"
+        if self._ray is not None:
+            self._ray.check()
         for process in (*self._gateways, self._controller):
             if process.attend():
                 self._say(f"{process.name} has ended, and is started again: {process.last_line}")
@@ -173,10 +125,14 @@ class UpCluster:
             self._tell_replicas()
 
     def _tell_replicas(self) -> None:
-        """Say which replicas there are, where that has changed."""
+        """Say which replicas there are, where that has changed, and the last words of those that have ended."""
         status = read_status(self._cluster.folder)
         if status is None:
             return
+        for event in status["events"]:
+            if event["words"] and event["at_unix_s"] > self._words_unix_s:
+                self._words_unix_s = event["at_unix_s"]
+                self._say(f"{event['name']} has ended, and said: {event['words']}")
         told = ", ".join(f"{one['name']} {one['phase']}" for one in status["replicas"]) or "none"
         if told != self._told:
             self._told = told
@@ -194,6 +150,8 @@ class UpCluster:
                 process.signal(signal.SIGTERM)
             for process in processes:
                 process.wait(seconds, lambda: self._num_signals > max(1, first))
+        if self._ray is not None:
+            self._ray.end()
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -11,10 +11,20 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 256
 MAX_GRAMMAR_CHARS = 2**20
+MAX_REASONING_MARK_TOKENS = 64
 POOLINGS = ("last", "cls", "mean")
 LOGITS = "logits"
 AHEAD = "ahead"
 SCORE = "score"
+
+
+class ReasoningLimit(msgspec.Struct, frozen=True, gc=False):
+    """How much is thought before an answer: behind `max_tokens` tokens of reasoning, `end_ids` must come. Reasoning
+    begins where an answer begins with one of the runs `begin_ids`; () where its prompt has opened it."""
+
+    max_tokens: int
+    end_ids: tuple[int, ...]
+    begin_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -29,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     (each is two: at a text's begin and behind a space). `pooling`: no token comes; what is answered is the last layer's
     output for the prompt: of its last token, of its first (`cls`), or the mean of all (`mean`); or what the model says
     of the `allowed_token_ids` behind it (`logits`), or what a head says of it (`score`). "" is none of these.
+    `reasoning_limit`: of what is thought; None is no bound.
     """
 
     max_tokens: int | None = None
@@ -51,6 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     ignore_eos: bool = False
     grammar: str = ""
     pooling: str = ""
+    reasoning_limit: ReasoningLimit | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -98,6 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             raise RequestError(words, param="ignore_eos", value=True, hint="leave ignore_eos out")
         self._check_lists()
         self._check_pooling()
+        self._check_reasoning()
         if "" in self.stop:
             raise RequestError("stop contains an empty string", param="stop", value="")
         for token_id, bias in self.logit_bias.items():
@@ -117,6 +130,16 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         if self.pooling == LOGITS and not self.allowed_token_ids:
             words = "pooling of logits needs allowed_token_ids: of these"
             raise RequestError(words, param="allowed_token_ids", value=None)
+
+    def _check_reasoning(self) -> None:
+        limit = self.reasoning_limit
+        if limit is None:
+            return
+        if not 0 <= limit.max_tokens <= _INT64:
+            words, value = "a bound of the reasoning must be at least 0 tokens", str(limit.max_tokens)
+            raise RequestError(words, param="reasoning_limit", value=value, limit=[0, _INT64])
+        for run in (limit.end_ids, *limit.begin_ids):
+            _check_count("reasoning_limit", len(run) or MAX_REASONING_MARK_TOKENS + 1, MAX_REASONING_MARK_TOKENS)
 
     def _check_lists(self) -> None:
         _check_count("bad_words", len(self.bad_token_ids), 2 * MAX_BAD_WORDS)

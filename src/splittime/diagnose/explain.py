@@ -133,11 +133,17 @@ def _heading(account: ClosedAccount) -> Text:
     cached = f" ({account.cached_tokens} cached{in_host})" if account.cached_tokens else ""
     preempted = f", {_many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
     asked, answered = _many(account.prompt_tokens, "prompt token"), _many(account.output_tokens, "output token")
-    tokens = f"{asked}{cached}, {answered}{preempted}"
+    tokens = f"{asked}{cached}, {answered}{_reasoned(account)}{preempted}"
     text.append(_wrapped(f"{tokens}, {in_ms(derive.e2e_ns(account))} ms from first byte to last"))
     if account.error is not None:
         text.append(_wrapped(account.error.message), style="red")
     return text.append(f"\n{'stage: cause':<29}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>10}{'%':>7}\n", "dim")
+
+
+def _reasoned(account: ClosedAccount) -> str:
+    most = account.most_reasoning_tokens
+    bound = "" if most is None else f", bounded to {most} between its marks"
+    return f" ({account.reasoning_tokens} of reasoning{bound})" if account.reasoning_tokens else ""
 
 
 def _stage_line(account: ClosedAccount, key: Key, total_ns: int) -> Text:

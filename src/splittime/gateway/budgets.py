@@ -4,36 +4,31 @@ A limit by the minute fills up again; a budget is used up, and its tenant is ref
 over. What a request used is known at its end, so a budget may be overdrawn by what is in flight then. A request that
 was cancelled counts by what its upstream told until then.
 
-The counts are in a SQLite file, written once a second off the path: what a killed gateway had not written, a second's
-worth, is not charged. Only differences are added there, so gateways that share a file share the budgets, a second late.
-A day or month that has begun is never gone back from, whatever the clock is set to. A file that cannot be written is
-logged, and the counts go on in memory.
+The counts are in a store (`budget_stores`), written once a second off the path: what a killed gateway had not written,
+a second's worth, is not charged. Only differences are added there, so gateways that share a store share the budgets, a
+second late. A day or month that has begun is never gone back from, whatever the clock is set to. A store that cannot
+be written is logged, and the counts go on in memory.
 """
 
 import asyncio
 import contextlib
 import logging
-import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from splittime.core.errors import ConfigError, Refused
+from splittime.gateway.budget_stores import STORE_ERRORS, Account, BudgetFile, BudgetStore
 from splittime.gateway.config import GatewayConfig, TenantConfig
+from splittime.gateway.valkey_connection import address_of
 
 log = logging.getLogger("splittime.gateway")
 
 WRITE_S = 1.0
-BUSY_S = 5.0  # for another gateway that writes
 DAY, MONTH = "tokens_per_day", "tokens_per_month"
-SCHEMA = "CREATE TABLE IF NOT EXISTS budget (tenant TEXT, period TEXT, tokens INTEGER, PRIMARY KEY (tenant, period))"
-ADD = "INSERT INTO budget VALUES (?, ?, ?) ON CONFLICT (tenant, period) DO UPDATE SET tokens = tokens + excluded.tokens"
-
-Account = tuple[str, str]  # a tenant and a period: 2026-11-27 or 2026-11
 
 
 class TokenBudget(NamedTuple):
@@ -50,11 +45,16 @@ def budgets_of(tenants: Iterable[TenantConfig]) -> list[TokenBudget]:
 
 
 def check_budgets(config: GatewayConfig) -> None:
-    """Raises `ConfigError` for a budget that a restart would forget."""
+    """Raises `ConfigError` for a budget that a restart would forget, and for two places to keep them in."""
+    if config.limits_valkey is not None:
+        address_of(config.limits_valkey, "limits_valkey")
+        if config.budget_file is not None:
+            message = "budget_file: there is limits_valkey too"
+            raise ConfigError(message, param="budget_file", value=config.budget_file, hint="keep one of them")
     for number, tenant in enumerate(config.tenant):
-        for budget in budgets_of([tenant]) if config.budget_file is None else ():
+        for budget in budgets_of([tenant]) if config.budget_file is None and config.limits_valkey is None else ():
             param = f"tenant[{number}].{budget.kind}"
-            hint = 'budget_file = "budgets.sqlite" keeps what was used'
+            hint = 'budget_file = "budgets.sqlite" keeps what was used; limits_valkey does for several gateways'
             message = f"{param} needs a budget_file: a restart would give it all again"
             raise ConfigError(message, param=param, value=budget.limit, hint=hint)
 
@@ -83,19 +83,23 @@ class Calendar:
 class TokenBudgets:
     """`open` begins inside the event loop, `close` ends. Raises `ConfigError` for a file that cannot be used.
 
-    file: None for counts in memory alone, as a rehearsal keeps them."""
+    store: None for counts in memory alone, as a rehearsal keeps them."""
 
-    def __init__(self, tenants: Sequence[TenantConfig], file: str | None, calendar: Calendar | None = None) -> None:
-        self._calendar, self._file = calendar or Calendar(), file
+    def __init__(
+        self, tenants: Sequence[TenantConfig], store: BudgetStore | None, calendar: Calendar | None = None
+    ) -> None:
+        self._calendar = calendar or Calendar()
         self._by_tenant: dict[str, list[TokenBudget]] = {}
         for budget in budgets_of(tenants):
             self._by_tenant.setdefault(budget.tenant, []).append(budget)
-        self._used: Counter[Account] = Counter()  # as the file says, with what is not written
+        self._store = store if self._by_tenant else None
+        self._used: Counter[Account] = Counter()  # as the store says, with what is not written
         self._unwritten: Counter[Account] = Counter()
         self._is_broken = False
         self._task: asyncio.Task[None] | None = None
-        if self._by_tenant and file is not None:
-            self._begin()
+        self._ending = asyncio.Event()
+        if self._store is not None:
+            self._begin(self._store)
 
     def check(self, tenant: str) -> None:
         """Raises `Refused` if a budget of this tenant is used up."""
@@ -116,58 +120,50 @@ class TokenBudgets:
         budgets = [budget for budgets in self._by_tenant.values() for budget in budgets]
         return {(one.tenant, one.kind): self._used[one.tenant, self._calendar.period(one.kind)] for one in budgets}
 
-    # ---- the file
+    # ---- the store
 
     def open(self, executor: Executor) -> None:
-        if self._by_tenant and self._file is not None:
-            self._task = asyncio.create_task(self._write_on(executor))
+        if self._store is not None:
+            self._task = asyncio.create_task(self._write_on(self._store, executor))
 
     async def close(self) -> None:
-        """What is not written yet is, by the caller's thread: nobody is served any more."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            with contextlib.suppress(sqlite3.Error):
-                self._write_and_read(self._unwritten)
+        """Writes what is not written yet."""
+        self._ending.set()
+        if self._task is not None and self._store is not None:
+            await self._task
+            self._store.close()
 
-    def _begin(self) -> None:
+    def _begin(self, store: BudgetStore) -> None:
+        """A file that cannot be used is the operator's mistake. A server that is away may come back: until then the
+        counts begin at 0."""
         try:
-            with self._connected() as connection:
-                connection.execute(SCHEMA)
-            self._used = self._write_and_read(Counter())
-        except sqlite3.Error as error:
-            hint = "give a file that this process may write, or take the budgets out"
-            message = f"budget_file: cannot use {self._file}: {error}"
-            raise ConfigError(message, param="budget_file", value=self._file, hint=hint) from error
+            self._used = store.add(Counter(), self._periods())
+        except STORE_ERRORS as error:
+            if isinstance(store, BudgetFile):
+                hint = "give a file that this process may write, or take the budgets out"
+                message = f"budget_file: cannot use {store}: {error}"
+                raise ConfigError(message, param="budget_file", value=str(store), hint=hint) from error
+            self._tell_broken(error)
 
-    async def _write_on(self, executor: Executor) -> None:
-        while True:
-            await asyncio.sleep(WRITE_S)
+    async def _write_on(self, store: BudgetStore, executor: Executor) -> None:
+        """Writes once a second, and once more at the end. It is not cancelled: what a write that fails had taken out
+        would be lost."""
+        while not self._ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), WRITE_S)
             added, self._unwritten = self._unwritten, Counter()
             try:
-                told = await asyncio.get_running_loop().run_in_executor(executor, self._write_and_read, added)
-            except sqlite3.Error as error:
+                told = await asyncio.get_running_loop().run_in_executor(executor, store.add, added, self._periods())
+            except STORE_ERRORS as error:
                 self._unwritten.update(added)
                 self._tell_broken(error)
             else:
                 self._used, self._is_broken = told + self._unwritten, False
 
-    def _tell_broken(self, error: sqlite3.Error) -> None:
+    def _periods(self) -> tuple[str, str]:
+        return self._calendar.period(DAY), self._calendar.period(MONTH)
+
+    def _tell_broken(self, error: Exception) -> None:
         if not self._is_broken:
             self._is_broken = True
-            log.error("budgets are counted and not written to %s: %s", self._file, error)
-
-    def _write_and_read(self, added: Counter[Account]) -> Counter[Account]:
-        periods = (self._calendar.period(DAY), self._calendar.period(MONTH))
-        with self._connected() as connection:
-            connection.executemany(ADD, [(*account, tokens) for account, tokens in added.items()])
-            if added:
-                connection.execute("DELETE FROM budget WHERE period NOT IN (?, ?)", periods)
-            rows = connection.execute("SELECT tenant, period, tokens FROM budget").fetchall()
-        return Counter({(tenant, period): tokens for tenant, period, tokens in rows})
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; the connection is closed behind it."""
-        with contextlib.closing(sqlite3.connect(Path(self._file or ""), timeout=BUSY_S)) as connection, connection:
-            yield connection
+            log.error("budgets are counted and not written to %s: %s", self._store, error)

@@ -267,6 +267,10 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
     budget_file: Annotated[str | None, Doc("SQLite file for what budgets have used.")] = None
+    limits_valkey: Annotated[
+        str | None,
+        Doc("redis://HOST:PORT of a Valkey or Redis: gateways share limits by the minute and budgets."),
+    ] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
     max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
     max_answer_bytes: Annotated[int, Doc("A longer answer that is no stream is refused (502).", 1)] = 64 * 2**20

@@ -92,6 +92,9 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
     ),
+    MetricSpec(
+        "splittime_gateway_limits_shared", "gauge", (), "1 while limits are told to the other gateways; none if never"
+    ),
     MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
@@ -192,7 +195,7 @@ class GatewayMetrics(Collector):
         return {} if exporter is None else {(result,): count for result, count in exporter.spans.items()}
 
     def _gauges(self) -> dict[str, Series]:
-        upstreams, queue = self.gateway.seen_upstreams.items(), self.gateway.queue
+        upstreams, (requests, tokens) = self.gateway.seen_upstreams.items(), self.gateway.waiting
         return {
             "splittime_gateway_requests_in_flight": {(name,): one.requests for name, one in upstreams},
             "splittime_gateway_in_flight_limit": {(name,): one.limit for name, one in upstreams},
@@ -200,9 +203,10 @@ class GatewayMetrics(Collector):
             "splittime_gateway_breaker_open": {(name,): int(one.breaker.is_open) for name, one in upstreams},
             "splittime_gateway_degradation_level": {(): self.gateway.ladder.observe(time.monotonic_ns())},
             "splittime_gateway_budget_used_tokens": self.gateway.budgets.used(),
+            "splittime_gateway_limits_shared": self.gateway.shared_limits.series(),
             "splittime_gateway_loop_lag_seconds": {(): self.gateway.lag.longest_ns / 1e9},
-            "splittime_gateway_queued_requests": {(): queue.requests},
-            "splittime_gateway_queued_tokens": {(): queue.tokens},
+            "splittime_gateway_queued_requests": {(): requests},
+            "splittime_gateway_queued_tokens": {(): tokens},
         }
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:

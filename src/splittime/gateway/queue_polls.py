@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
-
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
-from splittime.wire.scrape import parse
+from splittime.gateway.whole_answers import ask_whole
+from splittime.wire.samples import parse
 
 log = logging.getLogger("splittime.gateway")
 
@@ -31,17 +31,17 @@ class QueuePolls:
         self._tasks: list[asyncio.Task[None]] = []
         self._silent: set[str] = set()
 
-    def begin(self, session: aiohttp.ClientSession) -> None:
-        self._tasks = [asyncio.create_task(self._poll(session, upstream)) for upstream in self._polled]
+    def begin(self, connections: UpstreamConnections) -> None:
+        self._tasks = [asyncio.create_task(self._poll(connections, upstream)) for upstream in self._polled]
 
     async def end(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _poll(self, session: aiohttp.ClientSession, upstream: Upstream) -> None:
+    async def _poll(self, connections: UpstreamConnections, upstream: Upstream) -> None:
         while True:
-            count = await waiting_at(session, upstream)
+            count = await waiting_at(connections, upstream)
             if count is not None and upstream.adapted is not None:
                 upstream.adapted.note_waiting(count, upstream.requests, time.monotonic_ns())
                 self._on_change()
@@ -51,30 +51,16 @@ class QueuePolls:
             await asyncio.sleep(PERIOD_S)
 
 
-async def waiting_at(session: aiohttp.ClientSession, upstream: Upstream) -> int | None:
+async def waiting_at(connections: UpstreamConnections, upstream: Upstream) -> int | None:
     """Returns how many requests wait there, of all its models; None if it does not tell."""
-    headers = {"accept-encoding": "identity"}
-    if upstream.key is not None:
-        headers["authorization"] = f"Bearer {upstream.key}"
+    where = connections, upstream.address, "/metrics"
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            url = upstream.base_url + "/metrics"
-            async with session.get(url, headers=headers, allow_redirects=False) as response:
-                text = await _text(response) if response.status == 200 else ""
-    except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
+        status, body = await ask_whole(*where, upstream.key, within_s=TIMEOUT_S, max_bytes=MAX_BYTES)
+    except (OSError, ValueError):
         return None
+    text = body.decode("utf-8", "replace") if status == 200 and body else ""
     samples = [value for value in parse(text, WAITING).values() if 0 <= value < 1e9]  # a NaN is neither
     return round(sum(samples)) if samples else None
-
-
-async def _text(response: aiohttp.ClientResponse) -> str:
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > MAX_BYTES:
-            response.close()
-            return ""
-    return body.decode("utf-8", "replace")
 
 
 _KEPT = "its limit stays as it is"

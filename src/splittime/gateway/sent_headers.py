@@ -2,9 +2,9 @@
 
 import time
 
-from splittime import __version__
 from splittime.gateway.endpoints import OF_ANTHROPIC
 from splittime.gateway.upstreams import Upstream
+from splittime.gateway.whole_answers import USER_AGENT
 from splittime.web import http
 
 now_ns = time.monotonic_ns
@@ -22,7 +22,7 @@ def sent_headers(
     headers = {
         "content-type": "application/json",
         "accept-encoding": "identity",
-        "user-agent": f"splittime-gateway/{__version__}",
+        "user-agent": USER_AGENT,
         "x-request-id": attempt_id,
         "x-request-deadline-ms": _left_ms(until_ns),
     }

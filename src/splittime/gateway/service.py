@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
@@ -31,9 +31,10 @@ from splittime.gateway.routing.measured import upstream_stats
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.shared_limits import SharedLimits
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
-from splittime.gateway.upstream_connections import KEEPALIVE_S, UpstreamConnections
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
@@ -59,8 +60,8 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 
 OF_THE_PROCESS = (
-    *("budgets", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool", "started_ns", "held"),
-    *("started_unix_s", "visits", "round_trips", "connections", "_session"),
+    *("budgets", "shared_limits", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool"),
+    *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections"),
 )
 
 
@@ -122,25 +123,25 @@ class GatewayService:
     def _begin(self, keys: Mapping[str, str]) -> None:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
         config = self.config
-        self.budgets = TokenBudgets(config.tenant, config.budget_file)
+        self.budgets = TokenBudgets(config.tenant, store_of(config))
+        self.shared_limits = SharedLimits(config.limits_valkey, lambda: self.metrics.gateway.quotas)
         self.is_draining = False
-        self.cache = self._cache(config, keys.get(EMBEDDER))
         self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
         self.connections = UpstreamConnections(self.round_trips)
+        self.cache = self._cache(config, keys.get(EMBEDDER))
         self.audit = None if config.audit is None else AuditLog(config.audit)
+        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         self.tracing = self._tracing(keys.get(TRACING))
         self.lint = None if config.lint is None else PromptLint(config.lint)
         self.metrics = GatewayMetrics(self)
-        self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         self.started_ns, self.started_unix_s = time.monotonic_ns(), int(time.time())
         self.visits: set[GatewayVisit] = set()
-        self._session: aiohttp.ClientSession | None = None
         self.ledger.describe_by(self.facts)
 
     def _tracing(self, key: str | None) -> SpanExporter | None:
         if self.config.tracing is None:
             return None
-        exporter = SpanExporter(self.config.tracing, key)
+        exporter = SpanExporter(self.config.tracing, key, self.connections, self.pool)
         self.ledger.subscribe(exporter.note)
         return exporter
 
@@ -160,32 +161,19 @@ class GatewayService:
             return None
         from splittime.gateway.cache.service import ResponseCache  # imports numpy
 
-        return ResponseCache(config, lambda: self.session, embedder_key)
+        return ResponseCache(config, self.connections, embedder_key)
 
     async def open(self) -> None:
-        """Make the connections' pool. No proxy of the environment, no cookies, no redirects: only the config says
-        where requests go."""
+        """Begin what runs beside requests."""
+        self._queue_polls.begin(self.connections)
         if self._before is not None:
             self._before = None  # no chain of them is kept
-            self._queue_polls.begin(self.session)
             return
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-            trust_env=False,
-        )
-        self._queue_polls.begin(self._session)
         self.budgets.open(self.pool)
+        self.shared_limits.open(self.pool)
         self.lag.begin()
         if self.tracing is not None:
-            self.tracing.open(self._session, self.pool)
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "open it first"
-        return self._session
+            self.tracing.open()
 
     # ---- may a request come in
 
@@ -252,6 +240,12 @@ class GatewayService:
             unknown=UNKNOWN_TO_IT,
         )
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait for an upstream, those of earlier versions too, and their tokens."""
+        living = [self] if self.versions is None else self.versions.living
+        return sum(one.queue.requests for one in living), sum(one.queue.tokens for one in living)
+
     def stats(self) -> dict[str, Any]:
         """Returns the state of the queue and of each upstream now."""
         at_ns = time.monotonic_ns()
@@ -263,7 +257,7 @@ class GatewayService:
             "difficulty": self.difficulty.stats(),
             "policy": self.policy.version,
             "config": self.version,
-            "queue": {"requests": self.queue.requests, "tokens": self.queue.tokens},
+            "queue": {"requests": self.waiting[0], "tokens": self.waiting[1]},
             "retries": self.retry_budget.num_taken,
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
@@ -301,10 +295,9 @@ class GatewayService:
         if self.audit is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
-        if self._session is not None:
-            if self.tracing is not None:
-                await self.tracing.close(self._session, self.pool)
-            await self._session.close()
+        await self.shared_limits.close()
+        if self.tracing is not None:
+            await self.tracing.close()
         self.connections.close()
         if self.cache is not None:
             self.cache.close()

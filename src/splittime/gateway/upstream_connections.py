@@ -29,7 +29,7 @@ IN_A_PATH = "/%:@!$&'()*+,;=~-._"  # and what a config has escaped already
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
-class NoConnection(Exception):
+class NoConnection(ConnectionError):
     """An upstream could not be reached. is_too_late: it did not answer in time."""
 
     def __init__(self, error: OSError) -> None:

@@ -41,7 +41,7 @@ class Upstream:
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
         target = Target(url=config.url)
-        self.base_url, self.address, self.key = target.base_url, target.address, key
+        self.address, self.key = target.address, key
         self.breaker = Breaker(breaker)
         self.requests = self.tokens = 0
         wait_s = config.queue_wait_s

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Additions
+from splittime.kernels.low_rank import Adapted, Additions
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,11 @@ class RunnableLayer(Protocol):
     @property
     def needs_host(self) -> bool: ...
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
+    ) -> Tensor:
         """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2]; kv: this layer's; plan: of
-        its group -> [T, hidden], one layer on."""
+        its group; adapted: what adapters add to this layer -> [T, hidden], one layer on."""
 
 
 @dataclass(frozen=True)

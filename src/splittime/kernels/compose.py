@@ -1,10 +1,9 @@
 """A decoder layer run part by part, each with the operations of any backend: what a fused layer computes, spelled out.
 
-T is the step's number of tokens. A feed-forward returns the residual stream with its own contribution added. A step of
-which some tokens use adapters takes every layer by parts (`run_adapted`), whatever runs it otherwise.
+T is the step's number of tokens. A feed-forward returns the residual stream with its own contribution added. What
+adapters add comes to a product when it is there whole; experts are not adapted.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
-from splittime.kernels.low_rank import Additions, LayerAdapter
+from splittime.kernels.low_rank import Adapted, Additions
 
 
 @dataclass(frozen=True)
@@ -28,38 +27,30 @@ class ComposedLayer:
         """The host looks which experts were chosen."""
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
-        ops, layer = self.ops, self.weights
-        mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan)
-        hidden, normed = ops.linear_norm(mixed, layer.mixer.output, hidden, layer.feed_forward_norm)
-        return feed_forward(ops, layer.feed_forward, normed, hidden)
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
+    ) -> Tensor:
+        hidden, normed = attention(self.ops, self.weights, hidden, turns, kv, plan, adapted)
+        return feed_forward(self.ops, self.weights.feed_forward, normed, hidden, adapted)
 
 
-def run_adapted(
+def attention(
     ops: Ops,
     layer: LayerWeights,
-    adapters: Sequence[tuple[LayerAdapter, Tensor]],
     hidden: Tensor,
     turns: Tensor,
     kv: LayerKv,
     plan: AttentionPlan,
-) -> Tensor:
-    """A layer as `ComposedLayer` has it. adapters: what each in the step adds to this layer, and its tokens. Experts
-    are not adapted."""
-    part = layer.feed_forward
-    on_qkv = [(one.qkv, tokens) for one, tokens in adapters]
+    adapted: Adapted,
+) -> tuple[Tensor, Tensor]:
+    """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
+    on_qkv = [(one.qkv, tokens) for one, tokens in adapted]
     mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan, on_qkv)
+    if not adapted:
+        return ops.linear_norm(mixed, layer.mixer.output, hidden, layer.feed_forward_norm)
     hidden = ops.linear(mixed, layer.mixer.output, hidden)
-    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in adapters])
-    normed = ops.rms_norm(hidden, layer.feed_forward_norm)
-    if not isinstance(part, MlpWeights):
-        return mixture(ops, part, normed, hidden)
-    gate_up = ops.linear(normed, part.gate_up)
-    ops.add_low_rank(gate_up, normed, [(one.gate_up, tokens) for one, tokens in adapters])
-    inner = ops.silu_mul(gate_up)
-    hidden = ops.linear(inner, part.down, hidden)
-    ops.add_low_rank(hidden, inner, [(one.down, tokens) for one, tokens in adapters])
-    return hidden
+    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in adapted])
+    return hidden, ops.rms_norm(hidden, layer.feed_forward_norm)
 
 
 def attend(
@@ -80,13 +71,20 @@ def attend(
     return ops.attention(qkv[:, : spec.num_heads], kv, plan, spec.scale)
 
 
-def feed_forward(ops: Ops, part: MlpWeights | MixtureWeights, x: Tensor, residual: Tensor | None) -> Tensor:
+def feed_forward(
+    ops: Ops, part: MlpWeights | MixtureWeights, x: Tensor, residual: Tensor | None, adapted: Adapted = ()
+) -> Tensor:
     """x: normed [T, hidden] -> the same, with `residual` added if there is one."""
-    return mlp(ops, part, x, residual) if isinstance(part, MlpWeights) else mixture(ops, part, x, residual)
+    return mlp(ops, part, x, residual, adapted) if isinstance(part, MlpWeights) else mixture(ops, part, x, residual)
 
 
-def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None) -> Tensor:
-    return ops.linear(ops.silu_mul(ops.linear(x, part.gate_up)), part.down, residual)
+def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None, adapted: Adapted = ()) -> Tensor:
+    gate_up = ops.linear(x, part.gate_up)
+    ops.add_low_rank(gate_up, x, [(one.gate_up, tokens) for one, tokens in adapted])
+    inner = ops.silu_mul(gate_up)
+    y = ops.linear(inner, part.down, residual)
+    ops.add_low_rank(y, inner, [(one.down, tokens) for one, tokens in adapted])
+    return y
 
 
 def mixture(ops: Ops, part: MixtureWeights, x: Tensor, residual: Tensor | None) -> Tensor:

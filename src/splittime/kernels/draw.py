@@ -14,3 +14,10 @@ def has_bits(words: np.ndarray, count: int) -> np.ndarray:
     """words: uint32 [..., count / 32], the lowest bit first -> bool [..., count], whether each bit is set."""
     octets = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(octets, axis=-1, count=count, bitorder="little").view(np.bool_)
+
+
+def one_bit(token_id: int, count: int) -> np.ndarray:
+    """Returns so many bits, as above, of which this token's is set."""
+    words = np.zeros(-(-count // 32), np.uint32)
+    words[token_id // 32] = 1 << token_id % 32
+    return words

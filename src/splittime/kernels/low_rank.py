@@ -54,3 +54,10 @@ class AdaptedTokens:
 
 
 Additions = Sequence[tuple[LowRank | None, Tensor]]  # of each adapter in the step, to one product
+Adapted = Sequence[tuple[LayerAdapter, Tensor]]  # of each adapter in the step, to one layer, on these tokens
+
+
+def inner_bytes(tokens: int, rank: int) -> int:
+    """Returns what the native kernels' inner rows, x A^T, take at most in a step: of queries, keys and values, float32.
+    They are part of the one scratch memory of a layer."""
+    return tokens * 3 * rank * 4

@@ -135,6 +135,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
     lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
         of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
+    reasoning_tokens: output tokens of reasoning, with its marks; most_reasoning_tokens: behind so many of them, without
+        the marks, the reasoning was to be closed; None: no bound.
     degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.
     routing: what a gateway's rules said of it. config_version: number and hash of the gateway's config that it was
         served under.
@@ -181,6 +183,8 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     config_version: str = ""
     ahead_tokens: int = 0
     ahead_ns: int = 0
+    reasoning_tokens: int = 0
+    most_reasoning_tokens: int | None = None
 
     @property
     def is_refused(self) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
-from splittime.kernels.compose import run_adapted
 from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
 from splittime.kernels.low_rank import AdaptedTokens
 from splittime.models.config import ModelConfig
@@ -99,11 +98,8 @@ class Decoder:
         """Returns what the layers make of their input, [T, hidden]."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
         for index, ((layer, table, group), store) in enumerate(zip(self._walk, stores, strict=True)):
-            if adapted:
-                own = [(one.layers[index], one.tokens) for one in adapted]
-                hidden = run_adapted(self.ops, layer.weights, own, hidden, turns[table], store, plans[group])
-            else:
-                hidden = layer(hidden, turns[table], store, plans[group])
+            own = [(one.layers[index], one.tokens) for one in adapted]
+            hidden = layer(hidden, turns[table], store, plans[group], own)
         return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from splittime.models.adapters import Adapter
 from splittime.runner.adapters import Adapters, adapted_tokens
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
+from splittime.runner.reasoning_bound import bound_of
 from splittime.runner.row_checks import check_drafts, check_row
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
@@ -54,6 +55,7 @@ class Slot:
         "adapter",
         "admitted",
         "block_ids",
+        "bound",
         "counts",
         "dead_end",
         "error",
@@ -81,6 +83,7 @@ class Slot:
         self.pooled: Tensor | None = None
         self.grammar: GrammarWalk | None = None
         self.adapter: Adapter | None = None
+        self.bound = bound_of(admitted.sampling)
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:
@@ -170,8 +173,9 @@ class Slot:
 def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str | None:
     if len(admitted.token_ids) > max_tokens:
         return f"{len(admitted.token_ids)} tokens are more than max_model_len {max_tokens}"
-    sampling = admitted.sampling
+    sampling, limit = admitted.sampling, admitted.sampling.reasoning_limit
     lists = [("bad_words", run) for run in sampling.bad_token_ids]
+    lists += [("reasoning_limit", () if limit is None else limit.end_ids)]
     lists += [("allowed_token_ids", sampling.allowed_token_ids), ("logit_bias", tuple(sampling.logit_bias))]
     for kind, ids in (("prompt", admitted.token_ids), *lists):
         strange = [token for token in ids if not 0 <= token < vocab_size]

@@ -1,8 +1,8 @@
-"""Which tokens may come next in answers that are held to a form, found by a thread beside the runner's own work.
+"""Which tokens may come next in answers that are held to a form, found at once or beside the runner's own work.
 
-What may come hangs on the tokens before, and on nothing that the model computes. So `begin` starts to look as soon as
-they are known: while a step ends, the next is planned, and the model computes. The sampler takes what was found
-(`take`), and waits for what is left.
+What may come hangs on the tokens before, and on nothing that the model computes. So the runner looks as soon as they
+are known (`look_ahead`); what takes longer than to have a thread do it a thread does, while the step ends, the next is
+planned, and the model computes. The sampler takes what was found (`take`), and waits for what is left.
 
 Where a form leaves only one token, or several of which each leaves one, these are known before anything is computed
 (`forced`). They are told as drafts, which cannot be wrong: the request's next row has them all, and they take no step
@@ -23,6 +23,7 @@ import llguidance
 import numpy as np
 
 from splittime.core.errors import ErrorInfo, RequestError
+from splittime.kernels.draw import one_bit
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
@@ -210,12 +211,7 @@ class FormMasks:
     def _known(self, places: Sequence[FormPlace]) -> FoundMasks:
         """Returns what may come where it is known that only that may."""
         forced = [(place.key, place.walk.must_come(place.outputs)) for place in places]
-        return {key: self._alone(tokens[0]) for key, tokens in forced if tokens}
-
-    def _alone(self, token: int) -> FoundMask:
-        allowed = np.zeros(-(-self.vocab_size // 32), np.uint32)
-        allowed[token // 32] = 1 << token % 32
-        return FoundMask(allowed)
+        return {key: FoundMask(one_bit(tokens[0], self.vocab_size)) for key, tokens in forced if tokens}
 
     def _ask(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
         """Returns what the parser says of these places."""

@@ -5,7 +5,7 @@ logit -= presence_penalty * (c > 0) + frequency_penalty * c. Repetition (Keskar 
 sign-aware form that transformers uses) covers *prompt and outputs*: a seen token's logit is divided by the penalty if
 positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
 ids while fewer than `min_tokens` are out, then the mask of the grammar or of the request's lists (`listed`), which
-leaves the stop ids where it leaves nothing else.
+leaves the stop ids where it leaves nothing else. Where a bound of the reasoning says what comes, its mask is the one.
 """
 
 import copy
@@ -50,7 +50,9 @@ class TokenCounts:
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
     """Whether a request with so many outputs out changes its logits."""
-    return bool(sampling.grammar) or changes_more(sampling, num_outputs)
+    limit = sampling.reasoning_limit
+    is_thought_out = limit is not None and num_outputs >= limit.max_tokens
+    return bool(sampling.grammar) or is_thought_out or changes_more(sampling, num_outputs)
 
 
 def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
@@ -91,12 +93,12 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
 
 def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forms: Allowed) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back. forms: what forms allow; who chooses leaves out the
-    others, so that a line with nothing else is as it was."""
+    device, a line that changes goes there and back. forms: what forms and bounds of the reasoning allow; who chooses
+    leaves out the others, so that a line with nothing else is as it was."""
     logits = raw
     for line in changed(slots, num_outputs):
         slot, count = slots[line], num_outputs[line]
-        if slot.grammar is not None and not changes_more(slot.admitted.sampling, count):
+        if not changes_more(slot.admitted.sampling, count):
             continue
         logits = raw.clone() if logits is raw else logits
         allowed = has_bits(forms[line], raw.shape[1]) if line in forms else slot.listed_at(count)

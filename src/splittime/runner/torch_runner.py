@@ -34,6 +34,7 @@ from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
 from splittime.runner.ranks.lead import Lead
+from splittime.runner.reasoning_bound import has_bounds, hold_to_bounds, must_come
 from splittime.runner.warm_up import warm_up_plans
 
 NO_TOKEN = "the step before gave this request no token"
@@ -136,16 +137,20 @@ class TorchRunner:
             self.store.scrub(block_ids)
 
     def _look_ahead(self, step: Launched) -> None:
-        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms."""
-        masks = self.slots.masks
-        if masks is None or step.computed is None:
+        """Tell what must follow the tokens that came, and start to look what may, where answers are held to forms or to
+        bounds of their reasoning."""
+        if step.computed is None:
             return
-        batch = step.computed.batch
+        batch, masks = step.computed.batch, self.slots.masks
+        if masks is None and not has_bounds(batch.slots):
+            return
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
-        forced = masks.look_ahead(held, self._drafts_forced) if held else ()
-        for slot, token_ids in zip(held, forced, strict=True):
-            if token_ids:
+        going = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
+        held = [slot for slot in going if slot.grammar is not None]
+        forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
+        told = dict(zip(held, forced, strict=True))
+        for slot in going if self._drafts_forced else ():
+            if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
                 step.tell_drafts(slot, token_ids)
 
     def _batch(self, rows: list[Row]) -> Batch:
@@ -210,9 +215,10 @@ class TorchRunner:
             for step in self._launched:
                 step.fetch()
         masks = self.slots.masks
-        forms = masks.take(slots, counts) if masks else sampler.EVERYTHING
-        logits = penalties.adjusted(raw, slots, counts, forms)
-        return self.execution.choose(slots, counts, raw, logits, forms)
+        allowed = masks.take(slots, counts) if masks else sampler.EVERYTHING
+        allowed = hold_to_bounds(slots, counts, self.resolved.vocab_size, allowed)
+        logits = penalties.adjusted(raw, slots, counts, allowed)
+        return self.execution.choose(slots, counts, raw, logits, allowed)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
         """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""

@@ -188,11 +188,12 @@ class Prompts:
 
 def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
     """Returns the ask of a model that reasons as its prompt leaves it: in the reasoning, before it or behind it. A form
-    is that of what follows the reasoning."""
+    is that of what follows the reasoning, and a bound that of what is left of it."""
     if ask.reasoning is None:
         return ask
     ending = tokenizer.decode(token_ids[-ENDING_TOKENS:], skip_special_tokens=False)
-    reasoning, sampling = ask.reasoning.begun(ending), ask.sampling
+    reasoning = ask.reasoning.begun(ending)
+    sampling = msgspec.structs.replace(ask.sampling, reasoning_limit=reasoning.limit_here)
     if sampling.grammar:
         sampling = msgspec.structs.replace(sampling, grammar=reasoning.held(sampling.grammar))
         sampling.validate()

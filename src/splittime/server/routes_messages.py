@@ -58,12 +58,16 @@ class MessageExchange:
 
     def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
         self._config, self._scope, self._receive = service.config, scope, receive
+        self._reasons = service.marks.reasoning is not None
 
     async def read_chat(self) -> bytes:
         """Returns a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
         body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
-        return messages.chat_body(decode_body(body, messages.MessagesBody, is_strict=self._config.strict))
+        given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
+        if given.thinking is not None and not self._reasons:
+            given.thinking.budget_tokens = None  # of nothing
+        return messages.chat_body(given)
 
 
 def _as_message(send: http.Send) -> http.Send:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from splittime.text.lark import pieces
 from splittime.text.reasoning import HARMONY, ReasoningMarks, reasoning_of_template
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.tool_families import ToolFamily, family_named, family_of_template
@@ -11,10 +12,19 @@ from splittime.text.tool_families import ToolFamily, family_named, family_of_tem
 _JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
 
 
+class ReasoningIds(NamedTuple):
+    """The marks of reasoning as tokens. begins: with one of these runs begins an answer that has reasoning. end: closes
+    it, and of gpt-oss opens what is said."""
+
+    begins: tuple[tuple[int, ...], ...]
+    end: tuple[int, ...]
+
+
 class AnswerMarks(NamedTuple):
     """reasoning: None where it is no part of its own. tells_tools: the chat template writes tools into the prompt.
     joins_arguments: it reads the arguments of earlier calls as a text. token_ids: of the marks that are tokens of their
-    own, by their text. shown_ids: those that are no text unless they are asked for."""
+    own, by their text. shown_ids: those that are no text unless they are asked for. reasoning_ids: None where the end
+    of the reasoning has no token of its own, so that tokens cannot say where it is."""
 
     tools: ToolFamily
     reasoning: ReasoningMarks | None
@@ -22,6 +32,7 @@ class AnswerMarks(NamedTuple):
     joins_arguments: bool
     token_ids: Mapping[str, int]
     shown_ids: frozenset[int]
+    reasoning_ids: ReasoningIds | None
 
 
 def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser: str | None) -> AnswerMarks:
@@ -33,4 +44,21 @@ def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser
     marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end, reasoning.answer)))
     ids = {name: each for name, each in tokenizer.added_tokens.items() if any(name in mark for mark in marks)}
     shown = tokenizer.special_ids.intersection(ids.values())
-    return AnswerMarks(tools, reasoning, "tools" in template, _JOINED.search(template) is not None, ids, shown)
+    joins, spelled = _JOINED.search(template) is not None, _reasoning_ids(tokenizer, reasoning, ids)
+    return AnswerMarks(tools, reasoning, "tools" in template, joins, ids, shown, spelled)
+
+
+def _reasoning_ids(tokenizer: Tokenizer, marks: ReasoningMarks | None, ids: Mapping[str, int]) -> ReasoningIds | None:
+    if marks is None or not any(part in ids for part in pieces(marks.end, ids)):
+        return None
+    begins = (breaks + marks.begin for breaks in ("", "\n", "\n\n"))
+    return ReasoningIds(
+        tuple(_spelled(tokenizer, begin, ids) for begin in begins), _spelled(tokenizer, marks.end + marks.answer, ids)
+    )
+
+
+def _spelled(tokenizer: Tokenizer, mark: str, ids: Mapping[str, int]) -> tuple[int, ...]:
+    parts = (
+        [ids[part]] if part in ids else tokenizer.encode(part, add_special_tokens=False) for part in pieces(mark, ids)
+    )
+    return tuple(token for part in parts for token in part)

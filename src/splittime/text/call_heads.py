@@ -1,4 +1,4 @@
-"""The beginning of a call, up to its arguments, and how far a literal goes: what readers of calls are made of."""
+"""The beginning of a call, up to its arguments."""
 
 import json
 import re
@@ -11,39 +11,6 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"[\w.-]+")
 _NUMBER = re.compile(r":\d*")
 _ID = re.compile(r"[a-zA-Z0-9]*")
-
-
-class Nesting:
-    """How deep in objects, lists and texts of a literal. depth: where it begins."""
-
-    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
-        self._depth, self._quotes, self._quote, self._is_escaped = depth, quotes, "", False
-        self.is_closed = False
-
-    @property
-    def is_outside(self) -> bool:
-        return not self._quote and self._depth == 0
-
-    def feed(self, text: str) -> int:
-        """Returns how many of these characters belong to the value that it began in."""
-        for position, character in enumerate(text):
-            self.take(character)
-            if self.is_closed:
-                return position + 1
-        return len(text)
-
-    def take(self, character: str) -> None:
-        if self._quote:
-            ends = character == self._quote and not self._is_escaped
-            self._is_escaped = character == "\\" and not self._is_escaped
-            self._quote = "" if ends else self._quote
-        elif character in self._quotes:
-            self._quote = character
-        elif character in "{[(":
-            self._depth += 1
-        elif character in "}])":
-            self._depth -= 1
-            self.is_closed = self._depth == 0
 
 
 class CallHead(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from splittime.text.argument_types import is_text, python_value_of, types_of, value_of
-from splittime.text.call_heads import CallHead, Nesting, read_members, read_name
+from splittime.text.call_heads import CallHead, read_members, read_name
 from splittime.text.json_pieces import JsonPieces
 from splittime.text.marks import behind, last_word, overlap, trigger
 from splittime.text.tool_families import ToolFamily
@@ -67,7 +67,7 @@ class ObjectReader(CallReader):
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family, tools)
-        self._nesting, self._pieces = Nesting(), JsonPieces()
+        self._pieces = JsonPieces()
 
     def _read_head(self, text: str) -> CallHead | None:
         head = super()._read_head(text)
@@ -79,11 +79,11 @@ class ObjectReader(CallReader):
         return head._replace(size=size) if text[size] == "{" else None
 
     def _arguments(self, text: str) -> str | None:
-        size = self._nesting.feed(text)
-        self.arguments += self._pieces.push(text[:size], is_end=self._is_end or self._nesting.is_closed)
-        if self._nesting.is_closed:
+        sure, rest = self._pieces.push(text, is_end=self._is_end)
+        self.arguments += sure
+        if self._pieces.is_closed:
             self._state = self._close
-        return text[size:] if size else None
+        return rest if text else None
 
     def _close(self, text: str) -> str | None:
         self.is_over = True
@@ -95,7 +95,7 @@ class MemberReader(ObjectReader):
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family, tools)
-        self._around = Nesting(depth=1)
+        self._around = JsonPieces(depth=1)
 
     def _read_head(self, text: str) -> CallHead | None:
         return read_members(text, self._family.arguments)
@@ -105,9 +105,9 @@ class MemberReader(ObjectReader):
         if self._family.end:
             self.is_over = True
             return None
-        size = self._around.feed(text)
+        _, rest = self._around.push(text, is_end=self._is_end)
         self.is_over = self._around.is_closed
-        return text[size:] if size else None
+        return rest if text else None
 
 
 class TaggedReader(CallReader):
@@ -191,6 +191,27 @@ class TaggedReader(CallReader):
         return text[len(sure) :] if sure else None
 
 
+class PythonNesting:
+    """How deep in brackets and texts of a literal of Python."""
+
+    def __init__(self) -> None:
+        self._depth, self._quote, self._is_escaped = 0, "", False
+
+    @property
+    def is_outside(self) -> bool:
+        return not self._quote and self._depth == 0
+
+    def take(self, character: str) -> None:
+        if self._quote:
+            ends = character == self._quote and not self._is_escaped
+            self._is_escaped = character == "\\" and not self._is_escaped
+            self._quote = "" if ends else self._quote
+        elif character in "\"'":
+            self._quote = character
+        else:
+            self._depth += (character in "{[(") - (character in "}])")
+
+
 class PythonReader(CallReader):
     """For `f(a="x", b=[1])`; each argument is given when it is whole."""
 
@@ -198,7 +219,7 @@ class PythonReader(CallReader):
         super().__init__(family._replace(after_name="("), tools)
         self._is_first = True
         self._is_skipped, self._written = False, ""  # the value that is read, and what came of it
-        self._nesting = Nesting(quotes="\"'")
+        self._nesting = PythonNesting()
 
     def _arguments(self, text: str) -> str | None:
         bare = text.lstrip(" \n\t,")

@@ -1,7 +1,8 @@
-"""The arguments of a call as the model writes them in JSON, piece by piece, but for what no JSON can have in it: a word
-that is no value (`NaN`) becomes a text, and half of a surrogate pair the six characters of its escape. So do values of
-those forms that are read whole (`argument_types.value_of`). Anything else comes out as it went in, also a broken end
-and a word longer than MOST_WORD_CHARS.
+"""The arguments of a call as the model writes them in JSON, piece by piece up to the brace that closes them.
+
+They come out as they went in, also a broken end and a word longer than MOST_WORD_CHARS. Only what JSON cannot have is
+changed: a word that is no value (`NaN`) becomes a text, and half of a surrogate pair the six characters of its escape.
+So do values of those forms that are read whole (`argument_types.value_of`).
 """
 
 import json
@@ -10,34 +11,38 @@ import re
 from splittime.text.argument_types import value_of
 
 _WORD = re.compile(r"[\w.+-]+")
-_OTHER = re.compile(r'[^"\w.+-]+')
+_OTHER = re.compile(r'[^"\w.+{}[\]-]+')
 _PLAIN = re.compile(r'[^"\\]+')
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_UNDECIDED = re.compile(r"[\w.+-]+|\\")
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _PAIR_CHARS = 12
 MOST_WORD_CHARS = 4300  # held back until its end is known; Python reads no longer number
 
 
 class JsonPieces:
-    """Give it the text in pieces of any size."""
+    """Give it the text in pieces of any size. depth: of objects and lists, where it begins. is_closed: the outermost is
+    whole, and what follows is not looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self.is_closed = depth, False
         self._is_in_text = False
         self._held = ""  # a word or an escape that may go on
         self._is_long = False  # what came last is of a word that is not held back
 
-    def push(self, text: str, *, is_end: bool) -> str:
-        """Returns what this piece makes sure. is_end: no other piece follows; what is not whole comes as it is."""
+    def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """Returns what this piece makes sure, and what follows the brace that closes all. is_end: no other piece
+        follows; what is not whole comes as it is."""
         text, at, said = self._held + text, 0, []
-        while at < len(text):
+        while at < len(text) and not self.is_closed:
             found = self._part(text, at)
-            if found is None:
+            if found is None and not is_end:
                 break
-            size, part = found
+            size, part = found or _whole(_UNDECIDED.match(text, at))
             said.append(part)
             at += size
-        self._held = "" if is_end else text[at:]
-        return "".join(said) + (text[at:] if is_end else "")
+        self._held, rest = ("", text[at:]) if self.is_closed else (text[at:], "")
+        return "".join(said), rest
 
     def _part(self, text: str, at: int) -> tuple[int, str] | None:
         """Returns the size of what begins there, and what it becomes; None where more must come."""
@@ -49,12 +54,17 @@ class JsonPieces:
         word = _WORD.match(text, at)
         if word is None:
             self._is_long = False
-            return _whole(_OTHER.match(text, at))
+            return self._bracket(text[at]) if text[at] in "{[]}" else _whole(_OTHER.match(text, at))
         may_go_on = word.end() == len(text)
         if self._is_long or len(word[0]) > MOST_WORD_CHARS:
             self._is_long = may_go_on
             return _whole(word)
         return None if may_go_on else (len(word[0]), _value(word[0]))
+
+    def _bracket(self, bracket: str) -> tuple[int, str]:
+        self._depth += 1 if bracket in "{[" else -1
+        self.is_closed = self._depth == 0
+        return 1, bracket
 
 
 def _whole(found: re.Match[str] | None) -> tuple[int, str]:

@@ -121,6 +121,13 @@ class Bucket:
             self._fill(now_ns)
             self.level -= amount
 
+    def take_elsewhere(self, amount: int, now_ns: int) -> None:
+        """Takes what others took of the same limit, but no more than to a minute below nothing: what they used long
+        ago, and what is told only now, is not to be waited for."""
+        if self.per_minute is not None:
+            self._fill(now_ns)
+            self.level = max(self.level - amount, min(self.level, -float(self.per_minute)))
+
     def wait_s(self, wanted: int, now_ns: int) -> float:
         """Until it holds so much; 0.0 if it does."""
         if self.per_minute is None:
@@ -142,6 +149,7 @@ class Quota:
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self.num_open = 0
+        self.used_requests = self.used_tokens = 0  # since the start
         self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
 
     def check(self, now_ns: int) -> None:
@@ -157,6 +165,7 @@ class Quota:
     def enter(self, now_ns: int) -> None:
         """One that was checked comes in."""
         self._requests.take(1, now_ns)
+        self.used_requests += 1
         self.num_open += 1
 
     def leave(self, output_tokens: int, now_ns: int) -> None:
@@ -166,6 +175,12 @@ class Quota:
 
     def use_tokens(self, count: int, now_ns: int) -> None:
         self._tokens.take(count, now_ns)
+        self.used_tokens += count
+
+    def use_elsewhere(self, requests: int, tokens: int, now_ns: int) -> None:
+        """Takes what the same tenant has used at other servers."""
+        self._requests.take_elsewhere(requests, now_ns)
+        self._tokens.take_elsewhere(tokens, now_ns)
 
     def _refused(self, reason: str, limit: int | None, wait_s: float) -> Refused:
         return Refused(

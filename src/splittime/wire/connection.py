@@ -56,7 +56,6 @@ class Connection(asyncio.Protocol):
         self._num_head_bytes = 0  # since the last byte of a body
         self._read_ns = 0
         self._unread: list[tuple[int, bytes]] = []
-        self.uses = 0
         self.is_open = False
         self.is_for_one = False  # not to be used again
 
@@ -64,7 +63,6 @@ class Connection(asyncio.Protocol):
 
     def ask(self, request: bytes, exchange: ExchangeEvents) -> None:
         self._exchange = exchange
-        self.uses += 1
         self._num_head_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)

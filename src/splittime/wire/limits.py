@@ -7,7 +7,8 @@ import msgspec
 
 from splittime.core.errors import EngineError
 from splittime.wire.dialects import DIALECTS
-from splittime.wire.scrape import ask_first, get, get_json, labels
+from splittime.wire.samples import labels
+from splittime.wire.scrape import ask_first, get, get_json
 from splittime.wire.sse import body_text
 from splittime.wire.target import Target
 

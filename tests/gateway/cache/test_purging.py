@@ -8,6 +8,8 @@ from splittime.gateway.cache.service import ResponseCache
 from splittime.gateway.cache.stores import PART, Purge
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
+from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.upstream_connections import UpstreamConnections
 
 from ..conftest import upstream
 from .test_stores import answer
@@ -19,7 +21,7 @@ LIFE_S = 10**10
 
 def test_who_looks_up_meanwhile_waits_for_a_part_and_finds_nothing_of_it():
     text = upstream("one", "http://127.0.0.1:9", "m") + '[[cache_route]]\nmodel = "m"\nmax_age_s = 100000000\n'
-    cache = ResponseCache(config_of(tomllib.loads(text)), lambda: None)
+    cache = ResponseCache(config_of(tomllib.loads(text)), UpstreamConnections(RoundTrips()))
     order: list[str] = []
 
     async def looked_up(name: str, tenant: str):

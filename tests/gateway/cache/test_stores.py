@@ -1,22 +1,16 @@
 """Both stores keep, give back, bound and purge alike; a server that is not there is a miss."""
 
-import shutil
-import socket
-import subprocess
-import time
-
 import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.gateway.cache.kept import KeptAnswer, KeptPiece
 from splittime.gateway.cache.stores import PART, Purge, SqliteAnswers
-from splittime.gateway.cache.valkey import ValkeyAnswers, address_of
+from splittime.gateway.cache.valkey import ValkeyAnswers
+from splittime.gateway.valkey_connection import address_of
 
 from ..conftest import gateway_of
 from .conftest import config
 from .test_equal import ask, until_hit
-
-SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 
 
 def answer(key: str, tenant="t", model="m", size=1000, at_s=1000.0) -> KeptAnswer:
@@ -34,26 +28,6 @@ def answer(key: str, tenant="t", model="m", size=1000, at_s=1000.0) -> KeptAnswe
 
 def purged(store, which: Purge) -> list[str]:
     return [key for part in store.purge(which) for key in part]
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory):
-    """A server of Debian's package, on a port of its own."""
-    if SERVER is None:
-        pytest.skip("neither valkey-server nor redis-server is installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    folder = str(tmp_path_factory.mktemp("valkey"))
-    command = [SERVER, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        for _ in range(500):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.01)
-        yield f"redis://127.0.0.1:{port}"
-        process.terminate()
 
 
 @pytest.fixture(params=["sqlite", "valkey"])
@@ -131,9 +105,9 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize("url", ["rediss://h", "redis://:secret@h", "redis://h/3", "h:1", "redis://h:x", "http://h"])
 def test_an_address_is_an_address(url):
     with pytest.raises(ConfigError) as caught:
-        address_of(url)
+        address_of(url, "cache.valkey")
     assert "secret" not in str(caught.value.info)
-    assert address_of("redis://localhost") == ("localhost", 6379)
+    assert address_of("redis://localhost", "cache.valkey") == ("localhost", 6379)
 
 
 def test_two_gateways_share_a_server(echoing, tmp_path, valkey):

@@ -86,7 +86,7 @@ def served():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield fake, f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from splittime.cluster.bounds import LOST_S
 from splittime.cluster.controller import Fleet, FleetAction, FleetOrder, FleetState
 from splittime.cluster.simulated.agenda import Agenda
 from splittime.cluster.simulated.gateways import TOLD_S, FleetGateway
@@ -82,7 +83,8 @@ class FleetRun:
 
     def _region(self, number: int) -> Region:
         settings = self.settings
-        gateway = FleetGateway(number, settings, self.agenda, random.Random(self._rng.random()), self._ended)
+        max_num_seqs, rng = self._like.config.max_num_seqs, random.Random(self._rng.random())
+        gateway = FleetGateway(number, settings, max_num_seqs, self.agenda, rng, self._ended)
         replicas = share_of(settings.replicas, number, len(settings.regions))
         return Region(gateway, scaler_of(settings.scaling, settings.scale_of(number), replicas).orders)
 
@@ -143,8 +145,7 @@ class FleetRun:
             return
         self.num_failures[is_silent] += 1
         server.die(is_silent=is_silent)
-        notice_s = self.settings.failures.notice_s if is_silent else PROCESS_NOTICE_S
-        self.agenda.after(notice_s, self._notice, server)
+        self.agenda.after(LOST_S if is_silent else PROCESS_NOTICE_S, self._notice, server)
 
     def _notice(self, server: FleetServer) -> None:
         server.known_lost = True

@@ -8,6 +8,7 @@ upstream breaks off, and the order in which `forwarding` and `running_attempt` t
 import random
 from collections.abc import Callable, Collection, Sequence
 
+from splittime.cluster.bounds import max_in_flight, retry_bounds
 from splittime.cluster.simulated.agenda import Agenda
 from splittime.cluster.simulated.load import FleetRequest
 from splittime.cluster.simulated.servers import FleetServer
@@ -76,16 +77,24 @@ class PlaceGrant:
 
 
 class FleetGateway:
-    """number: of its region. on_end: called with each request that has ended, whatever came of it."""
+    """number: of its region. max_num_seqs: of each server, from which its bounds follow as those of `splittime up` do.
+    on_end: called with each request that has ended, whatever came of it."""
 
     def __init__(
-        self, number: int, settings: FleetSettings, agenda: Agenda, rng: random.Random, on_end: OnFleetEnd
+        self,
+        number: int,
+        settings: FleetSettings,
+        max_num_seqs: int,
+        agenda: Agenda,
+        rng: random.Random,
+        on_end: OnFleetEnd,
     ) -> None:
         self.settings, self.agenda, self.rng, self.on_end = settings, agenda, rng, on_end
         self.number, self._region = number, settings.regions[number]
         self._upstreams: dict[str, Upstream] = {}  # all that it has known
         self.servers: dict[str, FleetServer] = {}
-        self.retries = RetryConfig()
+        self._max_in_flight = max_in_flight(max_num_seqs)
+        self.retries = RetryConfig(**retry_bounds(max_num_seqs))
         self.retry_budget = RetryBudget(self.retries)
         is_on = settings.affinity and settings.routing == "gateway"
         self.affinity = PrefixAffinity(AffinityConfig(max_blocks=MAX_BLOCKS) if is_on else None)
@@ -115,7 +124,7 @@ class FleetGateway:
                 url="http://127.0.0.1:1",
                 models=(MODEL,),
                 kind="splittime",
-                max_in_flight=self.settings.max_in_flight,
+                max_in_flight=self._max_in_flight,
                 region=region,
                 resume=True,
             ),

@@ -14,11 +14,10 @@ Scaling = Literal["tokens", "waiting", "none"]
 
 class FailureSettings(msgspec.Struct, frozen=True, kw_only=True):
     """per_replica_hour: how often each fails, in the mean; at random instants. node_share: of these, the nodes that
-    fall silent, where others have a process that ends and says so. notice_s: until a silent one is taken for lost."""
+    fall silent, where others have a process that ends and says so."""
 
     per_replica_hour: float = 0.0
     node_share: float = 0.3
-    notice_s: float = 5.0
 
 
 class StartTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +43,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     scaling: Scaling = "tokens"
     scale: ScaleSettings = ScaleSettings(max_replicas=MAX_REPLICAS)
     capacity_tokens: int | None = None
-    max_in_flight: int = 64
     max_wait_s: float = 30.0
     assumed_max_tokens: int = 256
     rtt_ms: float = 60.0

@@ -50,6 +50,8 @@ AS_THEY_ARE = (
     "host_tokens",
     "ahead_tokens",
     "ahead_ns",
+    "reasoning_tokens",
+    "most_reasoning_tokens",
     "max_tokens",
     "priority",
     "deadline_ns",

@@ -5,17 +5,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.cache.ngrams import Vector, embedded
 from splittime.gateway.config import BreakerConfig, EmbedderConfig
+from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.whole_answers import ask_whole
 from splittime.wire.target import Target
 
 MAX_ANSWER_BYTES = 2**20
@@ -53,15 +53,11 @@ class UpstreamEmbedder:
     """Asks an OpenAI-compatible `/v1/embeddings`. One that fails again and again is left alone for a while."""
 
     def __init__(
-        self,
-        config: EmbedderConfig,
-        breaker: BreakerConfig,
-        key: str | None,
-        session: Callable[[], aiohttp.ClientSession],
+        self, config: EmbedderConfig, breaker: BreakerConfig, key: str | None, connections: UpstreamConnections
     ) -> None:
         self.name = f"{config.model}@{config.url}"
-        self._config, self._key, self._session = config, key, session
-        self._url = Target(url=config.url).base_url + "/v1/embeddings"
+        self._config, self._key, self._connections = config, key, connections
+        self._address = Target(url=config.url).address
         self._breaker = Breaker(breaker)
         self.num_failures = 0
 
@@ -70,9 +66,8 @@ class UpstreamEmbedder:
             return None
         self._breaker.begin()
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                found = unit(await self._asked(text))
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            found = unit(await self._asked(text))
+        except (OSError, ValueError):
             self.num_failures += 1
             self._breaker.note_failure(time.monotonic_ns())
             return None
@@ -84,15 +79,11 @@ class UpstreamEmbedder:
 
     async def _asked(self, text: str) -> list[float]:
         """Raises `ValueError` for what is no embedding."""
-        headers = {"accept-encoding": "identity"}  # the gateway's session unpacks nothing
-        headers |= {} if self._key is None else {"authorization": f"Bearer {self._key}"}
-        body = {"model": self._config.model, "input": text, "encoding_format": "float"}
-        async with self._session().post(self._url, json=body, headers=headers, allow_redirects=False) as answer:
-            data = await answer.content.read(MAX_ANSWER_BYTES)
-            while len(data) < MAX_ANSWER_BYTES and (more := await answer.content.read(MAX_ANSWER_BYTES - len(data))):
-                data += more
-            if answer.status != 200:
-                raise ValueError(f"the embedder answered {answer.status}")
+        body = msgspec.json.encode({"model": self._config.model, "input": text, "encoding_format": "float"})
+        where, within_s = (self._connections, self._address, "/v1/embeddings"), self._config.timeout_s
+        status, data = await ask_whole(*where, self._key, body, within_s=within_s, max_bytes=MAX_ANSWER_BYTES)
+        if status != 200 or data is None:
+            raise ValueError(f"the embedder answered {status}")
         told = msgspec.json.decode(data, type=ToldEmbeddings).data
         if len(told) != 1 or not 0 < len(told[0].embedding) <= MAX_DIMENSIONS:
             raise ValueError("not one embedding")

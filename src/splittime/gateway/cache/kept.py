@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.wire.sse import AnswerReader, EventLines
+from splittime.wire.sse import EventLines
 
 DONE = b"[DONE]"
 EQUAL, LIKE = "equal", "like"  # the kinds of a hit
@@ -91,14 +91,6 @@ def _text(event: Any) -> str:
     holder = first.get("message") or first.get("delta") or first
     found = holder.get("content", holder.get("text")) if isinstance(holder, dict) else None
     return found if isinstance(found, str) else ""
-
-
-def usage_of(pieces: Sequence[KeptPiece]) -> AnswerReader:
-    """Returns what the answer told of its tokens and its end."""
-    reader = AnswerReader()
-    for piece in pieces[-4:]:
-        reader.take(piece.data, 0)
-    return reader
 
 
 def _cleaned(data: bytes, mark: str) -> bytes:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-import aiohttp
 import numpy as np
 
 from splittime.gateway.cache.asked import AskedKey, Wishes, asked_key
@@ -27,6 +26,7 @@ from splittime.gateway.cache.shadow import DIFFERENT, OUTCOMES, outcome, wilson
 from splittime.gateway.cache.stores import STORE_ERRORS, AnswerStore, Purge, SqliteAnswers
 from splittime.gateway.config import CacheRoute, GatewayConfig
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.upstream_connections import UpstreamConnections
 
 MAX_WAITING = 64  # answers that wait to be kept
 
@@ -41,10 +41,10 @@ class LookUp(NamedTuple):
 
 
 class ResponseCache:
-    """session: of connections, for an embedder that is an upstream. Raises `ConfigError` for a store that cannot be."""
+    """connections: for an embedder that is an upstream. Raises `ConfigError` for a store that cannot be."""
 
     def __init__(
-        self, config: GatewayConfig, session: Callable[[], aiohttp.ClientSession], embedder_key: str | None = None
+        self, config: GatewayConfig, connections: UpstreamConnections, embedder_key: str | None = None
     ) -> None:
         self.config = config.cache
         self._routes = {route.model: route for route in config.cache_route}
@@ -53,7 +53,7 @@ class ResponseCache:
         self._questions = QuestionIndex(config.cache.max_questions)
         self._embedder: Embedder = NgramEmbedder(self._thread)
         if config.embedder is not None:
-            self._embedder = UpstreamEmbedder(config.embedder, config.breaker, embedder_key, session)
+            self._embedder = UpstreamEmbedder(config.embedder, config.breaker, embedder_key, connections)
         self.flights: dict[str, Flight] = {}
         self.results: Counter[tuple[str, str]] = Counter()  # result and why
         self.shadowed: Counter[tuple[str, str]] = Counter()  # kind and outcome

@@ -20,7 +20,6 @@ class Ladder:
         self._wait_ns = wait_ns
         self._calm_since_ns: int | None = None
         self.level = 0  # stages that are entered
-        self.entered = 0  # times that one was
 
     def observe(self, now_ns: int) -> int:
         """Returns the level at this instant; to be called when somebody comes or goes."""
@@ -29,7 +28,6 @@ class Ladder:
         wait_s = self._wait_ns(now_ns) / 1e9
         while self.level < len(self.stages) and wait_s >= self.stages[self.level].enter_wait_s:
             self.level += 1
-            self.entered += 1
             self._calm_since_ns = None
         self._maybe_leave(wait_s, now_ns)
         return self.level

@@ -12,8 +12,8 @@ from splittime.gateway.failures import PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
-from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer
 from splittime.gateway.upstreams import Upstream
+from splittime.gateway.whole_answers import read_whole
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
@@ -75,30 +75,22 @@ async def _answered(
     """Returns the upstream's whole answer. Raises `UpstreamError` where there is none in time."""
     config, name = upstream.config, upstream.name
     headers = sent_headers(scope, upstream, http.new_request_id(), now_ns() + int(config.first_byte_s * 1e9), None)
+    most = gateway.config.max_answer_bytes
     asking = gateway.connections.ask(
         method, upstream.address, path, headers, b"" if method == "POST" else None, connect_s=config.connect_s
     )
     try:
         async with asyncio.timeout(config.first_byte_s):
-            return await _whole(await asking, config.first_byte_s, gateway.config.max_answer_bytes)
+            answer = await asking
+            body = await read_whole(answer, config.first_byte_s, most)
     except TimeoutError:
         message = f"no answer from upstream {name!r} within {config.first_byte_s:g} s"
         raise UpstreamError(message, code="upstream_first_byte_timeout", status=504) from None
-    except (NoConnection, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UpstreamError(f"upstream {name!r} did not answer", code="upstream_unreachable") from error
-
-
-async def _whole(answer: UpstreamAnswer, within_s: float, most: int) -> PassedAnswer:
-    body = bytearray()
-    try:
-        while piece := await answer.piece(within_s):
-            body += piece
-            if len(body) > most:
-                message = f"the upstream answered more than {most} bytes"
-                raise UpstreamError(message, code="upstream_bad_answer", limit=most)
-    finally:
-        answer.close()
+    if body is None:
+        raise UpstreamError(f"the upstream answered more than {most} bytes", code="upstream_bad_answer", limit=most)
     if answer.status >= 600:
         raise UpstreamError(f"the upstream answered {answer.status}", code="upstream_bad_answer")
-    headers = [(name, answer.headers[name]) for name in PASSED_ON if name in answer.headers]
-    return PassedAnswer(answer.status, headers, bytes(body))
+    kept = [(name, answer.headers[name]) for name in PASSED_ON if name in answer.headers]
+    return PassedAnswer(answer.status, kept, body)

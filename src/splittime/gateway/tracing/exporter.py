@@ -8,12 +8,14 @@ import logging
 import secrets
 from collections import Counter, deque
 from concurrent.futures import Executor
+from functools import partial
 
-import aiohttp
 import msgspec
 
 from splittime.gateway.config import TracingConfig
 from splittime.gateway.tracing.spans import export_body, is_sampled, num_spans, spans_of
+from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.whole_answers import ask_whole
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.wire.target import Target
@@ -23,6 +25,7 @@ log = logging.getLogger("splittime.gateway")
 BATCH_ACCOUNTS = 256
 EVERY_S = 0.5
 POST_S = 5.0
+MAX_ANSWER_BYTES = 64 * 1024  # of a collector; more is not read
 LAST_S = 2.0  # for what waits when the gateway ends
 SENT, QUEUE_FULL, NOT_TAKEN = "sent", "queue_full", "not_taken"
 
@@ -30,9 +33,11 @@ SENT, QUEUE_FULL, NOT_TAKEN = "sent", "queue_full", "not_taken"
 class SpanExporter:
     """`note` takes an account, `open` begins, `close` ends. spans: by what became of them."""
 
-    def __init__(self, config: TracingConfig, key: str | None) -> None:
-        self._config, self._key = config, key
-        self._url = Target(url=config.url).base_url + "/v1/traces"
+    def __init__(
+        self, config: TracingConfig, key: str | None, connections: UpstreamConnections, pool: Executor
+    ) -> None:
+        self._config, self._key, self._connections, self._pool = config, key, connections, pool
+        self._address = Target(url=config.url).address
         self._waiting: deque[ClosedAccount] = deque()
         self._num_waiting = 0  # spans
         self._is_failing = False
@@ -54,10 +59,10 @@ class SpanExporter:
         self._waiting.append(record)
         self._num_waiting += count
 
-    def open(self, session: aiohttp.ClientSession, pool: Executor) -> None:
-        self._task = asyncio.create_task(self._run(session, pool))
+    def open(self) -> None:
+        self._task = asyncio.create_task(self._run())
 
-    async def close(self, session: aiohttp.ClientSession, pool: Executor) -> None:
+    async def close(self) -> None:
         """Post what waits, as far as that takes `LAST_S`; the rest is dropped."""
         if self._task is None:
             return
@@ -66,39 +71,37 @@ class SpanExporter:
         try:
             async with asyncio.timeout(LAST_S):
                 while self._waiting:
-                    await self._post(session, pool)
+                    await self._post()
         except TimeoutError:
             log.warning("spans are dropped: the collector did not take them within %.0f s", LAST_S)
         self.spans[NOT_TAKEN] += sum(map(num_spans, self._waiting))
 
-    async def _run(self, session: aiohttp.ClientSession, pool: Executor) -> None:
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
             while self._waiting:
-                await self._post(session, pool)
+                await self._post()
 
-    async def _post(self, session: aiohttp.ClientSession, pool: Executor) -> None:
+    async def _post(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(BATCH_ACCOUNTS, len(self._waiting)))]
         count = sum(map(num_spans, batch))
         self._num_waiting -= count
         ended = NOT_TAKEN
         try:
-            body = await asyncio.get_running_loop().run_in_executor(pool, _encoded, batch, self._config.service_name)
-            await self._send(session, body)
+            encoding = partial(_encoded, batch, self._config.service_name)
+            await self._send(await asyncio.get_running_loop().run_in_executor(self._pool, encoding))
             ended, self._is_failing = SENT, False
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (OSError, ValueError) as error:
             self._tell_failing(str(error) or type(error).__name__)
         finally:
             self.spans[ended] += count
 
-    async def _send(self, session: aiohttp.ClientSession, body: bytes) -> None:
-        """Raises what `_post` counts. A collector's answer is not read beyond its status."""
-        headers = {"content-type": "application/json"}
-        headers |= {} if self._key is None else {"authorization": f"Bearer {self._key}"}
-        async with asyncio.timeout(POST_S):
-            async with session.post(self._url, data=body, headers=headers, allow_redirects=False) as answer:
-                if answer.status >= 300:
-                    raise OSError(f"it answered {answer.status}")
+    async def _send(self, body: bytes) -> None:
+        """Raises `OSError` or `ValueError` where the collector did not take it."""
+        where = self._connections, self._address, "/v1/traces"
+        status, _ = await ask_whole(*where, self._key, body, within_s=POST_S, max_bytes=MAX_ANSWER_BYTES)
+        if status >= 300:
+            raise OSError(f"it answered {status}")
 
     def _tell_failing(self, why: str) -> None:
         """Log the first of an outage."""

@@ -18,6 +18,7 @@ FIXED = (
         "ledger_file",
         "max_file_accounts",
         "budget_file",
+        "limits_valkey",
         "audit",
         "cache",
         "cache_route",

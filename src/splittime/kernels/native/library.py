@@ -16,11 +16,12 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
 READ_KINDS = 7
+PRODUCTS = 4  # of a layer
 BLOB_ALIGNMENT = 64
 NO_AMX = "the processor has no AMX"  # of `st_amx_refusal`
 
@@ -100,6 +101,12 @@ class StLowRank(Structure):
     _fields_ = (("down", StLinear), ("num_parts", c_int32), ("parts", c_void_p), ("begins", c_void_p))
 
 
+class StAdapted(Structure):
+    """products: addresses of `StLowRank`s; whoever sets them and `tokens` keeps those alive."""
+
+    _fields_ = (("products", c_void_p * PRODUCTS), ("tokens", c_void_p), ("count", c_int32))
+
+
 _I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
 _LINEAR, _KV, _BATCH, _LAYER = POINTER(StLinear), POINTER(StKv), POINTER(StBatch), POINTER(StLayer)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -116,7 +123,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
     "st_unpack": (None, (_LINEAR, _P)),
     "st_linear": (None, (_LINEAR, _I, _P, _L, _P, _P, _L)),
-    "st_add_low_rank": (None, (_I, _P, _P, _P, _P, _L, _P, _L)),
+    "st_add_low_rank": (None, (_I, _P, _I, _P, _L, _P, _L)),
     "st_rms_norm": (None, (_I, _I, _P, _L, _P, _F, _P)),
     "st_silu_mul": (None, (_I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
@@ -125,7 +132,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),
     "st_bytes_read": (None, (_P,)),
-    "st_layer": (None, (_LAYER, _BATCH, _KV, _P)),
+    "st_layer": (None, (_LAYER, _BATCH, _KV, _I, _P, _P)),
     "st_release_pages": (None, (_P, _L)),
     "st_allocate": (_P, (_L,)),
     "st_free": (None, (_P, _L)),

@@ -8,8 +8,7 @@ in Python calls the library once an operation.
 
 import warnings
 from collections.abc import Iterable, Sequence
-from ctypes import byref, c_int32, c_void_p
-from weakref import WeakKeyDictionary
+from ctypes import byref
 
 import numpy as np
 import torch
@@ -29,14 +28,14 @@ from splittime.kernels.api import (
     own,
 )
 from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Additions, LowRank
+from splittime.kernels.low_rank import Adapted, Additions
 from splittime.kernels.native import check, packed
 from splittime.kernels.native import library as native
 from splittime.kernels.native.check import choose_isa
 from splittime.kernels.native.library import READ_KINDS, StBatch, library
 from splittime.kernels.native.packed import (
     SCHEMES,
-    NativeLowRank,
+    NativeLowRanks,
     NativeNorm,
     NativePlan,
     NativeStack,
@@ -53,7 +52,7 @@ class FusedLayer:
 
     parts_reason, needs_host = "", False
 
-    def __init__(self, weights: LayerWeights, mlp: MlpWeights) -> None:
+    def __init__(self, weights: LayerWeights, mlp: MlpWeights, low_ranks: NativeLowRanks) -> None:
         mixer, spec = weights.mixer, weights.mixer.spec
         head_norm = None if mixer.head_norm is None else own(mixer.head_norm, NativeNorm)
         self.weights = weights  # keeps alive what the structure points to
@@ -71,27 +70,30 @@ class FusedLayer:
             spec.window_tokens or 0,
         )
         self._reference = byref(self._layer)
-        self._call = library().st_layer
+        self._call, self._low_ranks = library().st_layer, low_ranks
         self._store: LayerKv | None = None
         self._kv = native.StKv()
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
+    ) -> Tensor:
         mine = own(plan, NativePlan)
         if kv is not self._store:
             self._store, self._kv = kv, kv_of(kv, mine.shape)
         mine.batch.turns = turns.data_ptr()
-        self._call(self._reference, byref(mine.batch), byref(self._kv), hidden.data_ptr())
+        added = self._low_ranks.of_layer(adapted) if adapted else None
+        self._call(self._reference, byref(mine.batch), byref(self._kv), len(adapted), added, hidden.data_ptr())
         return hidden
 
 
-def fuse(layer: LayerWeights) -> FusedLayer | NotFused:
+def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFused:
     """Fuses a layer with one MLP whose norms have the same epsilon."""
     spec = layer.spec
     if not isinstance(layer.feed_forward, MlpWeights):
         return NotFused("experts are chosen between two calls of the library")
     if spec.mixer.head_norm not in (None, spec.norm):
         return NotFused("the norm of the heads has another epsilon than the layer's")
-    return FusedLayer(layer, layer.feed_forward)
+    return FusedLayer(layer, layer.feed_forward, low_ranks)
 
 
 READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
@@ -108,7 +110,7 @@ class NativeOps:
         """Raises `LibraryMissing`."""
         isa, self.isa_reason = choose_isa()
         self.linear_name = f"native {isa}"
-        self._low_ranks: WeakKeyDictionary[LowRank, NativeLowRank] = WeakKeyDictionary()
+        self._low_ranks = NativeLowRanks()
         check.bytes_read()  # now, before there are weights
 
     def set_threads(self, num_threads: int) -> None:
@@ -159,22 +161,9 @@ class NativeOps:
 
     def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
         """x, y: of contiguous rows."""
-        if not any(low_rank for low_rank, _ in additions):
-            return
-        count = len(additions)
-        adapters = (c_void_p * count)(*(self._address_of(low_rank) for low_rank, _ in additions))
-        counts = (c_int32 * count)(*(len(tokens) for _, tokens in additions))
-        places = (c_void_p * count)(*(tokens.data_ptr() for _, tokens in additions))
-        arrays = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
-        library().st_add_low_rank(count, adapters, counts, places, *arrays)
-
-    def _address_of(self, low_rank: LowRank | None) -> int | None:
-        if low_rank is None:
-            return None
-        made = self._low_ranks.get(low_rank)
-        if made is None:
-            made = self._low_ranks[low_rank] = NativeLowRank(low_rank)
-        return made.address
+        if any(low_rank for low_rank, _ in additions):
+            arrays = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+            library().st_add_low_rank(len(additions), self._low_ranks.of_product(additions), 0, *arrays)
 
     def pack_norm(self, weight: Tensor, eps: float) -> NativeNorm:
         return NativeNorm(weight.float().contiguous(), eps)
@@ -250,4 +239,4 @@ class NativeOps:
         return {kind: int(count) for kind, count in zip(READS, counts, strict=True) if count}
 
     def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
-        return fuse(layer)
+        return fuse(layer, self._low_ranks)

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.layer import PackedNorm, PackedWeight
-from splittime.kernels.low_rank import LowRank
+from splittime.kernels.low_rank import Adapted, Additions, LowRank
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
@@ -85,6 +86,35 @@ class NativeLowRank:
         addresses = ctypes.addressof(self._parts), ctypes.addressof(self._begins)
         self._struct = native.StLowRank(down, len(ups), *addresses)
         self.address = ctypes.addressof(self._struct)
+
+
+class NativeLowRanks:
+    """What the library reads of adapters in a step; it is valid while the given lives. Each `LowRank` is made ready
+    once."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[LowRank, NativeLowRank] = WeakKeyDictionary()
+
+    def of_layer(self, adapted: Adapted) -> "ctypes.Array[native.StAdapted]":
+        return _array([(self._addresses(one.qkv, one.output, one.gate_up, one.down), at) for one, at in adapted])
+
+    def of_product(self, additions: Additions) -> "ctypes.Array[native.StAdapted]":
+        """As the first of a layer's products."""
+        return _array([(self._addresses(low_rank), at) for low_rank, at in additions])
+
+    def _addresses(self, *low_ranks: LowRank | None) -> tuple[int | None, ...]:
+        return tuple(None if one is None else self._address_of(one) for one in low_ranks)
+
+    def _address_of(self, low_rank: LowRank) -> int:
+        made = self._made.get(low_rank)
+        if made is None:
+            made = self._made[low_rank] = NativeLowRank(low_rank)
+        return made.address
+
+
+def _array(adapted: list[tuple[tuple[int | None, ...], Tensor]]) -> "ctypes.Array[native.StAdapted]":
+    made = [(products, tokens.data_ptr(), len(tokens)) for products, tokens in adapted]
+    return (native.StAdapted * len(made))(*made)
 
 
 def weight_of(packed: PackedWeight) -> NativeWeight | NativeStack:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from splittime.wire.scrape import Samples, values
+from splittime.wire.samples import Samples, values
 
 
 class Notation(StrEnum):

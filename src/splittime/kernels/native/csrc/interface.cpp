@@ -79,6 +79,23 @@ void product(const StLinear *linear, int32_t tokens, const float *x, int64_t x_s
   }
 }
 
+bool is_adapted(int32_t product, int32_t adapters, const StAdapted *adapted) {
+  for (int32_t i = 0; i < adapters; i++)
+    if (adapted[i].products[product]) return true;
+  return false;
+}
+
+// Floats for the inner rows of what adapters add to the product of the largest ranks.
+int64_t inner_floats(int32_t adapters, const StAdapted *adapted) {
+  int64_t tokens = 0, most = 0;
+  for (int32_t i = 0; i < adapters; i++) {
+    tokens += adapted[i].count;
+    for (const StLowRank *one : adapted[i].products)
+      if (one && one->down.out_features > most) most = one->down.out_features;
+  }
+  return tokens * most;
+}
+
 }  // namespace
 
 extern "C" {
@@ -128,27 +145,41 @@ void st_bytes_read(int64_t counts[READ_KINDS]) {
   for (int32_t kind = 0; kind < READ_KINDS; kind++) counts[kind] = __atomic_load_n(&bytes_read[kind], __ATOMIC_RELAXED);
 }
 
-void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden) {
+void st_add_low_rank(int32_t adapters, const StAdapted *adapted, int32_t product, const float *x, int64_t x_stride, float *y,
+                     int64_t y_stride) {
+  kernels().add_low_rank(adapters, adapted, product, x, x_stride, y, y_stride, scratch.of(inner_floats(adapters, adapted)));
+}
+
+void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, int32_t adapters, const StAdapted *adapted,
+              float *hidden) {
   const int64_t tokens = batch->tokens, width = layer->qkv.in_features, mixed = layer->output.in_features;
-  const int64_t qkv = rows_of(&layer->qkv), gate_up = rows_of(&layer->gate_up);
-  const int64_t wide = qkv + mixed > gate_up + gate_up / 2 ? qkv + mixed : gate_up + gate_up / 2;
-  float *normed = scratch.of(tokens * (width + wide)), *a = normed + tokens * width;
+  const int64_t qkv = rows_of(&layer->qkv), gate_up = rows_of(&layer->gate_up), half = gate_up / 2;
+  const int64_t wide = qkv + mixed > gate_up + half ? qkv + mixed : gate_up + half;
+  float *normed = scratch.of(tokens * (width + wide) + inner_floats(adapters, adapted));
+  float *a = normed + tokens * width, *thin = a + tokens * wide;
   const Kernels &k = kernels();
+  const auto adapt = [&](int32_t product, const float *x, int64_t x_width, float *y, int64_t y_width) {
+    if (adapters) k.add_low_rank(adapters, adapted, product, x, x_width, y, y_width, thin);
+  };
 
   float *heads = a, *out = a + tokens * qkv;
   k.rms_norm(tokens, width, hidden, width, layer->input_norm, layer->eps, normed);
   product(&layer->qkv, tokens, normed, width, nullptr, heads, qkv);
+  adapt(ST_QKV, normed, width, heads, qkv);
   k.rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
   k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scale, heads, qkv, out);
   product(&layer->output, tokens, out, mixed, hidden, hidden, width);
+  adapt(ST_OUTPUT, out, mixed, hidden, width);
 
   float *inner = a + tokens * gate_up;
   k.rms_norm(tokens, width, hidden, width, layer->mlp_norm, layer->eps, normed);
-  if (!k.linear_gated(&layer->gate_up, tokens, normed, width, inner)) {
+  if (is_adapted(ST_GATE_UP, adapters, adapted) || !k.linear_gated(&layer->gate_up, tokens, normed, width, inner)) {
     product(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
-    k.silu_mul(tokens, gate_up / 2, a, inner);
+    adapt(ST_GATE_UP, normed, width, a, gate_up);
+    k.silu_mul(tokens, half, a, inner);
   }
-  product(&layer->down, tokens, inner, gate_up / 2, hidden, hidden, width);
+  product(&layer->down, tokens, inner, half, hidden, hidden, width);
+  adapt(ST_DOWN, inner, half, hidden, width);
 }
 
 void st_release_pages(const void *begin, int64_t bytes) {

@@ -6,6 +6,8 @@ namespace ST_ISA {
 using Multiply = void(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t, int64_t);
 Multiply linear_float, linear_int;  // parts of their own
 
+void add_low_rank(int32_t, const StAdapted *, int32_t, const float *, int64_t, float *, int64_t, float *);
+
 bool gated_int(const StLinear *, int32_t, const float *, int64_t, float *);
 
 // Whether linear_int multiplies by this weight: integers, and on AMX bfloat16 with rounded activations too.

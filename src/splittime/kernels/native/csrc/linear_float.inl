@@ -30,9 +30,11 @@ template <class W> struct Product {
   float *y;
   int64_t y_stride;
   const typename W::Word *x;  // [token block][K block][token][WORDS_PER_BLOCK]
-  int32_t tokens, token_blocks, k_blocks, panels, group, groups;
+  int32_t tokens, token_blocks, k_blocks, panels, group;
   int64_t panel_bytes;
+  const int32_t *rows = nullptr;  // of y and the residual, those of the tokens; NULL: one after the other
 
+  int64_t row_of(int32_t token) const { return rows ? rows[token] : token; }
   void run(int32_t item) const;
   void sweep(int32_t row_begin, int32_t row_end, int32_t panel_begin, int32_t panel_end, int32_t following) const;
   void finish(int32_t row_begin, int32_t row_end, int32_t panel, const float *sum) const;
@@ -95,7 +97,8 @@ void Product<W>::finish(int32_t row_begin, int32_t row_end, int32_t panel, const
   const int32_t first = panel * PANEL;
   const int32_t width = weight->out_features - first < PANEL ? weight->out_features - first : PANEL;
   const float *bias = weight->bias ? weight->bias + first : nullptr;
-  for (int64_t row = row_begin; row < row_end; row++, sum += PANEL) {
+  for (int32_t token = row_begin; token < row_end; token++, sum += PANEL) {
+    const int64_t row = row_of(token);
     const float *before = residual ? residual + row * residual_stride + first : nullptr;
     float *to = y + row * y_stride + first;
     if (width == PANEL) {
@@ -116,10 +119,11 @@ void Product<W>::finish(int32_t row_begin, int32_t row_end, int32_t panel, const
   }
 }
 
-// Copy the activations K block by K block: at their own strides (powers of two) they would evict each other.
+// Copy the activations K block by K block: at their own strides (powers of two) they would evict each other. rows: those of
+// the tokens, or NULL.
 template <class W>
-const typename W::Word *arrange(const float *x, int64_t x_stride, int32_t tokens, int32_t token_blocks,
-                                int32_t in_features, int32_t k_blocks) {
+const typename W::Word *arrange(const float *x, int64_t x_stride, const int32_t *x_rows, int32_t tokens,
+                                int32_t token_blocks, int32_t in_features, int32_t k_blocks) {
   typedef typename W::Word Word;
   Word *to = reinterpret_cast<Word *>(activations.of((int64_t)tokens * k_blocks * BLOCK));
   auto arrange_block = [=](int32_t item) {
@@ -127,8 +131,10 @@ const typename W::Word *arrange(const float *x, int64_t x_stride, int32_t tokens
     const int64_t rows = begin_of(tokens, token_blocks, item / k_blocks + 1) - begin;
     const int64_t columns = k + 1 < k_blocks ? BLOCK : in_features - k * BLOCK;
     Word *block = to + (begin * k_blocks + k * rows) * W::WORDS_PER_BLOCK;
-    for (int64_t row = 0; row < rows; row++)
-      W::copy(x + (begin + row) * x_stride + k * BLOCK, columns, block + row * W::WORDS_PER_BLOCK);
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t from = x_rows ? x_rows[begin + row] : begin + row;
+      W::copy(x + from * x_stride + k * BLOCK, columns, block + row * W::WORDS_PER_BLOCK);
+    }
   };
   const int32_t items = token_blocks * k_blocks;
   if ((int64_t)tokens * in_features >= 1 << 17)
@@ -149,29 +155,46 @@ inline int32_t group_of(int32_t panels, int64_t panel_bytes, int32_t block_token
   return group < wide ? wide : group / wide * wide;
 }
 
+// A product of these tokens, for all of the weight's outputs; x_rows: where in x they are, or NULL.
 template <class W>
-void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
-              int64_t y_stride, int64_t residual_stride) {
+Product<W> product_of(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const int32_t *x_rows) {
   Product<W> product;
   product.weight = weight;
-  product.residual = residual;
-  product.residual_stride = residual_stride;
-  product.y = y;
-  product.y_stride = y_stride;
   product.tokens = tokens;
   product.token_blocks = (tokens + BLOCK_ROWS - 1) / BLOCK_ROWS;
   product.k_blocks = (weight->in_features + BLOCK - 1) / BLOCK;
   product.panels = (weight->out_features + PANEL - 1) / PANEL;
   product.panel_bytes = (int64_t)(weight->in_features + W::K_PER_STEP - 1) / W::K_PER_STEP * LINE;
-  product.x = arrange<W>(x, x_stride, tokens, product.token_blocks, weight->in_features, product.k_blocks);
+  product.x = arrange<W>(x, x_stride, x_rows, tokens, product.token_blocks, weight->in_features, product.k_blocks);
+  return product;
+}
+
+template <class W>
+void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
+              int64_t y_stride, int64_t residual_stride) {
+  Product<W> product = product_of<W>(weight, tokens, x, x_stride, nullptr);
+  product.residual = residual;
+  product.residual_stride = residual_stride;
+  product.y = y;
+  product.y_stride = y_stride;
   product.group =
       group_of(product.panels, product.panel_bytes, (tokens + product.token_blocks - 1) / product.token_blocks);
-  product.groups = (product.panels + product.group - 1) / product.group;
-  const int32_t items = product.groups * product.token_blocks;
+  const int32_t groups = (product.panels + product.group - 1) / product.group;
+  const int32_t items = groups * product.token_blocks;
   if ((int64_t)tokens * weight->in_features * weight->out_features < SMALL_PRODUCT)
     for (int32_t item = 0; item < items; item++) product.run(item);
   else
     for_each(items, [&](int32_t item) { product.run(item); });
+}
+
+// body(the weight's format).
+template <class F> void by_format(const StLinear &weight, F &&body) {
+  if (weight.scheme != ST_BFLOAT16)
+    body(Float32());
+  else if (weight.extras & ST_ROUNDED_ACTIVATIONS)
+    body(Bfloat16Pairs());
+  else
+    body(Bfloat16());
 }
 
 }  // namespace floats
@@ -179,12 +202,11 @@ void multiply(const StLinear *weight, int32_t tokens, const float *x, int64_t x_
 void linear_float(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual,
                   float *y, int64_t y_stride, int64_t residual_stride) {
   if (tokens <= 0) return;
-  if (weight->scheme == ST_BFLOAT16 && weight->extras & ST_ROUNDED_ACTIVATIONS)
-    floats::multiply<floats::Bfloat16Pairs>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
-  else if (weight->scheme == ST_BFLOAT16)
-    floats::multiply<floats::Bfloat16>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
-  else
-    floats::multiply<floats::Float32>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
+  floats::by_format(*weight, [&](auto format) {
+    floats::multiply<decltype(format)>(weight, tokens, x, x_stride, residual, y, y_stride, residual_stride);
+  });
 }
 
 }  // namespace ST_ISA
+
+#include "low_rank.inl"

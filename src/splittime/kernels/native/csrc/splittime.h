@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 6 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 7 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -70,13 +70,23 @@ typedef struct {
 
 /* What an adapter adds to a product: its parts' weights, [outputs][rank] each, times `down`, [sum of the ranks][in]. A
  * part reads the outputs of `down` behind those that the part before reads; what it gives is added from output
- * begins[part] on. */
+ * begins[part] on. All are of ST_FLOAT32 or ST_BFLOAT16, without bias and with nothing below. */
 typedef struct {
   StLinear down;
   int32_t num_parts;
   const StLinear *parts;
   const int32_t *begins;
 } StLowRank;
+
+enum { ST_QKV = 0, ST_OUTPUT = 1, ST_GATE_UP = 2, ST_DOWN = 3, ST_PRODUCTS = 4 }; /* of a layer */
+
+/* An adapter in a step: what it adds to each product of a layer, NULL for nothing, on its own tokens, which are no other
+ * adapter's. */
+typedef struct {
+  const StLowRank *products[ST_PRODUCTS];
+  const int32_t *tokens;
+  int32_t count;
+} StAdapted;
 
 int32_t st_interface_version(void);
 
@@ -126,10 +136,9 @@ void st_unpack(const StLinear *linear, float *weight);
 void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                int64_t y_stride);
 
-/* y += what each adapter adds, on its counts[i] tokens (no token has two): rows tokens[i] of x and y. NULL among the
- * adapters: that one adds nothing. */
-void st_add_low_rank(int32_t adapters, const StLowRank *const *low_ranks, const int32_t *counts,
-                     const int32_t *const *tokens, const float *x, int64_t x_stride, float *y, int64_t y_stride);
+/* y += what the adapters add to `product`, on their tokens' rows of x and y. A token's result depends on no other token. */
+void st_add_low_rank(int32_t adapters, const StAdapted *adapted, int32_t product, const float *x, int64_t x_stride, float *y,
+                     int64_t y_stride);
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, over each row of `width`. */
 void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps, float *y);
@@ -171,8 +180,9 @@ void st_finite(int32_t rows, int32_t width, const float *x, uint8_t *is_finite);
  * must fetch it, and the keys and values, with their scales, that some query of a row sees. */
 void st_bytes_read(int64_t counts[7]);
 
-/* One decoder layer on hidden [T][hidden_size], in place. */
-void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, float *hidden);
+/* One decoder layer on hidden [T][hidden_size], in place, with what adapters add to it. */
+void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, int32_t adapters, const StAdapted *adapted,
+              float *hidden);
 
 /* Tell the system that these bytes, read from a file mapping, need not stay in memory (madvise DONTNEED, whole pages). */
 void st_release_pages(const void *begin, int64_t bytes);

@@ -16,6 +16,7 @@ const Kernels ST_TABLE(ST_ISA) = {
     .runs = [] { return bool(ST_RUNS); },
     .linear = ST_ISA::linear,
     .linear_gated = ST_ISA::linear_gated,
+    .add_low_rank = ST_ISA::add_low_rank,
     .rms_norm = ST_ISA::rms_norm,
     .silu_mul = ST_ISA::silu_mul,
     .rope_write = ST_ISA::rope_write,

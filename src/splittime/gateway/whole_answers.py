@@ -1,0 +1,45 @@
+"""Answers of upstreams that are read whole, and what the gateway asks for itself: queues, embeddings, spans taken."""
+
+import asyncio
+
+from splittime import __version__
+from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
+from splittime.wire.target import Address
+
+USER_AGENT = f"splittime-gateway/{__version__}"
+
+
+async def read_whole(answer: UpstreamAnswer, within_s: float, max_bytes: int) -> bytes | None:
+    """Returns the body; None for one of more than `max_bytes`. within_s: between two pieces. Raises `OSError` or
+    `ValueError` where it does not end as it should."""
+    body = bytearray()
+    try:
+        while piece := await answer.piece(within_s):
+            body += piece
+            if len(body) > max_bytes:
+                return None
+    finally:
+        answer.close()
+    return bytes(body)
+
+
+async def ask_whole(
+    connections: UpstreamConnections,
+    address: Address,
+    path: str,
+    key: str | None,
+    body: bytes | None = None,
+    *,
+    within_s: float,
+    max_bytes: int,
+) -> tuple[int, bytes | None]:
+    """Returns the status and what `read_whole` does. body: JSON, to be posted. Raises `OSError` or `ValueError` where
+    no whole answer came, a `TimeoutError` after `within_s`."""
+    headers = {"accept-encoding": "identity", "user-agent": USER_AGENT}
+    headers |= {} if body is None else {"content-type": "application/json"}
+    headers |= {} if key is None else {"authorization": f"Bearer {key}"}
+    method = "GET" if body is None else "POST"
+    async with asyncio.timeout(within_s):
+        answer = await connections.ask(method, address, path, headers, body, connect_s=within_s)
+        read = await read_whole(answer, within_s, max_bytes)
+        return answer.status, read

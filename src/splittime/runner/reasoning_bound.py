@@ -1,0 +1,78 @@
+"""The bound of what an answer may think: when so many tokens of reasoning are out, the marks that end it must come.
+
+What must come hangs on the outputs alone, so it is the same after a preemption, and behind drafts. Like what a form
+leaves no choice about, it is known before anything is computed, and told as drafts that cannot be wrong.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from splittime.core.sampling import ReasoningLimit, SamplingParams
+from splittime.kernels.draw import has_bits, one_bit
+from splittime.runner.sampler import Allowed
+
+if TYPE_CHECKING:
+    from splittime.runner.batch import Slot
+
+
+class ReasoningBound:
+    """The bound of one request. An end that was found is remembered, and looked at again: it may have been a draft."""
+
+    def __init__(self, limit: ReasoningLimit) -> None:
+        self._limit, self._end = limit, np.array(limit.end_ids)
+        self._closed_at = 0  # so many outputs have the end, where they do
+
+    def must_come(self, outputs: np.ndarray) -> tuple[int, ...]:
+        """Returns the tokens that must follow these outputs, int64 [N]; () where the model is free."""
+        begin = self._begin(outputs)
+        if begin is None or len(outputs) < begin + self._limit.max_tokens or self._is_closed(outputs, begin):
+            return ()
+        end, thought = self._limit.end_ids, outputs[begin:].tolist()
+        sizes = range(min(len(end) - 1, len(thought)), -1, -1)
+        return end[next(size for size in sizes if thought[len(thought) - size :] == list(end[:size])) :]
+
+    def _begin(self, outputs: np.ndarray) -> int | None:
+        """Returns behind how many outputs the reasoning begins; None where there is none, or not yet."""
+        begins = self._limit.begin_ids or ((),)
+        return next((len(run) for run in begins if outputs[: len(run)].tolist() == list(run)), None)
+
+    def _is_closed(self, outputs: np.ndarray, begin: int) -> bool:
+        size, at = len(self._end), self._closed_at
+        if begin + size <= at <= len(outputs) and np.array_equal(outputs[at - size : at], self._end):
+            return True
+        if len(outputs) - begin < size:
+            return False
+        windows = np.lib.stride_tricks.sliding_window_view(outputs[begin:], size)
+        found = np.flatnonzero((windows == self._end).all(axis=1))
+        self._closed_at = begin + int(found[0]) + size if len(found) else 0
+        return bool(len(found))
+
+
+def bound_of(sampling: SamplingParams) -> ReasoningBound | None:
+    """Returns the bound that a request asks for; None for none."""
+    return None if sampling.reasoning_limit is None else ReasoningBound(sampling.reasoning_limit)
+
+
+def must_come(slot: "Slot", num_outputs: int) -> tuple[int, ...]:
+    """Returns the tokens that must follow so many outputs of a request, drafts among them; () where nothing must."""
+    end = slot.prompt_len + num_outputs
+    return () if slot.bound is None else slot.bound.must_come(slot.tokens[slot.prompt_len : end])
+
+
+def has_bounds(slots: "Sequence[Slot]") -> bool:
+    return any(slot.bound is not None for slot in slots)
+
+
+def hold_to_bounds(slots: "Sequence[Slot]", counts: Sequence[int], vocab_size: int, allowed: Allowed) -> Allowed:
+    """Returns which tokens may come: as `allowed` has it, and only one where a bound says which must. What a form does
+    not allow waits until it does: a character may have to be whole before."""
+    if not has_bounds(slots):
+        return allowed
+    held = dict(allowed)
+    for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        following = must_come(slot, count)
+        if following and (line not in held or has_bits(held[line], vocab_size)[following[0]]):
+            held[line] = one_bit(following[0], vocab_size)
+    return held

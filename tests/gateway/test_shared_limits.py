@@ -1,0 +1,243 @@
+"""Gateways that tell each other by a Valkey or Redis what their tenants have used."""
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from splittime.core.errors import ConfigError, Refused
+from splittime.gateway import shared_limits
+from splittime.gateway.budget_stores import BudgetsInValkey
+from splittime.gateway.config_file import config_of
+from splittime.gateway.shared_limits import SharedLimits
+from splittime.gateway.valkey_connection import ValkeyConnection, address_of
+from splittime.web.tenants import Quota, Tenant
+
+from .conftest import gateway_of, upstream
+from .test_limits import bearer
+
+NOWHERE = "redis://127.0.0.1:9"
+
+
+@pytest.fixture
+def empty(valkey, monkeypatch):
+    monkeypatch.setattr(shared_limits, "EXCHANGE_S", 0.005)
+    connection = ValkeyConnection(*address_of(valkey, "limits_valkey"))
+    connection.ask(b"FLUSHALL")
+    yield valkey
+    connection.close()
+
+
+def quota(**limits: int) -> Quota:
+    return Quota(Tenant(name="a", **limits))
+
+
+def used(one: Quota, requests: int, tokens: int = 0) -> None:
+    for _ in range(requests):
+        one.enter(time.monotonic_ns())
+    one.use_tokens(tokens, time.monotonic_ns())
+
+
+def refusal(one: Quota) -> str | None:
+    try:
+        one.check(time.monotonic_ns())
+    except Refused as caught:
+        return caught.reason
+    return None
+
+
+def exchanging(url: str, play, *quotas: Quota) -> None:
+    """Lets gateways with these quotas exchange, while `play` goes on."""
+
+    async def run():
+        with ThreadPoolExecutor(2) as executor:
+            gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
+            for gateway in gateways:
+                gateway.open(executor)
+            await asyncio.sleep(0.1)
+            await play()
+            for gateway in gateways:
+                await gateway.close()
+
+    asyncio.run(run())
+
+
+async def until(holds) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to be")
+
+
+def test_requests_and_tokens_count_at_every_gateway(empty):
+    one, other = (quota(requests_per_minute=10, tokens_per_minute=1000) for _ in range(2))
+
+    async def play():
+        used(one, 6, 100)
+        await until(lambda: other._requests.level < 5)
+        used(other, 5)
+        assert refusal(other) == "requests_per_minute"
+        await until(lambda: refusal(one) == "requests_per_minute")
+        assert -2 < one._requests.level < 0
+        assert one._tokens.level == pytest.approx(900, abs=2), "no gateway takes its own use twice"
+        assert other._tokens.level == pytest.approx(900, abs=20)
+
+    exchanging(empty, play, one, other)
+
+
+def test_what_was_used_before_a_gateway_came_is_not_taken(empty):
+    early = quota(requests_per_minute=10)
+
+    async def use():
+        used(early, 9)
+        await asyncio.sleep(0.1)
+
+    exchanging(empty, use, early)
+    late = quota(requests_per_minute=10)
+
+    async def wait():
+        await asyncio.sleep(0.1)
+
+    exchanging(empty, wait, late)
+    assert late._requests.level == 10
+
+
+def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
+    one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
+    connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
+
+    async def play():
+        used(one, 1, 300)
+        await until(lambda: other._tokens.level < 800)
+        connection.ask(b"FLUSHALL")
+        await asyncio.sleep(0.1)
+        assert other._tokens.level == pytest.approx(700, abs=20)
+        used(one, 1, 200)
+        await until(lambda: other._tokens.level < 600)
+        assert one._tokens.level == pytest.approx(500, abs=20)
+
+    exchanging(empty, play, one, other)
+    connection.close()
+
+
+def test_what_was_used_long_ago_is_not_waited_for():
+    """A store that was away for an hour tells of an hour's use at once."""
+    one = quota(tokens_per_minute=60)
+    one.use_elsewhere(0, 3600, time.monotonic_ns())
+    assert one._tokens.level == pytest.approx(-60, abs=1)
+    one.use_tokens(100, time.monotonic_ns())
+    one.use_elsewhere(0, 50, time.monotonic_ns())
+    assert one._tokens.level == pytest.approx(-160, abs=1), "what it used itself is"
+
+
+def test_limits_that_change_begin_anew_and_are_not_told_twice(empty):
+    """A new version of the config has another quota for the tenant."""
+    mine, other = [quota(tokens_per_minute=1000)], quota(tokens_per_minute=1000)
+
+    async def run():
+        with ThreadPoolExecutor(2) as executor:
+            gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
+            for gateway in gateways:
+                gateway.open(executor)
+            await asyncio.sleep(0.1)
+            used(mine[-1], 1, 300)
+            await until(lambda: other._tokens.level < 800)
+            mine.append(quota(tokens_per_minute=2000))
+            used(mine[-1], 1, 100)
+            await until(lambda: other._tokens.level < 650)
+            await asyncio.sleep(0.05)
+            assert other._tokens.level == pytest.approx(600, abs=30)
+            assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
+            for gateway in gateways:
+                await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_budgets_in_a_valkey_are_added_up(empty):
+    periods = ("2026-11-27", "2026-11")
+    one, other = BudgetsInValkey(empty), BudgetsInValkey(empty)
+    assert one.add(Counter(), periods) == Counter()
+    one.add(Counter({("a", periods[0]): 5, ("a", periods[1]): 5, ("b", periods[1]): 1}), periods)
+    told = other.add(Counter({("a", periods[0]): 7, ("c", "2026-11-26"): 1}), periods)
+    assert told == Counter({("a", periods[0]): 12, ("a", periods[1]): 5, ("b", periods[1]): 1})
+    connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
+    assert connection.ask(b"TTL", b"splittime:budget:1:2026-11") > 31 * 86_400
+    for each in (one, other, connection):
+        each.close()
+
+
+def test_a_file_and_a_valkey_are_one_too_many_and_an_address_is_checked():
+    told = {"upstream": [{"name": "u", "url": "http://h:1", "models": ["m"]}]}
+    for more, param in (
+        ({"limits_valkey": NOWHERE, "budget_file": "b"}, "budget_file"),
+        ({"limits_valkey": "http://h"}, "limits_valkey"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            config_of(told | more)
+        assert caught.value.info.param == param
+
+
+TENANTS = """
+[[tenant]]
+name = "ops"
+key_env = "OPS"
+operator = true
+[[tenant]]
+name = "a"
+key_env = "A"
+tokens_per_day = 35
+requests_per_minute = 100
+"""
+KEYS = {"OPS": "of-ops", "A": "of-a"}
+
+
+def asked(gateway) -> tuple[int, str]:
+    status, _, body = gateway.ask("fine", bearer("of-a"))
+    return status, json.loads(body).get("error", {}).get("reason", "") if status != 200 else ""
+
+
+def metric(gateway, name: str) -> float:
+    asked = urllib.request.Request(gateway.url + "/metrics", headers={"authorization": "Bearer of-ops"})
+    with urllib.request.urlopen(asked, timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name)))
+
+
+def test_two_gateways_share_limits_and_budgets(hostile, tmp_path, empty):
+    text = f'limits_valkey = "{empty}"\n' + upstream("fine", hostile.url("fine")) + TENANTS
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    with (
+        gateway_of(tmp_path / "one", text, **KEYS) as one,
+        gateway_of(tmp_path / "other", text, **KEYS) as other,
+    ):
+        deadline_s = time.monotonic() + 20
+        while not (metric(one, "splittime_gateway_limits_shared") and metric(other, "splittime_gateway_limits_shared")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert [asked(one)[0] for _ in range(4)] == [200] * 4  # ten tokens each
+        while (told := asked(other)) == (200, ""):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert told == (429, "tokens_per_day")
+    connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
+    assert int(connection.ask(b"HGET", b"splittime:use:1:a", b"requests")) >= 4
+    connection.close()
+
+
+def test_without_its_store_a_gateway_keeps_its_own_limits_and_says_so(hostile, tmp_path):
+    text = f'limits_valkey = "{NOWHERE}"\n' + upstream("fine", hostile.url("fine")) + TENANTS
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        assert metric(gateway, "splittime_gateway_limits_shared") == 0
+        answers = [asked(gateway) for _ in range(6)]
+        assert answers[0] == (200, "")
+        assert answers[-1] == (429, "tokens_per_day")
+    words = (tmp_path / "words").read_text()
+    assert words.count("limits by the minute are this gateway's own") == 1
+    assert words.count("budgets are counted and not written to redis://127.0.0.1:9") == 1
