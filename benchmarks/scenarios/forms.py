@@ -29,6 +29,7 @@ from benchmarks.scenarios.form_schemas import schemas
 from splittime import LLM, SamplingParams
 from splittime.assemble import model_source
 from splittime.core.errors import RequestError
+from splittime.kernels.draw import has_bits
 from splittime.runner.form_masks import FormPlace
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
@@ -159,10 +160,10 @@ def _walk(known: Grammars, grammar: str, rng: np.random.Generator) -> list[float
     for _ in range(WALK_TOKENS):
         begin_ns = time.perf_counter_ns()
         place = FormPlace(walk, tokens, len(tokens), (0,))
-        forbidden = masks.look([place])[place.key].forbidden
+        allowed = masks.look([place])[place.key].allowed
         taken.append((time.perf_counter_ns() - begin_ns) / 1e3)
-        assert forbidden is not None
-        token = int(rng.choice(np.flatnonzero(~forbidden)))
+        assert allowed is not None
+        token = int(rng.choice(np.flatnonzero(has_bits(allowed, masks.vocab_size))))
         if token == 0:
             break
         tokens = np.append(tokens, token)

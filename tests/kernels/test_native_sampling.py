@@ -66,10 +66,11 @@ def draws_of(filters: dict[str, float]) -> np.ndarray:
     return draws
 
 
-def tokens_of(native, row: np.ndarray, draws: np.ndarray) -> list[int]:
+def tokens_of(native, row: np.ndarray, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int]:
     """A token for each draw from this row."""
     rows, tokens = np.tile(row, (len(draws), 1)), np.full(len(draws), -1, dtype=np.int32)
-    native.lib.st_draw(len(draws), len(row), rows.ctypes.data, draws.ctypes.data, tokens.ctypes.data)
+    at = None if bits is None else bits.ctypes.data
+    native.lib.st_draw(len(draws), len(row), rows.ctypes.data, draws.ctypes.data, at, tokens.ctypes.data)
     return tokens.tolist()
 
 
@@ -143,10 +144,32 @@ def test_what_is_masked_changes_nothing_but_that_the_row_is_told(isa):
         assert [~token for token in tokens_of(isa, less, draws_of(filters))] == tokens_of(isa, row, draws_of(filters))
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 45, 1000, 33_007])
+def test_what_is_not_allowed_is_left_out_and_makes_no_row_infinite(isa, vocab):
+    rng, row = np.random.default_rng(vocab), normal(vocab, 3.0)
+    is_allowed = rng.random((3, vocab)) < 0.3
+    is_allowed[:, vocab // 2], is_allowed[2] = True, True
+    bits = rng.integers(0, 2**32, (3, -(-vocab // 32)), dtype=np.uint32)  # behind the vocabulary anything
+    for token in range(vocab):
+        bits[:, token // 32] &= ~np.uint32(1 << token % 32)
+        bits[is_allowed[:, token], token // 32] |= np.uint32(1 << token % 32)
+    for filters in ({"temperature": 0}, *FILTERS.values()):
+        for line in range(3):
+            left = np.where(is_allowed[line], row, np.float32(-np.inf))
+            wanted = [max(token, ~token) for token in tokens_of(isa, left, draws_of(filters))]
+            draws = draws_of({**filters, "allowed": line + 1})
+            assert tokens_of(isa, row, draws, bits) == wanted
+            draws["allowed"][::2] = 0
+            plain = tokens_of(isa, row, draws_of(filters))
+            assert tokens_of(isa, row, draws, bits) == [plain[0], wanted[1], plain[2], wanted[3], plain[4]]
+    broken = np.where(np.arange(vocab) == vocab - 1, np.float32(np.nan), row)  # whether it is allowed or not
+    assert all(token < 0 for token in tokens_of(isa, broken, draws_of({"allowed": 1}), bits))
+
+
 def test_a_greedy_row_among_others_has_the_first_of_the_largest(isa):
     rows, draws = np.stack([normal(1000, 3.0).round()] * 3), draws_of({"top_p": 0.9})[:3]
     draws["temperature"][1], tokens, largest = 0, np.zeros(3, dtype=np.int32), np.zeros(3, dtype=np.int32)
-    isa.lib.st_draw(3, 1000, rows.ctypes.data, draws.ctypes.data, tokens.ctypes.data)
+    isa.lib.st_draw(3, 1000, rows.ctypes.data, draws.ctypes.data, None, tokens.ctypes.data)
     isa.lib.st_argmax(3, 1000, rows.ctypes.data, largest.ctypes.data)
     assert tokens[1] == largest[1] == rows[1].argmax()
 
@@ -159,7 +182,7 @@ def test_a_row_has_the_same_token_in_any_company_and_on_any_number_of_threads(is
     found = []
     for threads in (1, 2):
         isa.lib.st_set_threads(threads)
-        isa.lib.st_draw(len(draws), vocab, rows.ctypes.data, draws.ctypes.data, tokens.ctypes.data)
+        isa.lib.st_draw(len(draws), vocab, rows.ctypes.data, draws.ctypes.data, None, tokens.ctypes.data)
         found.append(tokens.tolist())
     alone = [tokens_of(isa, row, draws[place : place + 1])[0] for place, row in enumerate(rows)]
     assert found == [alone, alone]

@@ -13,6 +13,7 @@ from splittime import LLM, SamplingParams
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.errors import RequestError
 from splittime.core.step import Admitted
+from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
 from splittime.runner.form_masks import MOST_FORCED, FormMasks, FormPlace, GrammarWalk
@@ -213,7 +214,11 @@ def allowed(walk: GrammarWalk, outputs: list[int], num_sure: int, masks: FormMas
     place = FormPlace(walk, np.array(outputs, dtype=np.int64), num_sure, (0,))
     found = (masks or FormMasks(4096, 0, 1)).look([place])[place.key]
     assert found.error is None
-    return None if found.forbidden is None else np.flatnonzero(~found.forbidden).tolist()
+    return None if found.allowed is None else tokens_of(found.allowed)
+
+
+def tokens_of(allowed: np.ndarray) -> list[int]:
+    return np.flatnonzero(has_bits(allowed, 4096)).tolist()
 
 
 def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
@@ -290,7 +295,7 @@ def test_what_was_begun_is_taken_and_drafts_are_looked_at_behind_what_is_known(k
     taken = masks.take(slots, counts)
     assert list(taken) == [0, 2, 3, 4]
     for line, outputs in ((0, [a, b]), (2, [a, b, c]), (3, []), (4, [a])):
-        assert np.flatnonzero(~taken[line]).tolist() == allowed(known.walk(grammar), outputs, len(outputs))
+        assert tokens_of(taken[line]) == allowed(known.walk(grammar), outputs, len(outputs))
     assert one.dead_end == 64
 
 
@@ -320,6 +325,18 @@ def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
     assert masks.take_waited_ns() == 0
 
 
+@pytest.mark.parametrize("mask_ns", [0, 10**9])
+def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(known: Grammars, mask_ns: int) -> None:
+    masks, a = known.masks(), ids("a")
+    masks._mask_ns = mask_ns
+    slot = slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a)
+    assert masks.look_ahead([slot], True) == [()]
+    assert (len(masks._found), len(masks._begun)) == ((1, 0) if mask_ns == 0 else (0, 1))
+    assert tokens_of(masks.take([slot], [1])[0]) == allowed(slot.grammar, a, 1)
+    assert not masks._found
+    assert not masks._begun
+
+
 # ---- what must come
 
 
@@ -334,7 +351,7 @@ def test_what_must_come_takes_no_step_of_its_own_and_changes_no_answer(monkeypat
         return told, [tuple(counts) for step in llm.ledger.steps(10_000) for _, *counts in step.verified]
 
     quick, verified = answers()
-    monkeypatch.setattr(FormMasks, "forced", lambda self, slot: ())
+    monkeypatch.setattr(FormMasks, "forced", lambda self, place: ())
     assert answers() == (quick, [])
     assert len(verified) > 10
     assert all(num_drafts == num_right for num_drafts, num_right in verified)
@@ -344,13 +361,15 @@ def test_what_must_come_is_all_that_may(known: Grammars) -> None:
     schema = {"type": "object", "properties": {"colour": {"const": "red"}}, "required": ["colour"]}
     grammar, masks = of_schema(schema | {"additionalProperties": False}), known.masks()
     slot, taken = slot_of(known, grammar, ids('{"')), ids('{"')
-    forced = masks.forced(slot)
+    (forced,) = masks.look_ahead([slot], True)
     assert forced
     for token in forced:
         assert allowed(known.walk(grammar), taken, len(taken)) == [token]
         taken.append(token)
-    assert masks.forced(slot_of(known, ANYTHING, [])) == ()
-    assert masks.forced(slot_of(known, grammars.of_choice(["a"], "choice"), ids("a"))) == ()  # but the end
+    assert masks.look_ahead([slot], False) == [()]
+    assert masks.look_ahead([slot_of(known, ANYTHING, [])], True) == [()]
+    ended = slot_of(known, grammars.of_choice(["a"], "choice"), ids("a"))
+    assert masks.look_ahead([ended], True) == [()]  # but the end
 
 
 def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,15 +378,15 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
     monkeypatch.setattr(GrammarWalk, "follow", lambda self, *where: (asked.append(where), follow(self, *where))[1])
     grammar, masks = grammars.of_choice([text], "choice"), known.masks()
     slot, came = slot_of(known, grammar, []), []
-    while forced := masks.forced(slot):
+    while forced := masks.look_ahead([slot], True)[0]:
         slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
         taken = masks.take([slot] * len(forced), range(len(came), len(came) + len(forced)))
-        assert [np.flatnonzero(~taken[line]).tolist() for line in range(len(forced))] == [[one] for one in forced]
+        assert [tokens_of(taken[line]) for line in range(len(forced))] == [[one] for one in forced]
         for token in forced:
             slot.learn_sampled(slot.num_known, token)
         came += forced
     assert len(came) > 2 * MOST_FORCED
-    assert len(asked) == 2  # at the beginning, and where no more was known
+    assert {len(outputs) for outputs, _ in asked} == {0, len(came)}  # at the beginning, and where no more was known
     for count, token in enumerate(came):
         assert allowed(known.walk(grammar), came[:count], count) == [token]
 
@@ -375,7 +394,10 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
 def test_a_forced_text_that_did_not_come_is_no_mask(known: Grammars) -> None:
     masks, abc = known.masks(), ids("abc")
     slot = slot_of(known, grammars.of_choice(["abc"], "choice"), [])
-    assert masks.forced(slot)
+    for _ in range(2):  # it looks behind what must come
+        assert masks.look_ahead([slot], True) == [tuple(abc)]
+        assert tokens_of(masks.take([slot], [0])[0]) == abc  # of which the row that comes has nothing
+    masks.look_ahead([slot], True)
     slot.tokens[1] = ids("x")[0]  # a draft of somebody else's
     assert masks.take([slot], [1]) == {}
     assert allowed(slot.grammar, [], 0) == abc[:1]

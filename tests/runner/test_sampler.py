@@ -31,7 +31,7 @@ BACKENDS = {"torch": lambda: make_backend("torch", torch.float32), "native": nat
 def choose(request):
     """`sampler.choose` with the backend's ops; what the test asks for holds of each."""
     ops = BACKENDS[request.param]()
-    return lambda logits, params, indices: sampler.choose(logits, params, indices, ops)
+    return lambda logits, params, indices, *allowed: sampler.choose(logits, params, indices, ops, *allowed)
 
 
 def logits_of(seed=0, rows=1, vocab=VOCAB, scale=2.0):
@@ -248,6 +248,20 @@ def test_the_kernel_draws_what_torch_draws(name, vocab):
     got = sampler.choose(logits, params, range(rows), native)
     want = sampler.choose(logits, params, range(rows), plain)
     assert sum(one != other for one, other in zip(got, want, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("name", [*FILTERS, "greedy"])
+def test_what_is_not_allowed_is_as_if_it_were_not_there(name, choose):
+    logits, rng = logits_of(14, rows=6, vocab=301), np.random.default_rng(1)
+    params = [SamplingParams(**{"seed": seed, **FILTERS.get(name, {"temperature": 0.0})}) for seed in range(6)]
+    is_allowed = rng.random((6, 301)) < 0.1
+    is_allowed[:, 7] = True
+    octets = np.packbits(np.pad(is_allowed, ((0, 0), (0, 19))), axis=1, bitorder="little")
+    allowed = dict(zip((4, 0, 5), octets.view(np.uint32)[[4, 0, 5]], strict=True))
+    wanted = logits.clone()
+    wanted[[0, 4, 5]] = wanted[[0, 4, 5]].masked_fill(torch.from_numpy(~is_allowed[[0, 4, 5]]), -torch.inf)
+    assert choose(logits, params, range(6), allowed) == choose(wanted, params, range(6))
+    assert (wanted[1] == logits[1]).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 64, 999])

@@ -264,9 +264,11 @@ class Ops(Protocol):
     def argmax(self, logits: Tensor) -> list[int]:
         """The first of the largest of each row of logits [N, vocab]."""
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
         """A token for each row of logits [N, vocab], float32, by its line of `draws`, of `kernels.draw.DRAW`, where the
-        temperature is 0 as `argmax`; see `runner.sampler`, which does it when this is None."""
+        temperature is 0 as `argmax`; see `runner.sampler`, which does it when this is None. bits: what a line's
+        `allowed` refers to, uint32 [lines, vocab / 32], the lowest first; a row of which it leaves out something is
+        finite all the same."""
 
     def bytes_read(self) -> dict[str, int]:
         """Since this process began, by all of this backend: bytes of weights that products have read, by scheme

@@ -125,7 +125,7 @@ class PlainOps(ABC):
     def argmax(self, logits: Tensor) -> list[int]:
         return logits.argmax(-1).tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int] | None:
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
         return None
 
     def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:

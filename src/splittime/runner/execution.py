@@ -25,7 +25,7 @@ from splittime.runner.batch import Batch, Slot
 from splittime.runner.config import Resolved
 from splittime.runner.kv_store import CopyMarks, KvStore
 from splittime.runner.marks import StreamMark, to_device
-from splittime.runner.sampler import LineLogprobs, describe_lines
+from splittime.runner.sampler import Allowed, LineLogprobs, describe_lines
 
 Flags = Callable[[], list[bool]]  # both are to be called once the step's last mark is reached
 Tokens = Callable[[], list[int]]
@@ -62,7 +62,9 @@ class Execution(Protocol):
     def finite(self, computed: Tensor) -> Flags:
         """computed: [N, any]."""
 
-    def choose(self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor) -> Chosen:
+    def choose(
+        self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor, allowed: Allowed
+    ) -> Chosen:
         """A token for each line of `logits`, float32 [N, vocab]; raw: the same before penalties, biases and masks.
         counts: of the outputs before."""
 
@@ -101,21 +103,24 @@ class HostExecution:
         flags = self._ops.finite(computed)
         return lambda: flags
 
-    def choose(self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor) -> Chosen:
+    def choose(
+        self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor, allowed: Allowed
+    ) -> Chosen:
         params = [slot.admitted.sampling for slot in slots]
         if raw is logits and self._ops.tells_finite:  # both in one reading of what may be 20 MB
-            told = sampler.choose_telling(logits, params, counts, self._ops)
+            told = sampler.choose_telling(logits, params, counts, self._ops, allowed)
             tokens, is_finite = [max(token, ~token) for token in told], [token >= 0 for token in told]
             return Chosen(lambda: is_finite, lambda: tokens, describe_lines(raw, tokens, params))
         is_finite = self._ops.finite(raw)
         if all(is_finite):
-            tokens = sampler.choose(logits, params, counts, self._ops)
+            tokens = sampler.choose(logits, params, counts, self._ops, allowed)
         else:
             tokens = [0] * len(params)
             good = [line for line, is_fine in enumerate(is_finite) if is_fine]
             some = logits[torch.tensor(good, dtype=torch.int64)]
-            picked = [params[line] for line in good], [counts[line] for line in good]
-            for line, token in zip(good, sampler.choose(some, *picked, self._ops) if good else (), strict=True):
+            picked = [params[line] for line in good], [counts[line] for line in good], self._ops
+            may = {place: allowed[line] for place, line in enumerate(good) if line in allowed}
+            for line, token in zip(good, sampler.choose(some, *picked, may) if good else (), strict=True):
                 tokens[line] = token
         return Chosen(lambda: is_finite, lambda: tokens, describe_lines(raw, tokens, params))
 

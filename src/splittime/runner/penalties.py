@@ -9,8 +9,7 @@ leaves the stop ids where it leaves nothing else. Where a bound of the reasoning
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
-from splittime.runner.marks import to_device
+from splittime.kernels.draw import has_bits
+from splittime.runner.sampler import Allowed
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
-NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
 
 
@@ -92,38 +91,22 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
     return [line for line, (slot, count) in lines if changes_logits(slot.admitted.sampling, count)]
 
 
-def adjusted(
-    raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forbidden: Mapping[int, np.ndarray] = NOTHING
-) -> Tensor:
+def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forms: Allowed) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
-    device, a line that changes goes there and back. forbidden: by line, what a form or a bound of the reasoning does
-    not allow, bool [vocab]."""
-    lines = changed(slots, num_outputs)
-    if not lines:
-        return raw
-    logits = raw.clone()
-    for line in lines:
+    device, a line that changes goes there and back. forms: what forms and bounds of the reasoning allow; who chooses
+    leaves out the others, so that a line with nothing else is as it was."""
+    logits = raw
+    for line in changed(slots, num_outputs):
         slot, count = slots[line], num_outputs[line]
         if not changes_more(slot.admitted.sampling, count):
-            continue  # but by a mask, below
-        allowed = ~forbidden[line] if line in forbidden else slot.listed_at(count)
+            continue
+        logits = raw.clone() if logits is raw else logits
+        allowed = has_bits(forms[line], raw.shape[1]) if line in forms else slot.listed_at(count)
         one = logits[line].cpu()  # on the CPU, the line itself
         adjust(one, slot.admitted.sampling, slot.counts_at(count), slot.admitted.stop_token_ids, count, allowed)
         if logits.device != one.device:
             logits[line] = one.to(logits.device)
-    if forbidden:
-        _forbid(logits, forbidden)
     return logits
-
-
-def _forbid(logits: Tensor, forbidden: Mapping[int, np.ndarray]) -> None:
-    """Masks all lines at once, however many forms there are."""
-    masks = to_device(torch.from_numpy(np.stack(list(forbidden.values()))), logits.device)
-    if len(masks) == len(logits):
-        logits.masked_fill_(masks, float("-inf"))
-        return
-    lines = to_device(torch.tensor(list(forbidden)), logits.device)
-    logits[lines] = logits[lines].masked_fill_(masks, float("-inf"))
 
 
 def adjust(

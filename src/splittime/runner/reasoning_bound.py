@@ -4,12 +4,14 @@ What must come hangs on the outputs alone, so it is the same after a preemption,
 leaves no choice about, it is known before anything is computed, and told as drafts that cannot be wrong.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from splittime.core.sampling import ReasoningLimit, SamplingParams
+from splittime.kernels.draw import has_bits, one_bit
+from splittime.runner.sampler import Allowed
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
@@ -63,17 +65,14 @@ def has_bounds(slots: "Sequence[Slot]") -> bool:
     return any(slot.bound is not None for slot in slots)
 
 
-def hold_to_bounds(
-    slots: "Sequence[Slot]", counts: Sequence[int], vocab_size: int, forbidden: Mapping[int, np.ndarray]
-) -> Mapping[int, np.ndarray]:
-    """Returns by line which tokens may not come, bool [vocab]: as `forbidden` has it, and all but one where a bound
-    says which must. What a form does not allow waits until it does: a character may have to be whole before."""
+def hold_to_bounds(slots: "Sequence[Slot]", counts: Sequence[int], vocab_size: int, allowed: Allowed) -> Allowed:
+    """Returns which tokens may come: as `allowed` has it, and only one where a bound says which must. What a form does
+    not allow waits until it does: a character may have to be whole before."""
     if not has_bounds(slots):
-        return forbidden
-    held = dict(forbidden)
+        return allowed
+    held = dict(allowed)
     for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
         following = must_come(slot, count)
-        if following and not (line in held and held[line][following[0]]):
-            held[line] = np.ones(vocab_size, bool)
-            held[line][following[0]] = False
+        if following and (line not in held or has_bits(held[line], vocab_size)[following[0]]):
+            held[line] = one_bit(following[0], vocab_size)
     return held

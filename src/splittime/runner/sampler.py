@@ -18,8 +18,9 @@ OOPSLA 2014; constants by Stafford, variant 13): the seed is mixed into a key, t
 it, and the sum is mixed again. The top 53 bits make a uniform double in [0, 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import TokenLogprob
 from splittime.kernels.api import Ops
-from splittime.kernels.draw import DRAW
+from splittime.kernels.draw import DRAW, has_bits
 from splittime.runner.marks import to_device, to_host
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -50,6 +51,9 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+Allowed = Mapping[int, np.ndarray]
+"""By line, the tokens that may be chosen, where not all may: a bit each, the lowest first, uint32 [vocab / 32]."""
+EVERYTHING: Allowed = MappingProxyType({})
 CANDIDATES = (128, 2048)
 MIN_TEMPERATURE = 1e-5
 MAX_TOP_K = 2**31 - 1  # what the kernel's integer holds; no vocabulary is larger
@@ -78,19 +82,39 @@ class Filters:
         return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops) -> list[int]:
+def choose(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    ops: Ops,
+    allowed: Allowed = EVERYTHING,
+) -> list[int]:
     """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
-    return [max(told, ~told) for told in choose_telling(logits, params, output_indices, ops)]
+    return [max(told, ~told) for told in choose_telling(logits, params, output_indices, ops, allowed)]
 
 
 def choose_telling(
-    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    ops: Ops,
+    allowed: Allowed = EVERYTHING,
 ) -> list[int]:
     """As `choose`, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
-    if all(one.is_greedy for one in params):
+    if not allowed and all(one.is_greedy for one in params):
         return ops.argmax(logits)
-    tokens = ops.draw(logits, draws(params, output_indices))
-    return _choose_by_route(logits, params, output_indices) if tokens is None else tokens
+    bits = np.concatenate(list(allowed.values())).reshape(len(allowed), -1) if allowed else None
+    tokens = ops.draw(logits, draws(params, output_indices, allowed), bits)
+    return _choose_by_route(masked(logits, allowed), params, output_indices) if tokens is None else tokens
+
+
+def masked(logits: Tensor, allowed: Allowed) -> Tensor:
+    """Returns logits [N, vocab], if need be a copy, with -inf for what is not allowed."""
+    if not allowed:
+        return logits
+    lines = to_device(torch.tensor(list(allowed)), logits.device)
+    is_allowed = torch.from_numpy(has_bits(np.stack(list(allowed.values())), logits.shape[1]))
+    return logits.index_copy(0, lines, logits[lines].masked_fill_(to_device(~is_allowed, logits.device), -torch.inf))
 
 
 def _choose_by_route(logits: Tensor, params: Sequence[SamplingParams], indices: Sequence[int]) -> list[int]:
@@ -114,14 +138,16 @@ def _choose_largest(logits: Tensor, params: list[SamplingParams], indices: list[
     return logits.argmax(-1).tolist()
 
 
-def draws(params: Sequence[SamplingParams], indices: Sequence[int]) -> np.ndarray:
-    """`kernels.draw.DRAW` [N]; of greedy rows, temperature 0."""
+def draws(params: Sequence[SamplingParams], indices: Sequence[int], allowed: Allowed = EVERYTHING) -> np.ndarray:
+    """`kernels.draw.DRAW` [N]; of greedy rows, temperature 0. Its bits are those of `allowed`, one after another."""
     draws = np.zeros(len(params), dtype=DRAW)
     draws["top_p"] = [one.top_p for one in params]
     draws["uniform"] = _uniforms(params, indices)
     draws["temperature"] = [0.0 if one.is_greedy else max(one.temperature, MIN_TEMPERATURE) for one in params]
     draws["min_p"] = [one.min_p for one in params]
     draws["top_k"] = [min(one.top_k, MAX_TOP_K) for one in params]
+    if allowed:
+        draws["allowed"][list(allowed)] = np.arange(1, len(allowed) + 1)
     return draws
 
 

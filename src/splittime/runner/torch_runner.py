@@ -145,19 +145,13 @@ class TorchRunner:
         if masks is None and not has_bounds(batch.slots):
             return
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        held = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
-        for slot in held if self._drafts_forced else ():
-            if forced := self._forced(slot):
-                step.tell_drafts(slot, forced)
-        if masks is not None:
-            masks.begin(held, [slot.num_known - slot.prompt_len for slot in held])
-
-    def _forced(self, slot: Slot) -> tuple[int, ...]:
-        """Returns what must follow what is known of a request, as far as it is said by its bound or by its form."""
-        if forced := must_come(slot, slot.num_known - slot.prompt_len):
-            return forced
-        masks = self.slots.masks
-        return masks.forced(slot) if masks is not None and slot.grammar is not None else ()
+        going = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
+        held = [slot for slot in going if slot.grammar is not None]
+        forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
+        told = dict(zip(held, forced, strict=True))
+        for slot in going if self._drafts_forced else ():
+            if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
+                step.tell_drafts(slot, token_ids)
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
@@ -221,9 +215,10 @@ class TorchRunner:
             for step in self._launched:
                 step.fetch()
         masks = self.slots.masks
-        forbidden = masks.take(slots, counts) if masks else penalties.NOTHING
-        forbidden = hold_to_bounds(slots, counts, self.resolved.vocab_size, forbidden)
-        return self.execution.choose(slots, counts, raw, penalties.adjusted(raw, slots, counts, forbidden))
+        allowed = masks.take(slots, counts) if masks else sampler.EVERYTHING
+        allowed = hold_to_bounds(slots, counts, self.resolved.vocab_size, allowed)
+        logits = penalties.adjusted(raw, slots, counts, allowed)
+        return self.execution.choose(slots, counts, raw, logits, allowed)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
         """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""

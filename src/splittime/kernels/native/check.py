@@ -249,8 +249,9 @@ def _choices() -> Iterator[np.ndarray]:
     draws = np.zeros(5, dtype=DRAW)
     draws["temperature"], draws["uniform"] = 0.9, np.linspace(0, 0.99, 5)
     draws["top_p"], draws["top_k"], draws["min_p"] = (1, 0.9, 1, 1, 0.5), (0, 0, 20, 0, 300), (0, 0, 0, 0.05, 0.01)
+    draws["allowed"], bits = (0, 1, 0, 2, 1), np.array([[0x0F0F00FF] * 32, [1 << 31] * 32], dtype=np.uint32)
     tokens, flags = np.zeros(5, dtype=np.int32), np.zeros(6, dtype=np.uint8)
-    for call, *arguments in ((lib.st_draw, draws.ctypes.data), (lib.st_argmax,)):
+    for call, *arguments in ((lib.st_draw, draws.ctypes.data, bits.ctypes.data), (lib.st_argmax,)):
         call(5, 999, logits.ctypes.data, *arguments, tokens.ctypes.data)
         yield np.eye(999)[tokens]
     lib.st_finite(6, 999, logits.ctypes.data, flags.ctypes.data)

@@ -16,7 +16,7 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
@@ -128,7 +128,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_silu_mul": (None, (_I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
     "st_attention": (None, (_BATCH, _KV, _I, _I, _F, _P, _L, _P)),
-    "st_draw": (None, (_I, _I, _P, _P, _P)),
+    "st_draw": (None, (_I, _I, _P, _P, _P, _P)),
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),
     "st_bytes_read": (None, (_P,)),

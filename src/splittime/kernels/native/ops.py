@@ -225,9 +225,11 @@ class NativeOps:
         library().st_argmax(len(lines), lines.shape[1], lines.data_ptr(), tokens.ctypes.data)
         return tokens.tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int]:
-        lines, tokens = logits.contiguous(), np.empty(len(logits), dtype=np.int32)
-        library().st_draw(len(lines), lines.shape[1], lines.data_ptr(), draws.ctypes.data, tokens.ctypes.data)
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int]:
+        lines, tokens, vocab = logits.contiguous(), np.empty(len(logits), dtype=np.int32), logits.shape[1]
+        assert bits is None or (bits.shape[1], bits.dtype) == (-(-vocab // 32), np.uint32), "of another vocabulary"
+        at = None if bits is None else bits.ctypes.data
+        library().st_draw(len(lines), vocab, lines.data_ptr(), draws.ctypes.data, at, tokens.ctypes.data)
         return tokens.tolist()
 
     def bytes_read(self) -> dict[str, int]:

@@ -133,5 +133,5 @@ class TritonOps(PlainOps):
     def argmax(self, logits: Tensor) -> list[int]:
         return sampling.argmax(logits).tolist()
 
-    def draw(self, logits: Tensor, draws: np.ndarray) -> list[int]:
-        return self.draw_tokens(logits, draws).tolist()
+    def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
+        return None if bits is not None else self.draw_tokens(logits, draws).tolist()

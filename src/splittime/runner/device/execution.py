@@ -32,7 +32,7 @@ from splittime.runner.device.graphs import DecodeGraphs, candidates
 from splittime.runner.execution import Chosen, Flags, Forward
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import to_device, to_host
-from splittime.runner.sampler import describe_lines
+from splittime.runner.sampler import Allowed, describe_lines
 
 DRAWN = (SamplingParams(temperature=0.0, seed=0), SamplingParams(seed=0), SamplingParams(seed=0, top_p=0.9))
 LONG_CONTEXT = 2048  # of which a short chunk's keys are shared by programs
@@ -110,9 +110,11 @@ class DeviceExecution:
     def finite(self, computed: Tensor) -> Flags:
         return to_host(self._ops.finite_flags(computed)).tolist
 
-    def choose(self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor) -> Chosen:
+    def choose(
+        self, slots: Sequence[Slot], counts: Sequence[int], raw: Tensor, logits: Tensor, allowed: Allowed
+    ) -> Chosen:
         params = [slot.admitted.sampling for slot in slots]
-        tokens = self._ops.draw_tokens(logits, sampler.draws(params, list(counts)))
+        tokens = self._ops.draw_tokens(sampler.masked(logits, allowed), sampler.draws(params, list(counts)))
         places = torch.tensor([slot.place for slot in slots])
         self.latest.index_copy_(0, to_device(places, self.device), tokens)
         return Chosen(self.finite(raw), to_host(tokens).tolist, describe_lines(raw, tokens, params))

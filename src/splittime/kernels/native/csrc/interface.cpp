@@ -129,8 +129,8 @@ void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32
   kernels().attention(batch, kv, num_heads, window_tokens, scale, q, q_stride, out);
 }
 
-void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens) {
-  kernels().draw(rows, vocab, logits, draws, tokens);
+void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, const uint32_t *bits, int32_t *tokens) {
+  kernels().draw(rows, vocab, logits, draws, bits, tokens);
 }
 
 void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens) {

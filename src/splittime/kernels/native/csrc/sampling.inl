@@ -36,7 +36,7 @@ struct Falling {
 
 // What a thread keeps from row to row.
 struct DrawScratch {
-  Room<float> maxima, peaks, order, logits, weights, near_logits, near_weights;
+  Room<float> masked, maxima, peaks, order, logits, weights, near_logits, near_weights;
   Room<int32_t> ids;
   Room<double> sums;
 };
@@ -353,12 +353,35 @@ int32_t largest(int32_t vocab, const float *line) {
   return is_zero(faults) ? best : ~best;
 }
 
-void draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens) {
+// What the bits allow of a row, and -INFINITY for the rest; returns whether all of the row is finite.
+bool mask(int32_t vocab, const float *from, const uint32_t *bits, float *to) {
+  F32 faults = splat(0.0f);
+  for (int32_t i = 0; i < vocab; i += LANES) {
+    const F32 x = some(from + i, vocab - i, 0.0f);
+    const I32 is_set = splat((int32_t)(bits[i / 32] >> i % 32)) >> lane_numbers() & 1;
+    store(to + i, is_set != 0 ? x : splat(-INFINITY));
+    faults += x * 0.0f;
+  }
+  return is_zero(faults);
+}
+
+int32_t draw_line(int32_t vocab, const float *line, const StDraw &how, DrawScratch &own) {
+  return how.temperature == 0 ? largest(vocab, line) : Drawing{line, vocab, how, own}.token();
+}
+
+void draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, const uint32_t *bits, int32_t *tokens) {
   for_each(rows, [&](int32_t row) {
     thread_local DrawScratch scratch;
     const float *line = logits + (int64_t)row * vocab;
-    const bool is_greedy = draws[row].temperature == 0;
-    tokens[row] = is_greedy ? largest(vocab, line) : Drawing{line, vocab, draws[row], scratch}.token();
+    const StDraw &how = draws[row];
+    if (!how.allowed) {
+      tokens[row] = draw_line(vocab, line, how, scratch);
+      return;
+    }
+    float *masked = scratch.masked.of(vocab + LANES);
+    const bool is_finite = mask(vocab, line, bits + (int64_t)(how.allowed - 1) * ((vocab + 31) / 32), masked);
+    const int32_t told = draw_line(vocab, masked, how, scratch), token = told < 0 ? ~told : told;
+    tokens[row] = is_finite ? token : ~token;
   });
 }
 

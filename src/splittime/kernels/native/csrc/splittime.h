@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 6 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 7 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -156,17 +156,18 @@ void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32
                   const float *q, int64_t q_stride, float *out);
 
 /* How one token is drawn. top_k: 0 for off; min_p: 0 for off, else a share of the largest probability; top_p: 1 for off;
- * uniform: in [0, 1). */
+ * uniform: in [0, 1). allowed: 0 for every token, else 1 + the line of `bits` that has a bit for each that may be drawn. */
 typedef struct {
   double top_p, uniform;
   float temperature, min_p;
-  int32_t top_k;
+  int32_t top_k, allowed;
 } StDraw;
 
 /* logits [rows][vocab], finite or -inf -> tokens [rows]. Filters are thresholds: top_k keeps logits at or above the k-th
  * largest, min_p those with at least that share of the largest probability, top_p, over what those leave, the largest
- * until their share reaches it; ties at a threshold stay. The token is found by inverse CDF in the order of ids. */
-void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, int32_t *tokens);
+ * until their share reaches it; ties at a threshold stay. The token is found by inverse CDF in the order of ids.
+ * bits: lines of (vocab + 31) / 32, the lowest bit first; what is not allowed counts as -inf. NULL: there are none. */
+void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, const uint32_t *bits, int32_t *tokens);
 
 /* The first of the largest logits of each row. */
 void st_argmax(int32_t rows, int32_t vocab, const float *logits, int32_t *tokens);
