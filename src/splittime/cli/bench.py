@@ -14,7 +14,11 @@ from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 
 app = typer.Typer(
-    help="Load for any OpenAI-compatible server, measured and explained.", epilog=codes(), no_args_is_help=True
+    help="Load for any OpenAI-compatible server, measured and explained.",
+    epilog=codes(),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 RARELY = (50_000, 50, 1000)

@@ -11,7 +11,9 @@ from splittime.assemble.settings import Settings
 from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings
 from splittime.cli.panels import GroupedCommand
 
-app = typer.Typer(help="The settings and where they come from.", no_args_is_help=True)
+app = typer.Typer(
+    help="The settings and where they come from.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 _EXAMPLES = f"""\b
 Examples:

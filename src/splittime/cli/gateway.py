@@ -50,7 +50,13 @@ Exit codes:
 """
 
 
-app = typer.Typer(invoke_without_command=True, epilog=EXAMPLES, subcommand_metavar="[COMMAND]")
+app = typer.Typer(
+    invoke_without_command=True,
+    epilog=EXAMPLES,
+    subcommand_metavar="[COMMAND]",
+    add_completion=False,
+    rich_markup_mode=None,
+)
 app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
     gateway_inventory.inventory
 )

@@ -1,34 +1,87 @@
-"""The `splittime` command. Nothing heavy is imported before a command needs it: `--help` must answer at once."""
+"""The `splittime` command. A command's modules are imported when it is called: each start of a server or a gateway
+would wait for those of all others. `--help` of the whole imports them all."""
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from splittime import __version__
-from splittime.cli import (
-    attach,
-    bench,
-    calibrate,
-    distill,
-    doctor,
-    explain,
-    fleet,
-    gateway,
-    incident,
-    plan,
-    quality,
-    quantize,
-    run,
-    serve,
-    simulate,
-    tune,
-    up,
-)
-from splittime.cli.config import app as config_app
 from splittime.cli.panels import GroupedCommand
+
+
+class Listed(NamedTuple):
+    """A command of the list: where its function is, or a `Typer` with commands of its own. summary: fits into a line
+    of 80 columns, or is cut there."""
+
+    module: str
+    name: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Listed("serve", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
+    "run": Listed("run", "run", "Answer a prompt or chat at the terminal, and say where time went."),
+    "explain": Listed("explain", "explain", "Show where a request's time went, and why it was slow."),
+    "doctor": Listed("doctor", "doctor", "Say what holds a server's requests back, and what to try."),
+    "incident": Listed("incident", "incident", "Put an incident into one file, without prompts and secrets."),
+    "simulate": Listed("simulate", "command", "Say what a change would have done to recorded requests."),
+    "attach": Listed("attach", "attach", "Start vLLM's own server with these books."),
+    "up": Listed("up", "up", "Start replicas that are scaled by their load, behind gateways."),
+    "calibrate": Listed("calibrate", "calibrate", "Measure what a server's steps take, for plans."),
+    "plan": Listed("plan", "plan", "Say how many servers a load needs, and what they cost."),
+    "fleet": Listed("fleet", "fleet", "Say what many servers behind the gateway would do, on paper."),
+    "tune": Listed("tune", "command", "Find the settings that keep an SLO, and prove them."),
+    "quantize": Listed("quantize", "quantize", "Quantise or prune a model into a new checkpoint."),
+    "distill": Listed("distill", "distill", "Train a smaller model to say what a larger one would."),
+    "quality": Listed("quality", "quality", "Say whether a quantised model is as good as its base."),
+    "generate": Listed("run", "run", "Another name of run."),
+    "gateway": Listed("gateway", "app", "Stand in front of OpenAI-compatible servers, with accounts."),
+    "bench": Listed("bench", "app", "Load any OpenAI-compatible server, and measure it."),
+    "config": Listed("config", "app", "Show the settings and where they come from."),
+}
+
+
+class CommandsByName(Mapping[str, Any]):
+    """Imports each command when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _command(name, COMMANDS[name])
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _command(name: str, listed: Listed) -> Any:
+    module = import_module(f"splittime.cli.{listed.module}")
+    found = getattr(module, listed.name)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        alone.command(name=name, cls=GroupedCommand, epilog=module.EXAMPLES)(found)
+        found = alone
+    made = typer.main.get_command(found)
+    made.name, made.short_help = name, listed.summary
+    return made
+
+
+class LazyGroup(TyperGroup):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given | {"commands": CommandsByName()})
+
 
 app = typer.Typer(
     name="splittime",
+    cls=LazyGroup,
     help="An LLM inference server that accounts for every nanosecond of every request.",
     no_args_is_help=True,
     add_completion=False,
@@ -36,28 +89,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long flags short
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
-    (serve.serve, serve.EXAMPLES, "Serve a model over an OpenAI-compatible HTTP API."),
-    (run.run, run.EXAMPLES, "Answer a prompt or chat at the terminal, and say where time went."),
-    (explain.explain, explain.EXAMPLES, "Show where a request's time went, and why it was slow."),
-    (doctor.doctor, doctor.EXAMPLES, "Say what holds a server's requests back, and what to try."),
-    (incident.incident, incident.EXAMPLES, "Put an incident into one file, without prompts and secrets."),
-    (simulate.command, simulate.EXAMPLES, "Say what a change would have done to recorded requests."),
-    (attach.attach, attach.EXAMPLES, "Start vLLM's own server with these books."),
-    (up.up, up.EXAMPLES, "Start replicas that are scaled by their load, behind gateways."),
-    (calibrate.calibrate, calibrate.EXAMPLES, "Measure what a server's steps take, for plans."),
-    (plan.plan, plan.EXAMPLES, "Say how many servers a load needs, and what they cost."),
-    (fleet.fleet, fleet.EXAMPLES, "Say what many servers behind the gateway would do, on paper."),
-    (tune.command, tune.EXAMPLES, "Find the settings that keep an SLO, and prove them."),
-    (quantize.quantize, quantize.EXAMPLES, "Quantise or prune a model into a new checkpoint."),
-    (distill.distill, distill.EXAMPLES, "Train a smaller model to say what a larger one would."),
-    (quality.quality, quality.EXAMPLES, "Say whether a quantised model is as good as its base."),
-):
-    app.command(name=_command.__name__, cls=GroupedCommand, epilog=_examples, short_help=_summary)(_command)
-app.command(name="generate", cls=GroupedCommand, epilog=run.EXAMPLES, short_help="Another name of run.")(run.run)
-app.add_typer(gateway.app, name="gateway", short_help="Stand in front of OpenAI-compatible servers, with accounts.")
-app.add_typer(bench.app, name="bench", short_help="Load any OpenAI-compatible server, and measure it.")
-app.add_typer(config_app, name="config", short_help="Show the settings and where they come from.")
 
 
 def _show_version(is_asked: bool) -> None:
