@@ -22,7 +22,7 @@ took from the last answer on; told_s and first_s are when the stream's first wor
 token.
 
 Each event has 30 seconds of load, or 6; all take at most `LIMIT_S`, then the run fails. It ends with 1 where requests
-were lost or broken off that should not be.
+were lost or broken off that should not be, or an event could not be measured.
 """
 
 import argparse
@@ -90,13 +90,15 @@ Tells = Callable[[RunningCluster], bool]
 
 
 class Happening(NamedTuple):
-    """What happens. scale: of the cluster. factor: of the rate, from then on. is_back: whether what was killed is there
-    again; default: nobody asks. may_lose: requests are lost whatever anybody does."""
+    """What happens. scale: of the cluster. factor: of the rate, from then on. replaces: another replica is started.
+    is_back: whether what was killed is there again; default: nobody asks. may_lose: requests are lost
+    whatever anybody does."""
 
     scale: str
     do: Callable[[RunningCluster], None] = lambda cluster: None
     factor: int = 1
     runners: tuple[str, ...] = ("local", "ray")
+    replaces: bool = False
     is_back: Tells | None = None
     may_lose: bool = False
 
@@ -155,12 +157,12 @@ NODES = 3  # of Ray's, where one is killed
 ON_NODES = f"resources = {{{PLACE} = 1}}\n"
 EVENTS = {
     "nothing": Happening(TWO),
-    "kill-replica": Happening(TWO, kill_replica),
+    "kill-replica": Happening(TWO, kill_replica, replaces=True),
     "kill-gateway": Happening(TWO, kill("gateway-0"), is_back=answers, may_lose=True),
     "kill-controller": Happening(TWO, kill_controller, is_back=lambda cluster: bool(cluster.status()["replicas"])),
-    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY),
-    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5")),
-    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY),
+    "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY, replaces=True),
+    "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5"), replaces=True),
+    "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY, replaces=True),
     "triple-cold": Happening(ONE_TO_FOUR, factor=3),
     "triple-warm": Happening(ONE_TO_FOUR + "warm_pool = 2\n", factor=3),
     "to-none-cold": Happening(TO_NONE),
@@ -169,13 +171,19 @@ EVENTS = {
 
 
 def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what each event came to; those of one size of cluster follow each other."""
+    """Yields what each event came to; those of one size of cluster follow each other. Where something breaks, that is
+    told in the place of the event, and the next cluster is started."""
     for scale, some in groupby(names, key=lambda name: EVENTS[name].scale):
-        with started(runner, scale) as cluster:
-            for name in some:
-                say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
-                measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
-                yield name, measure(cluster, EVENTS[name], load)
+        name = "the start"
+        try:
+            with started(runner, scale) as cluster:
+                for name in some:
+                    say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
+                    measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
+                    yield name, measure(cluster, EVENTS[name], load)
+                name = "the end"
+        except Exception as error:
+            yield f"{name} of {scale!r}", {"failed": f"{type(error).__name__}: {error}"[-2000:]}
 
 
 @contextmanager
@@ -196,7 +204,7 @@ def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load
     target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
     outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
     timer.join()
-    cluster.until(lambda: is_complete(cluster), WAIT_S)
+    cluster.until(lambda: is_complete(cluster) and (watched.orders("start") or not happening.replaces), WAIT_S)
     return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
 
 
@@ -253,18 +261,21 @@ class Watched:
         """What was killed tells no more, so whatever tells that it is there is what came after it."""
         self._happened_unix_s, begin_s = time.time(), time.monotonic()
         is_back = self._happening.is_back
-        if is_back is not None:
-            (self._cluster.folder / "status.json").unlink(missing_ok=True)
         self._happening.do(self._cluster)
         if is_back is not None:
+            (self._cluster.folder / "status.json").unlink(missing_ok=True)
             self._cluster.until(lambda: is_back(self._cluster), WAIT_S)
             self._back_s = time.monotonic() - begin_s
 
+    def orders(self, *kinds: str) -> list[dict[str, Any]]:
+        """Returns the controller's orders since, of these kinds if any are named."""
+        since = [one for one in self._cluster.status()["events"] if one["at_unix_s"] >= self._happened_unix_s]
+        return [one for one in since if not kinds or one["what"] in kinds]
+
     def told(self) -> dict[str, Any]:
         """Returns what the controller ordered since, and when the last replica that serves began to."""
-        status = self._cluster.status()
-        orders = [one for one in status["events"] if one["at_unix_s"] >= self._happened_unix_s]
-        begun = [one["at_unix_s"] for one in orders if one["what"] in ("start", "wake")]
+        status, orders = self._cluster.status(), self.orders()
+        begun = [one["at_unix_s"] for one in self.orders("start", "wake")]
         serving = [status["at_unix_s"] - one["since_s"] for one in status["replicas"] if one["phase"] == "serving"]
         decided_s = begun[0] - self._happened_unix_s if begun else None
         ready_s = max(serving, default=0.0) - self._happened_unix_s
@@ -315,16 +326,18 @@ def main() -> int:
     load = Load(2.0, 2.0, 6.0, 4) if args.small else Load(args.rate, 8.0, 30.0, args.tokens)
     rows, settings = {}, {**load._asdict(), "runner": args.runner, "small": args.small}
     names = [name for name in EVENTS if name in args.only and args.runner in EVENTS[name].runners]
-    with ends_within(LIMIT_S):
-        for name, row in measured(names, args.runner, load):
-            rows[name] = row
-            say(f"{name}: {summary(row)}")
-    file_result(f"cluster_events_{args.runner}", {"rows": rows}, settings, args.json)
-    return int(any(has_failed(EVENTS[name], row) for name, row in rows.items()))
+    try:
+        with ends_within(LIMIT_S):
+            for name, row in measured(names, args.runner, load):
+                rows[name] = row
+                say(f"{name}: {row.get('failed') or summary(row)}")
+    finally:
+        file_result(f"cluster_events_{args.runner}", {"rows": rows}, settings, args.json)
+    return int(any(has_failed(name, row) for name, row in rows.items()))
 
 
-def has_failed(happening: Happening, row: dict[str, Any]) -> bool:
-    return not happening.may_lose and bool(row["lost"] or row["broken"])
+def has_failed(name: str, row: dict[str, Any]) -> bool:
+    return "failed" in row or (not EVENTS[name].may_lose and bool(row["lost"] or row["broken"]))
 
 
 def summary(row: dict[str, Any]) -> str:

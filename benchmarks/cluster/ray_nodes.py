@@ -4,8 +4,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from benchmarks.cluster.running import children_of, command_of, processes_with
+from benchmarks.cluster.running import children_of, command_of, processes_with, say
 from splittime.cluster.ray_head import OWN_RAY
 
 PLACE = "place"  # a resource that each node has once
@@ -17,13 +18,28 @@ def ray_of(nodes: int) -> Iterator[str]:
     os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))  # before Ray is imported
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    say(f"starting a Ray of {nodes + 1} nodes")
+    cluster = Cluster()
     try:
+        _add(cluster, num_cpus=1, include_dashboard=False)
         for _ in range(nodes):
-            cluster.add_node(num_cpus=1, resources={PLACE: 1})
+            _add(cluster, num_cpus=1, resources={PLACE: 1})
         yield cluster.address
     finally:
         cluster.shutdown()
+
+
+def _add(cluster: Any, **told: Any) -> None:
+    """Ray gives a node half a minute to start, which a busy machine may not have."""
+    for is_last in (False, False, True):
+        try:
+            cluster.add_node(**told)
+        except Exception as error:  # of no class of its own
+            say(f"a node did not start: {error}")
+            if is_last:
+                raise
+        else:
+            return
 
 
 def raylet_with_a_replica() -> int:

@@ -5,7 +5,7 @@ A piece of an answer is given on as it comes.
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,19 +46,17 @@ async def pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 def serving(port: int, say: Callable[[str], None]) -> Iterator[Callable[[Sequence[str]], str]]:
     """Gives what puts the application in front of these servers, and returns its address; called again, in front of
     others. A Ray of its own is started for it, and ended."""
-    import ray
-    from ray import serve
-
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
         head = RayHead(Path(folder))
-        try:
-            address = head.start(say, lambda: False)
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            yield lambda urls: _run(urls, port)
-        finally:
-            ray.shutdown()
-            head.end()
+        stack.callback(head.end)
+        address = head.start(say, lambda: False)
+        import ray  # reads what `start` left in the environment
+        from ray import serve
+
+        stack.callback(ray.shutdown)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield lambda urls: _run(urls, port)
 
 
 def _run(urls: Sequence[str], port: int) -> str:

@@ -45,7 +45,8 @@ REPLICA = "[serve]\nmax_num_seqs = 128\nnum_threads = 1\nmax_queued_requests = 1
 
 
 async def ask_all(urls: Sequence[str], streams: int, requests: int) -> list[Outcome]:
-    """Returns what became of the requests, of which each address has an equal share."""
+    """Returns what became of the requests, of which each address has an equal share; no more addresses than streams."""
+    urls = urls[:streams]
     runs = await asyncio.gather(
         *(one_loop(url, max(1, streams // len(urls)), max(1, requests // len(urls))) for url in urls)
     )
@@ -94,7 +95,7 @@ Serves = Callable[[Sequence[str]], str]
 @contextmanager
 def serve_proxy() -> Iterator[Serves | None]:
     """Gives what puts a Ray Serve application in front of servers, and returns its address; None without Ray Serve."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
+    if not all(importlib.util.find_spec(name) for name in ("ray", "starlette")):  # of ray.serve it would import Ray
         say("no arm of Ray Serve: ray[serve] is not installed")
         yield None
         return
@@ -120,7 +121,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder, cluster_of(Path(folder), text) as cluster:
                 arms = arms_of(cluster, replicas, serves)
                 for streams in (1, 2) if args.small else STREAMS:
-                    requests = 2 * streams if args.small else max(40, 4 * streams)
+                    requests = 2 * streams if args.small else max(100, 4 * streams)
                     say(f"{streams} streams, twice {requests} requests by each of {', '.join(arms)}")
                     yield {"replicas": replicas, **measure(arms, streams, requests)}
 

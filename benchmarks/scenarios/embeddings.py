@@ -1,35 +1,44 @@
 """Embeddings a second, beside transformers in the same process, by turns.
 
-    python -m benchmarks.scenarios.embeddings [--model FOLDER] [--dtype float32] [--threads 2] [--texts 256]
-        [--shortest 8] [--longest 256] [--batch 32] [--repeats 5] [--small] [--json]
+    python -m benchmarks.scenarios.embeddings [--model FOLDER | --shape minilm] [--dtype float32] [--threads 2]
+        [--texts 256] [--shortest 8] [--longest 256] [--batch 32] [--repeats 5] [--small] [--json]
 
 The same inputs go to both: token ids, with lengths drawn evenly on a logarithmic scale. Ours are given at once and
 batched by tokens (`LLM.embed`). transformers' are sorted by length and padded in batches of `--batch`, as
-sentence-transformers does it. Both pool as the model's files say, and both use as many threads. The first turn of each
+sentence-transformers does it. All pool as the model's files say, and all use as many threads. The first turn of each
 does not count; in it the vectors are compared, and a run whose vectors differ by more than `--most-error` fails.
+
+`--shape` makes a random encoder of that shape. Its inputs are texts, which ours and sentence-transformers' own `encode`
+tokenize; that is asked too where it is installed (`pip install sentence-transformers`). transformers gets token ids.
 """
 
 import argparse
+import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.report import file_result
+from benchmarks.scenarios.encoder_shapes import SHAPES, SPECIAL, write_encoder
 from splittime import LLM
 from splittime.assemble import model_source
 from splittime.core.pooling import LEAST_LENGTH, Pooling
 
 Inputs = Sequence[tuple[int, ...]]
-Embed = Callable[[Inputs], np.ndarray]
+Arm = Callable[[], np.ndarray]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--texts", type=int, default=256)
@@ -43,49 +52,91 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.small:
         arguments.texts, arguments.longest, arguments.repeats = 6, 24, 1
+    if arguments.model and arguments.shape:
+        parser.error("--shape makes a model: leave --model out")
     say: Callable[[str], None] = (lambda text: None) if arguments.json else print
-    figures = compare(arguments, say)
-    path = file_result("embeddings", figures, vars(arguments), arguments.json)
+    given = dict(vars(arguments))
+    with ExitStack() as held:
+        if arguments.shape:
+            arguments.model = held.enter_context(tempfile.TemporaryDirectory())
+            write_encoder(Path(arguments.model), SHAPES[arguments.shape])
+        figures = compare(arguments, say)
+    path = file_result(_name(arguments.shape), figures, given, arguments.json)
     say(f"written to {path}")
+
+
+def _name(shape: str | None) -> str:
+    return "embeddings" if shape is None else f"embeddings_{shape}"
 
 
 def compare(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     limits = {"max_model_len": arguments.longest, "num_threads": arguments.threads, "dtype": arguments.dtype}
     llm = LLM(arguments.model, **limits, speculative_config='{"method": "none"}', enable_prefix_caching=False)
-    inputs = drawn(arguments.texts, arguments.shortest, arguments.longest, llm.resolved["vocab_size"])
-    arms: dict[str, Embed] = {
-        "splittime": lambda given: np.array(llm.embed(given), dtype=np.float32),
-        "transformers": transformers_embed(arguments, Pooling(**llm.resolved["pooling"])),
+    vocab_size, is_shape = llm.resolved["vocab_size"], arguments.shape is not None
+    inputs = drawn(arguments.texts, arguments.shortest, arguments.longest, vocab_size, is_shape)
+    given = [" ".join(f"w{token}" for token in ids[1:-1]) for ids in inputs] if is_shape else inputs
+    arms: dict[str, Arm] = {
+        "splittime": lambda: np.array(llm.embed(given), dtype=np.float32),
+        "transformers": transformers_arm(arguments, Pooling(**llm.resolved["pooling"]), inputs),
     }
-    error = float(np.abs(arms["splittime"](inputs) - arms["transformers"](inputs)).max())
+    if is_shape and importlib.util.find_spec("sentence_transformers") is not None:
+        arms["sentence_transformers"] = sentence_transformers_arm(arguments, given)
+    error = _largest_difference(arms)
     if error > arguments.most_error:
         raise SystemExit(f"the vectors differ by {error:.2g}, more than {arguments.most_error}")
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(arguments.repeats):
         for name in sorted(arms, reverse=number % 2 == 0):
-            rates[name].append(_rate(arms[name], inputs))
-    ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-    found = {f"{name}_texts_per_s": statistics.median(one) for name, one in rates.items()}
-    found |= {"ratio": statistics.median(ratios), "ratio_from": min(ratios), "ratio_to": max(ratios)}
+            rates[name].append(_rate(arms[name], len(inputs)))
     for name, one in rates.items():
-        say(f"{name:12} {statistics.median(one):8.1f} texts/s ({min(one):.1f} to {max(one):.1f})")
-    say(f"ratio {found['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), vectors within {error:.1g}")
-    return found | {"tokens": sum(map(len, inputs)), "largest_difference": error}
+        say(f"{name:22} {statistics.median(one):8.1f} texts/s ({min(one):.1f} to {max(one):.1f})")
+    say(f"vectors within {error:.1g}")
+    found = {f"{name}_texts_per_s": statistics.median(one) for name, one in rates.items()}
+    return found | _ratios(rates, say) | {"tokens": sum(map(len, inputs)), "largest_difference": error}
 
 
-def drawn(count: int, shortest: int, longest: int, vocab_size: int) -> list[tuple[int, ...]]:
+def _largest_difference(arms: dict[str, Arm]) -> float:
+    ours, *others = [arm() for arm in arms.values()]
+    return max(float(np.abs(ours - theirs).max()) for theirs in others)
+
+
+def _ratios(rates: dict[str, list[float]], say: Callable[[str], None]) -> dict[str, float]:
+    """Returns ours over each other's, round by round: the median, the least and the largest."""
+    found = {}
+    for name in [name for name in rates if name != "splittime"]:
+        ratios = [ours / theirs for ours, theirs in zip(rates["splittime"], rates[name], strict=True)]
+        key = "ratio" if name == "transformers" else f"ratio_to_{name}"
+        found |= {key: statistics.median(ratios), f"{key}_from": min(ratios), f"{key}_to": max(ratios)}
+        say(f"ratio to {name} {found[key]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return found
+
+
+def drawn(count: int, shortest: int, longest: int, vocab_size: int, with_marks: bool = False) -> list[tuple[int, ...]]:
+    """with_marks: each between the marks that a made encoder's tokenizer puts around a text, and none in it."""
     source = np.random.default_rng(0)
     lengths = np.exp(source.uniform(np.log(shortest), np.log(longest), count)).round().astype(int)
-    return [tuple(source.integers(0, vocab_size, length).tolist()) for length in lengths]
+    if not with_marks:
+        return [tuple(source.integers(0, vocab_size, length).tolist()) for length in lengths]
+    least, (begin, end) = len(SPECIAL), map(SPECIAL.index, ("[CLS]", "[SEP]"))
+    return [(begin, *source.integers(least, vocab_size, max(1, length - 2)).tolist(), end) for length in lengths]
 
 
-def _rate(embed: Embed, inputs: Inputs) -> float:
+def _rate(arm: Arm, count: int) -> float:
     begin_s = time.monotonic()
-    embed(inputs)
-    return len(inputs) / (time.monotonic() - begin_s)
+    arm()
+    return count / (time.monotonic() - begin_s)
 
 
-def transformers_embed(arguments: argparse.Namespace, pooling: Pooling) -> Embed:
+def sentence_transformers_arm(arguments: argparse.Namespace, texts: Sequence[str]) -> Arm:
+    from sentence_transformers import SentenceTransformer
+
+    how = {"dtype": getattr(torch, arguments.dtype)}
+    model = SentenceTransformer(arguments.model, device="cpu", model_kwargs=how, local_files_only=True)
+    torch.set_num_threads(arguments.threads)
+    return lambda: np.asarray(model.encode(list(texts), batch_size=arguments.batch, show_progress_bar=False))
+
+
+def transformers_arm(arguments: argparse.Namespace, pooling: Pooling, inputs: Inputs) -> Arm:
     from transformers import AutoModel
 
     folder = model_source.locate(arguments.model)
@@ -93,7 +144,7 @@ def transformers_embed(arguments: argparse.Namespace, pooling: Pooling) -> Embed
     torch.set_num_threads(arguments.threads)
 
     @torch.inference_mode()
-    def embed(inputs: Inputs) -> np.ndarray:
+    def embed() -> np.ndarray:
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
         found: dict[int, np.ndarray] = {}
         for begin in range(0, len(order), arguments.batch):
@@ -111,7 +162,8 @@ def _batch(model: Any, inputs: Inputs, pooling: Pooling) -> np.ndarray:
     for line, ids in zip(tokens, inputs, strict=True):
         line[: len(ids)] = torch.tensor(ids)
     is_there = torch.arange(tokens.shape[1]) < lengths[:, None]
-    states = model(input_ids=tokens, attention_mask=is_there.long(), use_cache=False).last_hidden_state.float()
+    more = {} if pooling.is_all else {"use_cache": False}
+    states = model(input_ids=tokens, attention_mask=is_there.long(), **more).last_hidden_state.float()
     if pooling.kind == "mean":
         vectors = (states * is_there[..., None]).sum(1) / lengths[:, None]
     else:

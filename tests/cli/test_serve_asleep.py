@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+
+from patience import until
 
 WORKER = str(Path(__file__).with_name("sleepy_serve_worker.py"))
 SERVE = f"""
@@ -119,10 +120,3 @@ def test_sigterm_while_it_falls_asleep(server):
 def get(url):
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         return json.load(response)
-
-
-def until(condition):
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)

@@ -29,10 +29,19 @@ SIZES = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+MODERN = {"local_attention": 9, "global_attn_every_n_layers": 2, "num_hidden_layers": 5, "num_attention_heads": 4}
+MODERN |= {"initializer_cutoff_factor": 9.0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
 VARIANTS = {
     "bert": ("BertModel", "Bert", {"max_position_embeddings": 64}),
     "bert-tanh": ("BertForMaskedLM", "Bert", {"max_position_embeddings": 64, "hidden_act": "gelu_new"}),
     "roberta": ("RobertaModel", "Roberta", {"type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}),
+    "modern": ("ModernBertModel", "ModernBert", MODERN | {"max_position_embeddings": 400}),
+    "modern-old": (
+        "ModernBertForMaskedLM",
+        "ModernBert",
+        MODERN
+        | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
     "xlm-roberta": ("XLMRobertaModel", "XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 1}),
 }
 TEXTS = ["w1 w2 w3", "w4", " ".join(f"w{number % 50}s" for number in range(30)), "w7 what w8", "w9 " * 20]
@@ -72,7 +81,7 @@ def make(variant: str, folder: Path, mode: str = "mean_tokens") -> Any:
     config = getattr(transformers, f"{name}Config")(**(SIZES | differences))
     model = getattr(transformers, architecture)(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
-        if "bias" in parameter_name or "Norm" in parameter_name:  # else zeros or ones, which would hide errors
+        if "bias" in parameter_name or "norm" in parameter_name.lower():  # else zeros or ones, which would hide errors
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     write_pooling(folder, mode)
@@ -100,6 +109,23 @@ def test_embeddings_equal_transformers_alone_and_in_a_batch(variant: str, mode: 
         assert np.abs(np.array(alone) - wanted).max() < MAX_ABS_ERROR
     (of_ids,) = llm.embed([tokenizer.encode(TEXTS[2]).ids])
     assert np.abs(np.array(of_ids) - np.array(together[2])).max() < MAX_ABS_ERROR
+
+
+def test_a_modern_encoder_of_older_names_attends_near_and_far(tmp_path: Path) -> None:
+    """Its config as the first ones were written, and texts of several chunks."""
+    transformers = pytest.importorskip("transformers")
+    make("modern", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    older = {"global_attn_every_n_layers": 3, "local_attention": 60, "position_embedding_type": "absolute"}
+    older |= {"global_rope_theta": 500.0, "local_rope_theta": 30.0}
+    kept = {name: value for name, value in config.items() if name not in ("layer_types", "rope_parameters")}
+    (tmp_path / "config.json").write_text(json.dumps(kept | older))
+    model, tokenizer = transformers.AutoModel.from_pretrained(tmp_path).float().eval(), write_tokenizer(tmp_path)
+    llm = LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=512, num_threads=1)
+    texts = [" ".join(f"w{number * 7 % 50}" for number in range(count)) for count in (30, 31, 61, 62, 130, 300, 398)]
+    for text, embedding in zip(texts, llm.embed(texts), strict=True):
+        wanted = expected(model, tokenizer.encode(text).ids, "mean_tokens")
+        assert np.abs(np.array(embedding) - wanted).max() < MAX_ABS_ERROR
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +229,29 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(key: str, value: Any)
     assert refused.value.info.param == key
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_activation", "relu"),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["chunked_attention"] * 3),
+        ("local_attention", 1),
+        ("norm_eps", 2.0),
+        ("num_attention_heads", 16),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("rope_parameters.full_attention.rope_type", "yarn"),
+        ("rope_parameters.sliding_attention.rope_theta", 0),
+    ],
+)
+def test_a_modern_config_that_cannot_be_served_is_refused_by_name(key: str, value: Any) -> None:
+    given = {key: value}
+    for name in reversed(key.split(".")):
+        given = {name: value if name == key.split(".")[-1] else given}
+    with pytest.raises(ConfigError) as refused:
+        parse_encoder_config(CONFIG | {"architectures": ["ModernBertModel"]} | given)
+    assert refused.value.info.param in (key, "hidden_size")
+
+
 def test_encoders_are_known_by_their_architecture(bert: Path, tmp_path: Path) -> None:
     assert is_encoder(bert)
     assert not is_encoder(tmp_path)
@@ -226,7 +275,7 @@ def make_judge(variant: str, folder: Path, **more: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**(SIZES | differences | more), num_labels=1)
     model = getattr(transformers, architecture)(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
-        if "bias" in parameter_name or "Norm" in parameter_name:
+        if "bias" in parameter_name or "norm" in parameter_name.lower():
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     tokenizer = write_tokenizer(folder)

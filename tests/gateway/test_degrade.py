@@ -3,11 +3,11 @@
 import http.client
 import json
 import threading
-import time
 import uuid
 
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DegradationConfig
 from splittime.gateway.config_file import config_of
@@ -133,7 +133,7 @@ def test_under_a_long_queue_answers_are_lesser_and_say_so(hostile, tmp_path):
         waiting = [threading.Thread(target=gateway.ask, args=("held",)) for _ in range(2)]
         for thread in waiting:
             thread.start()
-        wait_until(lambda: gateway.get("/stats")["degradation"] == ["small"])
+        until(lambda: gateway.get("/stats")["degradation"] == ["small"])
         for stream in (False, True):
             status, header, told, account = answer_of(gateway, stream=stream)
             first = json.loads(events(told)[0] if stream else told)
@@ -141,7 +141,7 @@ def test_under_a_long_queue_answers_are_lesser_and_say_so(hostile, tmp_path):
             assert first["degraded"] == {"stage": "small", "reason": "queue_wait"}
             assert json.loads(hostile.asked["fine"][-1][1])["model"] == "little"
             assert (account.degraded, account.model, account.attempts[0].upstream) == ("small", "little", "little")
-        wait_until(lambda: gateway.get("/stats")["degradation"] == ["small", "sorry"])
+        until(lambda: gateway.get("/stats")["degradation"] == ["small", "sorry"])
         for stream in (False, True):
             status, header, told, account = answer_of(gateway, stream=stream)
             first = json.loads(events(told)[0] if stream else told)["choices"][0]
@@ -153,17 +153,10 @@ def test_under_a_long_queue_answers_are_lesser_and_say_so(hostile, tmp_path):
         hostile.hold.set()
         for thread in waiting:
             thread.join()
-        wait_until(lambda: gateway.get("/stats")["degradation"] == [])
+        until(lambda: gateway.get("/stats")["degradation"] == [])
         status, header, told, account = answer_of(gateway)
         assert (status, header, account.degraded, account.model) == (200, None, "", "held")
         assert "degraded" not in json.loads(told)
-
-
-def wait_until(condition) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 # ---- a sign of life
@@ -185,7 +178,7 @@ def test_a_stream_that_waits_is_told_so(hostile, tmp_path):
     with gateway_of(tmp_path, text) as gateway:
         holding = threading.Thread(target=gateway.ask, args=("held",))
         holding.start()
-        wait_until(lambda: gateway.get("/stats")["upstreams"][0]["requests"] == 1)
+        until(lambda: gateway.get("/stats")["upstreams"][0]["requests"] == 1)
         request_id, answer = begin_stream(gateway, "fine")
         comments = [answer.readline() for _ in range(4)]
         assert answer.headers["content-type"].startswith("text/event-stream")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream
@@ -120,11 +121,9 @@ def test_a_stop_lets_what_is_open_end(hostile, tmp_path):
     with gateway_of(tmp_path, upstream("held", hostile.url("held"))) as gateway:
         before = len(hostile.asked["held"])
         _, connection = send(gateway, "held")
-        while len(hostile.asked["held"]) == before:
-            time.sleep(0.002)
+        until(lambda: len(hostile.asked["held"]) != before)
         gateway.stop()
-        while gateway.get("/stats")["is_draining"] is False:
-            time.sleep(0.002)
+        until(lambda: gateway.get("/stats")["is_draining"])
         status, _, body = gateway.ask("held")
         assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
         hostile.hold.set()

@@ -9,12 +9,12 @@ import uuid
 
 import pytest
 
+from patience import until
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, ENDPOINTS, MESSAGES, RERANK, RESPONSES, SCORE
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
 from .hostile import MESSAGE_EVENTS, TYPED_WHOLE, response_events
-from .test_escalation import until
 from .test_relay import events
 
 SHA = {"one": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}  # of "one" and "two"

@@ -3,12 +3,12 @@
 import json
 import re
 import socket
-import time
 import urllib.request
 import uuid
 
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, EscalateConfig, GatewayConfig
 from splittime.gateway.routing.bounds import bounds_of
@@ -289,13 +289,6 @@ def budget_used(gateway, headers) -> float:
     with urllib.request.urlopen(asked, timeout=30) as response:
         told = re.findall(r"splittime_gateway_budget_used_tokens\{.*day.*\} (\S+)", response.read().decode())
     return float(told[0]) if told else 0.0
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 # ---- how many

@@ -10,12 +10,12 @@ import urllib.request
 
 import pytest
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
 from .test_chaos import metric
 from .test_endings import send
-from .test_tied import until
 
 KEYS = {"OPS_KEY": "of-ops", "A_KEY": "of-a", "B_KEY": "of-b"}
 TENANTS = "".join(
@@ -63,8 +63,7 @@ def test_a_tenant_sees_its_own_accounts_alone(keyed):
 
 def test_limits_of_a_tenant(keyed):
     held = [send_keyed(keyed, "slow", "of-a") for _ in range(2)]
-    while keyed.get("/stats", "of-ops")["open_requests"] < 2:
-        time.sleep(0.005)
+    until(lambda: keyed.get("/stats", "of-ops")["open_requests"] >= 2)
     status, headers, body = keyed.ask("fine", bearer("of-a"))
     assert (status, json.loads(body)["error"]["code"]) == (429, "max_open_requests")
     assert int(headers["retry-after"]) >= 1
@@ -181,8 +180,7 @@ def test_a_cap_a_queue_and_quick_refusals(hostile, tmp_path):
         asking = [threading.Thread(target=lambda: answers.append(gateway.ask("held"))) for _ in range(7)]
         for thread in asking:
             thread.start()
-        while gateway.get("/stats")["queue"]["requests"] < 4:
-            time.sleep(0.005)
+        until(lambda: gateway.get("/stats")["queue"]["requests"] >= 4)
         lasted_s = []
         for _ in range(30):
             begin_s = time.monotonic()
@@ -243,12 +241,10 @@ def test_who_waits_and_leaves_takes_no_place(hostile, tmp_path):
     with gateway_of(tmp_path, upstream("held", hostile.url("held"), max_in_flight=1)) as gateway:
         before = len(hostile.asked["held"])
         connections = [send(gateway, "held") for _ in range(5)]
-        while gateway.get("/stats")["queue"]["requests"] < 4:
-            time.sleep(0.005)
+        until(lambda: gateway.get("/stats")["queue"]["requests"] >= 4)
         for _, connection in connections[1:]:
             connection.close()
-        while gateway.get("/stats")["queue"]["requests"]:
-            time.sleep(0.005)
+        until(lambda: not gateway.get("/stats")["queue"]["requests"])
         hostile.hold.set()
         gateway.account(connections[0][0])
         assert len(hostile.asked["held"]) == before + 1

@@ -6,6 +6,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from patience import until
 from splittime.cli.main import app
 from splittime.gateway.config import LintConfig
 from splittime.gateway.forwarded import forwarded
@@ -137,9 +138,7 @@ def test_a_running_gateway_tells(hostile, tmp_path):
     with gateway_of(tmp_path, text) as gateway:
         indented = json.dumps(ROWS, indent=2)
         gateway.ask("fine", messages=[{"role": "user", "content": indented}])
-        until_s = time.monotonic() + 20
-        while not gateway.get("/lint")["models"] and time.monotonic() < until_s:
-            time.sleep(0.02)
+        until(lambda: gateway.get("/lint")["models"])
         told = CliRunner().invoke(app, ["gateway", "lint", "--url", gateway.url])
         assert told.exit_code == 0, told.output
         assert "white space within JSON: 1 requests" in told.output

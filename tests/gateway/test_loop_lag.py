@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+from patience import until
 from splittime.gateway.loop_lag import LATE_S, LoopLag
 
 from .conftest import gateway_of, upstream
@@ -39,8 +40,7 @@ def test_a_gateway_that_was_stopped_opens_no_breaker(hostile, tmp_path):
     with gateway_of(tmp_path, text) as gateway:
         asked = threading.Thread(target=gateway.ask, args=("slow",))
         asked.start()
-        while not gateway.get("/stats")["upstreams"][0]["requests"]:
-            time.sleep(0.01)
+        until(lambda: gateway.get("/stats")["upstreams"][0]["requests"])
         os.kill(gateway.process.pid, signal.SIGSTOP)
         time.sleep(1.3)
         os.kill(gateway.process.pid, signal.SIGCONT)

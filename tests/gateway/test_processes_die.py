@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, hostile_process, upstream
@@ -138,19 +139,14 @@ def test_a_killed_gateway_keeps_its_books(hostile, tmp_path):
         stop = threading.Event()
         asking = threading.Thread(target=keep_asking, args=(gateway, asked, stop))
         asking.start()
-        deadline_s = time.monotonic() + 20
-        while len(kept_or_none(tmp_path / "ledger.sqlite")) < 20:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: len(kept_or_none(tmp_path / "ledger.sqlite")) >= 20)
         before = set(kept(tmp_path / "ledger.sqlite"))
         gateway.kill()
         stop.set()
         asking.join()
         for _, connection in open_ones:
             assert b"[DONE]" not in until_end(connection)
-        while len(hostile.gone_s["endless"]) < seen + 10:  # the upstream is rid of them
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: len(hostile.gone_s["endless"]) >= seen + 10)  # the upstream is rid of them
     with gateway_of(tmp_path, text) as gateway:
         asked.append("after")
         assert gateway.ask("fine", {"x-request-id": "after"})[0] == 200

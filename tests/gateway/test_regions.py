@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import until
 from splittime.core.errors import ConfigError
 from splittime.diagnose.explain import explain
 from splittime.gateway.config import AffinityConfig, BreakerConfig, UpstreamConfig
@@ -27,7 +28,6 @@ from splittime.ledger.account_json import account_from_json
 from .conftest import gateway_of, upstream
 from .test_chaos import metric
 from .test_endings import send
-from .test_tied import until
 
 MS, S = 10**6, 10**9
 PLACES = {"near": ("here", 1), "near2": ("here", 1), "far": ("there", 80), "far2": ("there", 80)}

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 import pytest
 
 from benchmarks.server_process import free_port, wait_until_ready
+from patience import until
 from splittime.gateway.resume.request import TOKEN_IDS
 from splittime.gateway.resume.story import StreamStory
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
 from .test_chaos import metric, sums
-from .test_degrade import wait_until
 from .test_endings import assert_nothing_is_left
 from .test_relay import events
 
@@ -242,7 +242,7 @@ def test_a_stream_that_waits_to_go_on_is_told_so(hostile, tmp_path):
     with gateway_of(tmp_path, text) as gateway:
         holding = threading.Thread(target=gateway.ask, args=("held", None, COMPLETIONS), kwargs={"stream": True})
         holding.start()
-        wait_until(lambda: gateway.get("/stats")["upstreams"][1]["requests"] == 1)
+        until(lambda: gateway.get("/stats")["upstreams"][1]["requests"] == 1)
         letting_go = threading.Timer(0.4, hostile.hold.set)
         letting_go.start()
         told = json.dumps({"model": "m", "prompt": "Count: ", "max_tokens": 10, "stream": True}).encode()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
+from patience import until
 from splittime.gateway.config import TiedConfig
 from splittime.gateway.tied import LEAST_SEEN, WINDOW, TiedRace, TiedRequests
 from splittime.ledger.account_json import account_from_json
@@ -27,13 +28,6 @@ from .test_relay import events
 AFTER_NS = 0.098e9  # as `after_s`, by a timer that is a millisecond coarse
 PATIENT = "[breaker]\nfailures = 1000\nmax_backoff_s = 0.01\n"
 MANY = "[retries]\nspare = 1000\nmax_attempts = 2\npause_s = 0.01\n"
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 @contextmanager

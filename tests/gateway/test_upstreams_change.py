@@ -5,6 +5,8 @@ import threading
 import time
 import urllib.request
 
+from patience import until
+
 from .conftest import DEAD, gateway_of, upstream
 from .test_versions import changed
 
@@ -22,10 +24,7 @@ def write(gateway, folder, text: str) -> None:
 
 
 def wait_for_open(gateway, number: int) -> None:
-    deadline_s = time.monotonic() + 10
-    while gateway.get("/stats")["queue"]["requests"] < number:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: gateway.get("/stats")["queue"]["requests"] >= number)
 
 
 def test_requests_wait_for_an_upstream_that_is_not_there_yet(hostile, tmp_path):

@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
@@ -52,7 +53,7 @@ def shell(gateway, folder, *words: str):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment, check=True)
 
 
-def until(gateway, what: str, limit_s: float = 30.0):
+def latest(gateway, what: str, limit_s: float = 30.0):
     """The latest change, which must come to be `what`."""
     deadline_s = time.monotonic() + limit_s
     while (last := admin(gateway)[1]["changes"][-1])["what"] != what:
@@ -187,13 +188,12 @@ def test_a_canary_that_fails_or_is_slow_rolls_back_by_itself_and_others_never_no
         assert status == 200
         (tried,) = answer["canary"]["tenants"]
         assert admin(gateway, toml="port = 0\n" + text_of(hostile, way))[1]["code"] == "canary_runs"
-        why = until(gateway, "rolled_back")["why"]  # in time at the latest, however busy this machine is
+        why = latest(gateway, "rolled_back")["why"]  # in time at the latest, however busy this machine is
         assert "worse" in why or "not decided in time" in why
         others = {status for name, statuses in told.items() if name != tried for status in statuses}
         assert others == {200}
         count = len(told[tried])
-        while len(told[tried]) < count + 6:  # two of which may have been under way
-            time.sleep(0.02)
+        until(lambda: len(told[tried]) >= count + 6)  # two of which may have been under way
         assert told[tried][-1] == 200
         assert admin(gateway)[1]["canary"] is None
     accounts = [one for found in kept(tmp_path / "gateway.sqlite", 100_000).values() for one in found]
@@ -207,7 +207,7 @@ def test_a_canary_that_is_as_good_is_given_to_all_and_can_be_taken_back(hostile,
         with load(gateway, real_tokens=2000) as told:
             new = text_of(hostile, "paced", CANARY + "[queue]\nmax_requests = 5\n")
             assert admin(gateway, toml="port = 0\n" + new, canary=0.5)[0] == 200
-            until(gateway, "promoted", 60)
+            latest(gateway, "promoted", 60)
         assert {status for statuses in told.values() for status in statuses} == {200}
         assert admin(gateway)[1]["version"].startswith("2:")
         first = admin(gateway, "rollback", "of-ops")[1]["version"]

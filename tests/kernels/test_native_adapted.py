@@ -80,12 +80,11 @@ def of_rows(adapter, *rows):
 
 
 def sets_of(ops, scheme):
-    """Steps of one adapter and of two, one of which covers some projections; ranks of 1 to 64 and beyond a block of
-    columns."""
+    """Steps of one adapter and of several, of which some cover some projections, or none; ranks of 1 to 64."""
     yield [of_rows(whole(ops, scheme, 16, 1), 0, 2)]
     yield [of_rows(some(ops, scheme, 1, 2), 0, 2)]
     yield [of_rows(whole(ops, scheme, 3, 3), 0), of_rows(some(ops, scheme, 64, 4), 2), of_rows(LayerAdapter(), 4)]
-    yield [of_rows(whole(ops, scheme, 64, 5), 2), of_rows(whole(ops, scheme, 300, 6), 0, 4)]
+    yield [of_rows(whole(ops, scheme, 64, 5), 2), of_rows(whole(ops, scheme, 17, 6), 0, 4)]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -124,6 +123,19 @@ def test_wide_outputs_and_many_tokens_are_cut_into_items_of_the_same_bits(ops, s
             alone = y.clone()
             ops.add_low_rank(alone, x, [(low, token)])
             assert torch.equal(alone[token], found[token])
+
+
+def test_a_rank_beyond_a_block_of_columns(ops, isa):
+    """Each block is added by itself, in its order: other bits, the same number."""
+    low = low_rank(ops, FLOATS[0], HIDDEN, 1, (0, 40, 300), (40, 56, 257))
+    x, y = weights(7, HIDDEN, 2), weights(7, 56, 3)
+    wanted, found, alone = y.clone(), y.clone(), y.clone()
+    PlainOps.add_low_rank(ops, wanted, x, [(low, torch.arange(7))])
+    ops.add_low_rank(found, x, [(low, torch.arange(7, dtype=torch.int32))])
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert (found - y).abs().min() > 1e-6
+    ops.add_low_rank(alone, x, [(low, torch.tensor([5], dtype=torch.int32))])
+    assert torch.equal(alone[5], found[5])
 
 
 def test_an_adapters_weights_are_counted_once_a_product(ops):

@@ -11,10 +11,9 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import openai
 import pytest
 
 from benchmarks.server_process import free_port, get_json, wait_until_ready
+from patience import until
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.store import open_readonly
 
@@ -52,13 +52,6 @@ class Server:
     def complete(self, **fields: Any) -> str:
         body = {"model": self.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | fields
         return self.client.completions.create(**body).choices[0].text
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "took too long"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -227,7 +220,7 @@ def test_500_disconnects_leave_nothing_behind(server: Server, ledger_file: Path)
     before = server.complete(max_tokens=30)
     asyncio.run(_disconnect_at_random(server.url, 500))
     held = ("blocks_used", "num_running", "num_waiting")
-    wait_until(lambda: not any(map(server.engine().get, held)))
+    until(lambda: not any(map(server.engine().get, held)))
     assert server.complete(max_tokens=30) == before
     stats = get_json(f"{server.url}/stats")
     assert stats["server"]["open_requests"] <= 1
@@ -285,7 +278,7 @@ def test_every_account_in_the_file_verifies(server: Server, ledger_file: Path) -
     server.complete()
     counts = get_json(f"{server.url}/stats")["ledger"]
     assert (counts["dropped"], counts["unwritten"]) == (0, 0)
-    wait_until(lambda: len(open_readonly(ledger_file).accounts(limit=10**6)) >= counts["accounts"])
+    until(lambda: len(open_readonly(ledger_file).accounts(limit=10**6)) >= counts["accounts"])
     accounts: list[ClosedAccount] = open_readonly(ledger_file).accounts(limit=10**6)
     for account in accounts:
         account.verify()
@@ -295,7 +288,7 @@ def test_every_account_in_the_file_verifies(server: Server, ledger_file: Path) -
 def test_engine_killed_under_load_then_serves_again(server: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(_raw_stream, server, 1500) for _ in range(4)]
-        wait_until(lambda: server.engine()["num_running"] == 4)
+        until(lambda: server.engine()["num_running"] == 4)
         of_the_server = ["pgrep", "-P", str(server.process.pid), "-f", "splittime.assemble.worker"]
         worker = subprocess.run(of_the_server, capture_output=True, text=True, check=True)
         os.kill(int(worker.stdout), signal.SIGKILL)
@@ -323,7 +316,7 @@ def test_sigterm_finishes_streams_and_leaves(server: Server) -> None:
     """Runs last in the module: it ends the server."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_raw_stream, server, 200)
-        wait_until(lambda: server.engine()["num_running"] or asked.done())
+        until(lambda: server.engine()["num_running"] or asked.done())
         server.process.terminate()
         assert "[DONE]" in asked.result(timeout=PATIENCE_S)
         assert server.process.wait(PATIENCE_S) == 0

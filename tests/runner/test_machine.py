@@ -119,6 +119,16 @@ def test_what_past_answers_may_take_is_left_free(monkeypatch):
     assert machine.choose_num_blocks(plain, 16, 10)[0] == (needed + 1000) // 20
 
 
+def test_what_a_step_with_adapters_may_take_is_left_free(monkeypatch):
+    """Three ranks a token, of queries, keys and values, float32."""
+    needed = 100 * 3 * 8 * 4
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: needed + 1000)
+    sizes = {"max_num_seqs": 10**8, "block_size": 16, "speculative_config": NONE, "max_num_batched_tokens": 100}
+    plain, adapted = (RunnerConfig(model_path="x", enable_lora=one, max_lora_rank=8, **sizes) for one in (False, True))
+    assert machine.choose_num_blocks(adapted, 16, 10)[0] == 50
+    assert machine.choose_num_blocks(plain, 16, 10)[0] == (needed + 1000) // 20
+
+
 def test_free_memory_is_a_sensible_number():
     assert 1 << 20 < machine.free_memory_bytes() < 1 << 50
 

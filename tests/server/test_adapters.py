@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError
 from splittime.server.adapters import FILES
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
-from .test_endings import wait_until
 
 OPERATOR, TENANT = ({"Authorization": f"Bearer {key}"} for key in ("operators", "tenants"))
 
@@ -137,13 +137,13 @@ def test_one_that_is_in_use_is_not_unloaded(launch, root) -> None:
     live = launch(say("a" * 2000), config={"lora_root": str(root)}, step_s=0.01)
     load(live, "sql", "sql", {})
     reading = live.events_later("/v1/completions", {"prompt": "x", "max_tokens": 2000, "model": "sql"})
-    wait_until(lambda: live.engine.running)
+    until(lambda: live.engine.running)
     status, _, answer = unload(live, "sql", {})
     assert (status, answer["error"]["code"]) == (409, "adapter_in_use")
     assert ask(live, "sql")[0] == 200
     live.engine.step_s = 0.0
     reading.join(60)
-    wait_until(lambda: unload(live, "sql", {})[0] == 200)
+    until(lambda: unload(live, "sql", {})[0] == 200)
 
 
 def test_one_that_goes_while_a_prompt_is_tokenised_is_a_404(live, monkeypatch) -> None:

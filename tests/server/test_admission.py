@@ -1,10 +1,10 @@
 """Room, waits and refusals: the model on its own under a clock moved by hand, then over HTTP."""
 
 import concurrent.futures
-import time
 
 import pytest
 
+from patience import until
 from splittime.core.errors import RequestError
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.admission import WINDOW_DEPARTURES, Admission, QueueLimits, Refused, ServiceRate
@@ -132,8 +132,7 @@ def test_a_full_queue_refuses_at_once_and_serves_again(launch) -> None:
     live.engine.paused = True
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 2}) for _ in range(3)]
-        while live.service.admission.queued_requests < 3:
-            time.sleep(0.01)
+        until(lambda: live.service.admission.queued_requests >= 3)
         status, headers, answer = live.post("/v1/completions", {"prompt": "x"})
         assert status == 429
         assert int(headers["retry-after"]) >= 1
@@ -158,13 +157,11 @@ def test_a_refusal_costs_no_work_while_streams_run(launch) -> None:
         body = {"prompt": "x", "max_tokens": 250, "stream": True}
         streams = []
         for _ in range(64):
-            while live.service.admission.queued_requests:
-                time.sleep(0.002)
+            until(lambda: not live.service.admission.queued_requests)
             streams.append(pool.submit(live.post, "/v1/completions", body))
         live.call(lambda: setattr(live.engine, "max_running", 0))
         last = pool.submit(live.post, "/v1/completions", body)
-        while not live.service.admission.queued_requests:
-            time.sleep(0.002)
+        until(lambda: live.service.admission.queued_requests)
         statuses = [live.post("/v1/completions", {"prompt": "x" * 2000})[0] for _ in range(30)]
         live.call(lambda: setattr(live.engine, "max_running", 64))
         for stream in [*streams, last]:
@@ -212,8 +209,7 @@ def test_what_cannot_have_its_first_token_in_time_is_refused(launch) -> None:
     live.engine.paused = True
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(4)]
-        while live.service.admission.queued_requests < 4:
-            time.sleep(0.01)
+        until(lambda: live.service.admission.queued_requests >= 4)
         status, headers, answer = live.post("/v1/completions", {"prompt": "x"}, {SLO: "15"})
         error = answer["error"]
         assert (status, error["code"], error["reason"]) == (429, "slo_ttft", "slo_ttft")

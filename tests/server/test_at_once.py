@@ -3,11 +3,11 @@
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from patience import until
 from splittime.web import connection as connections
 
 from .conftest import LiveServer, say
@@ -42,13 +42,6 @@ def full(launch) -> Iterator[LiveServer]:
         waiting.sendall(post())
         until(lambda: live.service.admission.queued_requests == 1)
         yield live
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import time
 import msgspec
 import pytest
 
+from patience import until
 from splittime.text.process import INLINE_NS
 from splittime.text.tokenizer import Tokenizer
 from splittime.web.edge import Edge, Names
@@ -15,7 +16,6 @@ from splittime.web.http import receive_nothing
 from splittime.web.tenants import ApiKeys
 
 from .conftest import LiveServer, say
-from .test_endings import wait_until
 
 
 def connect(server: LiveServer, *, receive_buffer: int | None = None) -> socket.socket:
@@ -126,13 +126,13 @@ def test_a_body_that_never_comes_is_408(launch, path: str) -> None:
 def test_an_answer_that_nobody_takes_does_not_hold_its_connection(launch, monkeypatch) -> None:
     monkeypatch.setattr("splittime.web.serving.STALL_MORE_S", 0.2)
     server = launch(config={"slow_reader_s": 0.2, "send_buffer_bytes": 4096})
-    wait_until(lambda: not server.server.server_state.connections)  # that of the launch
+    until(lambda: not server.server.server_state.connections)  # that of the launch
     client = connect(server, receive_buffer=4096)
-    wait_until(lambda: server.server.server_state.connections)
+    until(lambda: server.server.server_state.connections)
     for _ in range(20):  # more answers than the two buffers hold
         client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
     (connection,) = server.server.server_state.connections
-    wait_until(lambda: connection.transport.is_closing())
+    until(lambda: connection.transport.is_closing())
     assert server.get("/health")[0] == 200
 
 
@@ -241,9 +241,9 @@ def test_a_client_that_goes_away_ends_what_it_had_asked_before_its_last_request(
     body = b'{"prompt":"x","max_tokens":900}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body + then)
-    wait_until(lambda: server.engine.running or server.ledger.accounts())  # garbage ends all of its connection at once
+    until(lambda: server.engine.running or server.ledger.accounts())  # garbage ends all of its connection at once
     client.close()
-    wait_until(server.ledger.accounts)
+    until(server.ledger.accounts)
     (account,) = server.ledger.accounts()
     assert (account.request_id, account.finish_reason) == ("a", "abort")
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
@@ -257,7 +257,7 @@ def test_a_drain_does_not_wait_for_an_engine_that_hangs(launch, monkeypatch) -> 
     body = b'{"prompt":"x","stream":true}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: a\r\ncontent-length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
-    wait_until(lambda: server.engine.running)
+    until(lambda: server.engine.running)
     asyncio.run_coroutine_threadsafe(server.service.drain(grace_s=0), server.loop).result(50)  # a step takes 60 s
     received = b""
     while b'"code":"draining"' not in received:
@@ -305,8 +305,8 @@ def test_who_does_not_take_a_whole_answer_is_cut(launch) -> None:
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: slow\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     client.sendall(head.encode() + body)
-    wait_until(lambda: server.ledger.account("slow"))
+    until(lambda: server.ledger.account("slow"))
     (account,) = server.ledger.account("slow")
     account.verify()
     assert (account.error.code, account.error.limit) == ("slow_reader", 0.3)
-    wait_until(lambda: not server.server.server_state.connections)  # the connection is cut, not only given up
+    until(lambda: not server.server.server_state.connections)  # the connection is cut, not only given up

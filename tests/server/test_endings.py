@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from again import holds_once_in
+from patience import until
 from splittime.server import service
 
 from .conftest import LiveServer, say
@@ -33,13 +34,6 @@ def connect(live: LiveServer, receive_buffer: int | None = None) -> socket.socke
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.connect(("127.0.0.1", live.port))
     return sock
-
-
-def wait_until(condition, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "took too long"
-        time.sleep(0.005)
 
 
 def nothing_left(live: LiveServer) -> bool:
@@ -77,9 +71,9 @@ def test_disconnects_at_any_moment_leave_nothing_behind(launch, max_running: int
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(visit_and_go, [draw.random() for _ in range(150)]))
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 9})[2]["choices"][0]["text"] == TEXT[:9]
-    wait_until(lambda: num_tasks(live) <= before + 1)
+    until(lambda: num_tasks(live) <= before + 1)
     accounts = live.ledger.accounts(limit=5000)
     assert any(account.finish_reason == "abort" for account in accounts)
     for account in accounts:
@@ -96,7 +90,7 @@ def test_a_client_that_goes_is_aborted_within_a_step(launch) -> None:
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000, "stream": True}))
         sock.recv(100)
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
     account = live.ledger.accounts()[-1]
     assert account.finish_reason == "abort"
     assert account.freed_ns >= account.cancelled_ns
@@ -110,7 +104,7 @@ def test_a_slow_reader_is_dropped_and_others_notice_nothing(launch) -> None:
     endless = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
     slow = connect(live, receive_buffer=4096)
     slow.sendall(raw_request(endless, headers="X-Request-Id: slow\r\n"))
-    wait_until(lambda: "slow" in live.service.groups)
+    until(lambda: "slow" in live.service.groups)
     lags = []
     while "slow" in live.service.groups:
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 20})[0] == 200
@@ -122,7 +116,7 @@ def test_a_slow_reader_is_dropped_and_others_notice_nothing(launch) -> None:
     assert (account.finish_reason, account.error.code) == ("error", "slow_reader")
     assert account.error.limit == 20_000
     assert len(account.token_written_ns) < len(account.token_steps)
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
     slow.close()
 
 
@@ -132,9 +126,9 @@ def test_a_reader_that_makes_no_progress_is_dropped_after_a_time(launch) -> None
     slow = connect(live, receive_buffer=4096)
     body = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
     slow.sendall(raw_request(body, headers="X-Request-Id: slow\r\n"))
-    wait_until(lambda: bool(live.ledger.account("slow")))
+    until(lambda: bool(live.ledger.account("slow")))
     assert live.ledger.account("slow")[0].error.limit == 0.3
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
     slow.close()
 
 
@@ -144,14 +138,14 @@ def test_a_client_that_reads_late_gets_everything_in_larger_chunks_and_owns_the_
     late = connect(live, receive_buffer=4096)
     body = {"prompt": "x", "max_tokens": 3000, "stream": True, "logprobs": 5}
     late.sendall(raw_request(body, headers="X-Request-Id: late\r\nConnection: close\r\n"))
-    wait_until(lambda: live.engine.submitted and live.engine.is_empty)
+    until(lambda: live.engine.submitted and live.engine.is_empty)
     time.sleep(0.05)
     received = b""
     while part := late.recv(65536):
         received += part
     late.close()
     assert b"data: [DONE]" in received
-    wait_until(lambda: bool(live.ledger.account("late")))
+    until(lambda: bool(live.ledger.account("late")))
     account = live.ledger.account("late")[0]
     account.verify()
     assert account.finish_reason == "length"
@@ -167,7 +161,7 @@ def test_a_dead_engine_ends_streams_with_an_error_and_the_rest_is_unattributed(l
         body = {"prompt": "x", "max_tokens": 3000}
         stream = pool.submit(live.events, "/v1/completions", body, {"X-Request-Id": "s"})
         whole = pool.submit(live.post, "/v1/completions", body, {"X-Request-Id": "w"})
-        wait_until(lambda: len(live.engine.running) == 2)
+        until(lambda: len(live.engine.running) == 2)
         time.sleep(0.05)
         live.call(live.engine.die)
         events, (status, _, answer) = stream.result(), whole.result()
@@ -203,21 +197,21 @@ def test_an_id_in_flight_is_refused(launch) -> None:
     live = launch(say(TEXT, end=False), step_s=0.005)
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: one\r\n"))
-        wait_until(lambda: "one" in live.service.groups)
+        until(lambda: "one" in live.service.groups)
         status, _, answer = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "one"})
         assert (status, answer["error"]["code"]) == (409, "request_id_in_flight")
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
 
 
 def test_a_client_that_goes_in_the_middle_of_its_body_has_ended_it_itself(launch) -> None:
     live = launch(say(TEXT))
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x" * 100})[:120])
-        wait_until(lambda: live.service.num_open)
-    wait_until(live.ledger.accounts)
+        until(lambda: live.service.num_open)
+    until(live.ledger.accounts)
     (account,) = live.ledger.accounts()
     assert (account.finish_reason, account.error) == ("abort", None)
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
 
 
 def test_a_body_that_never_comes_is_given_up(launch) -> None:
@@ -225,7 +219,7 @@ def test_a_body_that_never_comes_is_given_up(launch) -> None:
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x" * 100})[:120])
         assert b" 408 " in sock.recv(1000)
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
 
 
 def test_a_stream_that_breaks_is_an_error_and_the_engine_lets_go(launch, monkeypatch) -> None:
@@ -241,7 +235,7 @@ def test_a_stream_that_breaks_is_an_error_and_the_engine_lets_go(launch, monkeyp
     status, _headers, answer = live.post("/v1/completions", {"prompt": "x", "max_tokens": 4000})
     assert (status, answer["error"]["message"]) == (500, "the engine's stream broke: no such item")
     assert len(live.engine.aborts) == 1
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
 
 
 @holds_once_in(3)
@@ -252,7 +246,7 @@ def test_a_drain_lets_streams_finish_and_ends_the_rest(launch) -> None:
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         short = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 20})
         endless = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 4000})
-        wait_until(lambda: len(live.engine.running) == 2)
+        until(lambda: len(live.engine.running) == 2)
         drained = asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=3), live.loop)
         status, _headers, answer = live.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["reason"]) == (503, "draining")
@@ -274,7 +268,7 @@ def test_a_drain_does_not_wait_for_a_client_that_does_not_read(launch, monkeypat
     slow = connect(live, receive_buffer=4096)
     body = {"prompt": "x", "max_tokens": 2000, "stream": stream, "logprobs": 5}
     slow.sendall(raw_request(body, headers="X-Request-Id: slow\r\n"))
-    wait_until(lambda: live.engine.submitted and live.engine.is_empty)
+    until(lambda: live.engine.submitted and live.engine.is_empty)
     asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=0), live.loop).result(50)
     assert nothing_left(live)
     (account,) = live.ledger.account("slow")
@@ -315,7 +309,7 @@ def test_sigterm_drains_and_a_second_one_ends_at_once(again: bool) -> None:
         sock.recv(10)
         os.kill(process.pid, signal.SIGTERM)
         if again:
-            wait_until(lambda: is_draining(port))
+            until(lambda: is_draining(port))
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(60) == 130
             return
@@ -333,7 +327,7 @@ def test_connections_have_nodelay_and_a_bounded_send_buffer(launch) -> None:
     with connect(live) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         sock.recv(100)
-        wait_until(lambda: len(live.server.server_state.connections) == 1)  # those of before are gone
+        until(lambda: len(live.server.server_state.connections) == 1)  # those of before are gone
 
         def options() -> tuple[int, int]:
             (connection,) = live.server.server_state.connections

@@ -4,12 +4,13 @@ and the one that is asked for something when a full collection comes waits for a
 import gc
 import http.client
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from patience import until
 
 from .conftest import LiveServer, say
 
@@ -41,13 +42,6 @@ def ask(connection: http.client.HTTPConnection, **fields: object) -> int:
     answer = connection.getresponse()
     answer.read()
     return answer.status
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def until_all_left(server: LiveServer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError, EngineError
 from splittime.server.config import ServerConfig
 from splittime.wire.get_json import get_json
@@ -19,7 +20,7 @@ from splittime.wire.scrape import ask_first
 from splittime.wire.target import Target
 
 from .conftest import say
-from .test_endings import raw_request, wait_until
+from .test_endings import raw_request
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_a_slow_reader_over_tls_is_dropped_too(launch, files) -> None:
     server = launch(say("long " * 200, end=False), step_s=0.001, config=config, model={"max_model_len": 10**6})
     client = over_tls(files, server.port, receive_buffer=4096)
     client.sendall(raw_request({"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}))
-    wait_until(server.ledger.accounts)
+    until(server.ledger.accounts)
     (account,) = server.ledger.accounts()
     account.verify()
     assert account.error.code == "slow_reader"
@@ -95,7 +96,7 @@ def test_a_client_that_goes_away_over_tls_is_noticed(launch, files) -> None:
     client.sendall(raw_request({"prompt": "x", "max_tokens": 4000, "stream": True}))
     assert client.recv(100)
     client.close()
-    wait_until(server.ledger.accounts)
+    until(server.ledger.accounts)
     assert server.ledger.accounts()[0].finish_reason == "abort"
 
 

@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from patience import until
+
 from .conftest import LiveServer, say
-from .test_endings import connect, nothing_left, raw_request, wait_until
+from .test_endings import connect, nothing_left, raw_request
 
 MINE = "X-Request-Id: mine\r\n"
 
@@ -17,7 +19,7 @@ def busy(launch):
     live: LiveServer = launch(say("x", end=False), step_s=0.005, config={"max_queued_requests": 2})
     with connect(live) as sock:
         sock.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers=MINE))
-        wait_until(lambda: "mine" in live.service.groups)
+        until(lambda: "mine" in live.service.groups)
         yield live
 
 
@@ -49,7 +51,7 @@ def test_a_full_queue_files_nothing_under_anothers_id(launch) -> None:
     live.engine.paused = True
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(live.post, "/v1/completions", {"prompt": "x"}, {"X-Request-Id": "mine"})
-        wait_until(lambda: live.service.admission.queued_requests)
+        until(lambda: live.service.admission.queued_requests)
         assert live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "mine"})[0] == 409
         status, fields, _ = live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "other"})
         assert (status, fields["x-request-id"]) == (429, "other")
@@ -85,11 +87,11 @@ def test_while_a_body_is_on_its_way_the_id_is_taken(launch) -> None:
     asked = raw_request({"prompt": "x", "max_tokens": 2}, headers=MINE)
     with connect(live) as slow:
         slow.sendall(asked[:-5])
-        wait_until(lambda: "mine" in live.service._reserved)
+        until(lambda: "mine" in live.service._reserved)
         assert live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "mine"})[0] == 409
         slow.sendall(asked[-5:])
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: nothing_left(live))
+    until(lambda: nothing_left(live))
     assert [account.finish_reason for account in live.ledger.account("mine")] == ["stop"]
 
 
@@ -109,7 +111,7 @@ def test_a_request_whose_choices_id_is_taken_does_not_end_the_one_that_has_it(la
     told = []
     first = threading.Thread(target=lambda: told.append(live.post("/v1/completions", asked, {"X-Request-Id": "a-1"})))
     first.start()
-    wait_until(lambda: live.engine.running)
+    until(lambda: live.engine.running)
     assert live.post("/v1/completions", {**asked, "n": 2}, {"X-Request-Id": "a"})[0] == 409
     first.join(60)
     assert told[0][0] == 200

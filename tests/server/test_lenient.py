@@ -98,7 +98,7 @@ OTHER_VALUES = {
     **dict.fromkeys((name for name, value in NEUTRAL.items() if value is False), True),
     **dict.fromkeys(("best_of", "mirostat"), 2),
     **dict.fromkeys(("repeat_penalty", "typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
-    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "n_predict"), 7),
+    **dict.fromkeys(("prompt_logprobs", "n_predict"), 7),
     **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), "a"),
     **{key: {"a": "b"} for key in ("kv_transfer_params", "vllm_xargs")},
     **{key: ["a"] for key in ("logits_processors",)},

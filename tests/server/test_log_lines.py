@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from patience import until
 from splittime.web import log_limit
 
 from .test_attacks import connect
-from .test_endings import wait_until
 
 STORM = 60
 
@@ -31,7 +31,7 @@ def test_a_storm_of_bad_requests_is_a_few_lines(launch, caplog, monkeypatch, bad
         with connect(server) as client, contextlib.suppress(OSError):
             client.sendall(bad)
             client.recv(100)
-    wait_until(lambda: any("left out" in line for line in lines(caplog, "uvicorn.error")))
+    until(lambda: any("left out" in line for line in lines(caplog, "uvicorn.error")))
     told = lines(caplog, "uvicorn.error")
     assert len(told) < STORM
     assert server.get("/health")[0] == 200

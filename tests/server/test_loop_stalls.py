@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from patience import until
 from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
 
 from .conftest import LiveServer, say
@@ -45,10 +46,7 @@ def stall(server: LiveServer) -> Iterator[None]:
 
 
 def account(server: LiveServer, name: str):
-    deadline = time.monotonic() + 60
-    while not server.ledger.account(name):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: server.ledger.account(name))
     return server.ledger.account(name)[0]
 
 

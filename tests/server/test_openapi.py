@@ -22,6 +22,7 @@ from .fake_engine import FakeEngine
 schemathesis = pytest.importorskip("schemathesis")
 
 FORMS = (
+    "thinking_token_budget",  # refused where a model does not reason
     "chat_template_kwargs",  # of numbers that 64 bits hold
     "tools",
     "tool_choice",

@@ -5,6 +5,7 @@ import time
 import msgspec
 import pytest
 
+from patience import until
 from splittime.core.request import Request
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.ledger.account import ClosedAccount, StageInterval
@@ -13,7 +14,6 @@ from splittime.ledger.stages import Stage
 from splittime.server.prefilled import MOST_KEPT, MOST_OPEN, Prefilled
 
 from .conftest import LiveServer, say
-from .test_endings import wait_until
 
 PATH = "/v1/prefill"
 USER = [{"role": "user", "content": "hi"}]
@@ -71,7 +71,7 @@ def test_a_tenant_has_few_at_a_time_and_they_take_no_place_in_the_queue(live: Li
     assert headers["retry-after"] == "1"
     live.call(lambda: live.service.prefilled.leave("key-2"))
     assert ask(live, {"prompt": "x"})[0] == 200
-    wait_until(lambda: live.call(lambda: live.service.prefilled._open["key-2"]) == MOST_OPEN - 1)
+    until(lambda: live.call(lambda: live.service.prefilled._open["key-2"]) == MOST_OPEN - 1)
     assert live.service.admission.queued_requests == 0
 
 

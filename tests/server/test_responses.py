@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from patience import until
 from splittime.api.limits import ModelInfo
 from splittime.api.response_answers import whole
 from splittime.api.response_events import ResponseEvents
@@ -13,7 +14,7 @@ from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
 from .fake_engine import FakeEngine
-from .test_endings import connect, nothing_left, raw_request, wait_until
+from .test_endings import connect, nothing_left, raw_request
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
@@ -295,7 +296,7 @@ def test_a_stream_that_fails_says_so_with_what_it_had() -> None:
 def test_a_dead_engine_ends_a_stream_with_a_failed_response(endless: LiveServer) -> None:
     with connect(endless) as client:
         client.sendall(raw_request({"input": "x", "stream": True}, "/v1/responses", "Connection: close\r\n"))
-        wait_until(lambda: endless.engine.running and endless.engine.running[0].num_out > 3)
+        until(lambda: endless.engine.running and endless.engine.running[0].num_out > 3)
         endless.call(endless.engine.die)
         raw = b"".join(iter(lambda: client.recv(65536), b""))
     *_, last = [json.loads(line[6:]) for line in raw.decode().split("\n") if line.startswith("data: {")]
@@ -571,8 +572,8 @@ def test_a_client_that_goes_ends_its_response_and_nothing_is_stored(endless: Liv
     for stream in (False, True):
         with connect(endless) as client:
             client.sendall(raw_request({"input": "x", "stream": stream}, "/v1/responses"))
-            wait_until(lambda: len(endless.engine.running) == 1)
-        wait_until(lambda: nothing_left(endless))
+            until(lambda: len(endless.engine.running) == 1)
+        until(lambda: nothing_left(endless))
     assert [account.finish_reason for account in endless.ledger.accounts()] == ["abort", "abort"]
     assert endless.service.responses.num_responses == 0
 

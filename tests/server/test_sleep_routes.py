@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
+from patience import until
 from splittime.core.sleep import FALLING_ASLEEP, Rest, SleepReport
 
 from .conftest import LiveServer, say
@@ -19,13 +19,6 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list]:
     thread = threading.Thread(target=lambda: said.append(work()), daemon=True)
     thread.start()
     return thread, said
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_a_sleep_tells_where_the_time_went_and_waking_too(launch: Callable[..., LiveServer]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import until
 from splittime.core.errors import ConfigError, Refused
 from splittime.kv.cache import KVCache, Lease
 from splittime.ledger.account import LIMITS_OF_A_KEY
@@ -16,7 +17,7 @@ from splittime.server.config import ServerConfig
 from splittime.web.tenants import ANYBODY, MINUTE_NS, TENANT_FOLDERS, TENANT_PATHS, ApiKeys, Bucket, Quota, Tenant
 
 from .conftest import LiveServer, say
-from .test_endings import connect, raw_request, wait_until
+from .test_endings import connect, raw_request
 
 KEYS = ("operators", "search", "shop")
 OPERATOR, SEARCH, SHOP = ({"Authorization": f"Bearer {key}"} for key in KEYS)
@@ -153,7 +154,7 @@ def test_whether_anothers_request_is_open_is_not_told(launch) -> None:
             {"prompt": "x", "max_tokens": 4000}, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"
         )
         client.sendall(asked)
-        wait_until(lambda: "a@key-3" in live.service.groups)
+        until(lambda: "a@key-3" in live.service.groups)
         unknown = live.get("/ledger/requests/never-came", **SEARCH)[2]["error"]["hint"]
         for name in ("a", "cmpl-a", "chatcmpl-a"):
             told = [live.get(f"/ledger/requests/{name}", **who)[2]["error"] for who in (OPERATOR, SHOP, SEARCH)]
@@ -167,7 +168,7 @@ def test_an_id_that_another_tenant_has_in_flight_is_free(launch, name: str, n: i
     asked = {"prompt": "x", "max_tokens": 4000, "n": 2}
     with connect(live) as client:
         client.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"))
-        wait_until(lambda: len(live.engine.running) == 2)
+        until(lambda: len(live.engine.running) == 2)
         status, headers, answer = ask(live, SEARCH, name, n=n)
         assert (status, headers["x-request-id"], answer["id"]) == (200, name, f"cmpl-{name}")
         assert len(answer["choices"]) == n
@@ -195,8 +196,8 @@ def test_one_tenants_client_that_leaves_ends_its_own_request_alone(launch) -> No
         stays.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer shop\r\n"))
         with connect(live) as leaves:
             leaves.sendall(raw_request(asked, headers="X-Request-Id: a\r\nAuthorization: Bearer search\r\n"))
-            wait_until(lambda: len(live.engine.running) == 2)
-        wait_until(lambda: len(live.engine.running) == 1)
+            until(lambda: len(live.engine.running) == 2)
+        until(lambda: len(live.engine.running) == 1)
         assert set(live.engine.aborts) == {"a@key-2"}
         assert set(live.service.groups) <= {"a@key-3", "a@key-2"}
         assert live.engine.running[0].request.request_id == "a@key-3"
@@ -391,10 +392,10 @@ def test_open_requests_come_free_however_they_end(launch, tmp_path) -> None:
     tenant = next(each for each in live.service.keys.tenants if each.name == "shop")
     with connect(live) as client:
         client.sendall(raw_request({"prompt": "x", "max_tokens": 4000}, headers="Authorization: Bearer shop\r\n"))
-        wait_until(lambda: live.engine.running)
+        until(lambda: live.engine.running)
         status, _, answer = ask(live, SHOP, "r")
         assert (status, answer["error"]["reason"]) == (429, "max_open_requests")
-    wait_until(lambda: live.service.quota(tenant).num_open == 0)
+    until(lambda: live.service.quota(tenant).num_open == 0)
     for body in (b"{", b'{"prompt": ""}', b'{"prompt": "x", "n": 99}'):
         assert live.post("/v1/completions", body, SHOP)[0] == 400
     assert live.post("/v1/completions", {"prompt": "x"}, {**SHOP, "X-Request-Deadline-Ms": "1"})[0] in (200, 429, 504)

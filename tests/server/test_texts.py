@@ -8,13 +8,13 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from patience import until
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.admission import INITIAL_BYTES_PER_TOKEN, Admission, QueueLimits
 from splittime.text.foreign_code import TokenBound
 from splittime.text.tokenizer import Tokenizer
 
 from .conftest import say
-from .test_at_once import until
 
 SHORT = {"prompt": "hello", "max_tokens": 1}
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from patience import until
 from splittime.web.edge import LAST, BoundedBody
 from splittime.web.http import TRANSPORT
 
 from .conftest import LiveServer
 from .test_attacks import connect
-from .test_endings import wait_until
 
 CHUNKED, LONG = "Transfer-Encoding: chunked", "Content-Length: 1000000"
 ROUTES = [
@@ -40,7 +40,7 @@ def dribble(server: LiveServer, client: socket.socket, piece: bytes) -> None:
         time.sleep(0.05)
         return not server.server.server_state.connections
 
-    wait_until(is_over)
+    until(is_over)
 
 
 @pytest.mark.parametrize("length", [CHUNKED, LONG])
@@ -50,7 +50,7 @@ def test_a_body_by_the_byte_does_not_hold_its_connection(
 ) -> None:
     monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config={"max_body_bytes": 10})
-    wait_until(lambda: not server.server.server_state.connections)
+    until(lambda: not server.server.server_state.connections)
     client = connect(server)
     client.sendall(head(method, path, length))
     byte = b"1\r\nx\r\n" if length is CHUNKED else b"x"
@@ -116,7 +116,7 @@ def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) ->
 def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
     monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config={"body_timeout_s": 0.2})
-    wait_until(lambda: not server.server.server_state.connections)
+    until(lambda: not server.server.server_state.connections)
     for path in ("/v1/completions", "/tokenize", "/sleep"):
         client = connect(server)
         client.sendall(head("POST", path, "Content-Length: 50") + b"{")

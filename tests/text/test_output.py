@@ -9,20 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from splittime.text.foreign_code import byte_alphabet
+from server.conftest import byte_tokenizer
 from splittime.text.output import OutputText, StopMatcher, WindowDetokenizer, make_detokenizer, token_text
 from splittime.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
-def byte_tokenizer() -> Tokenizer:
-    """One token for each byte (id = byte), and `<|end|>` (256)."""
-    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend)
 
 
 def gpt2() -> Tokenizer:

@@ -337,6 +337,29 @@ def test_a_number_without_end_is_not_held_back() -> None:
     assert JsonPieces().push(given + '1, "b": None}', is_end=True) == (given + '1, "b": null}', "")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"a": (1}',
+        '{"a": [{"b": "} ]"}]}',
+        '{"a": "\\\\"}',
+        '{"a": "\\""}',
+        '{"a": "\\u"}',
+        '{"a": "\\ud83d\\ude00\\u"}',
+        "{}",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_an_object_ends_at_its_brace_wherever_it_is_cut(given: str, size: int) -> None:
+    pieces, text, said = JsonPieces(), given + "} x", ""
+    for at in range(0, len(text), size):
+        sure, rest = pieces.push(text[at : at + size], is_end=False)
+        said += sure
+        if pieces.is_closed:
+            break
+    assert (said, rest + text[at + size :]) == (given, "} x")
+
+
 def test_a_text_of_json_among_quoted_ones_is_looked_through_once() -> None:
     """Where the family would have its own quotes; what was looked through is remembered, and forgotten behind it."""
     call = '<|tool_call>call:mix{note:"a \\" b \\\\",colour:"c"}<tool_call|>'

@@ -22,8 +22,17 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
+from splittime.api.cutting import KeepLast, keep_last, last_of
 from splittime.api.limits import BodyLimits, ModelInfo
-from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, Prompt, check_model, check_token_ids
+from splittime.api.params import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_PRIORITY,
+    Ask,
+    GivenPrompts,
+    Prompt,
+    check_model,
+    check_token_ids,
+)
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
@@ -51,7 +60,7 @@ class EmbeddingBody(Strict, kw_only=True):
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
     cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("a text gets them.")] = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: KeepLast = None
     user: Annotated[str | None, no_effect("a label of the client's.")] = None
 
 
@@ -95,10 +104,12 @@ def embedding_ask(
     require_pooling(pooling, model.name, body.dimensions)
     _at_most("priority", abs(body.priority or 0), MAX_PRIORITY)
     _at_most("cache_salt", len(body.cache_salt or ""), MAX_CACHE_SALT_CHARS)
+    kept = keep_last(body.truncate_prompt_tokens, model, 0)
     return EmbeddingAsk(
         endpoint=EMBEDDINGS,
         model=body.model or model.name,
-        prompts=_inputs(body.input, model, limits.max_choices),
+        prompts=_inputs(body.input, model, limits.max_choices, kept),
+        keep_last=kept,
         sampling=SamplingParams(pooling=pooling.kind, max_tokens=0, seed=0),
         include_timing=include_timing,
         priority=body.priority or 0,
@@ -132,8 +143,9 @@ def _at_most(param: str, value: int, limit: int) -> None:
         raise RequestError(f"{param} is {value}, more than {limit}", param=param, value=str(value), limit=limit)
 
 
-def _inputs(given: str | Sequence[str | int | list[int]], model: ModelInfo, most: int) -> tuple[Prompt, ...]:
-    """Returns one entry for each embedding. A list is all texts, all token ids (one), or all lists of token ids."""
+def _inputs(given: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
+    """Returns one entry for each embedding: a list is all texts, all token ids (one), or all lists of token ids, of
+    which `kept` stay."""
     if isinstance(given, str):
         return (given,)
     kinds = {type(entry) for entry in given}
@@ -146,6 +158,7 @@ def _inputs(given: str | Sequence[str | int | list[int]], model: ModelInfo, most
         raise RequestError(said, param="input", value=len(lists), limit=most, hint=hint)
     if kinds == {str}:
         return tuple(lists)
+    lists = [last_of(ids, kept) for ids in lists]
     at = ["input"] if len(lists) == 1 else [f"input[{index}]" for index in range(len(lists))]
     for ids, param in zip(lists, at, strict=True):
         require_at_most(len(ids), model.max_model_len, param)

@@ -6,7 +6,8 @@ draws bodies from this description and holds the server to it: what is described
 Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
 bounded, and `max_completion_tokens` may repeat `max_tokens`. Two are told in words because with them schemathesis draws
 no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both true, and an answer is held
-to one form at most, of which tools are one, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`.
+to one form at most, of which tools are one, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`. A fourth
+is that a bound of the reasoning needs a model that reasons.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
 from splittime.api.prefill import PrefillBody
 from splittime.api.ranking import RerankBody, ScoreBody
+from splittime.api.reasoning import BUDGET, MOST
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
@@ -46,6 +48,15 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
     if model is not None:
         for name in (kind.__name__ for kind in kinds):
             components[name]["properties"]["model"]["anyOf"][0]["enum"] = list(model.served_names)
+    most = INT64_MAX if model is None else model.max_model_len
+    for properties in (component["properties"] for component in components.values()):
+        if "truncate_prompt_tokens" in properties:
+            counted = {"type": "integer", "minimum": 1, "maximum": most}
+            properties["truncate_prompt_tokens"]["anyOf"] = [
+                counted,
+                {"type": "integer", "const": -1},
+                {"type": "null"},
+            ]
     components["CompletionBody"]["properties"]["prompt"] = _prompt_forms(limits, vocab_size, needs_text)
     _bound_embedding(components["EmbeddingBody"]["properties"], limits, model, needs_text)
     _bound_prefill(components["PrefillBody"], vocab_size)
@@ -73,6 +84,7 @@ def _bound(properties: Schema, limits: BodyLimits, vocab_size: int | None) -> No
         "cache_salt": {"maxLength": MAX_CACHE_SALT_CHARS},
         "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
         "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+        BUDGET: {"maximum": MOST},
         "stop": {"maxItems": MAX_STOP_STRINGS, "maxLength": MAX_STOP_CHARS},
         **{name: {"maximum": INT64_MAX} for name in (*_LENGTHS, "min_tokens", "top_k")},
     }

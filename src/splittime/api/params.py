@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from splittime.api.cutting import keep_last, last_of
 from splittime.api.forms import grammar_of
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.reasoning import ReasoningUse, reasoning_use_of
@@ -35,6 +36,7 @@ MAX_PRIORITY = 2**31 - 1
 _TOO_MANY = "asks for too many choices (prompts x n)"
 
 Prompt = str | tuple[int, ...]
+GivenPrompts = str | Sequence[str | int | list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Ask:
     prompts: texts or token ids; a chat has none yet, its prompt is rendered from `messages`, by `template_options`.
     sampling: validated; `max_tokens` None means "to the end of the context"; `seed` is set.
     echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
+    keep_last: so many last tokens of each prompt; None is all.
     shown_ids: special tokens that are part of the text, as marks in it.
     """
 
@@ -65,6 +68,7 @@ class Ask:
     echo_only: bool = False
     priority: int = 0
     cache_salt: str = ""
+    keep_last: int | None = None
     tool_use: ToolUse | None = None
     reasoning: ReasoningUse | None = None
     shown_ids: frozenset[int] = frozenset()
@@ -95,7 +99,6 @@ def ask_of(
 
 
 def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, include_timing: bool) -> Ask:
-    prompts = _prompts(body.prompt, model, limits.max_choices)
     default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
     max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, limits)
     echo_only = max_tokens == 0 and bool(body.echo)
@@ -103,7 +106,9 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
     ask = _ask("completions", body, model, limits, include_timing)
     echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
     sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
-    ask = replace(ask, prompts=prompts, echo=echo, echo_only=echo_only, sampling=sampling)
+    kept = keep_last(body.truncate_prompt_tokens, model, max_tokens or 1)
+    prompts = _prompts(body.prompt, model, limits.max_choices, kept)
+    ask = replace(ask, prompts=prompts, keep_last=kept, echo=echo, echo_only=echo_only, sampling=sampling)
     return _check_against_model(ask, model, limits)
 
 
@@ -122,6 +127,7 @@ def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timi
         shown_ids=marks.shown_ids if tool_use or marks.reasoning else frozenset(),
         messages=as_template_reads(body, marks),
         template_options=template_options(body) | told,
+        keep_last=keep_last(body.truncate_prompt_tokens, model, max_tokens or 1),
         sampling=_held_to_calls(sampling, tool_use),
     )
     return _check_against_model(ask, model, limits)
@@ -283,8 +289,8 @@ def check_model(name: str | None, model: ModelInfo) -> None:
         )
 
 
-def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo, most: int) -> tuple[Prompt, ...]:
-    """One entry for each prompt. A list is all texts, all token ids (one prompt), or all lists of token ids."""
+def _prompts(prompt: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
+    """One entry for each prompt: a list is all texts, all token ids, or all lists of these, of which `kept` stay."""
     if isinstance(prompt, str):
         return (prompt,)
     _require(bool(prompt), "prompt", None, "is an empty list")
@@ -292,11 +298,11 @@ def _prompts(prompt: str | Sequence[str | int | list[int]], model: ModelInfo, mo
     _require(len(kinds) == 1, "prompt", None, "mixes texts and token ids")
     if kinds == {str}:
         return tuple(prompt)  # type: ignore[arg-type]
-    lists = [prompt] if kinds == {int} else prompt
+    lists: Any = [prompt] if kinds == {int} else prompt
     _require(len(lists) <= most, "prompt", len(lists), _TOO_MANY, most)  # before any of them is looked at
-    for ids in lists:
-        require_at_most(len(ids), model.max_model_len - 1)  # type: ignore[arg-type]
-    return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)  # type: ignore[arg-type]
+    lists = [last_of(ids, kept) for ids in lists]
+    require_at_most(max(map(len, lists)), model.max_model_len - 1)
+    return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
+from splittime.api.cutting import KeepLast, keep_last
 from splittime.api.embeddings import EmbeddingUsage
 from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import BodyLimits, ModelInfo
@@ -60,7 +61,7 @@ class RerankBody(Strict, kw_only=True):
     top_n: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="The best ones only; 0 is all.")] = None
     instruction: Annotated[str | None, TASK] = None
     return_documents: Annotated[bool | None, Meta(description="Default: true.")] = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: KeepLast = None
     user: Annotated[str | None, no_effect("a label of the client's.")] = None
 
 
@@ -69,7 +70,7 @@ class ScoreBody(Strict, kw_only=True):
     text_2: Annotated[str | SeveralTexts, Meta(description="What is scored.")]
     model: Annotated[str | None, MODEL] = None
     instruction: Annotated[str | None, TASK] = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: KeepLast = None
     user: Annotated[str | None, no_effect("a label of the client's.")] = None
 
 
@@ -187,6 +188,7 @@ def _ask(
         model=body.model or model.name,
         sampling=SamplingParams(max_tokens=0, pooling=SCORE if judged_by else LOGITS, seed=0),
         judged_by=judged_by,
+        keep_last=keep_last(body.truncate_prompt_tokens, model, 0),
         include_timing=include_timing,
         pairs=tuple(pairs),
         instruction=instruction,

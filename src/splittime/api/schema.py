@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from splittime.api.cutting import KeepLast
 from splittime.core.sampling import MAX_BAD_WORDS
 
 MAX_STOP_CHARS = 1024
@@ -63,7 +64,7 @@ class ForeignFields(Strict, kw_only=True):
     detokenize: Annotated[Literal[True] | None, no_effect("every answer has its text.")] = None
     return_tokens_as_token_ids: Annotated[Literal[False] | None, no_effect("logprobs name tokens by text.")] = None
     prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: KeepLast = None
     logits_processors: None = None
     structured_outputs: Annotated[StructuredOutputs | None, Meta(description=A_FORM)] = None
     guided_json: Annotated[dict[str, Any] | str | None, Meta(description=A_FORM)] = None

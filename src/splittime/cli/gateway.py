@@ -80,7 +80,10 @@ def gateway(
     json: JsonFlag = False,
 ) -> None:
     """Stand in front of OpenAI-compatible servers: routing, limits, retries, and one exact account a request."""
-    from splittime.gateway.config_file import read_config, secrets_of
+    from splittime.drive.host_time import importing
+
+    with importing():
+        from splittime.gateway.config_file import read_config, secrets_of
 
     if context.invoked_subcommand is not None:
         return
@@ -97,13 +100,15 @@ def gateway(
 
 
 def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
-    import uvloop
+    from splittime.drive.host_time import freeze_heap, importing
 
-    from splittime.cli.gateway_versions import compare_arms
-    from splittime.cli.serve import check_port_is_free
-    from splittime.drive.host_time import freeze_heap
-    from splittime.gateway.app import run
-    from splittime.ledger.store import Ledger
+    with importing():
+        import uvloop
+
+        from splittime.cli.gateway_versions import compare_arms
+        from splittime.cli.serve import check_port_is_free
+        from splittime.gateway.app import run
+        from splittime.ledger.store import Ledger
 
     check_port_is_free(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host

@@ -1,8 +1,8 @@
 """A Ray of a cluster's own, on this machine: loopback only, no dashboard, and a token without which it takes nothing.
 
 A process of its own starts it, and ends it when it is told to or `splittime up` has ended. Ray gives itself half a
-minute to start, which a busy machine may not have: what is left of such a start ends with that process, and another
-one tries again.
+minute to start, which a busy machine may not have, and has been seen to wait for itself for longer: what is left of
+such a start ends with that process, and another one tries again.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.parent import end_when_gone
 
-START_S, SAY_S, END_S = 120.0, 10.0, 30.0
+START_S, TRY_S, SAY_S, END_S = 180.0, 60.0, 10.0, 30.0  # of all attempts, and of one
 OWN_RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_gcs_server_port_wait_time_s": f"{START_S:.0f}",
-    "RAY_raylet_start_wait_time_s": f"{START_S:.0f}",
+    "RAY_gcs_server_port_wait_time_s": f"{TRY_S:.0f}",
+    "RAY_raylet_start_wait_time_s": f"{TRY_S:.0f}",
 }
 
 
@@ -43,10 +43,13 @@ class RayHead:
         Raises `EngineError` if it is not there in `START_S`."""
         os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))
         self._process.start()
-        begin_s, said_s = time.monotonic(), 0.0
+        begin_s, said_s, tried_s = time.monotonic(), 0.0, 0.0
         while not self._process.has_told and not is_hurried():
             lasted_s = time.monotonic() - begin_s
+            if lasted_s - tried_s > TRY_S:
+                self._process.signal(signal.SIGKILL)
             if self._process.attend():
+                tried_s = lasted_s
                 say(f"Ray did not start, and is started again: {self._process.last_line}")
             if lasted_s >= said_s:
                 say(f"starting Ray, for {lasted_s:.0f} of {START_S:.0f} s")
@@ -55,7 +58,7 @@ class RayHead:
                 hint = f"start one with `ray start --head`, and set ray_address. {self._process.words}"
                 raise EngineError(f"Ray did not start in {START_S:.0f} s", hint=hint)
             time.sleep(POLL_S)
-        return self._process.told
+        return self._process.printed
 
     def check(self) -> None:
         """Raises `EngineError` if it has ended: replicas have ended with it, and another would not know of them."""
@@ -81,7 +84,7 @@ def main() -> None:
 
     ended = threading.Event()
     with contextlib.redirect_stdout(sys.stderr):
-        context = ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        context = ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda sign, frame: ended.set())
     print(context.address_info["gcs_address"], flush=True)

@@ -57,7 +57,7 @@ class UpProcess:
         return self._process.pid
 
     @property
-    def told(self) -> str:
+    def printed(self) -> str:
         """What it has printed."""
         return self._out.read_text().strip()
 

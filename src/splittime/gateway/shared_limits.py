@@ -97,7 +97,7 @@ class SharedLimits:
     async def _exchange(self, add: AddUse, executor: Executor) -> None:
         quotas = {name: quota for name, quota in self._quotas().items() if _has_limit(quota)}
         own = {name: _own(quota) for name, quota in quotas.items()}
-        added = {name: use.minus(self._told(name, quotas[name])) for name, use in own.items()}
+        added = {name: use.minus(self._known(name, quotas[name])) for name, use in own.items()}
         if not added:
             return
         totals = await asyncio.get_running_loop().run_in_executor(executor, add, added)
@@ -108,7 +108,7 @@ class SharedLimits:
                 quotas[name].use_elsewhere(max(0, elsewhere.requests), max(0, elsewhere.tokens), time.monotonic_ns())
             self._exchanged[name] = Exchanged(quotas[name], own[name], total)
 
-    def _told(self, name: str, quota: Quota) -> Use:
+    def _known(self, name: str, quota: Quota) -> Use:
         """Returns what the store knows of this quota's use; a quota whose limits have changed counts anew."""
         before = self._exchanged.get(name)
         return before.own if before is not None and before.quota is quota else Use()

@@ -40,7 +40,7 @@ class ValkeyConnection:
         if time.monotonic() < self._away_until_s:
             raise ConnectionError("the store did not answer a moment ago")
         try:
-            return self._told(commands)
+            return self._replies(commands)
         except (OSError, ValueError, EOFError) as error:
             self.close()
             self._away_until_s = time.monotonic() + PAUSE_S
@@ -51,7 +51,7 @@ class ValkeyConnection:
             self._socket.close()
         self._socket = None
 
-    def _told(self, commands: Sequence[Sequence[bytes]]) -> list[object]:
+    def _replies(self, commands: Sequence[Sequence[bytes]]) -> list[object]:
         if self._socket is None:
             self._socket = socket.create_connection(self._address, TIMEOUT_S)
             self._socket.settimeout(TIMEOUT_S)

@@ -15,19 +15,10 @@ from torch.nn import functional
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.layer import PackedWeight
 from splittime.models.encoder_config import EncoderConfig
-from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.encoder_parts import EncoderReader, JudgingHead, LayerNorm
+from splittime.models.modern_encoder import ModernEncoder, ModernReader
 
 UNREAD = ("embeddings.position_ids", "embeddings.token_type_ids")  # buffers that old exports carry
-
-
-@dataclass(frozen=True)
-class LayerNorm:
-    weight: Tensor
-    bias: Tensor
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,18 +31,6 @@ class EncoderLayer:
     up: PackedWeight
     down: PackedWeight
     norm: LayerNorm
-
-
-@dataclass(frozen=True)
-class JudgingHead:
-    """A layer with a bias, tanh, and another one with one output."""
-
-    dense: tuple[Tensor, Tensor]
-    output: tuple[Tensor, Tensor]
-
-    def __call__(self, first: Tensor) -> Tensor:
-        """first: the outputs of texts' first tokens, [texts, hidden] -> [texts, 1]."""
-        return functional.linear(torch.tanh(functional.linear(first, *self.dense)), *self.output)
 
 
 @dataclass(frozen=True)
@@ -111,68 +90,53 @@ class TextEncoder:
         return torch.cat([each[0].transpose(0, 1).flatten(1) for each in made]).contiguous()
 
 
-def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> TextEncoder:
+def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> TextEncoder | ModernEncoder:
     """Reads the weights. Raises `ConfigError` naming a tensor that does not fit."""
-    source = Checkpoint(folder)
-    reader = _Reader(source, config, ops, scheme)
-    return reader.encoder()
+    kind = ModernReader if config.modern else _Reader
+    return kind(folder, config, ops, scheme).encoder()
 
 
-class _Reader:
-    def __init__(self, source: Checkpoint, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> None:
-        self._source, self._config, self._ops, self._scheme = source, config, ops, scheme
-        first = "embeddings.word_embeddings.weight"
-        self._prefix = config.prefix if config.prefix + first in source else ""
+class _Reader(EncoderReader):
+    """Reads a checkpoint of BERT's names."""
+
+    first = "embeddings.word_embeddings.weight"
 
     def encoder(self) -> TextEncoder:
-        config, width = self._config, self._config.hidden_size
+        config, width = self.config, self.config.hidden_size
         layers = tuple(self._layer(number) for number in range(config.num_layers))
         tables = (
             self._table("word", config.vocab_size, width),
             self._table("position", config.num_positions, width),
             self._table("token_type", config.num_types, width),
         )
-        norm = self._norm("embeddings.LayerNorm")
+        norm = self.norm("embeddings.LayerNorm")
         for name in UNREAD:
-            self._source.skip(self._prefix + name)
+            self.source.skip(self.prefix + name)
         head = self._head() if config.is_judge else None
-        unused = tuple(self._source.not_taken())
-        return TextEncoder(config, self._ops, *tables, norm, layers, self._source.num_parameters, unused, head)
+        unused = tuple(self.source.not_taken())
+        return TextEncoder(config, self.ops, *tables, norm, layers, self.source.num_parameters, unused, head)
 
     def _head(self) -> JudgingHead:
-        width, is_bert = self._config.hidden_size, self._config.padding is None
-        dense = f"{self._prefix}pooler.dense" if is_bert else "classifier.dense"
+        width, is_bert = self.config.hidden_size, self.config.padding is None
+        dense = f"{self.prefix}pooler.dense" if is_bert else "classifier.dense"
         output = "classifier" if is_bert else "classifier.out_proj"
         return JudgingHead(self._product(dense, width, width), self._product(output, 1, width))
 
     def _product(self, name: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        weight = self._source.take(f"{name}.weight", out_features, in_features)
-        return weight.float().clone(), self._source.take(f"{name}.bias", out_features).float().clone()
+        weight = self.source.take(f"{name}.weight", out_features, in_features)
+        return weight.float().clone(), self.source.take(f"{name}.bias", out_features).float().clone()
 
     def _layer(self, number: int) -> EncoderLayer:
-        place, width, inner = f"encoder.layer.{number}.", self._config.hidden_size, self._config.inner_size
+        place, width, inner = f"encoder.layer.{number}.", self.config.hidden_size, self.config.inner_size
         own = [f"{place}attention.self.{name}" for name in ("query", "key", "value")]
         return EncoderLayer(
-            projection=self._linear(own, width, width),
-            output=self._linear([f"{place}attention.output.dense"], width, width),
-            attention_norm=self._norm(f"{place}attention.output.LayerNorm"),
-            up=self._linear([f"{place}intermediate.dense"], inner, width),
-            down=self._linear([f"{place}output.dense"], width, inner),
-            norm=self._norm(f"{place}output.LayerNorm"),
+            projection=self.linear(own, width, width),
+            output=self.linear([f"{place}attention.output.dense"], width, width),
+            attention_norm=self.norm(f"{place}attention.output.LayerNorm"),
+            up=self.linear([f"{place}intermediate.dense"], inner, width),
+            down=self.linear([f"{place}output.dense"], width, inner),
+            norm=self.norm(f"{place}output.LayerNorm"),
         )
 
-    def _take(self, name: str, *shape: int) -> Tensor:
-        return self._source.take(self._prefix + name, *shape)
-
     def _table(self, name: str, num_rows: int, width: int) -> Tensor:
-        return self._take(f"embeddings.{name}_embeddings.weight", num_rows, width)
-
-    def _linear(self, names: list[str], out_features: int, in_features: int) -> PackedWeight:
-        parts = [self._take(f"{name}.weight", out_features, in_features) for name in names]
-        bias = torch.cat([self._take(f"{name}.bias", out_features).float() for name in names])
-        return self._ops.pack_linear(parts, bias, self._scheme)
-
-    def _norm(self, name: str) -> LayerNorm:
-        width = self._config.hidden_size
-        weight, bias = (self._take(f"{name}.{part}", width).float().clone() for part in ("weight", "bias"))
-        return LayerNorm(weight, bias, self._config.epsilon)
+        return self.take(f"embeddings.{name}_embeddings.weight", num_rows, width)

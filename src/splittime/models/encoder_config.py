@@ -5,6 +5,7 @@ generated. What their parts cannot say is refused by name.
     RobertaModel, XLMRobertaModel      positions from behind `pad_token_id` on
     BertForMaskedLM, ..                the same with a head that is left unread
     BertForSequenceClassification, ..  with a head of one label, which judges a pair of texts (a cross-encoder)
+    ModernBertModel, ..ForMaskedLM     positions as turns, and layers that attend to what is nearby
 """
 
 from pathlib import Path
@@ -15,24 +16,39 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.pooling import Pooling
 from splittime.models.config import dtype_of
-from splittime.models.fields import EPSILON, LIMITS, Bounds, Fields, bad, read_json
+from splittime.models.fields import EPSILON, LAYERS, LIMITS, THETA, Bounds, Fields, bad, read_json
 from splittime.models.pooling import MODULES, read_pooling
 
 _BODIES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}  # and what its tensors' names begin with
 JUDGES = "ForSequenceClassification"
 _HEADS = ("Model", "ForMaskedLM", JUDGES)
+MODERN = "ModernBert"
 ENCODERS = {f"{body}{head}": body for body in _BODIES for head in _HEADS}
+ENCODERS |= {f"{MODERN}{head}": MODERN for head in ("Model", "ForMaskedLM")}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # and how torch is to approximate it
 _LIMITS = LIMITS | {
     "layer_norm_eps": EPSILON,
     "type_vocab_size": Bounds(1, 1024),
     "pad_token_id": Bounds(0, 1 << 24),
+    "norm_eps": EPSILON,
+    "local_attention": Bounds(2, 1 << 24),
+    "global_attn_every_n_layers": LAYERS,
+    **dict.fromkeys(("rope_theta", "global_rope_theta", "local_rope_theta"), THETA),
 }
+
+
+class ModernLayer(msgspec.Struct, frozen=True):
+    """theta: of the turns. window: tokens to each side that a token attends to; None: all."""
+
+    theta: float
+    window: int | None
 
 
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """prefix: of its tensors' names, in a checkpoint with a head. gelu: how torch is to approximate it. padding: the
-    token from behind whose number positions count; None: they count from 0."""
+    token from behind whose number positions count; None: they count from 0. modern: the layers of a ModernBERT; () for
+    other kinds."""
 
     architecture: str
     prefix: str
@@ -48,6 +64,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     gelu: str
     checkpoint_dtype: str
     pooling: Pooling = Pooling()
+    modern: tuple[ModernLayer, ...] = ()
 
     @property
     def is_judge(self) -> bool:
@@ -60,9 +77,16 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_positions - (0 if self.padding is None else self.padding + 1)
 
     @property
+    def layer_products(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of each product of a layer."""
+        width, inner = self.hidden_size, self.inner_size
+        up = 2 * inner if self.modern else inner
+        return (3 * width, width), (width, width), (up, width), (width, inner)
+
+    @property
     def layer_weights(self) -> int:
         """Weights of one layer by which a token is multiplied."""
-        return self.hidden_size * (4 * self.hidden_size + 2 * self.inner_size)
+        return sum(outputs * inputs for outputs, inputs in self.layer_products)
 
 
 def is_encoder(path: Path) -> bool:
@@ -89,10 +113,12 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
     (name,) = values["architectures"]
     fields = Fields(values, limits=_LIMITS)
     _refuse_unsupported(values, fields)
-    padding = None if ENCODERS[name] == "Bert" else fields.count("pad_token_id", 1)
+    body = ENCODERS[name]
+    padding = None if body in ("Bert", MODERN) else fields.count("pad_token_id", 1)
+    epsilon, activation = ("norm_eps", "hidden_activation") if body == MODERN else ("layer_norm_eps", "hidden_act")
     config = EncoderConfig(
         architecture=name,
-        prefix=_BODIES[ENCODERS[name]],
+        prefix=_BODIES.get(body, "model."),
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         inner_size=fields.count("intermediate_size"),
@@ -101,15 +127,41 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
         num_types=fields.count("type_vocab_size", 2),
         num_positions=fields.count("max_position_embeddings"),
         padding=padding,
-        epsilon=fields.number("layer_norm_eps", 1e-12),
-        gelu=ACTIVATIONS[fields.text("hidden_act", "gelu")],
+        epsilon=fields.number(epsilon, 1e-5 if body == MODERN else 1e-12),
+        gelu=ACTIVATIONS[fields.text(activation, "gelu")],
         checkpoint_dtype=dtype_of(fields),
+        modern=_modern_layers(values, fields) if body == MODERN else (),
     )
     if config.hidden_size % config.num_heads:
         raise bad("hidden_size", config.hidden_size, f"a multiple of num_attention_heads, {config.num_heads}")
+    if config.modern and config.hidden_size // config.num_heads % 2:
+        raise bad("hidden_size", config.hidden_size, "an even number for each head, whose halves are turned")
     if config.max_position_embeddings < 2:
         raise bad("max_position_embeddings", config.num_positions, "room for two tokens behind pad_token_id")
     return config
+
+
+def _modern_layers(values: dict[str, Any], fields: Fields) -> tuple[ModernLayer, ...]:
+    """Returns the layers as `layer_types` names them, else each `global_attn_every_n_layers`-th attends to all."""
+    num_layers, every = fields.count("num_hidden_layers"), fields.count("global_attn_every_n_layers", 3)
+    kinds = values.get("layer_types") or [LAYER_TYPES[number % every > 0] for number in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in LAYER_TYPES for kind in kinds):
+        raise bad("layer_types", kinds, f"a list of {num_layers} names from {', '.join(LAYER_TYPES)}")
+    nearby = fields.count("local_attention", 128) // 2
+    whole = fields.number("global_rope_theta", 160_000.0)
+    near = fields.number("local_rope_theta", 10_000.0)
+    known: dict[str, tuple[float, int | None]] = {"full_attention": (whole, None), "sliding_attention": (near, nearby)}
+    return tuple(ModernLayer(_theta(values, kind, known[kind][0]), known[kind][1]) for kind in kinds)
+
+
+def _theta(values: dict[str, Any], kind: str, default: float) -> float:
+    """Returns the base of the turns of a kind of layer, of which `rope_parameters` may say more."""
+    given = values.get("rope_parameters")
+    own = given.get(kind) if isinstance(given, dict) else None
+    fields = Fields(own if isinstance(own, dict) else {}, f"rope_parameters.{kind}.", limits=_LIMITS)
+    if fields.text("rope_type", "default") != "default":
+        raise fields.bad("rope_type", fields.values["rope_type"], "default (of an encoder)")
+    return fields.number("rope_theta", default)
 
 
 def _judging(values: dict[str, Any], size: int) -> Pooling:
@@ -129,13 +181,16 @@ def _judging(values: dict[str, Any], size: int) -> Pooling:
 
 
 def _refuse_unsupported(values: dict[str, Any], fields: Fields) -> None:
-    wanted = {"hidden_act": tuple(ACTIVATIONS), "position_embedding_type": ("absolute",)}
+    plain, known = ("absolute",), tuple(ACTIVATIONS)
+    wanted = {"hidden_act": known, "hidden_activation": known, "position_embedding_type": plain}
     for key, allowed in wanted.items():
         if fields.text(key, allowed[0]) not in allowed:
             raise bad(key, values[key], f"one of {', '.join(allowed)} (of an encoder)")
     for key in ("is_decoder", "add_cross_attention"):
         if fields.flag(key, False):
             raise bad(key, True, "false: an encoder generates nothing")
+    if values.get("rope_scaling") is not None:
+        raise bad("rope_scaling", values["rope_scaling"], "absent (of an encoder)")
     if values.get("quantization_config") is not None:
         raise ConfigError(
             "config.json: quantization_config of an encoder is not implemented",

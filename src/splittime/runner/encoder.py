@@ -20,6 +20,7 @@ from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.models.encoder import TextEncoder, load_encoder
 from splittime.models.encoder_config import EncoderConfig, load_encoder_config
+from splittime.models.modern_encoder import ModernEncoder
 from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
@@ -35,7 +36,7 @@ class EncoderRunner:
     """Implements `core.step.Runner`."""
 
     config: RunnerConfig
-    encoder: TextEncoder
+    encoder: TextEncoder | ModernEncoder
     scheme: WeightScheme
     resolved: Resolved
     cost: TokenCost
@@ -152,13 +153,16 @@ def _no_place(param: str, value: object, hint: str) -> ConfigError:
 
 
 def _weights_bytes(model: EncoderConfig, ops: Ops, scheme: WeightScheme) -> int:
-    width, inner = model.hidden_size, model.inner_size
-    shapes = ((3 * width, width), (width, width), (inner, width), (width, inner))
-    return model.num_layers * sum(ops.packed_bytes(*shape, scheme) or kept_bytes(*shape, scheme) for shape in shapes)
+    each = (ops.packed_bytes(*shape, scheme) or kept_bytes(*shape, scheme) for shape in model.layer_products)
+    return model.num_layers * sum(each)
 
 
 def _resolved(
-    config: RunnerConfig, encoder: TextEncoder, scheme: WeightScheme, reasons: dict[str, str], weights_bytes: int
+    config: RunnerConfig,
+    encoder: TextEncoder | ModernEncoder,
+    scheme: WeightScheme,
+    reasons: dict[str, str],
+    weights_bytes: int,
 ) -> Resolved:
     model, ops = encoder.config, encoder.ops
     num_threads, threads_reason = machine.choose_num_threads(config.num_threads, weights_bytes)

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,7 +43,7 @@ now_ns = time.monotonic_ns
 
 
 class TokenizedPrompt(NamedTuple):
-    """given: as the client sent it; a chat's as token ids."""
+    """given: as the client sent it; a chat's as token ids, and one that may have been cut."""
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
@@ -78,19 +78,21 @@ class Prompts:
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
-        self._given = ask.prompts
+        self._is_cut = ask.keep_last is not None
+        self._given = () if self._is_cut else ask.prompts
         self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
+        bounds: dict[str, Any] = {"most_tokens": self._most_tokens, "keep_last": ask.keep_last}
         self.work: TextWork | None = None
         if ask.is_chat:
-            self.work = Render(ask.messages, ask.template_options, most_tokens=self._most_tokens)
+            self.work = Render(ask.messages, ask.template_options, **bounds)
         elif isinstance(ask, RankAsk) and ask.judged_by:
             queries, texts = zip(*ask.pairs, strict=True)
-            self.work = Encode(texts, most_tokens=self._most_tokens, firsts=queries)
+            self.work = Encode(texts, firsts=queries, **bounds)
         elif isinstance(ask, RankAsk):
-            self.work = RenderEach(ask.chats(), OPTIONS, most_tokens=self._most_tokens)
+            self.work = RenderEach(ask.chats(), OPTIONS, **bounds)
         elif len(self._given_ids) < len(ask.prompts):
             texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
-            self.work = Encode(texts, most_tokens=self._most_tokens)
+            self.work = Encode(texts, **bounds)
 
     @property
     def is_long(self) -> bool:
@@ -100,7 +102,7 @@ class Prompts:
         """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
         long it becomes."""
         bound = self._service.tokenizer.bound
-        if isinstance(self.work, Encode) and bound is not None:
+        if isinstance(self.work, Encode) and bound is not None and not self._is_cut:
             texts = self.work.texts
             for index, text in enumerate(texts):
                 param = numbered(self._field, index, len(texts))

@@ -31,6 +31,7 @@ import msgspec
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.text.foreign_code import is_panic, num_bytes
+from splittime.text.last_tokens import encoded
 from splittime.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("<Q")  # before each message: its length
@@ -43,15 +44,17 @@ WEIGHT = 0.2  # of the latest text
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):
-    """Texts to token ids. most_tokens: of each; one that has more is refused. answer_max_model_len: the ids of the only
-    text are wanted as `Tokens` in JSON, which says this beside them; with their strings if `wants_strings`. firsts: of
-    each text, what stands before it as the first of a pair; () for no pairs."""
+    """Texts to token ids. most_tokens: of each; one that has more is refused. keep_last: so many last ones of each.
+    answer_max_model_len: the ids of the only text are wanted as `Tokens` in JSON, which says this beside them; with
+    their strings if `wants_strings`. firsts: of each text, what stands before it as the first of a pair; () for no
+    pairs."""
 
     texts: tuple[str, ...]
     add_special_tokens: bool = True
     most_tokens: int | None = None
     answer_max_model_len: int | None = None
     wants_strings: bool = False
+    keep_last: int | None = None
     firsts: tuple[str, ...] = ()
 
     @property
@@ -60,8 +63,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """A chat to a text by the model's template, and that to token ids. options: of the template.
-    answer_max_model_len, wants_strings: those of `Encode`."""
+    """A chat to a text by the model's template, and that to token ids. options: of the template. The others are those
+    of `Encode`."""
 
     messages: tuple[dict[str, Any], ...]
     options: dict[str, Any] = {}
@@ -69,6 +72,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     most_tokens: int | None = None
     answer_max_model_len: int | None = None
     wants_strings: bool = False
+    keep_last: int | None = None
 
     @property
     def size(self) -> int:
@@ -83,6 +87,7 @@ class RenderEach(msgspec.Struct, frozen=True, tag=True):
     chats: tuple[tuple[dict[str, Any], ...], ...]
     options: dict[str, Any] = {}
     most_tokens: int | None = None
+    keep_last: int | None = None
 
     @property
     def size(self) -> int:
@@ -138,7 +143,7 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             return _encoded(work, work.texts, tokenizer)
         case RenderEach():
             texts = tuple(tokenizer.render_chat(chat, **work.options) for chat in work.chats)
-            return _encoded(Encode(texts, add_special_tokens=False, most_tokens=work.most_tokens), texts, tokenizer)
+            return _encoded(Encode(texts, False, work.most_tokens, keep_last=work.keep_last), texts, tokenizer)
         case Render():
             text = tokenizer.render_chat(work.messages, **work.options)
             try:
@@ -184,14 +189,11 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
 
 def _ids_of_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
-    special, most = work.add_special_tokens, work.most_tokens
     firsts = work.firsts if isinstance(work, Encode) else ()
     for index, text in enumerate(texts):
         try:
-            if firsts:
-                yield tokenizer.encode_pair(firsts[index], text, most)
-                continue
-            yield tuple(tokenizer.encode(text, add_special_tokens=special, most_tokens=most))
+            first, special = firsts[index] if firsts else None, work.add_special_tokens
+            yield encoded(tokenizer, text, first, special, work.most_tokens, work.keep_last)
         except RequestError as error:
             if len(texts) > 1:
                 error.info = msgspec.structs.replace(error.info, param=f"{error.info.param}[{index}]")

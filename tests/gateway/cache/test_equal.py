@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from ..conftest import gateway_of
@@ -220,11 +221,9 @@ def test_a_tenants_answers_are_its_own(echoing, tmp_path):
             return status, json.loads(data)
 
         assert said("one-key")[0] == "miss"
-        while said("one-key")[0] != "hit":
-            time.sleep(0.005)
+        until(lambda: said("one-key")[0] == "hit")
         assert said("two-key")[0] == "miss"
-        while said("two-key")[0] != "hit":
-            time.sleep(0.005)
+        until(lambda: said("two-key")[0] == "hit")
         entry = said("one-key")[1]["x-cache-entry"]
         assert post("/cache/wrong", "two-key", {"entry": entry})[0] == 404
         assert post("/cache/purge", "two-key", {"tenant": "one"})[0] == 403
@@ -234,8 +233,7 @@ def test_a_tenants_answers_are_its_own(echoing, tmp_path):
         assert said("one-key")[0] == "hit"
         assert post("/cache/wrong", "one-key", {"entry": entry}) == (200, {"removed": True})
         assert said("one-key")[0] == "miss"
-        while said("one-key")[0] != "hit":
-            time.sleep(0.005)
+        until(lambda: said("one-key")[0] == "hit")
         assert post("/cache/purge", "ops-key", {"model": "plain"}) == (200, {"purged": 0})
         assert post("/cache/purge", "ops-key", {"tenant": "one", "model": "m0"}) == (200, {"purged": 1})
         assert gateway.get("/stats", "ops-key")["cache"]["wrong"] == {"equal": 1}

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from ..conftest import gateway_of
@@ -17,13 +18,6 @@ def answer_of(connection) -> tuple[http.client.HTTPResponse, bytes]:
     answer = http.client.HTTPResponse(connection)
     answer.begin()
     return answer, answer.read()
-
-
-def until(what, limit_s: float = 10.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not what():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.003)
 
 
 def told(gateway, name: str) -> int:

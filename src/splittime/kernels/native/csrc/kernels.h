@@ -10,7 +10,7 @@ struct Kernels {
   void (*linear)(const StLinear *, int32_t, const float *, int64_t, const float *, float *, int64_t, int64_t);
   // silu(gates) * ups of a weight that has both, gates first; false: it does that in two calls, of linear and silu_mul.
   bool (*linear_gated)(const StLinear *, int32_t, const float *, int64_t, float *);
-  // What adapters add to a product; `inner`, the last, has room for ranks_of floats.
+  // What adapters add to a product (st_add_low_rank). Last, room for each token's inner row.
   void (*add_low_rank)(int32_t, const StAdapted *, int32_t, const float *, int64_t, float *, int64_t, float *);
   void (*rms_norm)(int32_t, int32_t, const float *, int64_t, const float *, float, float *);
   void (*silu_mul)(int32_t, int32_t, const float *, float *);

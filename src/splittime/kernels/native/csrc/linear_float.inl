@@ -32,9 +32,7 @@ template <class W> struct Product {
   const typename W::Word *x;  // [token block][K block][token][WORDS_PER_BLOCK]
   int32_t tokens, token_blocks, k_blocks, panels, group;
   int64_t panel_bytes;
-  const int32_t *rows = nullptr;  // of y and the residual, those of the tokens; NULL: one after the other
 
-  int64_t row_of(int32_t token) const { return rows ? rows[token] : token; }
   void run(int32_t item) const;
   void sweep(int32_t row_begin, int32_t row_end, int32_t panel_begin, int32_t panel_end, int32_t following) const;
   void finish(int32_t row_begin, int32_t row_end, int32_t panel, const float *sum) const;
@@ -97,8 +95,7 @@ void Product<W>::finish(int32_t row_begin, int32_t row_end, int32_t panel, const
   const int32_t first = panel * PANEL;
   const int32_t width = weight->out_features - first < PANEL ? weight->out_features - first : PANEL;
   const float *bias = weight->bias ? weight->bias + first : nullptr;
-  for (int32_t token = row_begin; token < row_end; token++, sum += PANEL) {
-    const int64_t row = row_of(token);
+  for (int64_t row = row_begin; row < row_end; row++, sum += PANEL) {
     const float *before = residual ? residual + row * residual_stride + first : nullptr;
     float *to = y + row * y_stride + first;
     if (width == PANEL) {

@@ -1,0 +1,28 @@
+"""`truncate_prompt_tokens`: how much of a prompt is kept, of what a client would have cut."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta
+
+from splittime.api.limits import ModelInfo
+from splittime.core.errors import RequestError
+
+CUT = "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for."
+KeepLast = Annotated[int | None, Meta(description=CUT)]
+
+
+def keep_last(asked: int | None, model: ModelInfo, max_tokens: int) -> int | None:
+    """Returns how many last tokens of a prompt are kept; None for all. max_tokens: that are to have room behind it.
+    Raises `RequestError` for a number that makes no sense."""
+    if asked is None:
+        return None
+    most = model.max_model_len
+    if asked == 0 or not -1 <= asked <= most:
+        words = f"truncate_prompt_tokens is {asked}, and can be 1 to {most}, or -1"
+        raise RequestError(words, param="truncate_prompt_tokens", value=str(asked), limit=[-1, most])
+    return max(1, most - max_tokens) if asked == -1 else asked
+
+
+def last_of(token_ids: Sequence[int], kept: int | None) -> Sequence[int]:
+    return token_ids if kept is None else token_ids[-kept:]

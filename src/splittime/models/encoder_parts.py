@@ -1,0 +1,68 @@
+"""What encoders are made of, and the reading of it: norms, a head, and products out of a checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.layer import PackedWeight
+from splittime.models.encoder_config import EncoderConfig
+from splittime.models.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class JudgingHead:
+    """A layer with a bias, tanh, and another one with one output."""
+
+    dense: tuple[Tensor, Tensor]
+    output: tuple[Tensor, Tensor]
+
+    def __call__(self, first: Tensor) -> Tensor:
+        """first: the outputs of texts' first tokens, [texts, hidden] -> [texts, 1]."""
+        return functional.linear(torch.tanh(functional.linear(first, *self.dense)), *self.output)
+
+
+class EncoderReader:
+    """Takes tensors out of a checkpoint, by their names without what those of a model with a head begin with. first:
+    the name by which that is known. A bias that the checkpoint does not have is none."""
+
+    first: ClassVar[str]
+
+    def __init__(self, folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> None:
+        """Raises `ConfigError`, as all of it does, naming a file or a tensor that does not fit."""
+        self.source, self.config, self.ops, self._scheme = Checkpoint(folder), config, ops, scheme
+        self.prefix = config.prefix if config.prefix + self.first in self.source else ""
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self.source.take(self.prefix + name, *shape)
+
+    def linear(self, names: list[str], out_features: int, in_features: int) -> PackedWeight:
+        """Returns the product of these weights, one below the other."""
+        parts = [self.take(f"{name}.weight", out_features, in_features) for name in names]
+        biases = [self._bias(name, out_features) for name in names]
+        given = [bias for bias in biases if bias is not None]
+        return self.ops.pack_linear(parts, torch.cat(given) if given else None, self._scheme)
+
+    def norm(self, name: str) -> LayerNorm:
+        width = self.config.hidden_size
+        weight, bias = self.take(f"{name}.weight", width).float().clone(), self._bias(name, width)
+        return LayerNorm(weight, bias, self.config.epsilon)
+
+    def _bias(self, name: str, size: int) -> Tensor | None:
+        if not self.config.modern or self.prefix + f"{name}.bias" in self.source:
+            return self.take(f"{name}.bias", size).float().clone()
+        return None

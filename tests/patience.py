@@ -1,0 +1,12 @@
+"""Waiting for a state, however slow the machine."""
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], object], limit_s: float = 100.0) -> None:
+    """Returns once the condition holds. Fails after `limit_s`."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.005)
