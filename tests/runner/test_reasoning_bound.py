@@ -108,7 +108,7 @@ def test_the_end_takes_no_steps_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
     told, verified = run()
     assert verified == [(2, 2), (3, 3), (3, 3), (3, 3)]  # at 0, the first comes with the prompt's last row
-    monkeypatch.setattr(torch_runner.TorchRunner, "_forced", lambda self, slot: ())
+    monkeypatch.setattr(torch_runner.Launched, "tell_drafts", lambda self, slot, token_ids: None)
     assert run() == (told, [])
 
 
