@@ -113,7 +113,7 @@ class NativeLowRanks:
 
 
 def _array(adapted: list[tuple[tuple[int | None, ...], Tensor]]) -> "ctypes.Array[native.StAdapted]":
-    made = [(products, tokens.data_ptr(), len(tokens)) for products, tokens in adapted]
+    made = [native.StAdapted(products, tokens.data_ptr(), len(tokens)) for products, tokens in adapted]
     return (native.StAdapted * len(made))(*made)
 
 
