@@ -70,6 +70,24 @@ def test_what_is_wrong_is_named_with_its_limit(text, param, value, limit):
     assert (info.param, info.value, info.limit) == (param, value, limit)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"serve": {"enable_lora": True}},
+        {"serve": {"tensor_parallel_size": 2}},
+        {"serve": {"load_format": "dummy"}},
+        {"serve": {"speculative_config": '{"method": "self"}'}},
+        {"serve": {"kernels": "torch"}},
+        {"replica": {"shares_blocks": True, "gpus": 1}, "runner": "ray"},
+    ],
+)
+def test_replicas_that_could_not_share_blocks_are_not_started(told):
+    with pytest.raises(ConfigError, match="shares_blocks does not go with") as caught:
+        launch_of(cluster_config({"replica": {"shares_blocks": True}, **told}))
+    assert (caught.value.info.param, caught.value.info.value) == ("replica.shares_blocks", True)
+    launch_of(cluster_config({**told, "replica": {"shares_blocks": False}}))
+
+
 def test_an_unknown_key_is_refused_with_the_nearest():
     assert refused("[scale]\nmin_replica = 1").info.hint == "did you mean min_replicas?"
     assert "did you mean" in refused("[serve]\nmax_num_seq = 1").info.hint
@@ -206,16 +224,39 @@ def shutdown():
 def test_a_ray_that_was_too_slow_is_started_again_and_ended_well(monkeypatch, tmp_path):
     """What stands for Ray here fails as it does on a busy machine: it gives up, or waits for itself."""
     monkeypatch.setattr(ray_head, "TRY_S", 5.0)
-    (tmp_path / "ray.py").write_text(RAY)
-    for name in (*OWN_RAY, "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    head, said = RayHead(tmp_path), []
+    head, said = ray_that_is(RAY, monkeypatch, tmp_path), []
     assert head.start(said.append, lambda: False) == "127.0.0.1:1"
     head.check()
     assert "Ray did not start, and is started again: too slow" in said
-    head.end()
+    head.end(lambda: False)
     assert (tmp_path / "shut").exists()
+    with pytest.raises(EngineError, match="Ray has ended"):
+        head.check()
+
+
+def ray_that_is(text: str, monkeypatch, folder) -> RayHead:
+    (folder / "ray.py").write_text(text)
+    for name in (*OWN_RAY, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return RayHead(folder)
+
+
+def test_a_ray_that_ends_again_and_again_cannot_start(monkeypatch, tmp_path):
+    said = []
+    with pytest.raises(EngineError, match="it ended 3 times: no room in /dev/shm"):
+        ray_that_is("raise SystemExit('no room in /dev/shm')", monkeypatch, tmp_path).start(said.append, lambda: False)
+    assert said.count("Ray did not start, and is started again: no room in /dev/shm") == 2
+
+
+def test_a_ray_that_does_not_end_is_killed_for_who_is_in_a_hurry(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_head, "END_S", 1e9)
+    head = ray_that_is(
+        RAY.replace('Path(__file__).with_name("shut").touch()', "time.sleep(600)"), monkeypatch, tmp_path
+    )
+    (tmp_path / "been").write_text("xx")
+    head.start(print, lambda: False)
+    head.end(lambda: True)
     with pytest.raises(EngineError, match="Ray has ended"):
         head.check()
 

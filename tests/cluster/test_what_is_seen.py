@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splittime.cli import up as cli_up
 from splittime.cluster.bounds import LOST_S
 from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.gateways import ManagedGateways
@@ -21,6 +22,7 @@ from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
 from splittime.cluster.running import write_mark
 from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.cluster.up import UpCluster
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import Rest
 
@@ -35,6 +37,33 @@ def test_places_know_nothing_of_a_strange_name_and_keep_the_last_logs(tmp_path):
     places.close()
     assert places.look() == {}
     assert {path.name for path in tmp_path.iterdir()} == {f"r{number}.log" for number in range(3, KEPT_LOGS + 3)}
+
+
+def event(at_unix_s: float, name: str, **more: str) -> dict[str, object]:
+    return {"at_unix_s": at_unix_s, "what": "lost", "name": name, "revision": "a", "why": "it has ended", **more}
+
+
+def test_each_replicas_last_words_are_told_once(tmp_path):
+    """Though several end in one tick, the wall clock is set back, and an earlier version kept no words."""
+    config, said = cluster_config({}), []
+    up = UpCluster(tmp_path / "c.toml", Cluster(config, launch_of(config), tmp_path), said.append)
+    events = [event(2.0, "r1", words="no room"), event(2.0, "r2", words="no card"), event(2.0, "r3")]
+    for more in ([], [event(1.0, "r4", words="no key")], []):
+        events += more
+        (tmp_path / "status.json").write_text(json.dumps({"events": events, "replicas": []}))
+        up._tell_replicas()
+    told = [f"{name} has ended, and said: no {what}" for name, what in (("r1", "room"), ("r2", "card"), ("r4", "key"))]
+    assert [line for line in said if "said" in line] == told
+
+
+def test_what_a_replica_said_does_not_steer_the_terminal(capsys):
+    events = [event(1.0, "r1", words="bad \x1b[2J\x9b2Jmodel"), event(1.0, "r2")]
+    cli_up._show({"wanted": 1, "replicas": [], "gateways": [], "trial": None, "events": events}, as_json=False)
+    cli_up._say("bad \x1b[2J\x9b2Jmodel")
+    told = capsys.readouterr().err
+    assert "It said: bad" in told
+    assert "\x1b" not in told
+    assert "\x9b" not in told
 
 
 def test_a_gateway_is_trusted_by_its_own_certificate_whatever_its_name(tmp_path):

@@ -105,5 +105,6 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
     if told["trial"] is not None:
         console.print(f"  on trial: {told['trial']}", markup=False)
     for one in told["events"][-10:]:
-        said = f" It said: {one['words']}" if one["words"] else ""
+        words = one.get("words")  # an earlier version wrote none
+        said = f" It said: {words}" if words else ""
         console.print(f"  {one['what']} {one['name']} ({one['revision']}): {one['why']}{said}", markup=False)

@@ -14,13 +14,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from splittime.assemble import model_source
-from splittime.assemble.settings import BY_NAME, load
+from splittime.assemble.settings import BY_NAME, Settings, load
 from splittime.bench.own_server import as_typed
 from splittime.cluster.scaling import ScaleSettings
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc
 from splittime.gateway.config import CanaryConfig, Strictly
 from splittime.gateway.config_file import check_table
+from splittime.runner.config import RunnerConfig
+from splittime.runner.sharing import sharing_obstacle
 
 GUIDE = "docs/guides/cluster.md lists the keys"
 OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or that the cluster itself decides on
@@ -149,6 +151,7 @@ def launch_of(config: ClusterConfig) -> ReplicaLaunch:
             raise ConfigError(f"serve.{name} is not for replicas", param=f"serve.{name}", hint=hint)
     settings = load({"model": config.model, **config.serve}, config=Path("/dev/null"), environ={})
     folder = model_source.locate(config.model, settings["load_format"])
+    _check_sharing(config.replica, settings, folder)
     flags = [word for name in config.serve for word in as_typed(name, settings[name])]
     flags += ["--kv-export"] * config.replica.shares_blocks
     names = settings["served_model_name"] or (model_source.default_name(config.model, folder),)
@@ -156,6 +159,19 @@ def launch_of(config: ClusterConfig) -> ReplicaLaunch:
     return ReplicaLaunch(
         tuple(model + flags), tuple(names), settings["max_num_seqs"], settings["block_size"], config.replica
     )
+
+
+def _check_sharing(replica: ReplicaConfig, settings: Settings, folder: Path) -> None:
+    """Raises `ConfigError` where replicas cannot share blocks, as far as that is known before one has begun."""
+    if not replica.shares_blocks:
+        return
+    auto = "triton" if replica.gpus else "native"
+    kernels = auto if settings["kernels"] == "auto" else settings["kernels"]
+    obstacle = sharing_obstacle(RunnerConfig(model_path=str(folder), **settings.part("runner")), kernels)
+    if obstacle is not None:
+        hint = "leave shares_blocks out of [replica], or leave out of [serve] what stands in its way"
+        message = f"replica.shares_blocks does not go with {obstacle}"
+        raise ConfigError(message, param="replica.shares_blocks", value=True, hint=hint)
 
 
 def _check_together(config: ClusterConfig) -> None:

@@ -28,7 +28,7 @@ from splittime.cluster.observed import ReplicaWatch, enter, names_by
 from splittime.cluster.places import ReplicaPlaces, key_of
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.rollout import Rollout
-from splittime.cluster.running import REREAD, STATUS
+from splittime.cluster.running import KEPT_EVENTS, REREAD, STATUS
 from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, StateFile
 from splittime.cluster.status import FleetEvent, status_json
 from splittime.core.errors import SplittimeError
@@ -39,7 +39,6 @@ TICK_S = 0.5
 NAP_ANSWER_S = 130.0
 LAST_LINES, LAST_LETTERS = 3, 500
 MAX_PEERS = 8
-KEPT_EVENTS = 64
 AWAKE_PHASES = (ReplicaPhase.STARTING, ReplicaPhase.SERVING, ReplicaPhase.WAKING)
 PHASES = {
     FleetAction.DRAIN: ReplicaPhase.DRAINING,

@@ -2,7 +2,7 @@
 
 A process of its own starts it, and ends it when it is told to or `splittime up` has ended. Ray gives itself half a
 minute to start, which a busy machine may not have, and has been seen to wait for itself for longer: what is left of
-such a start ends with that process, and another one tries again.
+such a start ends with that process, and another one tries again. One that ends by itself again and again cannot start.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from splittime.core.errors import ConfigError, EngineError
 from splittime.core.parent import end_when_gone
 
 START_S, TRY_S, SAY_S, END_S = 180.0, 60.0, 10.0, 30.0  # of all attempts, and of one
+MAX_ENDED = 3  # attempts that ended by themselves
 OWN_RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what it calls "no cluster": all its ports are on loopback, on Linux too
@@ -40,25 +41,31 @@ class RayHead:
 
     def start(self, say: Callable[[str], None], is_hurried: Callable[[], bool]) -> str:
         """Returns its address, and leaves in the environment what its clients need; "" where somebody was in a hurry.
-        Raises `EngineError` if it is not there in `START_S`."""
+        Raises `EngineError` if it is not there in `START_S`, or has ended by itself `MAX_ENDED` times."""
         os.environ.update(OWN_RAY, RAY_AUTH_TOKEN=secrets.token_hex(32))
         self._process.start()
-        begin_s, said_s, tried_s = time.monotonic(), 0.0, 0.0
+        begin_s, said_s, tried_s, num_ended = time.monotonic(), 0.0, 0.0, 0
         while not self._process.has_told and not is_hurried():
             lasted_s = time.monotonic() - begin_s
             if lasted_s - tried_s > TRY_S:
                 self._process.signal(signal.SIGKILL)
             if self._process.attend():
+                num_ended += lasted_s - tried_s <= TRY_S
                 tried_s = lasted_s
+                if num_ended == MAX_ENDED:
+                    raise self._not_started(f"it ended {num_ended} times: {self._process.last_line}")
                 say(f"Ray did not start, and is started again: {self._process.last_line}")
             if lasted_s >= said_s:
                 say(f"starting Ray, for {lasted_s:.0f} of {START_S:.0f} s")
                 said_s += SAY_S
             if lasted_s > START_S:
-                hint = f"start one with `ray start --head`, and set ray_address. {self._process.words}"
-                raise EngineError(f"Ray did not start in {START_S:.0f} s", hint=hint)
+                raise self._not_started(f"not in {START_S:.0f} s")
             time.sleep(POLL_S)
-        return self._process.printed
+        return self._process.printed if self._process.has_told else ""
+
+    def _not_started(self, why: str) -> EngineError:
+        hint = f"start one with `ray start --head`, and set ray_address. {self._process.words}"
+        return EngineError(f"Ray did not start: {why}", hint=hint)
 
     def check(self) -> None:
         """Raises `EngineError` if it has ended: replicas have ended with it, and another would not know of them."""
@@ -66,9 +73,10 @@ class RayHead:
             hint = f"start the cluster again. {self._process.words}"
             raise EngineError("Ray has ended", hint=hint)
 
-    def end(self) -> None:
+    def end(self, is_hurried: Callable[[], bool]) -> None:
+        """Return when it has ended; it is killed after `END_S`, or as soon as somebody is in a hurry."""
         self._process.signal(signal.SIGTERM)
-        self._process.wait(END_S, lambda: False)
+        self._process.wait(END_S, is_hurried)
 
 
 def check_ray() -> None:

@@ -18,6 +18,7 @@ from splittime.cluster.replica_process import ProcessMark
 
 STATE, STATUS, UP, REPLICAS = "state.json", "status.json", "up.json", "replicas"
 REREAD = "reread"
+KEPT_EVENTS = 64  # in status.json
 
 
 class GatewayFiles(NamedTuple):

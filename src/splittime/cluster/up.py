@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.replica_process import STARTED
-from splittime.cluster.running import REREAD, STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
+from splittime.cluster.running import KEPT_EVENTS, REREAD, STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
 from splittime.cluster.state import ClusterState, StateFile
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
@@ -40,7 +41,7 @@ class UpCluster:
         self._ray: RayHead | None = None
         self._num_signals = 0
         self._told, self._tell_s = "", 0.0
-        self._words_unix_s = time.time()  # of the latest event whose words were said
+        self._said: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)  # when whose last words were told
 
     def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
         """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
@@ -93,7 +94,8 @@ class UpCluster:
         if address is None:
             self._ray = RayHead(folder)
             address = self._ray.start(self._say, lambda: self._num_signals > 0)
-        self._say(f"Ray at {address}")
+        if address:
+            self._say(f"Ray at {address}")
         return address
 
     def _gateway(self, files: GatewayFiles) -> UpProcess:
@@ -130,8 +132,9 @@ class UpCluster:
         if status is None:
             return
         for event in status["events"]:
-            if event["words"] and event["at_unix_s"] > self._words_unix_s:
-                self._words_unix_s = event["at_unix_s"]
+            key = (event["at_unix_s"], event["name"])
+            if event.get("words") and key not in self._said:
+                self._said.append(key)
                 self._say(f"{event['name']} has ended, and said: {event['words']}")
         told = ", ".join(f"{one['name']} {one['phase']}" for one in status["replicas"]) or "none"
         if told != self._told:
@@ -145,13 +148,17 @@ class UpCluster:
         first, config = self._num_signals, self._cluster.config
         grace_s = float(config.gateway.get("grace_s", 30.0))
         controller = [] if self._controller is None else [self._controller]
+
+        def is_hurried() -> bool:
+            return self._num_signals > max(1, first)
+
         for processes, seconds in ((self._gateways, grace_s + END_S), (controller, END_S)):
             for process in processes:
                 process.signal(signal.SIGTERM)
             for process in processes:
-                process.wait(seconds, lambda: self._num_signals > max(1, first))
+                process.wait(seconds, is_hurried)
         if self._ray is not None:
-            self._ray.end()
+            self._ray.end(is_hurried)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

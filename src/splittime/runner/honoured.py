@@ -12,6 +12,7 @@ from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, open_source, read_config
 from splittime.models.weights.source import PLAIN
 from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
+from splittime.runner.sharing import sharing_obstacle
 from splittime.runner.speculative import NONE, OWN_BITS, speculative_config
 
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
@@ -140,17 +141,8 @@ def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None
 
 def check_sharing(config: RunnerConfig, kernels: str) -> None:
     """Raises `ConfigError` where blocks cannot be shared with other servers."""
-    if not (config.kv_peers or config.kv_export):
-        return
-    drafts = speculative_config(config.speculative_config)
-    obstacles = {
-        f"the {kernels} kernels: it takes the native ones, whose sums depend on no neighbour": kernels != "native",
-        f"tensor_parallel_size = {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
-        f"load_format = {config.load_format}": config.load_format == "dummy",
-        "a model that makes drafts, which keeps blocks of its own": drafts is not None and drafts.has_model,
-        "adapters (enable_lora), whose names do not say what they hold": config.enable_lora,
-    }
-    for obstacle in (words for words, is_so in obstacles.items() if is_so):
+    obstacle = sharing_obstacle(config, kernels) if config.kv_peers or config.kv_export else None
+    if obstacle is not None:
         message = f"blocks of KV cache are not shared with {obstacle}"
         raise ConfigError(
             message, param="kv_peers", value=list(config.kv_peers), hint="leave kv_peers and kv_export out"
