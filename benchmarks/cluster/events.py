@@ -204,6 +204,7 @@ def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load
     target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
     outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
     timer.join()
+    watched.check()
     cluster.until(lambda: is_complete(cluster) and (watched.orders("start") or not happening.replaces), WAIT_S)
     return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
 
@@ -256,8 +257,21 @@ class Watched:
         self._cluster, self._happening = cluster, happening
         self._happened_unix_s = 0.0
         self._back_s: float | None = None
+        self._error: Exception | None = None
 
     def happen(self) -> None:
+        """Let it happen; what goes wrong is kept for `check`: this runs in a timer's thread."""
+        try:
+            self._let_happen()
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _let_happen(self) -> None:
         """What was killed tells no more, so whatever tells that it is there is what came after it."""
         self._happened_unix_s, begin_s = time.time(), time.monotonic()
         is_back = self._happening.is_back

@@ -8,13 +8,14 @@ import uvloop
 
 from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.sent_request import NoConnection
 from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
     MAX_UNREAD_BYTES,
-    NoConnection,
     UpstreamAnswer,
     UpstreamConnections,
 )
+from splittime.gateway.whole_answers import ask_status
 from splittime.wire.target import Address
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX-A: 1\r\nx-a: 2\r\n"
@@ -211,6 +212,49 @@ def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
         while piece := await answer.piece(5):
             num_read += len(piece)
         assert num_read == size
+
+    upstream(serve, asked)
+
+
+def test_a_head_is_there_before_its_body() -> None:
+    may_go_on = asyncio.Event()
+
+    async def serve(reader, writer):
+        await read_request(reader)
+        writer.write(LENGTH[:-7])
+        await may_go_on.wait()
+        writer.write(LENGTH[-7:])
+
+    async def asked(connections, address):
+        answer = await ask(connections, address)
+        await answer.head(5)
+        assert answer.status == 200
+        reading = asyncio.create_task(all_of(answer))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        assert await reading == b"abcdefg"
+
+    upstream(serve, asked)
+
+
+def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
+    """Of one that never ends too; without a head there is none."""
+    answers = [LENGTH[:-7], LENGTH, LENGTH, b"HTTP/1.1 200 OK\r\n"]
+    connected = []
+
+    async def serve(reader, writer):
+        connected.append(writer)
+        while answers:
+            await read_request(reader)
+            writer.write(answers.pop(0))
+        writer.close()
+
+    async def asked(connections, address):
+        for _ in range(3):
+            assert await ask_status(connections, address, "/v1/traces", None, b"{}", within_s=15) == 200
+        with pytest.raises(ConnectionError):
+            await ask_status(connections, address, "/v1/traces", None, b"{}", within_s=15)
+        assert len(connected) == 2, "a whole answer keeps its connection"
 
     upstream(serve, asked)
 

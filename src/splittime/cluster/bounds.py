@@ -4,7 +4,7 @@ from typing import TypedDict
 
 LOST_S = 10.0  # without an answer to a question that takes a millisecond: a replica is lost
 FIRST_FAILURES = 5  # after which a gateway leaves a dead replica alone, by its breaker's default
-MAX_ATTEMPTS = 5  # of one request: replicas die side by side, and a request that kills them is to kill few
+MAX_ATTEMPTS = 5  # of one request: replicas die side by side; so many die of a request that kills them
 
 
 class RetryBounds(TypedDict):

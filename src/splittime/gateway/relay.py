@@ -25,8 +25,9 @@ from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
 from splittime.gateway.judged import is_for_client, judged
 from splittime.gateway.resume.resumption import BREAKS, Resumption
+from splittime.gateway.sent_request import NoConnection
 from splittime.gateway.typed_events import events_of
-from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer, UpstreamConnections
+from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.web import http
 from splittime.wire.sse import body_text

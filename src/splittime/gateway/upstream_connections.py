@@ -15,38 +15,29 @@ import ssl
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 import httptools
 
 from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.sent_request import NoConnection, request_bytes
 from splittime.wire.target import Address
 
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 MAX_HEAD_BYTES = 256 * 1024
 MAX_UNREAD_BYTES = 64 * 1024
-IN_A_PATH = "/%:@!$&'()*+,;=~-._"  # and what a config has escaped already
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
-class NoConnection(ConnectionError):
-    """An upstream could not be reached. is_too_late: it did not answer in time."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.is_too_late = isinstance(error, TimeoutError)
-
-
 class UpstreamAnswer:
-    """One answer, as it is read. status, headers: known once `piece` has returned; names in lower case, the first of
-    each name counts."""
+    """One answer, as it is read. status, headers: known once `piece` or `head` has returned; names in lower case, the
+    first of each name counts."""
 
     def __init__(self, connection: "UpstreamConnection") -> None:
         self.status, self.headers = 0, dict[bytes, bytes]()
         self._connection = connection
         self._pieces: list[bytes] = []
         self._num_unread = 0
-        self._is_whole = False
+        self._is_whole = self._is_for_head = False
         self._error: OSError | ValueError | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -56,6 +47,17 @@ class UpstreamAnswer:
     @property
     def content_type(self) -> str:
         return self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+    async def head(self, within_s: float) -> None:
+        """Return when status and headers are known. Raises what `piece` does."""
+        if not (self.status or self._error):
+            self._is_for_head = True
+            try:
+                await self._wait(within_s)
+            finally:
+                self._is_for_head = False
+        if not self.status and self._error is not None:
+            raise self._error
 
     async def piece(self, within_s: float) -> bytes:
         """Returns all that has been read and not returned yet, as soon as there is any; b"" at the end. Raises
@@ -109,6 +111,12 @@ class UpstreamAnswer:
             self._watch = None
 
     # ---- what its connection tells
+
+    def begin(self, status: int) -> None:
+        """Takes note that the head is there, for which `piece` does not wait."""
+        self.status = status
+        if self._is_for_head:
+            self._wake()
 
     def feed(self, piece: bytes) -> None:
         self._pieces.append(piece)
@@ -216,7 +224,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._answer.headers.clear()
             self._has_length = False
         else:
-            self._answer.status, self._is_head_read = status, True
+            self._is_head_read = True
+            self._answer.begin(status)
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
@@ -263,7 +272,7 @@ class UpstreamConnections:
         headers: without line ends. Raises `NoConnection`."""
         connection = self._kept(address) or await self._connected(address, connect_s)
         self._round_trips.note(address.host, address.port, connection.transport.get_extra_info("socket"))
-        return connection.ask(_request(method, address, path, headers, body))
+        return connection.ask(request_bytes(method, address, path, headers, body))
 
     def close(self) -> None:
         if self._sweep is not None:
@@ -306,14 +315,3 @@ class UpstreamConnections:
             if not connections:
                 del self._idle[address]
         self._sweep = loop.call_later(KEEPALIVE_S, self._drop_old)
-
-
-def _request(method: str, address: Address, path: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
-    authority = address.authority
-    if not authority.isascii():
-        authority = authority.encode("idna").decode()
-    lines = [f"{method} {quote(address.path + path, IN_A_PATH)} HTTP/1.1", f"host: {authority}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    if body is not None:
-        lines.append(f"content-length: {len(body)}")
-    return "\r\n".join((*lines, "", "")).encode("latin-1") + (body or b"")

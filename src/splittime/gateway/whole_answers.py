@@ -35,11 +35,31 @@ async def ask_whole(
 ) -> tuple[int, bytes | None]:
     """Returns the status and what `read_whole` does. body: JSON, to be posted. Raises `OSError` or `ValueError` where
     no whole answer came, a `TimeoutError` after `within_s`."""
+    async with asyncio.timeout(within_s):
+        answer = await _asked(connections, address, path, key, body, within_s)
+        read = await read_whole(answer, within_s, max_bytes)
+        return answer.status, read
+
+
+async def ask_status(
+    connections: UpstreamConnections, address: Address, path: str, key: str | None, body: bytes, *, within_s: float
+) -> int:
+    """Returns the status of an answer that nobody reads, as soon as its head is there. body: JSON, to be posted. Raises
+    `OSError` or `ValueError` where none came, a `TimeoutError` after `within_s`."""
+    async with asyncio.timeout(within_s):
+        answer = await _asked(connections, address, path, key, body, within_s)
+        try:
+            await answer.head(within_s)
+        finally:
+            answer.close()
+        return answer.status
+
+
+async def _asked(
+    connections: UpstreamConnections, address: Address, path: str, key: str | None, body: bytes | None, within_s: float
+) -> UpstreamAnswer:
     headers = {"accept-encoding": "identity", "user-agent": USER_AGENT}
     headers |= {} if body is None else {"content-type": "application/json"}
     headers |= {} if key is None else {"authorization": f"Bearer {key}"}
     method = "GET" if body is None else "POST"
-    async with asyncio.timeout(within_s):
-        answer = await connections.ask(method, address, path, headers, body, connect_s=within_s)
-        read = await read_whole(answer, within_s, max_bytes)
-        return answer.status, read
+    return await connections.ask(method, address, path, headers, body, connect_s=within_s)
