@@ -48,7 +48,7 @@ def serving(port: int, say: Callable[[str], None]) -> Iterator[Callable[[Sequenc
     others. A Ray of its own is started for it, and ended."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         head = RayHead(Path(folder))
-        stack.callback(head.end)
+        stack.callback(head.end, lambda: False)
         address = head.start(say, lambda: False)
         import ray  # reads what `start` left in the environment
         from ray import serve
