@@ -146,8 +146,27 @@ def test_what_must_come_hangs_on_the_outputs_alone() -> None:
     assert behind() == behind(2) == behind(9, 1, 9, 9, 9) == ()
 
 
+def test_reasoning_may_begin_behind_white_space() -> None:
+    bound = ReasoningBound(ReasoningLimit(2, (6,), ((1,),), (), (10, 11)))
+    for blanks in ([], [10], [11, 10, 11], [10] * 8):
+        assert bound.must_come(np.array([*blanks, 1, 9])) == ()
+        assert bound.must_come(np.array([*blanks, 1, 9, 9])) == (6,)
+    for others in ([9], [10, 9], [10] * 9):
+        assert bound.must_come(np.array([*others, 1, 9, 9, 9])) == ()
+
+
+def test_reasoning_is_over_where_anything_shows_it() -> None:
+    bound = ReasoningBound(ReasoningLimit(2, (5, 6, 7), ((1,),), ((6, 8), (6, 7))))
+    for begun in ((5, 6, 8), (5, 6, 7), (6, 8), (5, 3, 6, 7, 4)):
+        assert bound.must_come(np.array([1, 9, 9, *begun, 9])) == ()
+    assert bound.must_come(np.array([1, 9, 9, 9])) == (5, 6, 7)
+    assert bound.must_come(np.array([1, 9, 9, 5, 6, 9])) == (5, 6, 7)
+
+
 def test_limits_that_cannot_be_are_refused() -> None:
     for limit in (
+        ReasoningLimit(1, END, closed_by=((),)),
+        ReasoningLimit(1, END, blank_ids=tuple(range(65))),
         ReasoningLimit(-1, END),
         ReasoningLimit(2**63, END),
         ReasoningLimit(1, ()),

@@ -151,6 +151,8 @@ def test_harmony_goes_on_to_what_it_says_but_not_where_it_may_call() -> None:
         channel, message, start = 257, 258, 259
         (first, *_), end = limit_of(live).begin_ids, limit_of(live).end_ids
         assert first == (channel, *b"analysis", message)
+        assert {32, 10} <= set(limit_of(live).blank_ids)
+        assert limit_of(live).closed_by == ((channel, *b"final"), (channel, *b"commentary"))
         assert end[-17:] == (start, *b"assistant", channel, *b"final", message)
         assert "may call tools" in refused(live, 4, tools=TOOLS)[1]
         tools = [{"name": "f", "input_schema": {"type": "object"}}]

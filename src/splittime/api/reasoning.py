@@ -51,7 +51,7 @@ class ReasoningUse:
         if self.limit is None or self.place is ReasoningPlace.BEHIND:
             return None
         is_open = self.place is ReasoningPlace.WITHIN
-        return msgspec.structs.replace(self.limit, begin_ids=()) if is_open else self.limit
+        return msgspec.structs.replace(self.limit, begin_ids=(), blank_ids=()) if is_open else self.limit
 
     def held(self, grammar: str) -> str:
         """Returns the grammar of answers whose content has this grammar."""
@@ -81,7 +81,7 @@ def _limit_of(budget: int | None, marks: AnswerMarks, *, has_tools: bool) -> Rea
     found, (why, hint) = marks.reasoning_ids, _why_unbound(marks, has_tools=has_tools)
     if found is None or why:
         raise RequestError(f"{BUDGET}: {why}", param=BUDGET, value=budget, hint=hint)
-    return ReasoningLimit(budget, found.end, found.begins)
+    return ReasoningLimit(budget, found.end, found.begins, found.closed_by, found.blanks)
 
 
 def can_be_bound(marks: AnswerMarks, *, has_tools: bool) -> bool:

@@ -146,7 +146,7 @@ class TorchRunner:
             return
         begin_ns = time.monotonic_ns()
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        going = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
+        going = [slot for slot in slots if (slot.grammar or slot.reasoning_bound) is not None and slot.goes_on]
         held = [slot for slot in going if slot.grammar is not None]
         forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
         told = dict(zip(held, forced, strict=True))
