@@ -16,8 +16,8 @@ from splittime.api.schema import CacheControl, Strict, no_effect
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
 BUDGET = (
-    "Most tokens of thinking: behind them it is closed, and the answer goes on. Without effect where there can be no bound: "
-    "a model that does not reason, or whose end of reasoning is no token, and gpt-oss where it may call tools."
+    "Most tokens of thinking: behind them it is closed, and the answer goes on. Without effect where there can be no "
+    "bound: a model that does not reason, or whose end of reasoning is no token, and gpt-oss where it may call tools."
 )
 
 
