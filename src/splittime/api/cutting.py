@@ -8,7 +8,10 @@ from msgspec import Meta
 from splittime.api.limits import ModelInfo
 from splittime.core.errors import RequestError
 
-CUT = "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for."
+CUT = (
+    "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for. "
+    "A notice says how much of a text was cut."
+)
 FIELD = "truncate_prompt_tokens"
 KeepLast = Annotated[int | None, Meta(description=CUT)]
 
