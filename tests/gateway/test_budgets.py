@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 from splittime.core.errors import ConfigError, Refused
-from splittime.gateway import budgets
+from splittime.gateway import budgets, exchanges
 from splittime.gateway.budget_stores import BudgetFile
 from splittime.gateway.budgets import Calendar, TokenBudgets
 from splittime.gateway.config import TenantConfig
@@ -81,10 +81,9 @@ def test_a_clock_that_is_set_back_gives_nothing_back(tmp_path):
 
 
 async def written(kept: TokenBudgets, seconds: float = 0.1) -> None:
-    with ThreadPoolExecutor(1) as executor:
-        kept.open(executor)
-        await asyncio.sleep(seconds)
-        await kept.close()
+    kept.open()
+    await asyncio.sleep(seconds)
+    await kept.close()
 
 
 def test_a_restart_forgets_nothing(tmp_path):
@@ -103,20 +102,19 @@ def test_two_gateways_share_a_file(tmp_path, monkeypatch):
     one, other = (TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))) for _ in range(2))
 
     async def run():
-        with ThreadPoolExecutor(2) as executor:
-            one.open(executor)
-            other.open(executor)
-            for _ in range(10):
-                one.use("a", 3)
-                other.use("a", 5)
-                await asyncio.sleep(0.002)
-            for _ in range(1000):
-                if {refusal(one), refusal(other)} == {("tokens_per_day", DAY_S / 2)}:
-                    break
-                one.use("a", 1)
-                await asyncio.sleep(0.01)
-            await one.close()
-            await other.close()
+        one.open()
+        other.open()
+        for _ in range(10):
+            one.use("a", 3)
+            other.use("a", 5)
+            await asyncio.sleep(0.002)
+        for _ in range(1000):
+            if {refusal(one), refusal(other)} == {("tokens_per_day", DAY_S / 2)}:
+                break
+            one.use("a", 1)
+            await asyncio.sleep(0.01)
+        await one.close()
+        await other.close()
 
     asyncio.run(run())
     assert refusal(one)
@@ -133,13 +131,12 @@ def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkey
     kept.use("a", 70)
 
     async def run():
-        with ThreadPoolExecutor(1) as executor:
-            kept.open(executor)
-            await asyncio.sleep(0.05)
-            kept.use("a", 30)
-            assert refusal(kept)
-            path.rmdir()
-            await kept.close()
+        kept.open()
+        await asyncio.sleep(0.05)
+        kept.use("a", 30)
+        assert refusal(kept)
+        path.rmdir()
+        await kept.close()
 
     asyncio.run(run())
     assert caplog.text.count("budgets are counted and not written") == 1
@@ -166,15 +163,41 @@ def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatc
 
                 return super().submit(read_and_use)
 
-        with Between(1) as executor:
-            kept.open(executor)
-            while len(seen) < 3:
-                await asyncio.sleep(0.005)
-            await kept.close()
+        monkeypatch.setattr(exchanges, "ThreadPoolExecutor", Between)
+        kept.open()
+        while len(seen) < 3:
+            await asyncio.sleep(0.005)
+        await kept.close()
         return seen
 
     seen = asyncio.run(run())
     assert [one["a", "tokens_per_day"] for one in seen[:3]] == [1, 2, 3]
+
+
+def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_path):
+    class Slow(BudgetFile):
+        def add(self, added, periods):
+            begun.set()
+            assert goes_on.wait(20)
+            return super().add(added, periods)
+
+    begun, goes_on = threading.Event(), threading.Event()
+    file = str(tmp_path / "b")
+    kept = TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON)))
+    kept._exchanges = kept._exchanged_with(Slow(file))
+
+    async def run():
+        kept.open()
+        while not begun.is_set():
+            await asyncio.sleep(0.005)
+        kept.use("a", 40)
+        closing = asyncio.create_task(kept.close())
+        await asyncio.sleep(0.02)
+        goes_on.set()
+        await closing
+
+    asyncio.run(run())
+    assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 40
 
 
 def test_old_days_are_not_kept(tmp_path):

@@ -1,18 +1,22 @@
 """Gateways that tell each other by a Valkey or Redis what their tenants have used."""
 
 import asyncio
+import contextlib
 import json
+import socket
+import threading
 import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from splittime.core.errors import ConfigError, Refused
-from splittime.gateway import shared_limits
+from splittime.gateway import shared_counters, shared_limits, valkey_connection
 from splittime.gateway.budget_stores import BudgetsInValkey
 from splittime.gateway.config_file import config_of
+from splittime.gateway.exchanges import Exchanges
+from splittime.gateway.shared_counters import SharedCounters
 from splittime.gateway.shared_limits import SharedLimits
 from splittime.gateway.valkey_connection import ValkeyConnection, address_of
 from splittime.web.tenants import Quota, Tenant
@@ -54,14 +58,13 @@ def exchanging(url: str, play, *quotas: Quota) -> None:
     """Lets gateways with these quotas exchange, while `play` goes on."""
 
     async def run():
-        with ThreadPoolExecutor(2) as executor:
-            gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
-            for gateway in gateways:
-                gateway.open(executor)
-            await asyncio.sleep(0.1)
-            await play()
-            for gateway in gateways:
-                await gateway.close()
+        gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
+        for gateway in gateways:
+            gateway.open()
+        await until(lambda: all(gateway.is_shared for gateway in gateways))
+        await play()
+        for gateway in gateways:
+            await gateway.close()
 
     asyncio.run(run())
 
@@ -140,21 +143,22 @@ def test_limits_that_change_begin_anew_and_are_not_told_twice(empty):
     mine, other = [quota(tokens_per_minute=1000)], quota(tokens_per_minute=1000)
 
     async def run():
-        with ThreadPoolExecutor(2) as executor:
-            gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
-            for gateway in gateways:
-                gateway.open(executor)
-            await asyncio.sleep(0.1)
-            used(mine[-1], 1, 300)
-            await until(lambda: other._tokens.level < 800)
-            mine.append(quota(tokens_per_minute=2000))
-            used(mine[-1], 1, 100)
-            await until(lambda: other._tokens.level < 650)
-            await asyncio.sleep(0.05)
-            assert other._tokens.level == pytest.approx(600, abs=30)
-            assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
-            for gateway in gateways:
-                await gateway.close()
+        gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
+        for gateway in gateways:
+            gateway.open()
+        await until(lambda: all(gateway.is_shared for gateway in gateways))
+        used(mine[-1], 1, 200)
+        await until(lambda: other._tokens.level < 850)
+        mine.append(quota(tokens_per_minute=2000))
+        used(mine[-1], 1, 100)
+        await until(lambda: other._tokens.level < 750)
+        mine[0].leave(100, time.monotonic_ns())  # a stream that came in before the limits changed
+        await until(lambda: other._tokens.level < 650)
+        await asyncio.sleep(0.05)
+        assert other._tokens.level == pytest.approx(600, abs=30)
+        assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
+        for gateway in gateways:
+            await gateway.close()
 
     asyncio.run(run())
 
@@ -168,6 +172,7 @@ def test_budgets_in_a_valkey_are_added_up(empty):
     assert told == Counter({("a", periods[0]): 12, ("a", periods[1]): 5, ("b", periods[1]): 1})
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
     assert connection.ask(b"TTL", b"splittime:budget:1:2026-11") > 31 * 86_400
+    assert connection.ask(b"TTL", b"splittime:budget:1:2026-11-26") > 0, "also that of a day that is over"
     for each in (one, other, connection):
         each.close()
 
@@ -181,6 +186,136 @@ def test_a_file_and_a_valkey_are_one_too_many_and_an_address_is_checked():
         with pytest.raises(ConfigError) as caught:
             config_of(told | more)
         assert caught.value.info.param == param
+
+
+class ReplyLoser:
+    """Stands before a store: hands on what it is sent, and the replies only while `is_muted` is not set."""
+
+    def __init__(self, url: str) -> None:
+        self._target = address_of(url, "limits_valkey")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.is_muted = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                store = socket.create_connection(self._target)
+                threading.Thread(target=self._pass, args=(client, store, False), daemon=True).start()
+                threading.Thread(target=self._pass, args=(store, client, True), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(65536):
+                if not (is_reply and self.is_muted):
+                    target.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_what_is_carried_out_without_a_reply_counts_once(empty, monkeypatch):
+    monkeypatch.setattr(valkey_connection, "PAUSE_S", 0.0)
+    monkeypatch.setattr(shared_counters, "TIMEOUT_S", 0.3)
+    loser, direct = ReplyLoser(empty), SharedCounters(empty)
+    counters = SharedCounters(loser.url)
+    assert counters.exchange({("h", "f"): 1}, ["h"]) == {"h": {"f": 1}}
+    loser.is_muted = True
+    for amount in (10, 100, 1000):
+        with pytest.raises(OSError, match="does not answer"):
+            counters.exchange({("h", "f"): amount}, ["h"])
+    assert direct.exchange({}, ["h"]) == {"h": {"f": 11}}, "the first was carried out, and only that"
+    loser.is_muted = False
+    assert counters.exchange({("h", "g"): 5}, ["h"]) == {"h": {"f": 1111, "g": 5}}
+    for one in (loser, counters, direct):
+        one.close()
+
+
+def test_a_field_that_is_no_number_hinders_no_other(empty):
+    connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
+    connection.ask(b"HSET", b"h", b"bad", b"1.5")
+    counters = SharedCounters(empty)
+    for total in (1, 2):
+        assert counters.exchange({("h", "bad"): 1, ("h", "good"): 1}, ["h"]) == {"h": {"good": total}}
+    connection.close()
+    counters.close()
+
+
+LIES = [
+    b"+x\r\n",
+    b"*1\r\n$1\r\nx\r\n",
+    b"*1\r\n" * 5000,
+    b":" + b"9" * 400 + b"\r\n",
+    b"$-1\r\n",
+    b"x" * 70000,
+    b"-ERR no\r\n",
+    b"",
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: repr(lie[:6]))
+def test_whatever_a_store_answers_is_an_error_and_soon(lie, monkeypatch):
+    monkeypatch.setattr(shared_counters, "TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            client, _ = listener.accept()
+            with contextlib.suppress(OSError), client:
+                client.recv(65536)
+                client.sendall(lie)
+                while client.recv(65536):
+                    pass
+
+        threading.Thread(target=answer, daemon=True).start()
+        counters = SharedCounters(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(OSError, match="store"):
+            counters.exchange({}, ["h"])
+        counters.close()
+
+
+def test_a_store_that_drips_is_left_in_time(monkeypatch):
+    monkeypatch.setattr(shared_counters, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = threading.Event()
+
+        def drip():
+            client, _ = listener.accept()
+            with contextlib.suppress(OSError), client:
+                for _ in range(600):
+                    client.sendall(b"*")
+                    time.sleep(0.05)
+                    if gone.is_set():
+                        return
+
+        threading.Thread(target=drip, daemon=True).start()
+        counters, begin_s = SharedCounters(f"redis://127.0.0.1:{listener.getsockname()[1]}"), time.monotonic()
+        with pytest.raises(OSError, match="store"):
+            counters.exchange({}, ["h"])
+        assert time.monotonic() - begin_s < 20  # it would take thirty seconds
+        gone.set()
+        counters.close()
+
+
+def test_what_a_store_answers_ends_no_sharing(caplog):
+    """The exchange fails in a way that nobody foresaw; the next one is tried."""
+    tries = []
+
+    def send(told):
+        tries.append(told)
+        if len(tries) < 3:
+            raise TypeError("unforeseen")
+        return told
+
+    async def run():
+        exchange = Exchanges(0.001, lambda: 1, send, lambda kept: None)
+        exchange.begin("trouble")
+        await until(lambda: exchange.succeeded)
+        await exchange.end()
+
+    asyncio.run(run())
+    assert caplog.text.count("trouble: unforeseen") == 1
 
 
 TENANTS = """
@@ -227,7 +362,7 @@ def test_two_gateways_share_limits_and_budgets(hostile, tmp_path, empty):
             time.sleep(0.1)
         assert told == (429, "tokens_per_day")
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
-    assert int(connection.ask(b"HGET", b"splittime:use:1:a", b"requests")) >= 4
+    assert int(connection.ask(b"HGET", b"splittime:use:1", b"requests a")) >= 4
     connection.close()
 
 

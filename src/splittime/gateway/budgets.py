@@ -10,22 +10,17 @@ second late. A day or month that has begun is never gone back from, whatever the
 be written is logged, and the counts go on in memory.
 """
 
-import asyncio
-import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from splittime.core.errors import ConfigError, Refused
 from splittime.gateway.budget_stores import STORE_ERRORS, Account, BudgetFile, BudgetStore
 from splittime.gateway.config import GatewayConfig, TenantConfig
+from splittime.gateway.exchanges import Exchanges
 from splittime.gateway.valkey_connection import address_of
-
-log = logging.getLogger("splittime.gateway")
 
 WRITE_S = 1.0
 DAY, MONTH = "tokens_per_day", "tokens_per_month"
@@ -81,9 +76,11 @@ class Calendar:
 
 
 class TokenBudgets:
-    """`open` begins inside the event loop, `close` ends. Raises `ConfigError` for a file that cannot be used.
+    """`open` begins inside the event loop, `close` ends.
 
-    store: None for counts in memory alone, as a rehearsal keeps them."""
+    store: a file is read at once, and `ConfigError` is raised for one that cannot be used; what a shared store holds is
+    known after `open`. None for counts in memory alone, as a rehearsal keeps them.
+    """
 
     def __init__(
         self, tenants: Sequence[TenantConfig], store: BudgetStore | None, calendar: Calendar | None = None
@@ -95,11 +92,9 @@ class TokenBudgets:
         self._store = store if self._by_tenant else None
         self._used: Counter[Account] = Counter()  # as the store says, with what is not written
         self._unwritten: Counter[Account] = Counter()
-        self._is_broken = False
-        self._task: asyncio.Task[None] | None = None
-        self._ending = asyncio.Event()
-        if self._store is not None:
-            self._begin(self._store)
+        self._exchanges = None if self._store is None else self._exchanged_with(self._store)
+        if isinstance(self._store, BudgetFile):
+            self._read(self._store)
 
     def check(self, tenant: str) -> None:
         """Raises `Refused` if a budget of this tenant is used up."""
@@ -122,48 +117,38 @@ class TokenBudgets:
 
     # ---- the store
 
-    def open(self, executor: Executor) -> None:
-        if self._store is not None:
-            self._task = asyncio.create_task(self._write_on(self._store, executor))
+    def open(self) -> None:
+        if self._exchanges is not None:
+            self._exchanges.begin(f"budgets are counted and not written to {self._store}")
 
     async def close(self) -> None:
-        """Writes what is not written yet."""
-        self._ending.set()
-        if self._task is not None and self._store is not None:
-            await self._task
+        """Writes what is not written yet, unless the store is away."""
+        if self._exchanges is not None and self._store is not None:
+            await self._exchanges.end()
             self._store.close()
 
-    def _begin(self, store: BudgetStore) -> None:
-        """A file that cannot be used is the operator's mistake. A server that is away may come back: until then the
-        counts begin at 0."""
-        try:
-            self._used = store.add(Counter(), self._periods())
-        except STORE_ERRORS as error:
-            if isinstance(store, BudgetFile):
-                hint = "give a file that this process may write, or take the budgets out"
-                message = f"budget_file: cannot use {store}: {error}"
-                raise ConfigError(message, param="budget_file", value=str(store), hint=hint) from error
-            self._tell_broken(error)
+    @property
+    def is_written(self) -> bool:
+        """Whether the last write succeeded, or there is nothing to write."""
+        return self._exchanges is None or self._exchanges.succeeded
 
-    async def _write_on(self, store: BudgetStore, executor: Executor) -> None:
-        """Writes once a second, and once more at the end. It is not cancelled: what a write that fails had taken out
-        would be lost."""
-        while not self._ending.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), WRITE_S)
-            added, self._unwritten = self._unwritten, Counter()
-            try:
-                told = await asyncio.get_running_loop().run_in_executor(executor, store.add, added, self._periods())
-            except STORE_ERRORS as error:
-                self._unwritten.update(added)
-                self._tell_broken(error)
-            else:
-                self._used, self._is_broken = told + self._unwritten, False
+    def _read(self, file: BudgetFile) -> None:
+        try:
+            self._used = file.add({}, self._periods())
+        except STORE_ERRORS as error:
+            hint = "give a file that this process may write, or take the budgets out"
+            message = f"budget_file: cannot use {file}: {error}"
+            raise ConfigError(message, param="budget_file", value=str(file), hint=hint) from error
+
+    def _exchanged_with(self, store: BudgetStore) -> Exchanges[Counter[Account], Counter[Account]]:
+        return Exchanges(WRITE_S, self._take, lambda added: store.add(added, self._periods()), self._keep)
+
+    def _take(self) -> Counter[Account]:
+        added, self._unwritten = self._unwritten, Counter()
+        return added
+
+    def _keep(self, told: Counter[Account]) -> None:
+        self._used = told + self._unwritten
 
     def _periods(self) -> tuple[str, str]:
         return self._calendar.period(DAY), self._calendar.period(MONTH)
-
-    def _tell_broken(self, error: Exception) -> None:
-        if not self._is_broken:
-            self._is_broken = True
-            log.error("budgets are counted and not written to %s: %s", self._store, error)

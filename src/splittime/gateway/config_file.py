@@ -71,7 +71,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
 )
 NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
-    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
+    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file or limits_valkey",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "requests for them are passed on as others are; [embedder] names who makes vectors for the cache",
     "health_check": "upstreams are not probed; requests and the breaker tell",

@@ -203,11 +203,16 @@ class GatewayMetrics(Collector):
             "splittime_gateway_breaker_open": {(name,): int(one.breaker.is_open) for name, one in upstreams},
             "splittime_gateway_degradation_level": {(): self.gateway.ladder.observe(time.monotonic_ns())},
             "splittime_gateway_budget_used_tokens": self.gateway.budgets.used(),
-            "splittime_gateway_limits_shared": self.gateway.shared_limits.series(),
+            "splittime_gateway_limits_shared": self._is_sharing(),
             "splittime_gateway_loop_lag_seconds": {(): self.gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): requests},
             "splittime_gateway_queued_tokens": {(): tokens},
         }
+
+    def _is_sharing(self) -> Series:
+        gateway = self.gateway
+        shared = gateway.shared_limits
+        return {} if shared is None else {(): int(shared.is_shared and gateway.budgets.is_written)}
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
         if isinstance(record, StepRecord):

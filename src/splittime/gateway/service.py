@@ -124,7 +124,8 @@ class GatewayService:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""
         config = self.config
         self.budgets = TokenBudgets(config.tenant, store_of(config))
-        self.shared_limits = SharedLimits(config.limits_valkey, lambda: self.metrics.gateway.quotas)
+        shares = config.limits_valkey
+        self.shared_limits = None if shares is None else SharedLimits(shares, lambda: self.metrics.gateway.quotas)
         self.is_draining = False
         self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
         self.connections = UpstreamConnections(self.round_trips)
@@ -169,8 +170,9 @@ class GatewayService:
         if self._before is not None:
             self._before = None  # no chain of them is kept
             return
-        self.budgets.open(self.pool)
-        self.shared_limits.open(self.pool)
+        self.budgets.open()
+        if self.shared_limits is not None:
+            self.shared_limits.open()
         self.lag.begin()
         if self.tracing is not None:
             self.tracing.open()
@@ -295,7 +297,8 @@ class GatewayService:
         if self.audit is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()
-        await self.shared_limits.close()
+        if self.shared_limits is not None:
+            await self.shared_limits.close()
         if self.tracing is not None:
             await self.tracing.close()
         self.connections.close()
