@@ -26,6 +26,7 @@ class ReasoningBound:
     def __init__(self, limit: ReasoningLimit) -> None:
         self._limit, self._ends = limit, [np.array(run) for run in (limit.end_ids, *limit.closed_by)]
         self._closed_at, self._closed_by = 0, self._ends[0]  # so many outputs have this end, where they do
+        self._is_settled = False
 
     def must_come(self, outputs: np.ndarray) -> tuple[int, ...]:
         """Returns the tokens that must follow these outputs, int64 [N]; () where the model is free."""
@@ -35,6 +36,14 @@ class ReasoningBound:
         end, thought = self._limit.end_ids, outputs[begin:].tolist()
         sizes = range(min(len(end) - 1, len(thought)), -1, -1)
         return end[next(size for size in sizes if thought[len(thought) - size :] == list(end[:size])) :]
+
+    def may_hold(self, num_outputs: int, known: np.ndarray) -> bool:
+        """Returns whether anything may have to follow so many outputs, by those that are known, the first of them."""
+        if num_outputs < self._limit.max_tokens or self._is_settled:
+            return False
+        begin, most = self._begin(known), MOST_BLANKS + max(map(len, self._limit.begin_ids), default=0)
+        self._is_settled = len(known) >= most if begin is None else self._is_closed(known, begin)
+        return not self._is_settled
 
     def _begin(self, outputs: np.ndarray) -> int | None:
         """Returns behind how many outputs the reasoning begins; None where there is none, or not yet."""
@@ -74,6 +83,12 @@ def must_come(slot: "Slot", num_outputs: int) -> tuple[int, ...]:
     """Returns the tokens that must follow so many outputs of a request, drafts among them; () where nothing must."""
     end = slot.prompt_len + num_outputs
     return () if slot.reasoning_bound is None else slot.reasoning_bound.must_come(slot.tokens[slot.prompt_len : end])
+
+
+def may_hold(slot: "Slot", num_outputs: int) -> bool:
+    """Returns whether the bound of its reasoning may say what follows so many outputs, known or not."""
+    known = slot.tokens[slot.prompt_len : slot.num_known]
+    return slot.reasoning_bound is not None and slot.reasoning_bound.may_hold(num_outputs, known)
 
 
 def has_bounds(slots: "Sequence[Slot]") -> bool:
