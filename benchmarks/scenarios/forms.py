@@ -163,7 +163,7 @@ def _walk(known: Grammars, grammar: str, rng: np.random.Generator) -> list[float
         allowed = masks.look([place])[place.key].allowed
         taken.append((time.perf_counter_ns() - begin_ns) / 1e3)
         assert allowed is not None
-        token = int(rng.choice(np.flatnonzero(has_bits(allowed, masks.vocab_size))))
+        token = int(rng.choice(np.flatnonzero(has_bits(allowed, 32 * len(allowed)))))
         if token == 0:
             break
         tokens = np.append(tokens, token)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import splittime
 from splittime.assemble.settings import SETTINGS
-from splittime.cli.main import app
+from splittime.cli.main import CommandsByName, app
 from splittime.ledger.store import Ledger
 
 run = CliRunner()
@@ -138,6 +138,17 @@ def test_no_torch_where_none_is_needed(code):
 def test_help_imports_nothing_heavy():
     code = "import sys, splittime.cli.main; sys.exit(str({'numpy', 'aiohttp', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
+
+
+def test_a_fault_of_a_commands_module_is_no_unknown_command(monkeypatch):
+    def fault(name):
+        raise KeyError(name)
+
+    monkeypatch.setattr("splittime.cli.main.import_module", fault)
+    commands = CommandsByName()
+    assert (commands.get("serv"), "serve" in commands, "serv" in commands) == (None, True, False)
+    with pytest.raises(KeyError, match="serve"):
+        commands.get("serve")
 
 
 def test_import_splittime_is_light():

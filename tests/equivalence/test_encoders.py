@@ -206,6 +206,7 @@ def test_settings_that_an_encoder_has_no_place_for(bert: Path, setting: str, val
     assert refused.value.info.param == setting
 
 
+LOCAL = "local_rope_theta"
 CONFIG = {"architectures": ["BertModel"], **SIZES}
 
 
@@ -239,6 +240,9 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(key: str, value: Any)
         ("norm_eps", 2.0),
         ("num_attention_heads", 16),
         ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("attention_bias", "yes"),
+        ("rope_parameters", {"rope_theta": 160_000.0, "rope_type": "default"}),
+        ("rope_parameters", [160_000.0]),
         ("rope_parameters.full_attention.rope_type", "yarn"),
         ("rope_parameters.sliding_attention.rope_theta", 0),
     ],
@@ -250,6 +254,21 @@ def test_a_modern_config_that_cannot_be_served_is_refused_by_name(key: str, valu
     with pytest.raises(ConfigError) as refused:
         parse_encoder_config(CONFIG | {"architectures": ["ModernBertModel"]} | given)
     assert refused.value.info.param in (key, "hidden_size")
+
+
+def test_a_local_base_of_none_is_the_global_one() -> None:
+    given = CONFIG | {"architectures": ["ModernBertModel"], "global_rope_theta": 5000.0}
+    thetas = [[layer.theta for layer in parse_encoder_config(given | more).modern] for more in ({}, {LOCAL: None})]
+    assert thetas == [[5000.0, 10_000.0, 10_000.0], [5000.0] * 3]
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "norm_bias"])
+def test_a_bias_that_the_config_has_and_the_checkpoint_does_not_is_refused(key: str, tmp_path: Path) -> None:
+    make("modern", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: True}))
+    with pytest.raises(ConfigError, match="bias"):
+        LLM(tmp_path)
 
 
 def test_encoders_are_known_by_their_architecture(bert: Path, tmp_path: Path) -> None:

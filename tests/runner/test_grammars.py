@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import MOST_FORCED, FormMasks, FormPlace, GrammarWalk
+from splittime.runner.form_masks import MOST_FORCED, QUICK_NS, FormMasks, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -325,16 +326,55 @@ def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
     assert masks.take_waited_ns() == 0
 
 
-@pytest.mark.parametrize("mask_ns", [0, 10**9])
-def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(known: Grammars, mask_ns: int) -> None:
+@pytest.mark.parametrize(("took_ns", "num_at_once"), [((0, 0, 0), 3), ((0, QUICK_NS // 2, QUICK_NS), 0)])
+def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(
+    known: Grammars, took_ns: tuple[int, ...], num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sum of what each took."""
     masks, a = known.masks(), ids("a")
-    masks._mask_ns = mask_ns
-    slot = slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a)
-    assert masks.look_ahead([slot], True) == [()]
-    assert (len(masks._found), len(masks._begun)) == ((1, 0) if mask_ns == 0 else (0, 1))
-    assert tokens_of(masks.take([slot], [1])[0]) == allowed(slot.grammar, a, 1)
+    slots = [slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a) for _ in took_ns]
+    for slot, each in zip(slots, took_ns, strict=True):
+        slot.grammar.learn(each, by_thread=False)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
+    assert masks.look_ahead(slots, True) == [()] * 3
+    assert (len(masks._found), len(masks._begun)) == (num_at_once, 3 - num_at_once)
+    for found in masks.take(slots, [1] * 3).values():
+        assert tokens_of(found) == allowed(slots[0].grammar, a, 1)
     assert not masks._found
     assert not masks._begun
+
+
+def test_what_is_not_found_in_time_goes_to_the_thread(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, QUICK_NS // 5))  # it is read twice in a look, and once between two
+    masks, slots = known.masks(), [slot_of(known, ANYTHING, []) for _ in range(4)]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    masks.look_ahead(slots, True)
+    monkeypatch.undo()
+    assert (len(masks._found), len(masks._begun)) == (2, 2)
+    assert len(masks.take(slots, [0] * 4)) == 4
+
+
+def test_looking_at_once_is_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_ahead = FormMasks.look_ahead
+    monkeypatch.setattr(FormMasks, "look_ahead", lambda self, *asked: (time.sleep(0.02), look_ahead(self, *asked))[1])
+    llm = LLM(num_threads=1, max_num_seqs=1, max_model_len=64)
+    llm.generate(["x"], SamplingParams(grammar=ANYTHING, max_tokens=3))
+    steps = llm.ledger.steps(10)
+    assert [step.mask_ns >= 20_000_000 for step in steps][:2] == [True, True]
+
+
+def test_what_a_look_takes_rises_at_once_and_falls_slowly(known: Grammars) -> None:
+    walk = known.walk(ANYTHING)
+    walk.learn(40, by_thread=True)
+    assert walk.look_ns == 40
+    walk.learn(800, by_thread=True)  # it may have waited
+    assert walk.look_ns == 40
+    walk.learn(800, by_thread=False)
+    assert walk.look_ns == 800
+    walk.learn(0, by_thread=False)
+    assert walk.look_ns == 700
+    walk.learn(10**9, by_thread=True)
+    assert walk.look_ns == 700
 
 
 # ---- what must come

@@ -8,6 +8,7 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
+from splittime.runner.load import adapter_bytes
 from splittime.runner.speculative import NONE, speculative_config
 
 
@@ -125,8 +126,13 @@ def test_what_a_step_with_adapters_may_take_is_left_free(monkeypatch):
     monkeypatch.setattr(machine, "free_memory_bytes", lambda: needed + 1000)
     sizes = {"max_num_seqs": 10**8, "block_size": 16, "speculative_config": NONE, "max_num_batched_tokens": 100}
     plain, adapted = (RunnerConfig(model_path="x", enable_lora=one, max_lora_rank=8, **sizes) for one in (False, True))
-    assert machine.choose_num_blocks(adapted, 16, 10)[0] == 50
-    assert machine.choose_num_blocks(plain, 16, 10)[0] == (needed + 1000) // 20
+    for config, kernels, num_blocks in (
+        (adapted, "native", 50),
+        (adapted, "torch", (needed + 1000) // 20),
+        (plain, "native", (needed + 1000) // 20),
+    ):
+        taken = adapter_bytes(config, kernels)
+        assert machine.choose_num_blocks(config, 16, 10, None, taken)[0] == num_blocks
 
 
 def test_free_memory_is_a_sensible_number():

@@ -146,8 +146,44 @@ def test_what_must_come_hangs_on_the_outputs_alone() -> None:
     assert behind() == behind(2) == behind(9, 1, 9, 9, 9) == ()
 
 
+def test_reasoning_may_begin_behind_white_space() -> None:
+    bound = ReasoningBound(ReasoningLimit(2, (6,), ((1,),), (), (10, 11)))
+    for blanks in ([], [10], [11, 10, 11], [10] * 8):
+        assert bound.must_come(np.array([*blanks, 1, 9])) == ()
+        assert bound.must_come(np.array([*blanks, 1, 9, 9])) == (6,)
+    for others in ([9], [10, 9], [10] * 9):
+        assert bound.must_come(np.array([*others, 1, 9, 9, 9])) == ()
+
+
+def test_a_bound_holds_until_known_outputs_show_that_it_is_over() -> None:
+    """After that, a step need not wait for the tokens of the one before."""
+
+    def holding(*known: int) -> bool:
+        return ReasoningBound(ReasoningLimit(2, (5, 6), ((1,), (2, 1)), (), (10,))).may_hold(12, np.array(known))
+
+    assert holding(1)
+    assert holding(1, 9, 9, 5)
+    assert not holding(1, 9, 9, 5, 6)
+    assert holding(*[10] * 8)
+    assert not holding(*[10] * 10)
+    bound = ReasoningBound(ReasoningLimit(2, (5, 6)))
+    assert not bound.may_hold(1, np.array([9]))
+    assert bound.may_hold(3, np.array([9, 9]))
+    assert not bound.may_hold(4, np.array([9, 9, 5, 6]))
+
+
+def test_reasoning_is_over_where_anything_shows_it() -> None:
+    bound = ReasoningBound(ReasoningLimit(2, (5, 6, 7), ((1,),), ((6, 8), (6, 7))))
+    for begun in ((5, 6, 8), (5, 6, 7), (6, 8), (5, 3, 6, 7, 4)):
+        assert bound.must_come(np.array([1, 9, 9, *begun, 9])) == ()
+    assert bound.must_come(np.array([1, 9, 9, 9])) == (5, 6, 7)
+    assert bound.must_come(np.array([1, 9, 9, 5, 6, 9])) == (5, 6, 7)
+
+
 def test_limits_that_cannot_be_are_refused() -> None:
     for limit in (
+        ReasoningLimit(1, END, closed_by=((),)),
+        ReasoningLimit(1, END, blank_ids=tuple(range(65))),
         ReasoningLimit(-1, END),
         ReasoningLimit(2**63, END),
         ReasoningLimit(1, ()),

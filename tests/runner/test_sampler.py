@@ -264,6 +264,25 @@ def test_what_is_not_allowed_is_as_if_it_were_not_there(name, choose):
     assert (wanted[1] == logits[1]).all()
 
 
+class DrawsWithoutBits:
+    """Draws with the native kernel, but not what only bits allow, as Triton's does."""
+
+    def __init__(self) -> None:
+        self._ops, self.drawn = native_ops(), 0
+
+    def draw(self, logits, draws, bits=None):
+        self.drawn += bits is None
+        return None if bits is not None or draws["allowed"].any() else self._ops.draw(logits, draws)
+
+
+@pytest.mark.parametrize("name", [*FILTERS, "greedy"])
+def test_a_kernel_that_reads_no_bits_draws_from_what_they_leave(name):
+    params = [SamplingParams(**{"seed": seed, **FILTERS.get(name, {"temperature": 0.0})}) for seed in range(6)]
+    logits, ops, allowed = logits_of(14, rows=6, vocab=301), DrawsWithoutBits(), {2: np.arange(10, dtype=np.uint32)}
+    found = sampler.choose(logits.clone(), params, range(6), ops, allowed)
+    assert (found, ops.drawn) == (sampler.choose(logits, params, range(6), native_ops(), allowed), 1)
+
+
 @pytest.mark.parametrize("vocab", [1, 5, 64, 999])
 def test_the_kernel_finds_the_first_of_the_largest(vocab):
     ops, logits = native_ops(), logits_of(12, rows=30, vocab=vocab).round()

@@ -36,12 +36,15 @@ def test_of_a_chat_the_last_tokens_of_what_the_template_writes_are_kept(launch) 
 def test_minus_one_leaves_room_for_what_is_asked(launch) -> None:
     live = launch(model={"max_model_len": 64})
     long = TEXT * 10
-    for more, kept in (({}, 48), ({"max_tokens": 10}, 54), ({"max_tokens": 60}, 4), ({"max_tokens": 99}, 1)):
+    for more, kept in (({}, 48), ({"max_tokens": 10}, 54), ({"max_tokens": 63}, 1)):
         status, _, _ = live.post("/v1/completions", {"prompt": long, "truncate_prompt_tokens": -1, **more})
         assert (status, submitted(live)[-1]) == (200, tuple(long.encode())[-kept:])
     live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": -1})
     assert len(submitted(live)[-1]) == 63
     assert live.post("/v1/completions", {"prompt": long})[0] == 400
+    asked = {"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 64}
+    status, _, answer = live.post("/v1/completions", asked)
+    assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 def test_a_cut_text_may_be_longer_than_the_context_could_ever_be(launch) -> None:
@@ -68,3 +71,30 @@ def test_of_pairs_the_longer_text_loses_first(launch) -> None:
     status, _, answer = live.post("/v1/rerank", asked)
     assert (status, submitted(live)) == (200, [tuple(b"qhij"), tuple(b"qa")])
     assert answer["usage"]["prompt_tokens"] == 6
+
+
+def test_a_cut_is_told(launch) -> None:
+    live = launch()
+    for prompt, notice in (
+        (TEXT, ["the prompt was cut from 10 to 3 tokens"]),
+        ([TEXT, "j", TEXT * 2], ["2 of 3 prompts were cut from 30 to 6 tokens"]),
+        ("abc", None),
+    ):
+        answer = live.post("/v1/completions", {"prompt": prompt, "truncate_prompt_tokens": 3})[2]
+        assert answer.get("notices") == notice
+
+
+def test_what_is_cut_teaches_admission_what_it_was_and_is_estimated_as_what_is_kept(launch) -> None:
+    live, entered = launch(), []
+    admission, enter = live.service.admission, live.service.admission.enter
+    admission.enter = lambda *where, **what: (entered.append(what["tokens"]), enter(*where, **what))[1]
+    before = admission.estimate_tokens(10_000)
+    live.post("/v1/completions", {"prompt": TEXT * 100, "truncate_prompt_tokens": 3})
+    assert admission.estimate_tokens(10_000) > before  # a token has one byte here, and not 333
+    assert entered == [3]
+
+
+def test_the_question_that_a_model_is_asked_is_not_cut(launch) -> None:
+    asked = {"query": "q", "documents": [TEXT], "truncate_prompt_tokens": 4}
+    status, _, answer = launch().post("/v1/rerank", asked)
+    assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")

@@ -151,6 +151,7 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
         own = [one for one in hops or () if isinstance(one, dict) and one.get("parent_id", "") == one.get("span_id")]
         assume(not own)  # that a hop does not lie in itself is told in words
         assume(num_choices(body) <= live.config.max_choices)  # so is this
+        assume(body.get("truncate_prompt_tokens") != -1 or not body.keys() & {"max_tokens", "max_completion_tokens"})
         statuses.add(case.call_and_validate(base_url=live.url, timeout=60).status_code)
 
     try:

@@ -128,6 +128,20 @@ def test_where_there_can_be_no_bound_it_is_refused(live: LiveServer) -> None:
         assert other.post("/v1/messages", asked)[0] == 200  # there is none, so it is within any bound
     with served(marks=()) as other:
         assert "</think> is no token" in refused(other, 4)[1]
+        assert message_within(other, 4)[0] == 200
+
+
+def message_within(live: LiveServer, budget: int, **more: object) -> tuple[int, dict]:
+    asked = {**ASKED, "max_tokens": 80, "thinking": {"type": "enabled", "budget_tokens": budget}, **more}
+    status, _, answer = live.post("/v1/messages", asked)
+    return status, answer
+
+
+@pytest.mark.parametrize("budget", [-1, -2, 2**31])
+def test_a_message_is_refused_a_budget_that_makes_no_sense(live: LiveServer, budget: int) -> None:
+    status, answer = message_within(live, budget)
+    assert status == 400
+    assert "thinking.budget_tokens" in answer["error"]["message"]
 
 
 def test_harmony_goes_on_to_what_it_says_but_not_where_it_may_call() -> None:
@@ -137,5 +151,12 @@ def test_harmony_goes_on_to_what_it_says_but_not_where_it_may_call() -> None:
         channel, message, start = 257, 258, 259
         (first, *_), end = limit_of(live).begin_ids, limit_of(live).end_ids
         assert first == (channel, *b"analysis", message)
+        assert {32, 10} <= set(limit_of(live).blank_ids)
+        assert limit_of(live).closed_by == ((channel, *b"final"), (channel, *b"commentary"))
         assert end[-17:] == (start, *b"assistant", channel, *b"final", message)
         assert "may call tools" in refused(live, 4, tools=TOOLS)[1]
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        assert message_within(live, 4, tools=tools)[0] == 200
+        assert limit_of(live) is None
+        assert message_within(live, 4)[0] == 200
+        assert limit_of(live).max_tokens == 4

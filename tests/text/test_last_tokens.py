@@ -29,6 +29,10 @@ FORMS = {
 }
 
 
+def kept_of(*asked: object) -> tuple[int, ...]:
+    return encoded(*asked).ids
+
+
 def words(count: int) -> str:
     return " ".join(f"w{number % 20}" for number in range(count))
 
@@ -42,25 +46,44 @@ def test_what_is_kept_is_what_hugging_face_keeps(form: str, first: int | None) -
             oracle.enable_truncation(kept, direction="left")
             pair = (words(count),) if first is None else (words(first), words(count))
             expected = tuple(oracle.encode(*pair).ids)
-            assert encoded(ours, words(count), pair[0] if first else None, True, None, kept) == expected
+            assert kept_of(ours, words(count), pair[0] if first else None, True, None, kept) == expected
 
 
 def test_what_stands_around_a_text_may_leave_it_no_room() -> None:
     ours = Tokenizer(tokenizer(*FORMS["bert"]))
-    assert encoded(ours, words(9), None, True, None, 2) == (WORDS.index("w8"), 1)
-    assert encoded(ours, words(9), None, False, None, 2) == (WORDS.index("w7"), WORDS.index("w8"))
-    assert encoded(ours, words(9), words(3), True, None, 3)[-1] == 1
+    assert kept_of(ours, words(9), None, True, None, 2) == (WORDS.index("w8"), 1)
+    assert kept_of(ours, words(9), None, False, None, 2) == (WORDS.index("w7"), WORDS.index("w8"))
+    assert kept_of(ours, words(9), words(3), True, None, 3)[-1] == 1
 
 
 def test_a_bound_counts_what_is_kept() -> None:
     ours = Tokenizer(tokenizer(*FORMS["bert"]))
-    assert len(encoded(ours, words(9), None, True, 6, 6)) == 6
+    assert len(kept_of(ours, words(9), None, True, 6, 6)) == 6
     for most, kept in ((5, 6), (6, None)):
         with pytest.raises(RequestError, match="at most"):
-            encoded(ours, words(9), None, True, most, kept)
+            kept_of(ours, words(9), None, True, most, kept)
 
 
 def test_a_begin_of_sequence_that_a_setting_adds_is_kept() -> None:
     config = {"add_bos_token": True, "bos_token": "[CLS]"}
     ours = Tokenizer(tokenizer(*FORMS["plain"]), config=config)
-    assert encoded(ours, words(9), None, True, None, 3) == (0, WORDS.index("w7"), WORDS.index("w8"))
+    assert kept_of(ours, words(9), None, True, None, 3) == (0, WORDS.index("w7"), WORDS.index("w8"))
+
+
+def test_each_text_is_encoded_once_and_its_length_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, lengths, encode = Tokenizer(tokenizer(*FORMS["bert"])), [], Tokenizer.encode
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **how: (lengths.append(len(text)), encode(self, text, **how))[1]
+    )
+    monkeypatch.setattr(
+        Tokenizer, "encode_pair", lambda self, *pair: (lengths.extend(map(len, pair[:2])), (0, 3, 1, 3, 1))[1]
+    )
+    assert encoded(ours, words(900), None, True, None, 6).whole_len == 902
+    assert encoded(ours, words(900), words(700), True, None, 9).whole_len == 1603
+    assert sorted(length for length in lengths if length > 1) == sorted(map(len, (words(700), words(900), words(900))))
+
+
+def test_where_nothing_tells_what_stands_around_a_text_the_last_tokens_are_kept() -> None:
+    made = tokenizer(*FORMS["bert"])
+    made.normalizer = tokenizers.normalizers.Replace("a", "")
+    assert kept_of(Tokenizer(made), words(9), None, True, None, 3) == (WORDS.index("w7"), WORDS.index("w8"), 1)

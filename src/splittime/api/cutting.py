@@ -8,7 +8,11 @@ from msgspec import Meta
 from splittime.api.limits import ModelInfo
 from splittime.core.errors import RequestError
 
-CUT = "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for."
+CUT = (
+    "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for. "
+    "A notice says how much of a text was cut."
+)
+FIELD = "truncate_prompt_tokens"
 KeepLast = Annotated[int | None, Meta(description=CUT)]
 
 
@@ -18,10 +22,16 @@ def keep_last(asked: int | None, model: ModelInfo, max_tokens: int) -> int | Non
     if asked is None:
         return None
     most = model.max_model_len
-    if asked == 0 or not -1 <= asked <= most:
-        words = f"truncate_prompt_tokens is {asked}, and can be 1 to {most}, or -1"
-        raise RequestError(words, param="truncate_prompt_tokens", value=str(asked), limit=[-1, most])
-    return max(1, most - max_tokens) if asked == -1 else asked
+    if asked != -1 and not 1 <= asked <= most:
+        words = f"{FIELD} is {asked}, and can be 1 to {most}, or -1"
+        raise RequestError(words, param=FIELD, value=str(asked), limit=[-1, most])
+    if asked == -1 and max_tokens >= most:
+        words, hint = (
+            f"{FIELD} is -1, and max_tokens {max_tokens} leaves a prompt no room",
+            f"ask for at most {most - 1}",
+        )
+        raise RequestError(words, param=FIELD, value=asked, limit=most, hint=hint)
+    return most - max_tokens if asked == -1 else asked
 
 
 def last_of(token_ids: Sequence[int], kept: int | None) -> Sequence[int]:

@@ -16,7 +16,8 @@ from splittime.api.schema import CacheControl, Strict, no_effect
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
 BUDGET = (
-    "Most tokens of thinking: behind them it is closed, and the answer goes on. None where the model does not reason."
+    "Most tokens of thinking: behind them it is closed, and the answer goes on. Without effect where there can be no "
+    "bound: a model that does not reason, or whose end of reasoning is no token, and gpt-oss where it may call tools."
 )
 
 
@@ -113,7 +114,7 @@ class Thinking(Strict, kw_only=True):
     as the template has it."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int | None, Meta(description=BUDGET, extra_json_schema={"minimum": 0})] = None
+    budget_tokens: Annotated[Annotated[int, Meta(ge=0, le=2**31 - 1)] | None, Meta(description=BUDGET)] = None
 
     def to_chat(self) -> dict[str, Any]:
         is_on = self.type != "disabled"

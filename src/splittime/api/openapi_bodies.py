@@ -3,11 +3,12 @@
 msgspec derives a schema from each class. What its types cannot say is added here: the model's limits (names,
 vocabulary, `n`), the limits of `SamplingParams`, and the rules between fields (`stream_options` needs `stream`). A test
 draws bodies from this description and holds the server to it: what is described is accepted, what is not is refused.
-Three rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
-bounded, and `max_completion_tokens` may repeat `max_tokens`. Two are told in words because with them schemathesis draws
-no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both true, and an answer is held
-to one form at most, of which tools are one, and not with `ignore_eos`, `bad_words` or `allowed_token_ids`. A fourth
-is that a bound of the reasoning needs a model that reasons.
+Five rules have no form in JSON Schema and are told in words: a prompt must fit the context, prompts times `n` are
+bounded, `max_completion_tokens` may repeat `max_tokens`, a bound of the reasoning needs a model whose reasoning can
+have one, and `truncate_prompt_tokens` -1 needs a `max_tokens` below the context. Two are told in words because with
+them schemathesis draws no chats at all: of a chat `continue_final_message` and `add_generation_prompt` are not both
+true, and an answer is held to one form at most, of which tools are one, and not with `ignore_eos`, `bad_words` or
+`allowed_token_ids`.
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
-from splittime.api.cutting import KeepLast, keep_last
+from splittime.api.cutting import FIELD, KeepLast, keep_last
 from splittime.api.embeddings import EmbeddingUsage
 from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import BodyLimits, ModelInfo
@@ -177,6 +177,7 @@ def _ask(
         raise RequestError("instruction: an encoder judges pairs as it was trained to", param="instruction")
     if not judged_by:
         model.require_generating()
+        _refuse_cut(body.truncate_prompt_tokens)
     most = limits.max_choices
     if len(pairs) > most:
         said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
@@ -193,6 +194,12 @@ def _ask(
         pairs=tuple(pairs),
         instruction=instruction,
     )
+
+
+def _refuse_cut(asked: int | None) -> None:
+    if asked is not None:
+        said, hint = f"{FIELD}: it would cut the question that a model is asked", "leave it out, and shorten the texts"
+        raise RequestError(said, param=FIELD, value=asked, hint=hint)
 
 
 def _require_short(pairs: Sequence[tuple[str, str]], instruction: str, param: str) -> None:

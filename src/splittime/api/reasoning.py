@@ -51,7 +51,7 @@ class ReasoningUse:
         if self.limit is None or self.place is ReasoningPlace.BEHIND:
             return None
         is_open = self.place is ReasoningPlace.WITHIN
-        return msgspec.structs.replace(self.limit, begin_ids=()) if is_open else self.limit
+        return msgspec.structs.replace(self.limit, begin_ids=(), blank_ids=()) if is_open else self.limit
 
     def held(self, grammar: str) -> str:
         """Returns the grammar of answers whose content has this grammar."""
@@ -78,13 +78,25 @@ def _limit_of(budget: int | None, marks: AnswerMarks, *, has_tools: bool) -> Rea
     if not 0 <= budget <= MOST:
         words = f"{BUDGET} is {budget}, outside -1 to {MOST}"
         raise RequestError(words, param=BUDGET, value=str(budget), limit=[-1, MOST])
-    found, why, hint = marks.reasoning_ids, "", "leave it out; max_tokens bounds the whole answer"
-    if marks.reasoning is None:
-        why, hint = "nothing says that this model reasons", "--reasoning-parser names the marks of its reasoning"
-    elif found is None:
-        why = f"{marks.reasoning.end} is no token of this model, so that tokens do not say where reasoning ends"
-    elif marks.reasoning.name == HARMONY and has_tools:
-        why, hint = "where gpt-oss may call tools, its reasoning cannot be closed", "reasoning_effort: low"
+    found, (why, hint) = marks.reasoning_ids, _why_unbound(marks, has_tools=has_tools)
     if found is None or why:
         raise RequestError(f"{BUDGET}: {why}", param=BUDGET, value=budget, hint=hint)
-    return ReasoningLimit(budget, found.end, found.begins)
+    return ReasoningLimit(budget, found.end, found.begins, found.closed_by, found.blanks)
+
+
+def can_be_bound(marks: AnswerMarks, *, has_tools: bool) -> bool:
+    """Returns whether the reasoning of this model can have a bound."""
+    return not _why_unbound(marks, has_tools=has_tools)[0]
+
+
+def _why_unbound(marks: AnswerMarks, *, has_tools: bool) -> tuple[str, str]:
+    """Returns why there can be no bound, "" where there can, and a way out."""
+    hint = "leave it out; max_tokens bounds the whole answer"
+    if marks.reasoning is None:
+        return "nothing says that this model reasons", "--reasoning-parser names the marks of its reasoning"
+    if marks.reasoning_ids is None:
+        end = marks.reasoning.end
+        return f"{end} is no token of this model, so that tokens do not say where reasoning ends", hint
+    if marks.reasoning.name == HARMONY and has_tools:
+        return "where gpt-oss may call tools, its reasoning cannot be closed", "reasoning_effort: low"
+    return "", hint

@@ -55,6 +55,13 @@ class CommandsByName(Mapping[str, Any]):
             self._made[name] = _command(name, COMMANDS[name])
         return self._made[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping, but that a fault of a command's module is no name that there is not."""
+        return self[name] if name in COMMANDS else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
 

@@ -19,12 +19,15 @@ SCORE = "score"
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True, gc=False):
-    """How much is thought before an answer: behind `max_tokens` tokens of reasoning, `end_ids` must come. Reasoning
-    begins where an answer begins with one of the runs `begin_ids`; () where its prompt has opened it."""
+    """How much is thought before an answer: behind `max_tokens` tokens of reasoning, `end_ids` must come, unless one of
+    the runs `closed_by` has shown that it is over. Reasoning begins where an answer begins with one of the runs
+    `begin_ids`, be it behind some of `blank_ids`, tokens of white space; () where its prompt has opened it."""
 
     max_tokens: int
     end_ids: tuple[int, ...]
     begin_ids: tuple[tuple[int, ...], ...] = ()
+    closed_by: tuple[tuple[int, ...], ...] = ()
+    blank_ids: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -138,7 +141,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         if not 0 <= limit.max_tokens <= _INT64:
             words, value = "a bound of the reasoning must be at least 0 tokens", str(limit.max_tokens)
             raise RequestError(words, param="reasoning_limit", value=value, limit=[0, _INT64])
-        for run in (limit.end_ids, *limit.begin_ids):
+        _check_count("reasoning_limit", len(limit.blank_ids), MAX_REASONING_MARK_TOKENS)
+        for run in (limit.end_ids, *limit.begin_ids, *limit.closed_by):
             _check_count("reasoning_limit", len(run) or MAX_REASONING_MARK_TOKENS + 1, MAX_REASONING_MARK_TOKENS)
 
     def _check_lists(self) -> None:

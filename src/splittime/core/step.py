@@ -140,7 +140,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
         model, waiting for the slowest of them included.
     offload_ns, restore_ns: copies of blocks to host memory, and back, imports among the latter.
     draft_ns: guessing what follows, after the rest.
-    mask_ns: of `sample_ns`, waiting for what forms allow, which is looked for beside the rest.
+    mask_ns: of `sample_ns`, what forms allow: waiting for what is looked for beside the rest, and, where the host has
+        the tokens by then, looking behind them, at forms and at bounds of the reasoning.
     """
 
     step_id: int

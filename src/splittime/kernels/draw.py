@@ -16,6 +16,11 @@ def has_bits(words: np.ndarray, count: int) -> np.ndarray:
     return np.unpackbits(octets, axis=-1, count=count, bitorder="little").view(np.bool_)
 
 
+def has_bit(words: np.ndarray, token_id: int) -> bool:
+    """words: uint32 [count / 32], as above. Returns whether this token's bit is set."""
+    return bool(words[token_id // 32] >> np.uint32(token_id % 32) & 1)
+
+
 def one_bit(token_id: int, count: int) -> np.ndarray:
     """Returns so many bits, as above, of which this token's is set."""
     words = np.zeros(-(-count // 32), np.uint32)

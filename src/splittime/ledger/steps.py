@@ -50,7 +50,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     found nothing to plan; None where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`,
     `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device
     may work then. `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back.
-    `mask_ns`: of `sample_ns`, waiting for what the forms of answers allow, which is looked for beside the rest.
+    `mask_ns`: of `sample_ns`, finding what the forms of answers allow: waiting for what is looked for beside the rest,
+    and looking at once behind the step's tokens.
     `num_refused`: requests that the server had refused for want of room since its start when it took this record in;
     accounts are kept of the latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes,
     and all others, had run on its processors since the machine began, as of then or up to a second before; None where

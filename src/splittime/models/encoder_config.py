@@ -25,6 +25,7 @@ _HEADS = ("Model", "ForMaskedLM", JUDGES)
 MODERN = "ModernBert"
 ENCODERS = {f"{body}{head}": body for body in _BODIES for head in _HEADS}
 ENCODERS |= {f"{MODERN}{head}": MODERN for head in ("Model", "ForMaskedLM")}
+_BIASED = {"attention_bias": "attn.", "mlp_bias": "mlp.", "norm_bias": "norm"}  # and what names of these parts have
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # and how torch is to approximate it
 _LIMITS = LIMITS | {
@@ -48,7 +49,7 @@ class ModernLayer(msgspec.Struct, frozen=True):
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """prefix: of its tensors' names, in a checkpoint with a head. gelu: how torch is to approximate it. padding: the
     token from behind whose number positions count; None: they count from 0. modern: the layers of a ModernBERT; () for
-    other kinds."""
+    other kinds. biased: parts of the names of what surely has a bias."""
 
     architecture: str
     prefix: str
@@ -65,6 +66,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_dtype: str
     pooling: Pooling = Pooling()
     modern: tuple[ModernLayer, ...] = ()
+    biased: tuple[str, ...] = ("",)
 
     @property
     def is_judge(self) -> bool:
@@ -131,6 +133,7 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
         gelu=ACTIVATIONS[fields.text(activation, "gelu")],
         checkpoint_dtype=dtype_of(fields),
         modern=_modern_layers(values, fields) if body == MODERN else (),
+        biased=tuple(part for key, part in _BIASED.items() if fields.flag(key, False)) if body == MODERN else ("",),
     )
     if config.hidden_size % config.num_heads:
         raise bad("hidden_size", config.hidden_size, f"a multiple of num_attention_heads, {config.num_heads}")
@@ -149,16 +152,17 @@ def _modern_layers(values: dict[str, Any], fields: Fields) -> tuple[ModernLayer,
         raise bad("layer_types", kinds, f"a list of {num_layers} names from {', '.join(LAYER_TYPES)}")
     nearby = fields.count("local_attention", 128) // 2
     whole = fields.number("global_rope_theta", 160_000.0)
-    near = fields.number("local_rope_theta", 10_000.0)
+    near = whole if values.get("local_rope_theta", 0) is None else fields.number("local_rope_theta", 10_000.0)
     known: dict[str, tuple[float, int | None]] = {"full_attention": (whole, None), "sliding_attention": (near, nearby)}
     return tuple(ModernLayer(_theta(values, kind, known[kind][0]), known[kind][1]) for kind in kinds)
 
 
 def _theta(values: dict[str, Any], kind: str, default: float) -> float:
     """Returns the base of the turns of a kind of layer, of which `rope_parameters` may say more."""
-    given = values.get("rope_parameters")
-    own = given.get(kind) if isinstance(given, dict) else None
-    fields = Fields(own if isinstance(own, dict) else {}, f"rope_parameters.{kind}.", limits=_LIMITS)
+    given = values.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not all(name in LAYER_TYPES and isinstance(given[name], dict) for name in given):
+        raise bad("rope_parameters", given, f"an object with one of {' and '.join(LAYER_TYPES)} (of an encoder)")
+    fields = Fields(given.get(kind, {}), f"rope_parameters.{kind}.", limits=_LIMITS)
     if fields.text("rope_type", "default") != "default":
         raise fields.bad("rope_type", fields.values["rope_type"], "default (of an encoder)")
     return fields.number("rope_theta", default)

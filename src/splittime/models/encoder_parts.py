@@ -38,7 +38,8 @@ class JudgingHead:
 
 class EncoderReader:
     """Takes tensors out of a checkpoint, by their names without what those of a model with a head begin with. first:
-    the name by which that is known. A bias that the checkpoint does not have is none."""
+    the name by which that is known. A bias that the checkpoint does not have, and that its config does not
+    speak of, is none."""
 
     first: ClassVar[str]
 
@@ -63,6 +64,7 @@ class EncoderReader:
         return LayerNorm(weight, bias, self.config.epsilon)
 
     def _bias(self, name: str, size: int) -> Tensor | None:
-        if not self.config.modern or self.prefix + f"{name}.bias" in self.source:
+        is_due = any(part in name for part in self.config.biased)
+        if is_due or self.prefix + f"{name}.bias" in self.source:
             return self.take(f"{name}.bias", size).float().clone()
         return None

@@ -55,7 +55,6 @@ class Slot:
         "adapter",
         "admitted",
         "block_ids",
-        "bound",
         "counts",
         "dead_end",
         "error",
@@ -66,6 +65,7 @@ class Slot:
         "place",
         "pooled",
         "prompt_len",
+        "reasoning_bound",
         "tokens",
     )
 
@@ -83,7 +83,7 @@ class Slot:
         self.pooled: Tensor | None = None
         self.grammar: GrammarWalk | None = None
         self.adapter: Adapter | None = None
-        self.bound = bound_of(admitted.sampling)
+        self.reasoning_bound = bound_of(admitted.sampling)
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
         self.counts: TokenCounts | None = None
         if admitted.sampling.has_penalties and self.error is None:

@@ -46,6 +46,13 @@ class GrammarWalk:
             list[int](),
         )  # it has consumed so many outputs that are known, and these drafts
         self._forced, self._forced_begin = list[int](), 0  # tokens that must follow so many outputs
+        self.look_ns = 0  # of a look, as likely as not at most
+
+    def learn(self, took_ns: int, *, by_thread: bool) -> None:
+        """A look took so long: rises at once, and falls slowly. A thread may have waited for its turn, so that what it
+        took raises no longer what is known."""
+        took_ns = min(took_ns, self.look_ns) if by_thread and self.look_ns else took_ns
+        self.look_ns = max(took_ns, self.look_ns * 7 // 8)
 
     def follow(self, outputs: np.ndarray, num_sure: int) -> bool:
         """Goes to behind these outputs. Returns whether the grammar has such a place."""
@@ -124,14 +131,13 @@ class FormMasks:
     """The masks of one model's answers. eos_token_id: what the parser takes for the end. num_threads: the parser's."""
 
     def __init__(self, vocab_size: int, eos_token_id: int, num_threads: int) -> None:
-        self.vocab_size, self._eos_token_id = vocab_size, eos_token_id
+        self._vocab_size, self._eos_token_id, self._num_threads = vocab_size, eos_token_id, num_threads
         self._thread, self._parser = ThreadPoolExecutor(1, "masks"), llguidance.LLExecutor(num_threads)
         self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, FormPlace]] = (), (), {}  # last, and by line
         self._found: FoundMasks = {}
         self._begun: dict[Key, Future[FoundMasks]] = {}
         self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
-        self._mask_ns = 0  # of one; a machine that is busy with something else does not count for long
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
         """Starts to look behind so many outputs of those of these requests that are held to a form, where nobody looks
@@ -151,14 +157,23 @@ class FormMasks:
     def look_ahead(self, slots: "Sequence[Slot]", finds_forced: bool) -> list[tuple[int, ...]]:
         """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
         look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must."""
+        end_ns = time.perf_counter_ns() + QUICK_NS
         places = [_place(slot, slot.num_known - slot.prompt_len) for slot in slots]
         forced = [self.forced(place) if finds_forced else () for place in places]
         places = [place.behind(tokens) if tokens else place for place, tokens in zip(places, forced, strict=True)]
-        if self._mask_ns * len(places) > QUICK_NS:
-            self._begin(places)
-        else:
-            self._found |= self.look(places)
+        if left := self._look_until(places, end_ns):
+            self._begin(left)
         return forced
+
+    def _look_until(self, places: Sequence[FormPlace], end_ns: int) -> Sequence[FormPlace]:
+        """Looks at these places if that is likely to be done by then, and while it is. Returns the others."""
+        now_ns, likely_ns = time.perf_counter_ns(), sum(place.walk.look_ns for place in places)
+        for at, place in enumerate(places):
+            if now_ns + likely_ns > end_ns:
+                return places[at:]
+            self._found |= self.look([place])
+            likely_ns, now_ns = 0, time.perf_counter_ns()
+        return ()
 
     def forced(self, place: FormPlace) -> tuple[int, ...]:
         """Returns the tokens that must follow these outputs, which are known, up to one that ends the request."""
@@ -211,13 +226,17 @@ class FormMasks:
     def _known(self, places: Sequence[FormPlace]) -> FoundMasks:
         """Returns what may come where it is known that only that may."""
         forced = [(place.key, place.walk.must_come(place.outputs)) for place in places]
-        return {key: FoundMask(one_bit(tokens[0], self.vocab_size)) for key, tokens in forced if tokens}
+        return {key: FoundMask(one_bit(tokens[0], self._vocab_size)) for key, tokens in forced if tokens}
 
     def _ask(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
         """Returns what the parser says of these places."""
+        begin_ns = time.perf_counter_ns()
         try:
             whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
             allowed = self._allowed(whole, parser) if whole else {}
+            took_ns = (time.perf_counter_ns() - begin_ns) * min(len(places), self._num_threads if parser else 1)
+            for place in places:
+                place.walk.learn(took_ns // len(places), by_thread=parser is not None)
             return {place.key: _found(place, allowed.get(place.key)) for place in places}
         except INTERRUPTS:
             raise
@@ -230,15 +249,13 @@ class FormMasks:
     def _allowed(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> dict[Key, np.ndarray]:
         """Returns what the parser allows, as in `FoundMask`; of the tokens that end a request, all where the answer
         could end and none elsewhere, whatever the parser takes for its end."""
-        words = np.zeros((len(places), -(-self.vocab_size // 32)), np.uint32)
-        begin_ns = time.perf_counter_ns()
+        words = np.zeros((len(places), -(-self._vocab_size // 32)), np.uint32)
         self._fill(words, [place.walk.matcher for place in places], parser)
-        self._mask_ns = min((time.perf_counter_ns() - begin_ns) // len(places), 2 * self._mask_ns + 1000)
         words[:, self._eos_token_id // 32] &= ~np.uint32(1 << self._eos_token_id % 32)
         for line, place in zip(words, places, strict=True):
             may_end = place.walk.matcher.is_accepting()
             for token in place.end_token_ids:
-                if token < self.vocab_size:
+                if token < self._vocab_size:
                     word, bit = token // 32, np.uint32(1 << token % 32)
                     line[word] = line[word] | bit if may_end else line[word] & ~bit
         return dict(zip([place.key for place in places], words, strict=True))

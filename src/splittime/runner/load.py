@@ -13,6 +13,7 @@ from splittime.core.facts import TokenCost
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import make_backend
 from splittime.kernels.layer import kv_groups
+from splittime.kernels.low_rank import inner_bytes
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
 from splittime.models.head import DTYPE as FEATURES_DTYPE
@@ -229,6 +230,13 @@ def draft_bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dty
     return _bytes_per_block(config, model if path is None else read_config(Path(path)), kv_cache_dtype)
 
 
+def adapter_bytes(config: RunnerConfig, kernels: str) -> int:
+    """Returns what a step's adapters may come to take: of the native kernels alone."""
+    if not config.enable_lora or kernels != "native":
+        return 0
+    return inner_bytes(config.max_num_batched_tokens, config.max_lora_rank)
+
+
 def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
     """step_bytes: what the largest step takes of a card's memory."""
     block_bytes = _bytes_per_block(config, choices.model, choices.kv_cache_dtype)
@@ -238,7 +246,8 @@ def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int 
         room = room_bytes(device, config.gpu_memory_utilization, step_bytes)
         told = f"{room / 2**30:.1f} GiB of the card: gpu_memory_utilization={config.gpu_memory_utilization:g}"
         return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, (room, told))
-    return machine.choose_num_blocks(config, choices.max_model_len, block_bytes)
+    step_bytes = adapter_bytes(config, choices.ops.name)
+    return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, None, step_bytes)
 
 
 def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: KvStore, num_threads: int) -> Resolved:

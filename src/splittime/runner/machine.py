@@ -23,7 +23,6 @@ from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.kernels.api import Ops
-from splittime.kernels.low_rank import inner_bytes
 from splittime.kernels.native.check import TILES, choose_isa, rounding_gain
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
@@ -272,21 +271,23 @@ def _refuse_beyond(total_bytes: int, asked_bytes: int) -> None:
 
 
 def _kept_bytes(config: RunnerConfig, free_bytes: int) -> int:
-    """Returns what past answers and a step's adapters may come to take."""
+    """Returns what past answers may come to take."""
     drafts = speculative_config(config.speculative_config)
     kept_bytes = 0 if drafts is None else drafts.memory_bytes
     if drafts is not None and drafts.method == "auto":  # nobody has asked for it: it takes no model's last memory
         kept_bytes = min(kept_bytes, free_bytes // 4)
-    if config.enable_lora:
-        kept_bytes += inner_bytes(config.max_num_batched_tokens, config.max_lora_rank)
     return kept_bytes
 
 
 def choose_num_blocks(
-    config: RunnerConfig, max_model_len: int, bytes_per_block: int, room: tuple[int, str] | None = None
+    config: RunnerConfig,
+    max_model_len: int,
+    bytes_per_block: int,
+    room: tuple[int, str] | None = None,
+    step_bytes: int = 0,
 ) -> tuple[int, str]:
-    """Blocks of KV cache, and why. room: bytes of a card that it may take, and which those are. Raises `ConfigError`
-    when one full context does not fit."""
+    """Blocks of KV cache, and why. room: bytes of a card that it may take, and which those are. step_bytes: of the
+    machine's memory, what a step may come to take. Raises `ConfigError` when one full context does not fit."""
     blocks_per_context = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * blocks_per_context
     if config.kv_cache_memory_bytes is not None:
@@ -301,7 +302,7 @@ def choose_num_blocks(
             num_blocks, reason = most, f"no more than {most} blocks for so small a model, of {reason}"
     else:
         free_bytes = free_memory_bytes()
-        kept_bytes = _kept_bytes(config, free_bytes)
+        kept_bytes = _kept_bytes(config, free_bytes) + step_bytes
         budget = int(max(0, free_bytes - kept_bytes) // config.tensor_parallel_size * FREE_MEMORY_SHARE)
         num_blocks = min(wanted, budget // bytes_per_block)
         reason = f"max_num_seqs={config.max_num_seqs} full contexts"

@@ -19,6 +19,7 @@ from torch import Tensor
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.kernels.draw import has_bits
+from splittime.runner.reasoning_bound import may_hold
 from splittime.runner.sampler import Allowed
 
 if TYPE_CHECKING:
@@ -49,10 +50,8 @@ class TokenCounts:
 
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
-    """Whether a request with so many outputs out changes its logits."""
-    limit = sampling.reasoning_limit
-    is_thought_out = limit is not None and num_outputs >= limit.max_tokens
-    return bool(sampling.grammar) or is_thought_out or changes_more(sampling, num_outputs)
+    """Whether a request with so many outputs out changes its logits, if not by a bound of its reasoning."""
+    return bool(sampling.grammar) or changes_more(sampling, num_outputs)
 
 
 def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
@@ -87,8 +86,11 @@ def listed(sampling: SamplingParams, at_all: np.ndarray, outputs: np.ndarray) ->
 
 def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
     """The lines whose request changes its logits."""
-    lines = enumerate(zip(slots, num_outputs, strict=True))
-    return [line for line, (slot, count) in lines if changes_logits(slot.admitted.sampling, count)]
+    return [
+        line
+        for line, (slot, count) in enumerate(zip(slots, num_outputs, strict=True))
+        if changes_logits(slot.admitted.sampling, count) or may_hold(slot, count)
+    ]
 
 
 def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forms: Allowed) -> Tensor:

@@ -105,7 +105,10 @@ def choose_telling(
         return ops.argmax(logits)
     bits = np.concatenate(list(allowed.values())).reshape(len(allowed), -1) if allowed else None
     tokens = ops.draw(logits, draws(params, output_indices, allowed), bits)
-    return _choose_by_route(masked(logits, allowed), params, output_indices) if tokens is None else tokens
+    if tokens is None and allowed:  # of a backend that reads no bits
+        logits = masked(logits, allowed)
+        tokens = ops.draw(logits, draws(params, output_indices))
+    return _choose_by_route(logits, params, output_indices) if tokens is None else tokens
 
 
 def masked(logits: Tensor, allowed: Allowed) -> Tensor:

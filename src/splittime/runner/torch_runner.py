@@ -144,14 +144,16 @@ class TorchRunner:
         batch, masks = step.computed.batch, self.slots.masks
         if masks is None and not has_bounds(batch.slots):
             return
+        begin_ns = time.monotonic_ns()
         slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        going = [slot for slot in slots if (slot.grammar or slot.bound) is not None and slot.goes_on]
+        going = [slot for slot in slots if (slot.grammar or slot.reasoning_bound) is not None and slot.goes_on]
         held = [slot for slot in going if slot.grammar is not None]
         forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
         told = dict(zip(held, forced, strict=True))
         for slot in going if self._drafts_forced else ():
             if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
                 step.tell_drafts(slot, token_ids)
+        step.ahead_ns = time.monotonic_ns() - begin_ns
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,11 +43,13 @@ now_ns = time.monotonic_ns
 
 
 class TokenizedPrompt(NamedTuple):
-    """given: as the client sent it; a chat's as token ids, and one that may have been cut."""
+    """given: as the client sent it; a chat's as token ids, and one that may have been cut. whole_len: its tokens
+    before that."""
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
     given: Prompt
+    whole_len: int
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
@@ -78,21 +80,10 @@ class Prompts:
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
-        self._is_cut = ask.keep_last is not None
-        self._given = () if self._is_cut else ask.prompts
+        self._keep_last = ask.keep_last
+        self._given = ask.prompts if ask.keep_last is None else ()
         self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
-        bounds: dict[str, Any] = {"most_tokens": self._most_tokens, "keep_last": ask.keep_last}
-        self.work: TextWork | None = None
-        if ask.is_chat:
-            self.work = Render(ask.messages, ask.template_options, **bounds)
-        elif isinstance(ask, RankAsk) and ask.judged_by:
-            queries, texts = zip(*ask.pairs, strict=True)
-            self.work = Encode(texts, firsts=queries, **bounds)
-        elif isinstance(ask, RankAsk):
-            self.work = RenderEach(ask.chats(), OPTIONS, **bounds)
-        elif len(self._given_ids) < len(ask.prompts):
-            texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
-            self.work = Encode(texts, **bounds)
+        self.work = _work_of(ask, self._most_tokens)
 
     @property
     def is_long(self) -> bool:
@@ -102,7 +93,7 @@ class Prompts:
         """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
         long it becomes."""
         bound = self._service.tokenizer.bound
-        if isinstance(self.work, Encode) and bound is not None and not self._is_cut:
+        if isinstance(self.work, Encode) and bound is not None and self._keep_last is None:
             texts = self.work.texts
             for index, text in enumerate(texts):
                 param = numbered(self._field, index, len(texts))
@@ -115,25 +106,26 @@ class Prompts:
         if self.is_long:
             return 0
         sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
-        return sum(min(self._service.admission.estimate_tokens(size), self._most_tokens) for size in sizes)
+        most = self._most_tokens if self._keep_last is None else min(self._most_tokens, self._keep_last)
+        return sum(min(self._service.admission.estimate_tokens(size), most) for size in sizes)
 
     async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
-        ids = await self._token_ids(deadline_ns)
-        pairs = zip(ids, self._given or ids, strict=True)
-        return [TokenizedPrompt(token_ids, prompt_hashes(token_ids), given) for token_ids, given in pairs]
+        done = await self._ids_done(deadline_ns)
+        each = zip(done.ids, self._given or done.ids, done.whole_lens, strict=True)
+        return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
 
-    async def _token_ids(self, deadline_ns: int | None) -> tuple[tuple[int, ...], ...]:
+    async def _ids_done(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
-            return self._given_ids
+            return TextDone(self._given_ids, tuple(map(len, self._given_ids)))
         try:
             done = await self._done(self.work, deadline_ns)
         except RequestError as error:
             self._name_field(error)
             raise
-        self._service.admission.learn_ratio(done.num_bytes, sum(map(len, done.ids)))
-        return done.ids
+        self._service.admission.learn_ratio(done.num_bytes, sum(done.whole_lens))
+        return done
 
     async def _done(self, work: TextWork, deadline_ns: int | None) -> TextDone:
         return self._here(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
@@ -186,6 +178,19 @@ class Prompts:
             self._task = None  # the error that it may hold knows this frame: a circle, left to the collector
             if alarm is not None:
                 alarm.cancel()
+
+
+def _work_of(ask: Ask, most_tokens: int) -> TextWork | None:
+    """Returns what makes token ids of an ask's texts; None where it has none."""
+    if ask.is_chat:
+        return Render(ask.messages, ask.template_options, most_tokens=most_tokens, keep_last=ask.keep_last)
+    if isinstance(ask, RankAsk) and ask.judged_by:
+        queries, texts = zip(*ask.pairs, strict=True)
+        return Encode(texts, firsts=queries, most_tokens=most_tokens, keep_last=ask.keep_last)
+    if isinstance(ask, RankAsk):
+        return RenderEach(ask.chats(), OPTIONS, most_tokens)
+    texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
+    return Encode(texts, most_tokens=most_tokens, keep_last=ask.keep_last) if texts else None
 
 
 def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
@@ -243,10 +248,15 @@ def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param:
     return int(min(model.default_sampling.get("max_tokens", room) if wanted is None else wanted, room))
 
 
-def notices_of(ask: Ask, budgets: Sequence[int], model: ModelInfo) -> list[str]:
-    """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, and that no
-    file says how its embeddings are made."""
-    wanted, least = ask.sampling.max_tokens, min(budgets)
-    if wanted is None or least >= wanted:
-        return pooling_notices(ask)
-    return [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
+def notices_of(ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[int], model: ModelInfo) -> list[str]:
+    """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, that texts
+    were cut, and that no file says how its embeddings are made."""
+    notices, wanted, least = pooling_notices(ask), ask.sampling.max_tokens, min(budgets)
+    if wanted is not None and least < wanted:
+        notices = [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
+    cut = [(prompt.whole_len, len(prompt.token_ids)) for prompt in prompts if prompt.whole_len > len(prompt.token_ids)]
+    if not cut:
+        return notices
+    who = "the prompt was" if len(prompts) == 1 else f"{len(cut)} of {len(prompts)} prompts were"
+    whole, kept = map(sum, zip(*cut, strict=True))
+    return [*notices, f"{who} cut from {whole} to {kept} tokens"]

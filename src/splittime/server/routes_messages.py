@@ -5,6 +5,7 @@ of a chat, it says of a message."""
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
 from splittime.api.params import check_model, template_options
+from splittime.api.reasoning import can_be_bound
 from splittime.api.schema import ChatBody
 from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
@@ -58,15 +59,15 @@ class MessageExchange:
 
     def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
         self._config, self._scope, self._receive = service.config, scope, receive
-        self._reasons = service.marks.reasoning is not None
+        self._marks = service.marks
 
     async def read_chat(self) -> bytes:
         """Returns a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
         body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
         given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
-        if given.thinking is not None and not self._reasons:
-            given.thinking.budget_tokens = None  # of nothing
+        if given.thinking is not None and not can_be_bound(self._marks, has_tools=bool(given.tools)):
+            given.thinking.budget_tokens = None  # it says what to aim at, and here nothing can hold to it
         return messages.chat_body(given)
 
 

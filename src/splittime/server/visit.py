@@ -171,7 +171,7 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, deadline_ns: int | None, place: Place
     ) -> tuple[Ask, Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
-        self.notices = notices_of(ask, budgets, model)
+        self.notices = notices_of(ask, prompts, budgets, model)
         check_model(ask.model, self.service.require_model())  # an adapter may have gone meanwhile
         adapter, count = self.service.require_model().adapter_of(ask.model), ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]

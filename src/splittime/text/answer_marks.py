@@ -9,15 +9,20 @@ from splittime.text.reasoning import HARMONY, ReasoningMarks, reasoning_of_templ
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.tool_families import ToolFamily, family_named, family_of_template
 
+_MOST_BLANKS = {" ": 8, "\n": 4, "\t": 2, "\r\n": 2}
+_BLANKS = tuple(blank * count for blank, most in _MOST_BLANKS.items() for count in range(1, most + 1))
 _JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
 
 
 class ReasoningIds(NamedTuple):
-    """The marks of reasoning as tokens. begins: with one of these runs begins an answer that has reasoning. end: closes
-    it, and of gpt-oss opens what is said."""
+    """The marks of reasoning as tokens. begins: with one of these runs begins an answer that has reasoning, be it
+    behind some of the blanks. end: closes it, and of gpt-oss opens what is said. closed_by: shows that it is over too.
+    blanks: tokens of white space."""
 
     begins: tuple[tuple[int, ...], ...]
     end: tuple[int, ...]
+    closed_by: tuple[tuple[int, ...], ...]
+    blanks: tuple[int, ...]
 
 
 class AnswerMarks(NamedTuple):
@@ -51,9 +56,12 @@ def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser
 def _reasoning_ids(tokenizer: Tokenizer, marks: ReasoningMarks | None, ids: Mapping[str, int]) -> ReasoningIds | None:
     if marks is None or not any(part in ids for part in pieces(marks.end, ids)):
         return None
-    begins = (breaks + marks.begin for breaks in ("", "\n", "\n\n"))
+    begins = (breaks + marks.begin for breaks in ("", "\n", "\n\n"))  # of which a mark that is no token has a part
     return ReasoningIds(
-        tuple(_spelled(tokenizer, begin, ids) for begin in begins), _spelled(tokenizer, marks.end + marks.answer, ids)
+        tuple(_spelled(tokenizer, begin, ids) for begin in begins),
+        _spelled(tokenizer, marks.end + marks.answer, ids),
+        tuple(_spelled(tokenizer, mark, ids) for mark in marks.closed_by),
+        tuple(sorted({token for blank in _BLANKS for token in _spelled(tokenizer, blank, ids)})),
     )
 
 

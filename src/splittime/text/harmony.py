@@ -20,6 +20,7 @@ CALL_END = "<|call|>"
 CALL_BEGIN, CALL_NAMED = f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}"
 THOUGHT, THOUGHT_END = f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant"
 ANSWER = f"{CHANNEL}final{MESSAGE}"
+OTHER_CHANNELS = (f"{CHANNEL}final", f"{CHANNEL}commentary")  # than that of reasoning, whatever else their heads say
 MOST_HEAD_CHARS = 1024
 _ENDS = ("<|end|>", "<|return|>", CALL_END)
 _MARKS = (*_ENDS, START, CHANNEL)

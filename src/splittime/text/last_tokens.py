@@ -2,12 +2,22 @@
 a text stay, and of a pair the longer text loses first."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import NamedTuple
 
 from splittime.text.foreign_code import require_at_most
 from splittime.text.tokenizer import Tokenizer
 
 SAMPLE = "a"  # what stands around it stands around any text
 Ids = Sequence[int]
+
+
+class Encoded(NamedTuple):
+    """whole_len: how many tokens it was, before it was cut."""
+
+    ids: tuple[int, ...]
+    whole_len: int
 
 
 def encoded(
@@ -17,17 +27,23 @@ def encoded(
     add_special_tokens: bool,
     most_tokens: int | None,
     keep_last: int | None,
-) -> tuple[int, ...]:
+) -> Encoded:
     """Returns the token ids of a text, or of a pair where one stands before it as the first; `keep_last` of them, if
     that says how many. Raises `RequestError` where there are more than `most_tokens`."""
+    whole = partial(_whole, tokenizer, text, first, add_special_tokens)
     if keep_last is None:
-        return _whole(tokenizer, text, first, add_special_tokens, most_tokens)
-    ids: Ids = _whole(tokenizer, text, first, add_special_tokens)
-    if len(ids) > keep_last:
-        ids = _cut(tokenizer, text, first, add_special_tokens, keep_last) or ids[-keep_last:]
+        ids = whole(most_tokens)
+        return Encoded(ids, len(ids))
+    texts = [tokenizer.encode(each, add_special_tokens=False) for each in (first, text) if each is not None]
+    around, whole_len = _around(tokenizer, len(texts), add_special_tokens), sum(map(len, texts))
+    if around is None or whole_len + sum(map(len, around)) <= keep_last:  # as good as never of a long text
+        ids = whole()
+        found = Encoded(ids[-keep_last:], len(ids))
+    else:
+        found = Encoded(_cut(texts, around, keep_last), whole_len + sum(map(len, around)))
     if most_tokens is not None:
-        require_at_most(len(ids), most_tokens)
-    return tuple(ids)
+        require_at_most(len(found.ids), most_tokens)
+    return found
 
 
 def _whole(
@@ -38,21 +54,28 @@ def _whole(
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, most_tokens=most))
 
 
-def _cut(tokenizer: Tokenizer, text: str, first: str | None, add_special_tokens: bool, kept: int) -> Ids:
-    """Returns () where what stands around the texts leaves them no room."""
-    sample, rest = tokenizer.encode(SAMPLE, add_special_tokens=False), []
-    around: Ids = _whole(tokenizer, SAMPLE, None if first is None else SAMPLE, add_special_tokens)
-    texts = [tokenizer.encode(each, add_special_tokens=False) for each in (first, text) if each is not None]
-    for _ in texts:
-        at = next(at for at in range(len(around)) if list(around[at : at + len(sample)]) == sample)
-        rest.append(around[:at])
-        around = around[at + len(sample) :]
-    room = kept - len(around) - sum(map(len, rest))
-    if room < 1:
-        return ()
-    sizes = [room] if first is None else _sizes(len(texts[0]), len(texts[1]), room)
-    parts = [[*before, *ids[len(ids) - size :]] for before, ids, size in zip(rest, texts, sizes, strict=True)]
-    return [token for part in parts for token in part] + list(around)
+def _around(tokenizer: Tokenizer, num_texts: int, add_special_tokens: bool) -> list[Ids] | None:
+    """Returns the special tokens before each text, and those behind the last; None where nothing tells them apart from
+    the text."""
+    sample, runs = tokenizer.encode(SAMPLE, add_special_tokens=False), list[Ids]()
+    rest: Ids = _whole(tokenizer, SAMPLE, None if num_texts == 1 else SAMPLE, add_special_tokens)
+    for _ in range(num_texts):
+        at = next((at for at in range(len(rest)) if list(rest[at : at + len(sample)]) == sample), None)
+        if at is None or not sample:
+            return None
+        runs.append(rest[:at])
+        rest = rest[at + len(sample) :]
+    return [*runs, rest]
+
+
+def _cut(texts: Sequence[Ids], around: Sequence[Ids], kept: int) -> tuple[int, ...]:
+    """Returns so many tokens of texts that are more. Where what stands around them leaves them no room, it is cut."""
+    room = kept - sum(map(len, around))
+    if room > 0:
+        sizes = [room] if len(texts) == 1 else _sizes(len(texts[0]), len(texts[1]), room)
+        texts = [ids[len(ids) - size :] for ids, size in zip(texts, sizes, strict=True)]
+    runs = [run for pair in zip_longest(around, texts, fillvalue=()) for run in pair]
+    return tuple(token for run in runs for token in run)[-kept:]
 
 
 def _sizes(one: int, other: int, room: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ import msgspec
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.text.foreign_code import is_panic, num_bytes
-from splittime.text.last_tokens import encoded
+from splittime.text.last_tokens import Encoded, encoded
 from splittime.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("<Q")  # before each message: its length
@@ -87,7 +87,6 @@ class RenderEach(msgspec.Struct, frozen=True, tag=True):
     chats: tuple[tuple[dict[str, Any], ...], ...]
     options: dict[str, Any] = {}
     most_tokens: int | None = None
-    keep_last: int | None = None
 
     @property
     def size(self) -> int:
@@ -109,9 +108,11 @@ TextWork = Encode | Render | RenderEach | Decode
 
 
 class TextDone(msgspec.Struct, frozen=True, tag=True):
-    """ids: of each text, unless they are in `answer`, a JSON object. num_bytes: of the texts that were tokenised."""
+    """ids: of each text, unless they are in `answer`, a JSON object. whole_lens: how many tokens each text had before
+    it was cut. num_bytes: of the texts that were tokenised."""
 
     ids: tuple[tuple[int, ...], ...] = ()
+    whole_lens: tuple[int, ...] = ()
     num_bytes: int = 0
     text: str = ""
     answer: bytes = b""
@@ -143,7 +144,7 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             return _encoded(work, work.texts, tokenizer)
         case RenderEach():
             texts = tuple(tokenizer.render_chat(chat, **work.options) for chat in work.chats)
-            return _encoded(Encode(texts, False, work.most_tokens, keep_last=work.keep_last), texts, tokenizer)
+            return _encoded(Encode(texts, False, work.most_tokens), texts, tokenizer)
         case Render():
             text = tokenizer.render_chat(work.messages, **work.options)
             try:
@@ -178,16 +179,16 @@ class InlineTokenizing:
 
 
 def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> TextDone:
-    ids = tuple(_ids_of_each(work, texts, tokenizer))
-    size = sum(map(num_bytes, texts))
+    each = tuple(_encoded_each(work, texts, tokenizer))
+    ids, size = tuple(one.ids for one in each), sum(map(num_bytes, texts))
     if work.answer_max_model_len is None:
-        return TextDone(ids, size)
+        return TextDone(ids, tuple(one.whole_len for one in each), size)
     strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
     answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
     return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
 
 
-def _ids_of_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+def _encoded_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
     firsts = work.firsts if isinstance(work, Encode) else ()
     for index, text in enumerate(texts):

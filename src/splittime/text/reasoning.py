@@ -18,13 +18,14 @@ from splittime.text.told_apart import ReasoningPlace, ToldApart
 
 class ReasoningMarks(NamedTuple):
     """begin, end: what stands around the reasoning. gap: between it and a form. answer: what content begins with,
-    reasoning or not, unless it is calls."""
+    reasoning or not, unless it is calls. closed_by: what else shows that reasoning is over."""
 
     name: str
     begin: str
     end: str
     gap: str = ""
     answer: str = ""
+    closed_by: tuple[str, ...] = ()
 
     @property
     def closes(self) -> str:
@@ -39,7 +40,9 @@ REASONING = {
         ReasoningMarks("think", "<think>", "</think>", "\n\n"),
         ReasoningMarks("mistral", "[THINK]", "[/THINK]"),
         ReasoningMarks("gemma4", "<|channel>thought", "<channel|>"),
-        ReasoningMarks(HARMONY, harmony.THOUGHT, harmony.THOUGHT_END, answer=harmony.ANSWER),
+        ReasoningMarks(
+            HARMONY, harmony.THOUGHT, harmony.THOUGHT_END, answer=harmony.ANSWER, closed_by=harmony.OTHER_CHANNELS
+        ),
     )
 }
 OTHER_NAMES = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": HARMONY}  # vLLM's
