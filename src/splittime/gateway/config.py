@@ -56,9 +56,7 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     max_open_requests: Annotated[int | None, Doc("Requests that it may have at once.", 1)] = None
     requests_per_minute: Annotated[int | None, Doc("Requests that it may send in a minute.", 1)] = None
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
-    tokens_per_day: Annotated[
-        int | None, Doc("Tokens in a day (UTC); needs budget_file or limits_valkey.", 1)
-    ] = None
+    tokens_per_day: Annotated[int | None, Doc("Tokens in a day (UTC); needs budget_file or limits_valkey.", 1)] = None
     tokens_per_month: Annotated[int | None, Doc("Tokens in a month (UTC); needs one of them too.", 1)] = None
 
 
