@@ -26,6 +26,7 @@ OBJECT: Schema = {"type": "object"}
 _ERRORS = {
     400: "Something in the request is not valid or not supported; the error names it.",
     401: "No API key, or a wrong one.",
+    403: "The key may not, or a page of another site or under another name asks.",
     404: "No such model, request or page.",
     408: "The body took too long to arrive.",
     409: "The X-Request-Id is in flight, or the server is not in a state for that.",
@@ -231,7 +232,7 @@ def _get(
 
 def _responses(errors: Iterable[int], content: Schema) -> Schema:
     refused = {
-        str(status): {"description": _ERRORS[status], "content": _json(_ref("Error"))} for status in (*errors, 401)
+        str(status): {"description": _ERRORS[status], "content": _json(_ref("Error"))} for status in (*errors, 401, 403)
     }
     return {"200": {"description": "OK", "content": content}, **refused}
 
