@@ -1,6 +1,6 @@
 """Does the paper hold? Two real servers behind the gateway, beside two on paper whose model was fitted on them.
 
-    python -m benchmarks.cluster.two_replicas [--seconds 40] [--rate 12] [--draws 20] [--json]
+    python -m benchmarks.cluster.two_replicas [--seconds 30] [--rate 30] [--draws 20] [--json]
     python -m benchmarks.cluster.two_replicas --small        a trial: the figures mean nothing
 
 Two of our own servers serve the packaged model, one thread each, and a gateway stands in front of both. First a load
@@ -141,8 +141,8 @@ def beside(measured: dict[str, float], draws: Sequence[dict[str, float]]) -> dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of either load")
-    parser.add_argument("--rate", type=float, default=12.0, help="requests a second, for both servers")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of either load")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests a second, for both servers")
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -18,6 +18,7 @@ from splittime.core.sampling import SCORE
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.choose import make_backend
+from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.encoder import TextEncoder, load_encoder
 from splittime.models.encoder_config import EncoderConfig, load_encoder_config
 from splittime.models.modern_encoder import ModernEncoder
@@ -29,6 +30,7 @@ from splittime.runner.speculative import speculative_config
 
 NO_TOKENS = "this model is an encoder and generates nothing"
 WARM_UP_TOKENS = 8
+PRODUCT_TOKENS, PRODUCT_TRIES = 512, 5  # to choose kernels by
 
 
 @dataclass(eq=False)
@@ -108,7 +110,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     folder = Path(config.model_path)
     model = load_encoder_config(folder)
     _refuse_unsupported(config)
-    kernels, kernels_reason = machine.choose_kernels(config.kernels)
+    kernels, kernels_reason = _choose_kernels(config, model)
     if kernels == "triton":
         raise _no_place("kernels", kernels, "encoders are computed on the CPU: --kernels native, or torch")
     dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
@@ -129,6 +131,37 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     resolved = _resolved(config, encoder, scheme, reasons, weights_bytes)
     ops.set_threads(resolved.num_threads)
     return EncoderRunner(config, encoder, scheme, resolved, cost)
+
+
+def _choose_kernels(config: RunnerConfig, model: EncoderConfig) -> tuple[str, str]:
+    """Returns the backend and why. With "auto" it is one of the CPU's; the quicker one where weights are float32, of
+    which the tokens of many texts are multiplied at once: there neither is the quicker one everywhere."""
+    if config.kernels != "auto":
+        return machine.choose_kernels(config.kernels)
+    try:
+        library()
+    except LibraryMissing as error:
+        return "torch", f"{error}"
+    is_float32 = machine.choose_dtype(config.dtype, model.checkpoint_dtype, "native")[0] is torch.float32
+    if config.quantization is not None or not is_float32:
+        return "native", "they could be loaded"
+    took_ms = {name: _product_ms(name, config, model) for name in ("native", "torch")}
+    told = ", ".join(f"{name} {ms:.2f}" for name, ms in took_ms.items())
+    return min(took_ms, key=lambda name: took_ms[name]), f"ms for a product of {PRODUCT_TOKENS} tokens: {told}"
+
+
+@torch.inference_mode()
+def _product_ms(kernels: str, config: RunnerConfig, model: EncoderConfig) -> float:
+    ops, scheme = make_backend(kernels, torch.float32), machine.choose_weights(config, "float32", kernels).layers
+    ops.set_threads(config.num_threads or machine.num_cores())
+    x = torch.ones(PRODUCT_TOKENS, model.hidden_size)
+    packed = ops.pack_linear([torch.ones(model.inner_size, model.hidden_size)], None, scheme)
+    took_ns = []
+    for _ in range(PRODUCT_TRIES):
+        begin_ns = time.perf_counter_ns()
+        ops.linear(x, packed)
+        took_ns.append(time.perf_counter_ns() - begin_ns)
+    return min(took_ns) / 1e6
 
 
 def _refuse_unsupported(config: RunnerConfig) -> None:
