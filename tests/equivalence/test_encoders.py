@@ -14,6 +14,7 @@ from splittime.assemble.model_source import load_tokenizer
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.models.encoder_config import ENCODERS, is_encoder, load_encoder_config, parse_encoder_config
+from splittime.runner import encoder
 from splittime.runner.config import RunnerConfig
 from splittime.runner.encoder import load_encoder_runner
 
@@ -181,6 +182,15 @@ def test_an_encoder_generates_nothing(bert: Path) -> None:
     assert output.error is not None
     assert "encoder" in output.error.message
     assert len(llm.embed("w1")[0]) == 48
+
+
+@pytest.mark.parametrize(("native_ms", "chosen"), [(1.0, "native"), (3.0, "torch")])
+def test_an_encoder_is_computed_by_the_kernels_that_are_quicker(bert: Path, native_ms, chosen, monkeypatch) -> None:
+    took_ms = {"native": native_ms, "torch": 2.0}
+    monkeypatch.setattr(encoder, "_product_ms", lambda kernels, config, model: took_ms[kernels])
+    llm = LLM(str(bert), dtype="float32")
+    assert llm.resolved["kernels"] == chosen
+    assert f"native {native_ms:.2f}, torch 2.00" in llm.resolved["kernels_reason"]
 
 
 def test_weights_can_be_rounded(bert: Path) -> None:
