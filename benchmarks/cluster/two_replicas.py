@@ -53,6 +53,7 @@ MAX_NUM_SEQS = 16
 SETTINGS = ("--num-threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS), "--served-model-name", "code")
 LOAD = {"input_tokens": "lognormal:100:0.7", "output_tokens": "lognormal:50:0.6"}
 OPTIONS = RunOptions(workers=1, timeout_s=120.0)
+FULL_RATE = 120.0  # requests a second: twice what two such servers answer
 RTT_MS = 0.5
 TOLD = (50, 90)
 FLEET = FleetSettings(replicas=2, scaling="none", affinity=False, local_rtt_ms=RTT_MS)
@@ -81,10 +82,10 @@ def sent(url: str, limits: ServerLimits, load: dict[str, Any]) -> tuple[Schedule
 
 
 def learnt(folder: Path, seconds: float, rate: float) -> Replica:
-    """Returns one of two servers, from its ledger of a load that rises to twice the rate."""
+    """Returns one of two servers, from its ledger of a load that rises until its steps are as full as they may be."""
     say(f"{seconds:.0f} s of a load that rises, to fit a model on")
     with two_servers(folder) as (url, limits, ledgers):
-        sent(url, limits, {"rate": rate / 4, "rate_end": 2 * rate, "duration_s": seconds, "seed": 3})
+        sent(url, limits, {"rate": rate / 4, "rate_end": FULL_RATE, "duration_s": seconds, "seed": 3})
     found = replica_in(str(ledgers[0]), {})
     assert isinstance(found, Replica), "it is one of ours"
     return found
