@@ -408,6 +408,16 @@ def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> 
     assert len(came) > 9
 
 
+def test_masks_that_nobody_has_taken_yet_stay_as_they_are(known: Grammars) -> None:
+    masks, a = known.masks(), ids("a")
+    slots = [slot_of(known, grammar, a) for grammar in (grammars.of_choice(["abc", "axyz"], "choice"), ANYTHING)]
+    for slot in slots:
+        masks.look_ahead([slot], True)
+    taken = masks.take(slots, [1, 1])
+    for line, slot in enumerate(slots):
+        assert tokens_of(taken[line]) == allowed(known.walk(slot.admitted.sampling.grammar), a, 1)
+
+
 # ---- what must come
 
 
