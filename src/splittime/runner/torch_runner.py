@@ -29,7 +29,6 @@ from splittime.runner import penalties, sampler
 from splittime.runner.batch import Batch, Slot, Slots
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
-from splittime.runner.honoured import drafts_are_exact
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
@@ -63,7 +62,7 @@ class TorchRunner:
     def __post_init__(self) -> None:
         self.slots = Slots(self.resolved.max_model_len, self.resolved.vocab_size)
         self._launched: deque[Launched] = deque()
-        self._drafts_forced = self.verifies_drafts and drafts_are_exact(self.config, self.decoder.ops.name)
+        self._drafts_forced = self.verifies_drafts and not self.config.drafts_obstacles(self.decoder.ops.name)
         self._last_end: StreamMark | None = None  # of the step launched last, where steps run apart from the host
 
     @property
