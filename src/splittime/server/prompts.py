@@ -20,8 +20,9 @@ import msgspec
 
 from splittime.api.choice import Choice, Echo
 from splittime.api.embeddings import pooling_notices
+from splittime.api.given_prompts import numbered
 from splittime.api.limits import ModelInfo
-from splittime.api.params import Ask, Prompt
+from splittime.api.params import Ask
 from splittime.api.ranking import ANSWERS, OPTIONS, RankAsk
 from splittime.core.errors import DeadlineExceeded, RequestError
 from splittime.core.request import Request
@@ -48,7 +49,7 @@ class TokenizedPrompt(NamedTuple):
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
-    given: Prompt
+    given: str | tuple[int, ...]
     whole_len: int
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
@@ -81,8 +82,8 @@ class Prompts:
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
         self._keep_last = ask.keep_last
-        self._given = ask.prompts if ask.keep_last is None else ()
-        self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
+        self._texts = () if ask.keep_last is not None else tuple(one for one in ask.prompts if isinstance(one, str))
+        self._kept = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
         self.work = _work_of(ask, self._most_tokens)
 
     @property
@@ -102,7 +103,7 @@ class Prompts:
     def estimate_tokens(self) -> int:
         """Returns the tokens of all prompts together, as far as they are known now."""
         if self.work is None:
-            return sum(map(len, self._given_ids))
+            return sum(len(kept.ids) for kept in self._kept)
         if self.is_long:
             return 0
         sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
@@ -112,13 +113,13 @@ class Prompts:
     async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
         done = await self._ids_done(deadline_ns)
-        each = zip(done.ids, self._given or done.ids, done.whole_lens, strict=True)
+        each = zip(done.ids, self._texts or done.ids, done.whole_lens, strict=True)
         return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
 
     async def _ids_done(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
-            return TextDone(self._given_ids, tuple(map(len, self._given_ids)))
+            return TextDone(tuple(one.ids for one in self._kept), tuple(one.whole_len for one in self._kept))
         try:
             done = await self._done(self.work, deadline_ns)
         except RequestError as error:
@@ -209,11 +210,6 @@ def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
 
 def too_late() -> DeadlineExceeded:
     return DeadlineExceeded.before("it reached the engine")
-
-
-def numbered(name: str, index: int, count: int) -> str:
-    """Returns how an error calls the entry of a field, which may be the only one."""
-    return f"{name}[{index}]" if count > 1 else name
 
 
 def output_budgets(
