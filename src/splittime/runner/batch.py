@@ -27,9 +27,9 @@ from torch import Tensor
 from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
-from splittime.kernels.low_rank import AdaptedTokens
+from splittime.kernels.low_rank import AdapterUse
 from splittime.models.adapters import Adapter
-from splittime.runner.adapters import Adapters, adapted_tokens
+from splittime.runner.adapters import Adapters, uses_of
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 from splittime.runner.reasoning_bound import bound_of
@@ -243,7 +243,7 @@ class Slots:
 @dataclass(frozen=True)
 class Batch:
     """token_ids, positions: int64 [T]. `attention` is in the order of `rows` and `slots`. has_drafts: some rows are of
-    one request, since the plan's row brought drafts. adapted: the tokens that use adapters."""
+    one request, since the plan's row brought drafts. adapter_uses: which tokens use which."""
 
     rows: list[Row]
     slots: list[Slot]
@@ -251,7 +251,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
-    adapted: tuple[AdaptedTokens, ...] = ()
+    adapter_uses: tuple[AdapterUse, ...] = ()
 
     def last_of(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """hidden [T, hidden] -> of the last token of each of these rows, [len(rows), hidden]."""
@@ -292,9 +292,9 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
         num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
     )
     token_ids = np.array([token for row in ordered for token in row.token_ids])
-    adapted = adapted_tokens([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
+    uses = uses_of([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
     arrays = torch.from_numpy(token_ids), torch.from_numpy(positions)
-    return Batch(ordered, chosen, has_drafts, *arrays, attention, adapted)
+    return Batch(ordered, chosen, has_drafts, *arrays, attention, uses)
 
 
 def _parts(row: Row) -> Iterator[Row]:

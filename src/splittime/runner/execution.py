@@ -97,7 +97,7 @@ class HostExecution:
 
     def forward(self, decoder: Decoder, store: KvStore, batch: Batch) -> Forward:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
-        return Forward(decoder.forward(token_ids, positions, store, batch.attention, batch.adapted))
+        return Forward(decoder.forward(token_ids, positions, store, batch.attention, batch.adapter_uses))
 
     def finite(self, computed: Tensor) -> Flags:
         flags = self._ops.finite(computed)

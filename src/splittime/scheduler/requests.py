@@ -154,12 +154,12 @@ class Requests:
         self._take_back(state)
         del self.by_id[state.request_id]
         if state.request.adapter:
-            self._queue_adapted(self.adapter_slots.leave(state), now_ns)
+            self._let_in(self.adapter_slots.leave(state), now_ns)
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
 
-    def _queue_adapted(self, states: list[RequestState], now_ns: int) -> None:
+    def _let_in(self, states: list[RequestState], now_ns: int) -> None:
         """From the held to the queue: their adapters have places."""
         for state in states:
             self.held.remove(state)
