@@ -29,6 +29,7 @@ from splittime.core.request import Request
 from splittime.ledger.account import Account
 from splittime.ledger.prompt_parts import PromptHashes, prompt_hashes
 from splittime.ledger.stages import Stage
+from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.service import Service
 from splittime.text.foreign_code import num_bytes, require_at_most
@@ -81,16 +82,39 @@ class Prompts:
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
+        self._first_token_by_ns: int | None = None
         self._keep_last = ask.keep_last
         self._texts = () if ask.keep_last is not None else tuple(one for one in ask.prompts if isinstance(one, str))
         self._kept = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
         self.work = _work_of(ask, self._most_tokens)
 
     @property
-    def is_long(self) -> bool:
+    def _is_long(self) -> bool:
         return self.work is not None and self.work.size > SHORT_CHARS
 
-    def require_possible(self) -> None:
+    def take_place(self, ask: Ask, deadline_ns: int | None, first_token_by_ns: int | None) -> Place:
+        """Takes places in the queue, by what is known of the texts now. Raises `RequestError` if one can never fit, and
+        `Refused` if there is no room for them, or no time."""
+        self._require_possible()
+        self._first_token_by_ns = first_token_by_ns
+        return self._service.admission.enter(
+            now_ns(),
+            count=ask.num_choices,
+            tokens=self._estimate_tokens() * ask.n,
+            deadline_ns=deadline_ns,
+            first_token_by_ns=first_token_by_ns,
+        )
+
+    def correct(self, place: Place, lengths: list[int]) -> None:
+        """Has the place count the true lengths. Raises `Refused` where nothing was known of them when it was taken, and
+        there is no room for so many tokens, or no time."""
+        if self._is_long:
+            place.require_room(sum(lengths))
+            if self._first_token_by_ns is not None:
+                self._service.admission.require_first_token(now_ns(), lengths[0], place, self._first_token_by_ns)
+        place.correct(lengths)
+
+    def _require_possible(self) -> None:
         """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
         long it becomes."""
         bound = self._service.tokenizer.bound
@@ -100,11 +124,11 @@ class Prompts:
                 param = numbered(self._field, index, len(texts))
                 require_at_most(bound.least_tokens(text), self._most_tokens, param)
 
-    def estimate_tokens(self) -> int:
+    def _estimate_tokens(self) -> int:
         """Returns the tokens of all prompts together, as far as they are known now."""
         if self.work is None:
             return sum(len(kept.ids) for kept in self._kept)
-        if self.is_long:
+        if self._is_long:
             return 0
         sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
         most = self._most_tokens if self._keep_last is None else min(self._most_tokens, self._keep_last)
