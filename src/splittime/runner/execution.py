@@ -108,8 +108,7 @@ class HostExecution:
     ) -> Chosen:
         params = [slot.admitted.sampling for slot in slots]
         if raw is logits and self._ops.tells_finite:  # both in one reading of what may be 20 MB
-            told = sampler.choose_telling(logits, params, counts, self._ops, allowed)
-            tokens, is_finite = [max(token, ~token) for token in told], [token >= 0 for token in told]
+            tokens, is_finite = sampler.choose_telling(logits, params, counts, self._ops, allowed)
             return Chosen(lambda: is_finite, lambda: tokens, describe_lines(raw, tokens, params))
         is_finite = self._ops.finite(raw)
         if all(is_finite):
