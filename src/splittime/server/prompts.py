@@ -136,35 +136,36 @@ class Prompts:
 
     async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
-        done = await self._ids_done(deadline_ns)
+        done = await self._tokenized(deadline_ns)
         each = zip(done.ids, self._texts or done.ids, done.whole_lens, strict=True)
         return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
 
-    async def _ids_done(self, deadline_ns: int | None) -> TextDone:
+    async def _tokenized(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
             return TextDone(tuple(one.ids for one in self._kept), tuple(one.whole_len for one in self._kept))
         try:
-            done = await self._done(self.work, deadline_ns)
+            done = await self._carried_out(self.work, deadline_ns)
         except RequestError as error:
             self._name_field(error)
             raise
         self._service.admission.learn_ratio(done.num_bytes, sum(done.whole_lens))
         return done
 
-    async def _done(self, work: TextWork, deadline_ns: int | None) -> TextDone:
-        return self._here(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
+    async def _carried_out(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+        return self._inline(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
 
-    async def with_ids(self, ask: Ask, deadline_ns: int | None) -> Ask:
+    async def with_words_tokenized(self, ask: Ask, deadline_ns: int | None) -> Ask:
         """Returns the ask with its words as token ids: of each bad one, as a text begins and behind a space; and of the
         answers by which texts are ranked. Raises what `tokenize` does."""
         if isinstance(ask, RankAsk) and not ask.judged_by:
-            return ask.answered_by((await self._done(Encode(ANSWERS, add_special_tokens=False), deadline_ns)).ids)
+            done = await self._carried_out(Encode(ANSWERS, add_special_tokens=False), deadline_ns)
+            return ask.answered_by(done.ids)
         if not ask.bad_words:
             return ask
         spelled = tuple(before + word.lstrip() for word in ask.bad_words for before in ("", " "))
         work = Encode(spelled, add_special_tokens=False)
-        done = await self._done(work, deadline_ns)
+        done = await self._carried_out(work, deadline_ns)
         runs = tuple(dict.fromkeys(filter(None, map(tuple, done.ids))))
         sampling = msgspec.structs.replace(ask.sampling, bad_token_ids=runs)
         sampling.validate()
@@ -181,7 +182,7 @@ class Prompts:
         if name == "prompt":
             error.info = msgspec.structs.replace(error.info, param=self._field + bracket + index)
 
-    def _here(self, work: TextWork) -> TextDone:
+    def _inline(self, work: TextWork) -> TextDone:
         begin_ns = now_ns()
         self._account.enter(Stage.TOKENIZE, begin_ns)
         done = carry_out(work, self._service.tokenizer)
@@ -218,7 +219,7 @@ def _work_of(ask: Ask, most_tokens: int) -> TextWork | None:
     return Encode(texts, most_tokens=most_tokens, keep_last=ask.keep_last) if texts else None
 
 
-def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
+def reasoning_begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
     """Returns the ask of a model that reasons as its prompt leaves it: in the reasoning, before it or behind it. A form
     is that of what follows the reasoning, and a bound that of what is left of it."""
     if ask.reasoning is None:

@@ -26,7 +26,7 @@ from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budgets, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, output_budgets, reasoning_begun, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -127,7 +127,8 @@ class Visit:
         prompts = self._prompts = Prompts(ask, model, self.service, self.account)
         place = self._place = prompts.take_place(ask, self._deadline_ns, self._first_token_by_ns)
         tokenized = await prompts.tokenize(self._deadline_ns)
-        ask = begun(await prompts.with_ids(ask, self._deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
+        ask = await prompts.with_words_tokenized(ask, self._deadline_ns)
+        ask = reasoning_begun(ask, tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
