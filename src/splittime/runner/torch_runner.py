@@ -152,7 +152,7 @@ class TorchRunner:
         for slot in going if self._drafts_forced else ():
             if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
                 step.tell_drafts(slot, token_ids)
-        step.ahead_ns = time.monotonic_ns() - begin_ns
+        step.look_ahead_ns = time.monotonic_ns() - begin_ns
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
