@@ -84,7 +84,8 @@ class Prompts:
         self._task: TextTask | None = None  # the text that a worker has, or will have
         self._first_token_by_ns: int | None = None
         self._keep_last = ask.keep_last
-        self._texts = () if ask.keep_last is not None else tuple(one for one in ask.prompts if isinstance(one, str))
+        texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
+        self._whole_texts: tuple[str | tuple[int, ...], ...] = texts if ask.keep_last is None else ()
         self._kept = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
         self.work = _work_of(ask, self._most_tokens)
 
@@ -137,7 +138,7 @@ class Prompts:
     async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
         done = await self._tokenized(deadline_ns)
-        each = zip(done.ids, self._texts or done.ids, done.whole_lens, strict=True)
+        each = zip(done.ids, self._whole_texts or done.ids, done.whole_lens, strict=True)
         return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
 
     async def _tokenized(self, deadline_ns: int | None) -> TextDone:
