@@ -16,7 +16,7 @@ from splittime.gateway.tenant_share import QueuedRequest
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.ledger.store import Ledger
 
-from .conftest import upstream
+from .conftest import DEAD, upstream
 
 TIMES = 10
 PATH = "/v1/completions"
@@ -88,7 +88,14 @@ def test_a_refusal_by_the_head_leaves_nothing_to_collect():
     assert max(left.values(), default=0) < TIMES, left
 
 
-CACHE = '[[cache_route]]\nmodel = "kept"\n'
+MORE = """
+[queue]
+max_wait_s = 0.02
+[retries]
+pause_s = 0.001
+[[cache_route]]
+model = "kept"
+"""
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,8 @@ CACHE = '[[cache_route]]\nmodel = "kept"\n'
         ("fine", {"stream": True}, 200),
         ("strict", {}, 400),
         ("nobody", {}, 404),
+        ("full", {}, 429),
+        ("busy", {}, 429),
         ("kept", {"temperature": 0}, 200),
     ],
 )
@@ -105,7 +114,8 @@ def test_a_request_that_is_over_leaves_nothing_to_collect(hostile, name, fields,
     async def ask(app):
         return await asked(app, model=name, **fields)
 
-    text = CACHE + upstream("fine", hostile.url("fine")) + upstream("strict", hostile.url("strict"))
-    text += upstream("kept", hostile.url("fine"))
+    text = MORE + upstream("fine", hostile.url("fine")) + upstream("strict", hostile.url("strict"))
+    text += upstream("kept", hostile.url("fine")) + upstream("full", DEAD, max_in_flight=0)
+    text += upstream("busy", hostile.url("busy"))
     left = asyncio.run(left_by(text, ask, status))
     assert max(left.values(), default=0) < TIMES, left

@@ -134,12 +134,15 @@ class GatewayVisit:
         finally:
             gone.cancel()
             work.cancel()
-        if not work.cancelled():
-            work.result()
-        elif self._ending is not None:
-            raise error_from_info(self._ending)
-        else:
-            raise http.Disconnected
+        try:
+            if not work.cancelled():
+                work.result()
+            elif self._ending is not None:
+                raise error_from_info(self._ending)
+            else:
+                raise http.Disconnected
+        finally:
+            del work  # whose error has this frame
 
     def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
         """Returns what the ladder's stages that are entered now make of a request."""
