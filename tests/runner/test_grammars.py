@@ -408,6 +408,13 @@ def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> 
     assert len(came) > 9
 
 
+def test_a_walk_anew_is_shown_all_outputs_though_the_last_alone_would_be_one(known: Grammars) -> None:
+    a, b, x = (ids(letter)[0] for letter in "abx")
+    assert known.masks().look_ahead([slot_of(known, grammars.of_choice(["abx", "bcd"], "choice"), [a, b])], True) == [
+        (x,)
+    ]
+
+
 def test_masks_that_nobody_has_taken_yet_stay_as_they_are(known: Grammars) -> None:
     masks, a = known.masks(), ids("a")
     slots = [slot_of(known, grammar, a) for grammar in (grammars.of_choice(["abc", "axyz"], "choice"), ANYTHING)]
@@ -457,6 +464,8 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
     """What it said is handed out a row at a time; the masks of the drafts come of it too, and are the parser's."""
     text, follow, asked = "The quick brown fox jumps over the lazy dog, twice. " * 2, GrammarWalk.follow, []
     monkeypatch.setattr(GrammarWalk, "follow", lambda self, *where: (asked.append(where), follow(self, *where))[1])
+    ask, ends = GrammarWalk._ask_forced, []
+    monkeypatch.setattr(GrammarWalk, "_ask_forced", lambda self, *where: (ends.append(where), ask(self, *where))[1])
     grammar, masks = grammars.of_choice([text], "choice"), known.masks()
     slot, came = slot_of(known, grammar, []), []
     while forced := masks.look_ahead([slot], True)[0]:
@@ -468,6 +477,7 @@ def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: p
         came += forced
     assert len(came) > 2 * MOST_FORCED
     assert {len(outputs) for outputs, _ in asked} == {0, len(came)}  # at the beginning, and where no more was known
+    assert [count for count, _ in ends] == [0, len(came)]
     for count, token in enumerate(came):
         assert allowed(known.walk(grammar), came[:count], count) == [token]
 
