@@ -2,13 +2,16 @@
 
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splittime.cluster.gateways import ManagedGateways
 
 EXAMPLES = """\b
 Examples:
@@ -63,12 +66,14 @@ def _say(words: str) -> None:
     talk().print(words, markup=False)
 
 
-def _say_urls(urls: list[str]) -> None:
-    _say(f"splittime up: {', '.join(urls)}")
+def _say_urls(gateways: "ManagedGateways") -> None:
+    urls = ", ".join(gateways.urls)
+    _say(f"splittime up: {urls if gateways.shared_url is None else f'{gateways.shared_url} (each of {urls})'}")
 
 
-def _print_urls(urls: list[str]) -> None:
-    write_data(orjson.dumps({"gateways": urls}))
+def _print_urls(gateways: "ManagedGateways") -> None:
+    shared = {} if gateways.shared_url is None else {"shared": gateways.shared_url}
+    write_data(orjson.dumps({"gateways": gateways.urls, **shared}))
 
 
 def _running(folder: Path) -> Any:

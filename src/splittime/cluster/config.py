@@ -68,7 +68,9 @@ class ClusterConfig(Strictly, frozen=True, kw_only=True):
     ray_address: Annotated[
         str | None, Doc("HOST:PORT of a Ray cluster; default: one on this machine, for as long as this runs.")
     ] = None
-    gateways: Annotated[int, Doc("Gateways, on ports one after the other.", 1, 16)] = 1
+    gateways: Annotated[
+        int, Doc("Gateways, on ports one after the other; shared_port in [gateway]: and at that one.", 1, 16)
+    ] = 1
     folder: Annotated[str | None, Doc("For its files; default: the config's name with .run behind it.")] = None
     serve: dict[str, Any] = msgspec.field(default_factory=dict)
     gateway: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -93,7 +93,7 @@ class RequestAccount:
             self._trace = TraceContext(secrets.token_hex(16), "")
         return attempt_context(self._trace.trace_id, attempt_id).traceparent
 
-    def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
+    def note_read(self, upstream: Upstream, begin_ns: int, relay: Relay) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
         at_ns = now_ns()
         if upstream.keeps_accounts and relay.events.is_done:
