@@ -59,6 +59,13 @@ head_start.begin = tell
 entry.main()
 """
 
+HELD_IMPORT = """
+import time, types
+held = types.ModuleType("splittime.cli.main")
+held.__getattr__ = lambda name: time.sleep(60)
+sys.modules[held.__name__] = held
+"""
+
 
 @pytest.mark.parametrize(
     ("words", "status", "is_begun"),
@@ -72,6 +79,17 @@ def test_a_command_that_serves_nothing_leaves_no_process(words, status, is_begun
     if told:
         assert not _is_alive(int(told[0]))
         assert not Path(told[1]).exists()
+
+
+def test_sigterm_before_the_server_listens_for_it_leaves_no_process_and_no_folder() -> None:
+    held = COMMAND.replace("from splittime.cli import entry\n", HELD_IMPORT + "from splittime.cli import entry\n")
+    run = subprocess.Popen([sys.executable, "-c", held, "serve"], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid, folder = run.stdout.readline().split()
+    run.terminate()
+    assert run.wait(30) == 143
+    assert not _is_alive(int(pid))
+    assert not Path(folder).exists()
 
 
 def _is_alive(pid: int) -> bool:

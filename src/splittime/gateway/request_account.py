@@ -144,8 +144,8 @@ class RequestAccount:
         """Write down an attempt that is over."""
         nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
         usage, at_ns = relay.events.read(), now_ns()
-        if nested.stages and (adapted := routed.upstream.adapted) is not None:
-            adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
+        if nested.stages and (limit := routed.upstream.in_flight_limit) is not None:
+            limit.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,

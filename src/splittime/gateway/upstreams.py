@@ -37,8 +37,8 @@ HELD_BY = "responses kept by "  # begins the name of a line
 
 
 class Upstream:
-    """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where
-    that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
+    """One upstream. requests, tokens: in flight, given by this gateway. in_flight_limit: how many it is given at
+    once, where that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
@@ -48,7 +48,7 @@ class Upstream:
         self.requests = self.tokens = 0
         wait_s = config.queue_wait_s
         most = config.max_in_flight
-        self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
+        self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
         self.plain_tokens = 0  # of requests in flight that do not stream: their first byte is their end
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
@@ -56,7 +56,7 @@ class Upstream:
     @property
     def limit(self) -> int:
         """How many requests it may have at once now."""
-        return self.config.max_in_flight if self.adapted is None else self.adapted.now
+        return self.config.max_in_flight if self.in_flight_limit is None else self.in_flight_limit.now
 
     @property
     def has_room(self) -> bool:
@@ -82,8 +82,8 @@ class Upstream:
         self.breaker.begin()
         self.requests += 1
         self.tokens += tokens
-        if self.adapted is not None and not self.has_room:
-            self.adapted.note_full()
+        if self.in_flight_limit is not None and not self.has_room:
+            self.in_flight_limit.note_full()
 
     def leave(self, tokens: int) -> None:
         self.requests -= 1
