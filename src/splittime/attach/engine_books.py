@@ -8,7 +8,7 @@ device's own clock) is 0 in a step's record and named in `UNKNOWN`: `device_ns` 
 of a step that was planned while another ran, from that one's end to its own result.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -62,10 +62,10 @@ class BegunStep(msgspec.Struct):
 
 class EngineBooks:
     """All requests that an engine has, and its steps. Not thread-safe: the engine's loop is the only caller.
-    plans_ahead: it plans a step while another runs, whenever it can."""
+    plans_ahead: it plans a step while another runs, whenever it can. name: of a request's id, for what is told."""
 
-    def __init__(self, plans_ahead: bool = False) -> None:
-        self._plans_ahead = plans_ahead
+    def __init__(self, plans_ahead: bool = False, name: Callable[[str], str] = name_of) -> None:
+        self._plans_ahead, self._name_of = plans_ahead, name
         self.books: dict[str, EngineBook] = {}  # by the engine's own ids, as all that comes in here names them
         self._renames = False  # there was an id that is not its name
         self._queue = EngineQueue()
@@ -90,7 +90,7 @@ class EngineBooks:
             self._stop_idling(now_ns)
         is_busy = bool(self._flights) or received_ns < (self._last_end_ns or 0)
         cause = Cause.PAUSED if is_paused else Cause.STEP_IN_FLIGHT if is_busy else Cause.ENGINE_LOOP
-        name = name_of(asked.request_id)
+        name = self._name_of(asked.request_id)
         self._renames = self._renames or name != asked.request_id
         self.books[asked.request_id] = book = EngineBook(asked, name, received_ns, cause)
         self._queue.join(book)
@@ -269,4 +269,4 @@ class EngineBooks:
 
     def _name(self, request_id: str) -> str:
         book = self.books.get(request_id)
-        return name_of(request_id) if book is None else book.name
+        return self._name_of(request_id) if book is None else book.name
