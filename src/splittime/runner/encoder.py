@@ -27,8 +27,10 @@ from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.load import OnPhase
 from splittime.runner.speculative import speculative_config
+from splittime.runner.text_parts import TextParts
 
 NO_TOKENS = "this model is an encoder and generates nothing"
+CORES = "one for each core: each computes texts of its own"
 WARM_UP_TOKENS = 8
 PRODUCT_TOKENS, PRODUCT_TRIES = 512, 5  # to choose kernels by
 
@@ -47,11 +49,11 @@ class EncoderRunner:
 
     def __post_init__(self) -> None:
         self._known: dict[str, Admitted] = {}
+        self._parts = TextParts(self.encoder, self.resolved.num_threads)
 
     def warm_up(self) -> None:
-        """Compute a short text, so that the first request does not pay for first calls."""
-        with torch.inference_mode():
-            self.encoder.forward([[0] * min(WARM_UP_TOKENS, self.resolved.max_model_len)])
+        """Compute a short text on each thread, so that the first request does not pay for first calls."""
+        self._parts.forward([[0] * min(WARM_UP_TOKENS, self.resolved.max_model_len)] * self.resolved.num_threads)
 
     def set_threads(self) -> None:
         """Sets the number of threads, for a thread of its own."""
@@ -65,7 +67,7 @@ class EncoderRunner:
         begin_ns = time.monotonic_ns()
         ended = [row for row in plan.rows if self._ends(row) and not self._fault(row)]
         texts = [self._known[row.request_id].token_ids for row in ended]
-        made = self.encoder.forward(texts, are_pairs=self.encoder.head is not None) if texts else ()
+        made = self._parts.forward(texts) if texts else ()
         pooled = {row.request_id: self._pooled(row, states) for row, states in zip(ended, made, strict=True)}
         results = tuple(self._result(row, pooled.get(row.request_id)) for row in plan.rows)
         return StepResult(plan.step_id, results, device_ns=time.monotonic_ns() - begin_ns)
@@ -198,7 +200,8 @@ def _resolved(
     weights_bytes: int,
 ) -> Resolved:
     model, ops = encoder.config, encoder.ops
-    num_threads, threads_reason = machine.choose_num_threads(config.num_threads, weights_bytes)
+    asked = config.num_threads
+    num_threads, threads_reason = (asked, "as asked") if asked else (machine.num_cores(), CORES)
     max_model_len = machine.choose_max_model_len(config, model)
     per_text = -(-max_model_len // config.block_size)
     return Resolved(
