@@ -95,19 +95,17 @@ class Arm:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._connection.close()
+        self._process.kill()
         self._process.join()
+        self._connection.close()
 
 
 def _serve(connection: Connection, make: Callable[..., tuple[Embed, Any]], *given: Any) -> None:
-    """Until the other end is closed."""
+    """Embeds what comes until the process is killed, or the one that asks is gone (`EOFError`)."""
     embed, told = make(*given)
     connection.send(told)
     while True:
-        try:
-            inputs = connection.recv()
-        except EOFError:
-            return
+        inputs = connection.recv()
         begin_s = time.monotonic()
         vectors = embed(inputs)
         connection.send((vectors, time.monotonic() - begin_s))
