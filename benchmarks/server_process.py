@@ -25,7 +25,7 @@ def free_port() -> int:
 @contextmanager
 def served(*arguments: str, timeout_s: float = 120) -> Iterator[str]:
     """Serve with these arguments; yields the base URL once it is ready, ends it with SIGTERM."""
-    command = [sys.executable, "-m", "splittime.cli.main", "serve", "--port"]
+    command = [sys.executable, "-m", "splittime.cli.entry", "serve", "--port"]
     with _serving(command, arguments, "/ready", timeout_s) as url:
         yield url
 

@@ -59,7 +59,7 @@ def process_cpu_s() -> dict[str, float]:
             "engine"
             if b"splittime.assemble.worker" in command
             else "server"
-            if b"splittime.cli.main" in command
+            if b"splittime.cli.entry" in command
             else ""
         )
         if name and is_ours(int(folder.name)):

@@ -1,6 +1,7 @@
 """An engine process that is started before its settings are known: who gets it, and that it never outlives a command
 that did not take it."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from splittime.bench import own_server
+from splittime.cluster import replica_process
 from splittime.drive import head_start
 
 SLEEPS = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -50,13 +53,19 @@ COMMAND = """
 import sys
 from splittime.drive import head_start
 head_start.WORKER = (sys.executable, "-c", "import time; time.sleep(600)")
-from splittime.cli import entry
 begin = head_start.begin
 def tell():
     begin()
     print(head_start._waiting.process.pid, head_start._waiting.folder, flush=True)
 head_start.begin = tell
-entry.main()
+"""
+SCRIPT = "from splittime.cli.entry import main\nmain()"
+
+HELD_IMPORT = """
+import sys, time, types
+held = types.ModuleType("splittime.cli.main")
+held.__getattr__ = lambda name: time.sleep(60)
+sys.modules[held.__name__] = held
 """
 
 
@@ -65,13 +74,36 @@ entry.main()
     [(("serve", "--port", "x"), 2, True), (("serve", "--help"), 0, False), (("config", "show"), 0, False)],
 )
 def test_a_command_that_serves_nothing_leaves_no_process(words, status, is_begun) -> None:
-    run = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True, timeout=60)
+    run = _run(SCRIPT, *words)
     assert run.returncode == status, run.stderr
     told = run.stdout.split() if is_begun else []
     assert (len(told) == 2) is is_begun
     if told:
         assert not _is_alive(int(told[0]))
         assert not Path(told[1]).exists()
+
+
+def test_sigterm_before_the_server_listens_for_it_leaves_no_process_and_no_folder() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", HELD_IMPORT + COMMAND + SCRIPT, "serve"], stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    pid, folder = run.stdout.readline().split()
+    run.terminate()
+    assert run.wait(30) == 143
+    assert not _is_alive(int(pid))
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("module", [own_server, replica_process])
+def test_servers_of_our_own_begin_so_too(module) -> None:
+    run = _run(module.STARTED, str(os.getpid()), "serve", "--port", "x")
+    assert run.returncode == 2, run.stderr
+    assert len(run.stdout.split()) == 2
+
+
+def _run(started: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", COMMAND + started, *words], capture_output=True, text=True, timeout=60)
 
 
 def _is_alive(pid: int) -> bool:

@@ -24,7 +24,7 @@ STOP_S = 30.0
 NAMED_ERROR = re.compile(r"(?:^|\] )\s*(\w+(?:Error|Exception): .*)")  # at a line's begin, or behind a log's
 PROBE_S, POLL_S = 2.0, 0.2
 STARTED = """import signal, sys
-from splittime.cli.main import main
+from splittime.cli.entry import main
 from splittime.core.parent import end_with
 end_with(int(sys.argv.pop(1)), signal.SIGTERM)
 main()"""

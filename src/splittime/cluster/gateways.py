@@ -48,7 +48,6 @@ class ManagedGateways:
         self._trust.check_hostname = False
         self._trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         self.seen: list[SeenGateway] = []
-        self._confirmed = False
 
     def plain(self, number: int) -> GatewayConfig:
         """Returns the config of a gateway without replicas. Raises `ConfigError`."""

@@ -20,7 +20,7 @@ from splittime.core.whole_file import write_whole
 STARTED = """import signal, sys
 from splittime.core.parent import end_when_gone
 end_when_gone(int(sys.argv.pop(1)), signal.SIGTERM)
-from splittime.cli.main import main
+from splittime.cli.entry import main
 main()"""
 MARKED = """import os, sys
 from pathlib import Path
