@@ -1,5 +1,5 @@
-"""A start in the background: until it has imported what it is made of, a process has what others leave of the
-processors, and from then on as much as they.
+"""A start in the background: until it has imported what it is made of, or for `LONGEST_S` where nothing is left, a
+process has what others leave of the processors, and from then on as much as they.
 
 Linux shares processors out among sessions (where it has autogroups), and within a session or a control group among
 threads, by their niceness. A session may be raised again by whoever owns it; a thread only by who has the right to
@@ -19,6 +19,7 @@ from pathlib import Path
 NICER = 10  # a tenth of the weight of a thread that serves
 MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to
 AUTOGROUP = "/proc/self/autogroup"
+LONGEST_S = 20.0  # in the background: ten times what a start takes where a processor is idle
 TRIES, PAUSE_S = 20, 0.1  # Linux lets a user change an autogroup so often
 
 
@@ -30,6 +31,9 @@ def enter() -> None:
     if _may_raise(niceness):
         os.nice(NICER)
     os.environ[MARK] = str(niceness)
+    late = threading.Timer(LONGEST_S, leave)
+    late.daemon = True
+    late.start()
 
 
 def leave() -> None:
