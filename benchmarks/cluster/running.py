@@ -19,10 +19,12 @@ T = TypeVar("T")
 
 
 class RunningCluster:
-    """config: its file. url: of its first gateway."""
+    """config: its file. gateways: URLs of each. url: the way in, of the first or of all."""
 
-    def __init__(self, config: Path, url: str, process: "subprocess.Popen[bytes]") -> None:
-        self.config, self.folder, self.url, self.process = config, config.with_suffix(".run"), url, process
+    def __init__(self, config: Path, told: dict[str, Any], process: "subprocess.Popen[bytes]") -> None:
+        self.config, self.folder, self.process = config, config.with_suffix(".run"), process
+        self.gateways: list[str] = told["gateways"]
+        self.url: str = told.get("shared", self.gateways[0])
         self.is_killed = False
 
     def status(self) -> dict[str, Any]:
@@ -93,9 +95,11 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
-    """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well."""
+    """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well.
+    Several gateways, which the config begins with, share a port."""
     config = folder / "cluster.toml"
-    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n[gateway.queue]\nmax_wait_s = 120.0\n")
+    shared = f"shared_port = {free_port()}\n" if text.startswith("gateways = ") else ""
+    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n{shared}[gateway.queue]\nmax_wait_s = 120.0\n")
     say("starting a cluster")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:
@@ -104,7 +108,7 @@ def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
     try:
         told = process.stdout.readline()
         assert told, (folder / "words").read_text()
-        cluster = RunningCluster(config, json.loads(told)["gateways"][0], process)
+        cluster = RunningCluster(config, json.loads(told), process)
         yield cluster
         say("ending the cluster")
         process.send_signal(signal.SIGINT)

@@ -13,6 +13,9 @@ tenants send equally many requests, of different lengths. Told are, after a warm
 * refusal_ms: from sending to the whole refusal, by the client's clock; after_a_wait: the part of the refusals that had
   been in the queue first
 * refusals_per_s: under this load; and `flood`, where a closed loop of `FLOOD` requests at once asks for all it can get
+* loop: how late the gateway's own event loop was meanwhile, and whose the time was (`watched_gateway`): a refusal that
+  waits for a processor that another process has is no fault of the gateway's
+* rates: how many refusals a second one process makes with nothing else to do (`refusal_rates`)
 
 Goals: each share within 5 % of its weight's, every p99 of waited_ms below `--wait`, refusal p99 below 5 ms. All
 processes share the machine's cores.
@@ -22,14 +25,12 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.overhead import cpu_s, started
+from benchmarks.gateway.refusal_rates import RATES, refusal_rates, show_loop, show_row
+from benchmarks.gateway.watched_gateway import watched
 from benchmarks.report import file_result
 
 SLOTS, CHUNK = 16, 8
@@ -63,19 +64,10 @@ def config_of(upstream: str, wait_s: float, rate: int) -> str:
     return text
 
 
-@contextmanager
-def gateway(upstream: str, wait_s: float, rate: int) -> Iterator[tuple[str, int]]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "gateway.toml"
-        config.write_text(config_of(upstream, wait_s, rate))
-        with started("gateway", "gateway", "--config", str(config)) as served:
-            yield served
-
-
-def load(url: str, *arguments: object) -> dict[str, Any]:
+def load(url: str, kinds: list[dict[str, Any]], *arguments: object) -> dict[str, Any]:
     """Returns what the load's process tells."""
     command = [sys.executable, "-m", "benchmarks.overload_client", url.rpartition(":")[2]]
-    command += ["--kinds", json.dumps(TENANTS), *map(str, arguments)]
+    command += ["--kinds", json.dumps(kinds), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -86,13 +78,20 @@ def requests_per_s(rate: int) -> float:
     return rate * sum(WEIGHTS[name] / mean[name] for name in mean) / sum(WEIGHTS.values())
 
 
-def measure(url: str, pid: int, seconds: float, per_s: float, wait_s: float) -> dict[str, Any]:
-    warm_up_s, before_s = 2 * wait_s, cpu_s(pid)
-    timed = ("--seconds", seconds + warm_up_s, "--warm-up", warm_up_s)
-    overload = load(url, "--per-s", per_s, *timed)
-    overload["gateway_cores"] = (cpu_s(pid) - before_s) / (seconds + warm_up_s)
+def measure(config: str, seconds: float, per_s: float, wait_s: float) -> dict[str, Any]:
+    """Each of the two in a process of its own, so that what it says of its loop is of one load."""
+    warm_up_s = 2 * wait_s
+    with watched(config) as gateway:
+        before_s = cpu_s(gateway.pid)
+        timed = ("--seconds", seconds + warm_up_s, "--warm-up", warm_up_s)
+        overload = load(gateway.url, TENANTS, "--per-s", per_s, *timed)
+        overload["gateway_cores"] = (cpu_s(gateway.pid) - before_s) / (seconds + warm_up_s)
+    overload["loop"] = gateway.loop
     print("the flood", file=sys.stderr)
-    flood = load(url, "--in-flight", FLOOD, "--seconds", max(1.0, min(5.0, seconds / 4)), "--warm-up", 0.5)
+    with watched(config) as gateway:
+        flood_s = max(1.0, min(5.0, seconds / 4))
+        flood = load(gateway.url, TENANTS, "--in-flight", FLOOD, "--seconds", flood_s, "--warm-up", 0.5)
+    flood["loop"] = gateway.loop
     return {"overload": overload, "shares": shares(overload["tokens"]), "flood": flood}
 
 
@@ -121,9 +120,17 @@ def show(figures: dict[str, Any], rate: int) -> None:
     lines.append(
         f"refusals: {overload['refusals_per_s']:.0f}/s in {refusal.get('p50', 0):.2f} ms p50,"
         f" {refusal.get('p99', 0):.2f} ms p99; {overload['refusal_after_a_wait']:.1%} of them after a wait;"
-        f" the gateway used {overload['gateway_cores']:.2f} cores"
+        f" the gateway used {overload['gateway_cores']:.2f} cores; {show_loop(overload)}"
     )
-    lines.append(f"flood: {flood['refusals_per_s']:.0f} refusals/s beside {flood['output_tokens_per_s']:.0f} tokens/s")
+    told = f"flood: {flood['refusals_per_s']:.0f} refusals/s beside {flood['output_tokens_per_s']:.0f} tokens/s"
+    lines += [
+        f"{told}; {show_loop(flood)}",
+        "refusals alone, by one process:",
+        *map(show_row, figures["rates"]["rows"]),
+    ]
+    lines.append(
+        f"  most within {GOALS['refusal_p99_ms']:g} ms p99: {figures['rates']['most_per_s_within_goal']:.0f}/s"
+    )
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -139,11 +146,11 @@ def main() -> int:
     seconds, wait_s, itl_ms = (2.0, 0.5, 20) if args.small else (args.seconds, args.wait, args.itl)
     rate = SLOTS * 1000 // itl_ms  # tokens a second
     mock = ("bench", "mock-server", "--port", "0", "--ttft", f"{itl_ms}ms", "--itl", f"{itl_ms}ms")
-    with (
-        started("url", *mock, "--tokens-per-chunk", str(CHUNK)) as (upstream, _),
-        gateway(upstream, wait_s, rate) as (url, pid),
-    ):
-        figures = measure(url, pid, seconds, args.times * requests_per_s(rate), wait_s)
+    with started("url", *mock, "--tokens-per-chunk", str(CHUNK)) as (upstream, _):
+        figures = measure(config_of(upstream, wait_s, rate), seconds, args.times * requests_per_s(rate), wait_s)
+    print("refusals alone", file=sys.stderr)
+    rates, rate_s = (RATES[:1], 1.0) if args.small else (RATES, max(2.0, seconds / 6))
+    figures["rates"] = refusal_rates(load, rate_s, GOALS["refusal_p99_ms"], rates)
     settings = {**vars(args), "seconds": seconds, "wait": wait_s, "slots": SLOTS, "itl": itl_ms, "goals": GOALS}
     file_result("gateway_overload", figures, settings, args.json)
     show(figures, rate)

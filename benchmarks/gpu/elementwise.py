@@ -50,22 +50,14 @@ def num_buffers(buffer_bytes: int) -> int:
 
 def norm_cases(tokens: int) -> Iterator[Case]:
     line_bytes = tokens * HIDDEN * 2
-    x, stream = (buffers(num_buffers(2 * line_bytes), tokens, HIDDEN) for _ in range(2))
+    x = buffers(num_buffers(2 * line_bytes), tokens, HIDDEN)
     weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=PLACE)
     packed = elementwise.pack(weight, 1e-5)
     tiles = {f"warps {warps}": elementwise.NormTiles(1, HIDDEN, warps) for warps in (4, 8, 16)}
     plain = {name: (lambda i, tile=tile: elementwise.rms_norm(x[i], packed, tile)) for name, tile in tiles.items()}
-    added = {
-        name: (lambda i, tile=tile: elementwise.add_rms_norm(x[i], stream[i], packed, tile))
-        for name, tile in tiles.items()
-    }
     yield Case(
         "rms_norm", 2 * line_bytes, 2 * line_bytes, lambda i: elementwise.rms_norm(x[i], packed),
         lambda i: torch.rms_norm(x[i], (HIDDEN,), weight, 1e-5), plain,
-    )  # fmt: skip
-    yield Case(
-        "add_rms_norm", 4 * line_bytes, 2 * line_bytes, lambda i: elementwise.add_rms_norm(x[i], stream[i], packed),
-        lambda i: torch.rms_norm(x[i] + stream[i], (HIDDEN,), weight, 1e-5), added,
     )  # fmt: skip
 
 

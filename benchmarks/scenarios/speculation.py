@@ -65,8 +65,8 @@ class Replaying:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._execution, name)
 
-    def choose(self, slots: Sequence[Any], counts: Sequence[int], raw: Any, logits: Any) -> Any:
-        chosen = self._execution.choose(slots, counts, raw, logits)
+    def choose(self, slots: Sequence[Any], counts: Sequence[int], raw: Any, logits: Any, allowed: Any) -> Any:
+        chosen = self._execution.choose(slots, counts, raw, logits, allowed)
         tokens = chosen.tokens()
         for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             answer = self.answers.get(slot.admitted.request_id, ())

@@ -157,6 +157,7 @@ def endings(folder) -> dict[str, int | str]:
 
 @pytest.mark.parametrize("name", WITH_TORCH)
 @pytest.mark.sweep
+@pytest.mark.timeout(MOST_S + 30)  # the first waits for all of them
 def test_it_runs_to_its_end(name, endings):
     assert endings[f"benchmarks.{name}"] == ENDS_WITH.get(name, 0)
 

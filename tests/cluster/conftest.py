@@ -1,5 +1,6 @@
 """Clients of a cluster that runs."""
 
+import http.client
 import json
 import threading
 import time
@@ -12,8 +13,8 @@ from benchmarks.cluster.running import MODEL, RunningCluster
 FAST = "[serve]\nmax_num_seqs = 4\nkv_cache_memory_bytes = 16777216\nnum_threads = 1\n"
 
 
-def ask(cluster: RunningCluster, **body) -> tuple[int, bytes]:
-    """Returns status and body; 0 and the error where there is no answer."""
+def ask(cluster: RunningCluster, tries: int = 1, **body) -> tuple[int, bytes]:
+    """Returns status and body; 0 and the error where there is no answer to the last try."""
     told = {"model": MODEL, "prompt": "def f(", "max_tokens": 4, "temperature": 0, **body}
     asked = urllib.request.Request(cluster.url + "/v1/completions", json.dumps(told).encode())
     asked.add_header("content-type", "application/json")
@@ -22,8 +23,8 @@ def ask(cluster: RunningCluster, **body) -> tuple[int, bytes]:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
-    except OSError as error:
-        return 0, repr(error).encode()
+    except (OSError, http.client.HTTPException) as error:
+        return ask(cluster, tries - 1, **body) if tries > 1 else (0, repr(error).encode())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from splittime.cluster import ray_head
 from splittime.cluster.bounds import FIRST_FAILURES, MAX_ATTEMPTS
-from splittime.cluster.config import cluster_config, folder_of, launch_of, read_cluster
+from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
     ListedReplica,
     digest_of,
@@ -19,6 +19,7 @@ from splittime.cluster.gateway_files import (
     operator_key,
     toml_of,
 )
+from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.places import key_of
 from splittime.cluster.ray_head import OWN_RAY, RayHead, check_ray
 from splittime.cluster.replica_process import ProcessMark
@@ -58,6 +59,7 @@ def read_whole(text: str) -> None:
         ("[serve]\nkv_export = true", "serve.kv_export", None, None),
         ("[gateway]\nport = 70000", "gateway.port", 70000, [0, 65535]),
         ("[gateway]\nport = 0", "gateway.port", 0, [1, 65535]),
+        ("[gateway]\nshared_port = 0", "gateway.shared_port", 0, [1, 65535]),
         ('[gateway]\nhost = "0.0.0.0"', "gateway.host", "0.0.0.0", None),
         ("[[gateway.upstream]]\nname = 'a'", "gateway.upstream", None, None),
         ("[scale]\nmin_replica = 1", "scale.min_replica", None, None),
@@ -148,6 +150,20 @@ def test_what_the_user_says_of_the_gateway_is_kept():
         ("r2", False, "K", "splittime"),
     ]
     assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
+
+
+def test_gateways_share_a_port_beside_their_own(tmp_path):
+    def managed(told: str) -> ManagedGateways:
+        config = cluster_config(tomllib.loads(told))
+        return ManagedGateways(Cluster(config, launch_of(config), tmp_path))
+
+    gateways = managed('gateways = 2\n[gateway]\nhost = "::1"\nshared_port = 8000\n')
+    assert gateways.urls == ["http://[::1]:8100", "http://[::1]:8101"]
+    assert gateways.shared_url == "http://[::1]:8000"
+    assert managed("gateways = 2").shared_url is None
+    with pytest.raises(ConfigError) as caught:
+        managed("gateways = 2\n[gateway]\nshared_port = 8101\n")
+    assert (caught.value.info.param, caught.value.info.value) == ("gateway.shared_port", 8101)
 
 
 def test_two_gateways_write_no_file_of_each_other():

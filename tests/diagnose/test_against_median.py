@@ -3,7 +3,6 @@
 import io
 
 import msgspec
-import pytest
 from rich.console import Console
 from test_rules_queue import poisson
 from ward import Case, Ward, ids
@@ -33,7 +32,6 @@ def test_a_wait_behind_a_long_prompt_is_blamed_on_it():
     assert (first.stage, first.cause) == (Stage.QUEUE, Cause.TOKEN_BUDGET)
     assert first.blamed[0].request_id == long.request_id
     assert f"the tokens went to {long.request_id} (prefill of" in first.sentence
-    assert first.extra_ns == pytest.approx(first.own_ns - first.usual_ns)
     assert 1 <= len(comparison.differences) <= 3
 
 

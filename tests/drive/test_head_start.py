@@ -61,6 +61,13 @@ head_start.begin = tell
 """
 SCRIPT = "from splittime.cli.entry import main\nmain()"
 
+HELD_IMPORT = """
+import sys, time, types
+held = types.ModuleType("splittime.cli.main")
+held.__getattr__ = lambda name: time.sleep(60)
+sys.modules[held.__name__] = held
+"""
+
 
 @pytest.mark.parametrize(
     ("words", "status", "is_begun"),
@@ -74,6 +81,18 @@ def test_a_command_that_serves_nothing_leaves_no_process(words, status, is_begun
     if told:
         assert not _is_alive(int(told[0]))
         assert not Path(told[1]).exists()
+
+
+def test_sigterm_before_the_server_listens_for_it_leaves_no_process_and_no_folder() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", HELD_IMPORT + COMMAND + SCRIPT, "serve"], stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    pid, folder = run.stdout.readline().split()
+    run.terminate()
+    assert run.wait(30) == 143
+    assert not _is_alive(int(pid))
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("module", [own_server, replica_process])

@@ -29,6 +29,8 @@ def test_the_least_is_taken():
         (UPSTREAM + "max_in_flight = -1\n", "upstream[0].max_in_flight", -1, [0, 65536]),
         (UPSTREAM + 'kind = "vllm"\n', "upstream[0].kind", None, None),
         ("port = 70000\n" + UPSTREAM, "port", 70000, [0, 65535]),
+        ("shared_port = 0\n" + UPSTREAM, "shared_port", 0, [1, 65535]),
+        ("shared_port = 8100\n" + UPSTREAM, "shared_port", 8100, None),
         (UPSTREAM + "[queue]\nmax_wait_s = 0\n", "queue.max_wait_s", 0, [0.001, 86400]),
         (UPSTREAM + "[retries]\nratio = 1.5\n", "retries.ratio", 1.5, [0, 1]),
         (UPSTREAM + "[breaker]\nfailures = 0\n", "breaker.failures", 0, [1, None]),

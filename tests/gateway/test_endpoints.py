@@ -20,6 +20,9 @@ from .test_relay import events
 SHA = {"one": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"}  # of "one" and "two"
 SHA["two"] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3"
 
+NAMED = {"type": "item_reference", "id": "msg_1"}
+SAID = {"role": "user", "content": "x"}
+
 
 @pytest.fixture(scope="module")
 def typed(hostile, tmp_path_factory):
@@ -231,6 +234,7 @@ def test_where_there_is_one_upstream_and_no_tenant_an_unknown_response_is_its_to
         assert ask(gateway, RESPONSES, previous_response_id="resp_of_before")[0] == 200
         assert call(gateway, "GET", f"{RESPONSES}/resp_of_before")[0] == 200
         assert ask(gateway, RESPONSES, previous_response_id="resp_of_nobody")[0] == 400
+        assert ask(gateway, RESPONSES, input=[NAMED])[0] == 200
 
 
 def test_nobody_has_another_tenants_response(hostile, tmp_path):
@@ -243,6 +247,8 @@ def test_nobody_has_another_tenants_response(hostile, tmp_path):
         assert call(gateway, "GET", f"{RESPONSES}/{response_id}", "two")[0] == 200
         assert call(gateway, "GET", f"{RESPONSES}/{response_id}", "one")[0] == 404
         assert ask(gateway, RESPONSES, key="one", previous_response_id=response_id)[0] == 404
+        status, answer, account = ask(gateway, RESPONSES, key="one", input=[SAID, NAMED])
+        assert (status, json.loads(answer)["error"]["param"], account.attempts) == (400, "input[1]", ())
         assert ask(gateway, RESPONSES, key="two", previous_response_id=response_id)[0] == 200
         assert {ask(gateway, COUNT_TOKENS, key="two")[0] for _ in range(3)} == {200}
         statuses = [ask(gateway, EMBEDDINGS, key="two")[0] for _ in range(4)]
@@ -275,6 +281,18 @@ def test_what_could_not_be_kept_to_is_refused(typed, field, value):
     assert (status, json.loads(answer)["error"]["param"], account.attempts) == (400, field, ())
     assert ask(typed, RESPONSES, **{field: None})[0] == 200
     assert ask(typed, MESSAGES, **{field: value})[0] == 200
+
+
+@pytest.mark.parametrize("item", [NAMED, {"id": "msg_1"}, {"id": "msg_1", "type": None}])
+def test_an_item_that_is_only_named_is_refused_where_it_may_be_anothers(typed, item):
+    status, answer, account = ask(typed, RESPONSES, "kept", input=[3, SAID, item])
+    assert (status, json.loads(answer)["error"]["param"], account.attempts) == (400, "input[2]", ())
+    assert "previous_response_id" in json.loads(answer)["error"]["hint"]
+
+
+@pytest.mark.parametrize("told", ["item_reference", None, {"type": "x"}, [], ["item_reference"], [{"type": 3}]])
+def test_whatever_else_the_input_is_its_upstream_judges(typed, told):
+    assert ask(typed, RESPONSES, "kept", input=told)[0] == 200
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES, EMBEDDINGS, COUNT_TOKENS])

@@ -2,8 +2,6 @@
 
 from time import monotonic_ns as now_ns
 
-from splittime.gateway.config import QueueConfig
-from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.upstreams import held_line
 
 from .test_fair_queue import router_of
@@ -48,9 +46,8 @@ def test_requests_that_do_not_stream_are_work_before_a_first_byte():
 
 def test_whoever_waits_for_the_keeper_of_a_response_is_told_of_it_in_plain_words():
     router = router_of(1)
-    queue = FairQueue(QueueConfig(), router, {})
-    told = queue._nobody(held_line("u0")).info
+    told = router.nobody(held_line("u0"), now_ns()).info
     assert (told.message, told.code) == ("upstream 'u0', which keeps the response, does not answer", "no_upstream")
-    assert queue._nobody("m").info.message == "no upstream of 'm' answers"
+    assert router.nobody("m", now_ns()).info.message == "no upstream of 'm' answers"
     router.upstreams[0].breaker.note_busy(now_ns(), 10.0)
-    assert queue._nobody(held_line("u0")).info.message.endswith("keeps the response, asked for a pause")
+    assert router.nobody(held_line("u0"), now_ns()).info.message.endswith("keeps the response, asked for a pause")

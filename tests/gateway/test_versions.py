@@ -218,6 +218,44 @@ def test_a_canary_that_is_as_good_is_given_to_all_and_can_be_taken_back(hostile,
         assert "rolled_back 3:" in shell(gateway, tmp_path, "status").stderr
 
 
+def test_a_canary_in_whose_middle_the_gateway_is_killed_is_rolled_back_and_said_so(hostile, tmp_path):
+    text, mark = text_of(hostile, "fine"), tmp_path / "gateway.sqlite.canary"
+    new = "port = 0\n" + text_of(hostile, "second")
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        version = admin(gateway, toml=new, canary=0.25)[1]["canary"]["version"]
+        gateway.kill()
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        told = admin(gateway)[1]
+        assert [one["what"] for one in told["changes"]] == ["started", "rolled_back"]
+        assert (told["canary"], told["changes"][-1]["version"]) == (None, version)
+        assert "ended while this canary ran" in told["changes"][-1]["why"]
+        assert "1 of 4 tenants" in told["changes"][-1]["why"]
+        assert 'changes_total{result="rolled_back"} 1' in metrics_of(gateway)
+        assert not mark.exists()
+        assert admin(gateway, toml=new, canary=0.25)[0] == 200
+        assert mark.exists()
+        assert admin(gateway, "rollback")[0] == 200
+        assert not mark.exists()
+    mark.write_bytes(b"\xff" * 10)
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        assert admin(gateway)[1]["changes"][-1]["version"] == "?"
+    with gateway_of(tmp_path, text, **KEYS) as gateway:
+        assert [one["what"] for one in admin(gateway)[1]["changes"]] == ["started"]
+
+
+def test_a_canary_that_could_not_be_remembered_is_not_begun(hostile, tmp_path):
+    (tmp_path / "gateway.sqlite.canary").mkdir()
+    with gateway_of(tmp_path, text_of(hostile, "fine"), **KEYS) as gateway:
+        status, error = admin(gateway, toml="port = 0\n" + text_of(hostile, "second"), canary=0.25)
+        assert (status, error["param"], admin(gateway)[1]["canary"]) == (400, "ledger_file", None)
+
+
+def metrics_of(gateway) -> str:
+    asked = urllib.request.Request(f"{gateway.url}/metrics", headers=bearer("of-ops"))
+    with urllib.request.urlopen(asked, timeout=30) as response:
+        return response.read().decode()
+
+
 def test_who_may_change_a_config_and_what(hostile, tmp_path):
     text = text_of(hostile, "fine").replace('name = "b"', 'requests_per_minute = 2\nname = "b"')
     with gateway_of(tmp_path, text, **KEYS) as gateway:

@@ -25,7 +25,6 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def norms(width: int) -> None:
     elementwise.rms_norm(empty(16, width), elementwise.pack(empty(width), 1e-5))
-    elementwise.add_rms_norm(empty(16, width), empty(16, width), elementwise.pack(empty(width), 1e-5))
     parts = empty(4, 16, width, dtype=torch.float32)
     elementwise.add_parts_rms_norm(
         parts, None, empty(16, width), elementwise.pack(empty(width), 1e-5), empty(16, width)

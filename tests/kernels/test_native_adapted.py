@@ -29,7 +29,7 @@ def ops(native):
 def parts(ops):
     """The same operations, of which what adapters add is spelled out in torch."""
     made = make_backend("native", torch.float32)
-    made.add_low_rank = lambda y, x, additions: PlainOps.add_low_rank(ops, y, x, additions)
+    made.add_low_rank = lambda y, x, uses: PlainOps.add_low_rank(ops, y, x, uses)
     return made
 
 
@@ -68,10 +68,10 @@ def a_step():
     return AttentionBatch(BEGINS, [21, 10, 20, 3, 4], tables, blocks, offsets, num_decode_rows=2)
 
 
-def run(layer, ops, adapted):
+def run(layer, ops, uses):
     hidden, store = weights(29, HIDDEN, 7), a_store()
     plan = ops.plan_attention(a_step(), SHAPE, None)
-    return layer(hidden, turns_of(29), store, plan, adapted), store
+    return layer(hidden, turns_of(29), store, plan, uses), store
 
 
 def of_rows(adapter, *rows):
@@ -92,14 +92,14 @@ def test_a_fused_layer_adds_what_its_parts_do(ops, parts, isa, form):
     layer = layer_of(ops, form, with_norm=False, with_bias=True)
     fused, composed = ops.fuse(layer), ComposedLayer(parts, layer, "to compare")
     free, _ = run(fused, ops, ())
-    for adapted in sets_of(ops, FLOATS[FORMS.index(form) % 2]):
-        wanted, stores = run(composed, parts, adapted)
+    for uses in sets_of(ops, FLOATS[FORMS.index(form) % 2]):
+        wanted, stores = run(composed, parts, uses)
         for _ in range(2):  # the second finds the scratch memory dirty
-            found, store = run(fused, ops, adapted)
+            found, store = run(fused, ops, uses)
             assert torch.equal(found, wanted)
         assert torch.equal(store.data, stores.data)
         assert torch.equal(found[FREE], free[FREE])
-        touched = [token for one, tokens in adapted if one.qkv for token in tokens.tolist()]
+        touched = [token for one, tokens in uses if one.qkv for token in tokens.tolist()]
         assert all(not torch.equal(found[token], free[token]) for token in touched)
 
 
@@ -112,13 +112,13 @@ def test_wide_outputs_and_many_tokens_are_cut_into_items_of_the_same_bits(ops, s
         for seed, rank in ((1, 8), (2, 33), (3, 5))
     ]
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1)).int()
-    additions = list(zip(made, order.split([40, 13, 17]), strict=True))
+    uses = list(zip(made, order.split([40, 13, 17]), strict=True))
     x, y = weights(70, 600, 4), weights(70, wide, 5)
     wanted, found = y.clone(), y.clone()
-    PlainOps.add_low_rank(ops, wanted, x, additions)
-    ops.add_low_rank(found, x, additions)
+    PlainOps.add_low_rank(ops, wanted, x, uses)
+    ops.add_low_rank(found, x, uses)
     assert torch.equal(found, wanted)
-    for low, tokens in additions:
+    for low, tokens in uses:
         for token in tokens[::9].view(-1, 1):
             alone = y.clone()
             ops.add_low_rank(alone, x, [(low, token)])

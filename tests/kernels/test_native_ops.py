@@ -267,10 +267,10 @@ def test_what_adapters_add_is_their_products_each_on_its_own_tokens(ops, scheme,
     x, y = weights(9, HIDDEN, 1), weights(9, INNER, 2)
     made = [low_rank(3, part(0, 32, 4, 4), part(48, 80, 7, 5)), low_rank(6, part(16, 48, 1, 7)), None]
     tokens = [torch.tensor(mine, dtype=torch.int32) for mine in ([0, 4, 8], [2], [1, 3])]
-    additions = list(zip(made, tokens, strict=True))
+    uses = list(zip(made, tokens, strict=True))
     found, wanted = y.clone(), y.clone()
-    ops.add_low_rank(found, x, additions)
-    PlainOps.add_low_rank(ops, wanted, x, additions)
+    ops.add_low_rank(found, x, uses)
+    PlainOps.add_low_rank(ops, wanted, x, uses)
     ops.set_threads(2)
     assert torch.equal(found, wanted)
     assert [row for row in range(9) if not torch.equal(found[row], y[row])] == [0, 2, 4, 8]

@@ -56,19 +56,6 @@ def test_each_head_has_its_own_scale_and_a_view_is_read_as_it_lies():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 33), (7, 128), (3, 1000)], ids=str)
-def test_add_rms_norm(sizes, dtype):
-    x, residual, weight = (
-        randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate((sizes, sizes, sizes[1:]))
-    )
-    total, normed = elementwise.add_rms_norm(
-        x.to(DEVICE), residual.to(DEVICE), elementwise.pack(weight.to(DEVICE), 1e-6)
-    )
-    assert_close(total, x + residual, ulps=1)
-    assert_close(normed, ReferenceOps(dtype).rms_norm(total.cpu(), ReferenceNorm(weight, 1e-6)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_shared_sums_are_added_and_normed_as_one_after_the_other(dtype, has_bias):
     parts = randn(3, 5, 200).to(DEVICE)

@@ -1,11 +1,13 @@
 """A drafter for tests: it knows what comes, and is wrong now and then, the same way each time."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
 from splittime.core.step import Admitted, StepPlan, StepResult
-from splittime.runner.drafting import Draft, Look
+from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
+from splittime.simulate.fake import FakeRunner
 
 
 class Guesser:
@@ -63,3 +65,19 @@ class Guesser:
         self.num_right += min(num_right, len(known))
         self.num_wrong += len(drafts) - min(num_right, len(known))
         return drafts
+
+
+class DraftsAhead(DraftingRunner):
+    """A drafting runner whose next step is planned while one runs. No setting allows that; the scheduler does."""
+
+    def __init__(self, runner: FakeRunner, drafter: Drafter, now_ns: Callable[[], int]) -> None:
+        super().__init__(runner, drafter, now_ns)
+        self._launching, self._launched = runner, deque[StepPlan]()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launching.launch(plan)
+        self._launched.append(plan)
+
+    def collect(self) -> StepResult:
+        result, plan = self._launching.collect(), self._launched.popleft()
+        return self._with_drafts(plan, result, self._take_in(plan))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import msgspec
-from guessing import Guesser
+from guessing import DraftsAhead, Guesser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,6 @@ from splittime.drive.messages import Abort, Configure, StepOutput
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord, verify_steps
-from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.requests import CAUSES
 from splittime.scheduler.scheduler import Scheduler
@@ -92,11 +91,11 @@ class World:
         self.engine = Engine(self.scheduler, plans_ahead=plans_ahead)
         fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, move_ns=5)
         self.guesser = Guesser(following, VOCAB_SIZE, chance)
-        drafting = DraftingRunner(fake, self.guesser, fake, self.clock.now_ns)
+        drafting = DraftsAhead(fake, self.guesser, self.clock.now_ns)
         self.crank = CheckedCrank(self.parts(drafting if drafts else fake), self)
         self.played = TimedRun(self.crank, self.clock, HostCosts(after_output_ns=3, per_message_ns=1))
 
-    def parts(self, runner: FakeRunner | DraftingRunner) -> EngineParts:
+    def parts(self, runner: FakeRunner | DraftsAhead) -> EngineParts:
         return EngineParts(self.engine, runner)
 
     @property

@@ -87,7 +87,7 @@ def test_kernels_that_could_change_an_answer_are_refused_before_a_weight_is_read
     [
         ("torch", {}, "torch kernels"),
         ("native", {"async_scheduling": True}, "async_scheduling"),
-        ("native", {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ("native", {"tensor_parallel_size": 2}, "tensor_parallel_size = 2"),
     ],
 )
 def test_auto_guesses_nothing_where_it_cannot(kernels: str, changes: dict, words: str) -> None:

@@ -40,7 +40,7 @@ def test_it_makes_way_for_who_waits_and_goes_on_behind_it() -> None:
     add(scheduler, "a", 4, now_ns=16, max_tokens=2)
     assert shape(step(scheduler, 20)[0]) == {"a": 4}
     assert scheduler.victims == ["w"]
-    assert (scheduler.num_waiting, len(scheduler.ahead), scheduler.waiting_for()) == (1, 1, {})
+    assert (scheduler.num_waiting, len(scheduler.prompts_ahead), scheduler.waiting_for()) == (1, 1, {})
     assert shape(step(scheduler, 30)[0]) == {"a": 1}
     plans = [step(scheduler, at_ns) for at_ns in (40, 50)]
     assert [plan.rows[0].start for plan, _ in plans] == [64, 128]

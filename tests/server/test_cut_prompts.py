@@ -60,6 +60,7 @@ def test_of_what_is_embedded_the_last_tokens_are_kept_and_counted(launch, given:
     live = launch(model={"pooling": NAMED, "max_model_len": 64})
     status, _, answer = live.post("/v1/embeddings", {"input": given, "truncate_prompt_tokens": 3})
     assert (status, submitted(live), answer["usage"]["prompt_tokens"]) == (200, [LAST], 3)
+    assert answer["notices"] == ["the prompt was cut from 10 to 3 tokens"]
     long = TEXT * 10 if isinstance(given, str) else given * 10
     live.post("/v1/embeddings", {"input": [long], "truncate_prompt_tokens": -1})
     assert submitted(live)[-1] == tuple((TEXT * 10).encode())[-64:]
@@ -77,8 +78,11 @@ def test_a_cut_is_told(launch) -> None:
     live = launch()
     for prompt, notice in (
         (TEXT, ["the prompt was cut from 10 to 3 tokens"]),
+        (list(TEXT.encode()), ["the prompt was cut from 10 to 3 tokens"]),
         ([TEXT, "j", TEXT * 2], ["2 of 3 prompts were cut from 30 to 6 tokens"]),
+        ([list(TEXT.encode()), [106], list(TEXT.encode())], ["2 of 3 prompts were cut from 20 to 6 tokens"]),
         ("abc", None),
+        (list(b"abc"), None),
     ):
         answer = live.post("/v1/completions", {"prompt": prompt, "truncate_prompt_tokens": 3})[2]
         assert answer.get("notices") == notice

@@ -7,7 +7,7 @@ from zlib import crc32
 
 import msgspec
 from fake_sleeper import FakeSleeper
-from guessing import Guesser
+from guessing import DraftsAhead, Guesser
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
@@ -21,7 +21,7 @@ from splittime.ledger.account import EMBEDDINGS, Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
 from splittime.ledger.stages import Stage
-from splittime.runner.drafting import Draft, DraftingRunner
+from splittime.runner.drafting import Draft
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner, expected_tokens
@@ -224,7 +224,7 @@ def record_run(
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
     engine, computes = Engine(Scheduler(config), plans_ahead), runner
     if guess_ns is not None:
-        computes = DraftingRunner(runner, Guessing(eos_every, clock, guess_ns), runner, clock.now_ns)
+        computes = DraftsAhead(runner, Guessing(eos_every, clock, guess_ns), clock.now_ns)
     run = StoppingRun(StoppingCrank(EngineParts(engine, computes, sleeper=sleeper), clock), clock, costs)
     if sleeps_at_ns is not None:
         run.at(sleeps_at_ns, Sleep(1, SleepAsk(1, "abort")))

@@ -99,7 +99,10 @@ def test_the_server_takes_sockets_and_leaves_signals_to_one_method() -> None:
     assert list(inspect.signature(uvicorn.Server.serve).parameters) == ["self", "sockets"]
     assert "capture_signals" in inspect.getsource(uvicorn.Server.serve)
     server = uvicorn.Server(uvicorn.Config(answer))
-    assert (server.should_exit, server.force_exit) == (False, False)
+    assert (server.should_exit, server.force_exit, server.started) == (False, False, False)
+    assert "self.servers.append(server)" in inspect.getsource(uvicorn.Server.startup)
+    server.config.load()
+    assert (server.config.encoded_headers, server.config.backlog) == ([(b"server", b"uvicorn")], 2048)
 
 
 def test_nobody_else_imports_them() -> None:

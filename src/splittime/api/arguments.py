@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.params import check_lists, check_token_ids
+from splittime.api.given_prompts import check_token_ids
+from splittime.api.params import check_lists
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 

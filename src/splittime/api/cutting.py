@@ -1,6 +1,5 @@
 """`truncate_prompt_tokens`: how much of a prompt is kept, of what a client would have cut."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -10,7 +9,7 @@ from splittime.core.errors import RequestError
 
 CUT = (
     "So many last tokens of each prompt are kept, its special ones among them; -1: as many as there is room for. "
-    "A notice says how much of a text was cut."
+    "A notice says how much was cut."
 )
 FIELD = "truncate_prompt_tokens"
 KeepLast = Annotated[int | None, Meta(description=CUT)]
@@ -32,7 +31,3 @@ def keep_last(asked: int | None, model: ModelInfo, max_tokens: int) -> int | Non
         )
         raise RequestError(words, param=FIELD, value=asked, limit=most, hint=hint)
     return most - max_tokens if asked == -1 else asked
-
-
-def last_of(token_ids: Sequence[int], kept: int | None) -> Sequence[int]:
-    return token_ids if kept is None else token_ids[-kept:]

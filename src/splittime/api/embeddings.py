@@ -22,24 +22,16 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
-from splittime.api.cutting import KeepLast, keep_last, last_of
+from splittime.api.cutting import KeepLast, keep_last
+from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
 from splittime.api.limits import BodyLimits, ModelInfo
-from splittime.api.params import (
-    MAX_CACHE_SALT_CHARS,
-    MAX_PRIORITY,
-    Ask,
-    GivenPrompts,
-    Prompt,
-    check_model,
-    check_token_ids,
-)
+from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
 from splittime.text.answer_marks import AnswerMarks
-from splittime.text.foreign_code import require_at_most
 from splittime.text.tokenizer import Tokenizer
 
 FLOAT32 = np.dtype("<f4")
@@ -144,25 +136,14 @@ def _at_most(param: str, value: int, limit: int) -> None:
 
 
 def _inputs(given: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
-    """Returns one entry for each embedding: a list is all texts, all token ids (one), or all lists of token ids, of
-    which `kept` stay."""
-    if isinstance(given, str):
-        return (given,)
-    kinds = {type(entry) for entry in given}
-    if len(kinds) != 1:
-        said = "mixes texts and token ids" if kinds else "is an empty list"
-        raise RequestError(f"input {said}", param="input")
-    lists: Sequence[Any] = [given] if kinds == {int} else given
-    if len(lists) > most:
-        said, hint = f"input has {len(lists)} entries, more than {most}", f"send at most {most} in one request"
-        raise RequestError(said, param="input", value=len(lists), limit=most, hint=hint)
-    if kinds == {str}:
-        return tuple(lists)
-    lists = [last_of(ids, kept) for ids in lists]
-    at = ["input"] if len(lists) == 1 else [f"input[{index}]" for index in range(len(lists))]
-    for ids, param in zip(lists, at, strict=True):
-        require_at_most(len(ids), model.max_model_len, param)
-    return tuple(check_token_ids(ids, model.vocab_size, param) for ids, param in zip(lists, at, strict=True))
+    """Returns one entry for each embedding, of which `kept` token ids stay where they are such."""
+    inputs = listed(given, "input")
+    if len(inputs) > most:
+        said, hint = f"input has {len(inputs)} entries, more than {most}", f"send at most {most} in one request"
+        raise RequestError(said, param="input", value=len(inputs), limit=most, hint=hint)
+    if isinstance(inputs[0], str):
+        return tuple(inputs)
+    return kept_of(inputs, kept, model.max_model_len, model, "input")
 
 
 # ---- the answer

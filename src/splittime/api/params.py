@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.cutting import keep_last, last_of
+from splittime.api.cutting import keep_last
 from splittime.api.forms import grammar_of
+from splittime.api.given_prompts import GivenPrompts, Prompt, check_token_ids, kept_of, listed
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.reasoning import ReasoningUse, reasoning_use_of
 from splittime.api.schema import (
@@ -27,16 +28,12 @@ from splittime.api.tools import ToolUse, as_template_reads, tool_use_of
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
 from splittime.text.answer_marks import AnswerMarks
-from splittime.text.foreign_code import require_at_most
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
 LEAST_TOP_P = 1e-6  # `top_p` 0: the likeliest token alone has more than this, in any vocabulary
 MAX_PRIORITY = 2**31 - 1
 _TOO_MANY = "asks for too many choices (prompts x n)"
-
-Prompt = str | tuple[int, ...]
-GivenPrompts = str | Sequence[str | int | list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,30 +286,13 @@ def check_model(name: str | None, model: ModelInfo) -> None:
         )
 
 
-def _prompts(prompt: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
-    """One entry for each prompt: a list is all texts, all token ids, or all lists of these, of which `kept` stay."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    _require(bool(prompt), "prompt", None, "is an empty list")
-    kinds = {type(entry) for entry in prompt}
-    _require(len(kinds) == 1, "prompt", None, "mixes texts and token ids")
-    if kinds == {str}:
-        return tuple(prompt)  # type: ignore[arg-type]
-    lists: Any = [prompt] if kinds == {int} else prompt
-    _require(len(lists) <= most, "prompt", len(lists), _TOO_MANY, most)  # before any of them is looked at
-    lists = [last_of(ids, kept) for ids in lists]
-    require_at_most(max(map(len, lists)), model.max_model_len - 1)
-    return tuple(check_token_ids(ids, model.vocab_size, "prompt") for ids in lists)
-
-
-def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
-    """The ids, if all are of the vocabulary."""
-    if ids:
-        least, most = min(ids), max(ids)
-        worst = least if least < 0 else most
-        inside = 0 <= worst < vocab_size
-        _require(inside, param, str(worst), "has a token id outside the vocabulary", [0, vocab_size - 1])
-    return tuple(ids)
+def _prompts(given: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
+    """Returns the prompts, of which `kept` token ids stay where they are such."""
+    prompts = listed(given, "prompt")
+    if isinstance(prompts[0], str):
+        return tuple(prompts)
+    _require(len(prompts) <= most, "prompt", len(prompts), _TOO_MANY, most)  # before any of them is looked at
+    return kept_of(prompts, kept, model.max_model_len - 1, model, "prompt")
 
 
 def _require(holds: bool, param: str, value: Any, why: str, limit: Any = None) -> None:

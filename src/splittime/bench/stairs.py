@@ -81,7 +81,6 @@ class ServerSizes(msgspec.Struct, frozen=True):
 async def climb(
     target: Target,
     seconds: float,
-    seed: int = 0,
     is_forced: bool = False,
     on_stair: OnStair = lambda rows, done, total: None,
 ) -> list[Arm]:
@@ -90,11 +89,11 @@ async def climb(
     many there are. Raises ConfigError for a server that keeps no books or is at work."""
     sizes = await _sizes(target, is_forced)
     rows = sizes.rows() * TIMES
-    arms = [await _stand(target, Stair(1, seconds, FIRST_PROMPT, FIRST_ANSWER), sizes, seed, FIRST_REQUESTS)]
+    arms = [await _stand(target, Stair(1, seconds, FIRST_PROMPT, FIRST_ANSWER), sizes, 0, FIRST_REQUESTS)]
     for done, one in enumerate(rows):
         on_stair(one, done, len(rows))
         stair = stair_of(one, seconds / len(rows), sizes, [step for arm in arms for step in arm.steps])
-        arms.append(await _stand(target, stair, sizes, seed + done + 1))
+        arms.append(await _stand(target, stair, sizes, done + 1))
     return arms
 
 

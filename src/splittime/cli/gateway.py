@@ -112,17 +112,20 @@ def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: boo
         import uvloop
 
         from splittime.cli.gateway_versions import compare_arms
-        from splittime.cli.serve import check_port_is_free
         from splittime.gateway.app import run
         from splittime.ledger.store import Ledger
+        from splittime.web.ports import check_port_is_free, check_port_is_shared
 
     check_port_is_free(config.host, config.port)
+    if config.shared_port is not None:
+        check_port_is_shared(config.host, config.shared_port)
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.ssl_certfile else "http"
 
     def on_listening(port: int) -> None:
         freeze_heap()  # else each full collection walks what was imported, and all streams wait for it
-        _say(config, f"{scheme}://{host}:{port}", as_json)
+        shared = "" if config.shared_port is None else f", shared {scheme}://{host}:{config.shared_port}"
+        _say(config, f"{scheme}://{host}:{port}{'' if as_json else shared}", as_json)
 
     with closing(Ledger(config.ledger_file, max_file_accounts=config.max_file_accounts)) as ledger:
         serving = run(config, secrets, ledger, path=path, compare=compare_arms, on_listening=on_listening)

@@ -4,9 +4,7 @@ are made ready while it loads. The port answers before the engine is ready: `/he
 yet."""
 
 import asyncio
-import errno
 import logging
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -32,6 +30,7 @@ from splittime.core import background
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.pooling import Pooling
 from splittime.server.config import ServerConfig, lora_modules
+from splittime.web.ports import check_port_is_free
 
 if TYPE_CHECKING:
     from splittime.drive.messages import Ready
@@ -213,20 +212,6 @@ def check_adapters(settings: Settings) -> None:
     root = settings["lora_root"]
     if root is not None and not Path(root).is_dir():
         raise ConfigError(f"lora_root {root} is no folder", param="lora_root", value=root)
-
-
-def check_port_is_free(host: str, port: int) -> None:
-    """Raise `ConfigError` now, rather than after the model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                hint = f"stop what listens there (ss -ltnp 'sport = :{port}'), or choose another: --port {port + 1}"
-                raise ConfigError(f"port {port} on {host} is in use", param="port", value=port, hint=hint) from None
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="host") from None
 
 
 def asyncio_run(main: Any) -> None:

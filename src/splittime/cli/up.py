@@ -3,13 +3,16 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from splittime.cli.options import JsonFlag, fails_clearly, talk
 from splittime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from splittime.cluster.gateways import ManagedGateways
 
 EXAMPLES = """\b
 Examples:
@@ -64,12 +67,14 @@ def _say(words: str) -> None:
     talk().print(words, markup=False)
 
 
-def _say_urls(urls: list[str]) -> None:
-    _say(f"splittime up: {', '.join(urls)}")
+def _say_urls(gateways: "ManagedGateways") -> None:
+    urls = ", ".join(gateways.urls)
+    _say(f"splittime up: {urls if gateways.shared_url is None else f'{gateways.shared_url} (each of {urls})'}")
 
 
-def _print_urls(urls: list[str]) -> None:
-    sys.stdout.buffer.write(orjson.dumps({"gateways": urls}) + b"\n")
+def _print_urls(gateways: "ManagedGateways") -> None:
+    shared = {} if gateways.shared_url is None else {"shared": gateways.shared_url}
+    sys.stdout.buffer.write(orjson.dumps({"gateways": gateways.urls, **shared}) + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -22,7 +22,6 @@ from splittime.core.settings import Doc
 from splittime.gateway.config import CanaryConfig, Strictly
 from splittime.gateway.config_file import check_table
 from splittime.runner.config import RunnerConfig
-from splittime.runner.sharing import sharing_obstacle
 
 GUIDE = "docs/guides/cluster.md lists the keys"
 OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or that the cluster itself decides on
@@ -69,7 +68,9 @@ class ClusterConfig(Strictly, frozen=True, kw_only=True):
     ray_address: Annotated[
         str | None, Doc("HOST:PORT of a Ray cluster; default: one on this machine, for as long as this runs.")
     ] = None
-    gateways: Annotated[int, Doc("Gateways, on ports one after the other.", 1, 16)] = 1
+    gateways: Annotated[
+        int, Doc("Gateways, on ports one after the other; shared_port in [gateway]: and at that one.", 1, 16)
+    ] = 1
     folder: Annotated[str | None, Doc("For its files; default: the config's name with .run behind it.")] = None
     serve: dict[str, Any] = msgspec.field(default_factory=dict)
     gateway: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -167,10 +168,10 @@ def _check_sharing(replica: ReplicaConfig, settings: Settings, folder: Path) -> 
         return
     auto = "triton" if replica.gpus else "native"
     kernels = auto if settings["kernels"] == "auto" else settings["kernels"]
-    obstacle = sharing_obstacle(RunnerConfig(model_path=str(folder), **settings.part("runner")), kernels)
-    if obstacle is not None:
+    obstacles = RunnerConfig(model_path=str(folder), **settings.part("runner")).sharing_obstacles(kernels)
+    if obstacles:
         hint = "leave shares_blocks out of [replica], or leave out of [serve] what stands in its way"
-        message = f"replica.shares_blocks does not go with {obstacle}"
+        message = f"replica.shares_blocks does not go with {obstacles[0]}"
         raise ConfigError(message, param="replica.shares_blocks", value=True, hint=hint)
 
 

@@ -42,12 +42,12 @@ class ManagedGateways:
         self._files = [GatewayFiles(cluster.folder, number) for number in range(cluster.config.gateways)]
         self._written: list[tuple[GatewayConfig, str]] = []
         self._led: tuple[tuple[ListedReplica, ...], ReplicaLaunch] | None = None
-        self._key = operator_key(self.plain(0))
+        plain = [self.plain(number) for number in range(cluster.config.gateways)]  # says what is wrong with any
+        self._key = operator_key(plain[0])
         self._trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # of the gateways' own certificates, whatever their names
         self._trust.check_hostname = False
         self._trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         self.seen: list[SeenGateway] = []
-        self._confirmed = False
 
     def plain(self, number: int) -> GatewayConfig:
         """Returns the config of a gateway without replicas. Raises `ConfigError`."""
@@ -77,9 +77,17 @@ class ManagedGateways:
 
     def url(self, number: int) -> str:
         config = self.plain(number) if not self._written else self._written[number][0]
-        scheme = "https" if config.ssl_certfile else "http"
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
+        return _url(config, config.port)
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.url(number) for number in range(len(self._files))]
+
+    @property
+    def shared_url(self) -> str | None:
+        """Returns where all of them listen, if they do."""
+        config = self.plain(0)
+        return None if config.shared_port is None else _url(config, config.shared_port)
 
     @property
     def held_tokens(self) -> int:
@@ -122,6 +130,12 @@ class ManagedGateways:
         query = f"/ledger/requests?limit={MAX_ACCOUNTS}"
         living = [one.url for one in self.seen if one.is_alive]
         return [await ask(session, "GET", url + query, self._key, trust=self._trust) for url in living]
+
+
+def _url(config: GatewayConfig, port: int) -> str:
+    scheme = "https" if config.ssl_certfile else "http"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _check_gateway(old: GatewayConfig, new: GatewayConfig) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from splittime.cluster.running import KEPT_EVENTS, REREAD, STATE, STATUS, UP, Ga
 from splittime.cluster.state import ClusterState, StateFile
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
+from splittime.web.ports import hold_shared_port
 
 if TYPE_CHECKING:
     from splittime.cluster.ray_head import RayHead
@@ -41,10 +43,11 @@ class UpCluster:
         self._ray: RayHead | None = None
         self._num_signals = 0
         self._told, self._tell_s = "", 0.0
+        self._shared_port = ExitStack()  # holds it, if there is one: no other cluster gets it while a gateway is away
         self._said: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)  # when whose last words were told
 
-    def run(self, on_ready: Callable[[list[str]], None] = lambda urls: None) -> None:
-        """on_ready: is told the gateways' addresses once they listen. Raises `EngineError` where they do not."""
+    def run(self, on_ready: Callable[[ManagedGateways], None] = lambda gateways: None) -> None:
+        """on_ready: is told the gateways once they listen. Raises `EngineError` where they do not."""
         folder = self._cluster.folder
         signal.signal(signal.SIGHUP, self._on_hangup)
         _claim(folder)
@@ -54,12 +57,13 @@ class UpCluster:
             StateFile(folder).write(ClusterState.begun(self._cluster))
             self._start(folder)
             if not self._num_signals:
-                on_ready([ManagedGateways(self._cluster).url(number) for number in range(len(self._gateways))])
+                on_ready(ManagedGateways(self._cluster))
             while not self._num_signals:
                 self._attend()
                 time.sleep(POLL_S)
         finally:
             self._end()
+            self._shared_port.close()
             (folder / UP).unlink(missing_ok=True)
 
     def _on_end(self, sign: int, frame: object) -> None:
@@ -74,6 +78,7 @@ class UpCluster:
 
     def _start(self, folder: Path) -> None:
         config = self._cluster.config
+        self._hold_shared_port()
         ray_address = self._ray_address(folder) if config.runner == "ray" else ""
         if self._num_signals:
             return
@@ -84,6 +89,11 @@ class UpCluster:
         for process in (*self._gateways, self._controller):
             process.start()
         self._await_gateways()
+
+    def _hold_shared_port(self) -> None:
+        made, _ = gateway_config(self._cluster.config, self._cluster.launch, 0, ())
+        if made.shared_port is not None:
+            self._shared_port.enter_context(hold_shared_port(made.host, made.shared_port))
 
     def _ray_address(self, folder: Path) -> str:
         """Returns where Ray is, which is started here unless the config names one."""

@@ -52,10 +52,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     blamed: tuple[Blamed, ...]
     sentence: str
 
-    @property
-    def extra_ns(self) -> float:
-        return self.own_ns - self.usual_ns
-
 
 class MedianComparison(msgspec.Struct, frozen=True, kw_only=True):
     """thin: why nothing can be said; then there are no differences."""

@@ -71,7 +71,7 @@ def once(make: Callable[[Books], MadeT]) -> Callable[[Books], MadeT]:
     return known
 
 
-def books_from_file(path: Path, arm: int = 0, limit: int = MAX_ACCOUNTS) -> Books:
+def books_from_file(path: Path, limit: int = MAX_ACCOUNTS) -> Books:
     """limit: of a ledger file, the latest so many requests, and the steps in their time.
 
     Raises `NotFound` for no file, `ConfigError` for one that is neither.
@@ -86,7 +86,7 @@ def books_from_file(path: Path, arm: int = 0, limit: int = MAX_ACCOUNTS) -> Book
     if begin == SQLITE_BEGIN:
         return _from_ledger_file(path, limit)
     if begin.lstrip()[:1] == b"{":
-        return books_from_run(load_run(path), arm, source=f"run {path.name}")
+        return books_from_run(load_run(path), source=f"run {path.name}")
     hint = "give a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)"
     raise ConfigError(f"{path} is neither a ledger file nor a run", param="file", value=str(path), hint=hint)
 

@@ -196,7 +196,7 @@ class Engine:
         if self.scheduler.config is not self._config:  # making the knobs anew takes a microsecond of each step
             self._config, self._knobs = self.scheduler.config, self.scheduler.config.knobs()
         scheduler, cache, host = self.scheduler, self.scheduler.cache, self.scheduler.cache.host
-        num_waiting, waiting_for = scheduler.num_waiting - len(scheduler.ahead), {}
+        num_waiting, waiting_for = scheduler.num_waiting - len(scheduler.prompts_ahead), {}
         if num_waiting:
             waiting_for = {cause or NOT_PLANNED: count for cause, count in scheduler.waiting_for().items()}
         return EngineStats(

@@ -91,6 +91,10 @@ class WholeEvents:
         return body
 
 
+def ignored(*told: str) -> None:
+    """Nobody wants to know."""
+
+
 class AnswerEvents:
     """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer. on_id: told by
     which id the upstream keeps it, as soon as it says so."""
@@ -100,7 +104,7 @@ class AnswerEvents:
         self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
         self._reader: AnswerReader | None = None
         self.num_events = self.num_pieces = 0
-        self.on_id: Callable[[str], None] = lambda answer_id: None
+        self.on_id: Callable[[str], None] = ignored
         self.is_done = False
         self.error: str | None = None  # told inside the stream
 

@@ -28,7 +28,7 @@ from splittime.gateway.versions.swap import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web import http, serving
-from splittime.web.edge import Edge, Names
+from splittime.web.edge import OPEN_PATHS, Edge, Names
 from splittime.web.page_files import PREFIX
 from splittime.web.paths import Handler, PathTable
 from splittime.web.tenants import tenant_of
@@ -159,6 +159,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("PATCH", version_paths.CONFIG, version_paths.apply),
     ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
 )
+OF_ANY = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
+"""What a shared port answers: what is asked of whichever gateway, and not of a certain one."""
 HINTS = {
     "/v1/prefill": "not passed on: ask the server that the request will go to",
     "/completions": "the base URL of an OpenAI client ends with /v1",
@@ -179,11 +181,15 @@ class GatewayApp:
         """Lead what comes from now on to the version that serves."""
         service = self._versions.current
         paths = PathTable(PATHS, service, HINTS, "GET /")
+        shared = PathTable(OF_ANY, service, HINTS, "GET / of a gateway's own port")
         names = Names(service.config.host, service.config.allowed_hosts)
         self._edge = Edge(paths.answer, names, service.keys, pages=page().urls)
+        self._shared_port = service.config.shared_port
+        self._shared_edge = Edge(shared.answer, names, service.keys)
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        await self._edge(scope, receive, send)
+        is_shared = self._shared_port is not None and (scope["server"] or ("", 0))[1] == self._shared_port
+        await (self._shared_edge if is_shared else self._edge)(scope, receive, send)
 
     def at_once(self, scope: http.Scope) -> http.AtOnce | None:
         """The answer to a request whose head is known, where that is enough to tell it; else None."""
@@ -215,7 +221,9 @@ async def run(
     if path is not None:
         _on_hangup(versions)
     try:
-        await serving.run(GatewayApp(versions), config, versions.drain, on_listening=on_listening)
+        await serving.run(
+            GatewayApp(versions), config, versions.drain, shared_port=config.shared_port, on_listening=on_listening
+        )
     finally:
         await versions.close()
 

@@ -262,6 +262,9 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     region: Annotated[Name | None, Doc("Where it is: of equally near upstreams, those there come first.")] = None
     host: Annotated[str, Doc("Address to bind; any but loopback needs a tenant.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port; 0 lets the system choose.", 0, 65535)] = 8100
+    shared_port: Annotated[
+        int | None, Doc("One more port, at which other gateways of its user listen too (Linux).", 1, 65535)
+    ] = None
     allowed_hosts: Annotated[tuple[str, ...], Doc("Names by which requests may call it, as of `serve`.")] = ()
     ssl_certfile: Annotated[str | None, Doc("PEM file of a certificate, to serve HTTPS.")] = None
     ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None

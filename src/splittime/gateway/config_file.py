@@ -39,13 +39,13 @@ from splittime.gateway.config import (
     UpstreamConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
+from splittime.gateway.listening import check_listening
 from splittime.gateway.routing.bounds import bounds_of
 from splittime.gateway.routing.check import check_routing
 from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge, judges_of
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
-from splittime.web.http import is_loopback
 from splittime.web.tenants import Tenant, check_key
 from splittime.wire.target import Target
 
@@ -131,13 +131,7 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     check_regions(config)
     if config.tracing is not None:
         _check_url("tracing.url", config.tracing.url)
-    if not is_loopback(config.host) and not config.tenant:
-        hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
-        message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
-        raise ConfigError(message, param="host", value=config.host, hint=hint)
-    if config.tenant and not any(tenant.operator for tenant in config.tenant):
-        hint = "set operator = true for one: else nobody may ask for /metrics or everybody's accounts"
-        raise ConfigError("no [[tenant]] is an operator", param="tenant", hint=hint)
+    check_listening(config)
     return config
 
 

@@ -16,17 +16,16 @@ keep the others out of it.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import chance, part_of, retry_after_s
 from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
-from splittime.gateway.upstreams import Routed, Router, told_of
+from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
-RETRY_AFTER_S = 1.0
 NEVER_SHED = 1.0  # a draw
 QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
@@ -81,20 +80,31 @@ class FairQueue:
         if granted.done():
             return granted.result()
         on_wait()
+        coming = self._granted_by(granted, waiting, until_ns)
+        del granted, waiting  # their error would have this frame: no circle is left for the garbage collector
+        routed = await coming
+        if routed is None:
+            raise self.too_late(tenant)
+        return routed
+
+    async def _granted_by(self, granted: Awaitable[Routed], waiting: QueuedRequest, until_ns: int) -> Routed | None:
+        """Returns None for one that waited too long. Raises `Refused` where its place in the queue is taken."""
         try:
             async with asyncio.timeout(max(0.0, (until_ns - self._now_ns()) / 1e9)):
                 return await granted
         except TimeoutError:
             self.abandon(waiting)
-            raise self.too_late(tenant) from None
+            return None
         except asyncio.CancelledError:
             self.abandon(waiting)
             raise
+        finally:
+            del granted, waiting
 
     def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
         """Have it wait, or give it a place at once. Raises as `enter` does."""
         if not self._router.may_ask(waiting.model, self._now_ns()):
-            raise self._nobody(waiting.model)
+            raise self._router.nobody(waiting.model, self._now_ns())
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
@@ -264,7 +274,7 @@ class FairQueue:
                 self._grant(share, waiting, routed)
                 return True
             if not self._router.may_ask(model, at_ns):
-                self._refuse(waiting, self._nobody(model))
+                self._refuse(waiting, self._router.nobody(model, at_ns))
                 return True
         return False
 
@@ -307,13 +317,3 @@ class FairQueue:
         if self.requests >= self._config.max_requests:
             return self._refused("queue_full", "as many requests wait as may", tenant, self._config.max_requests)
         return self._refused("queue_full", "as many tokens wait as may", tenant, self._config.max_tokens)
-
-    def _nobody(self, model: str) -> Refused:
-        """429 where an upstream lives and asked for a pause, 503 where none can be had."""
-        at_ns, upstreams = self._now_ns(), self._router.of_model(model)
-        busy = [one for one in upstreams if one.breaker.is_busy(at_ns) and not one.breaker.is_open]
-        wait_s = self._router.soonest_s(busy or upstreams, at_ns)
-        told, after_s = told_of(model, is_busy=bool(busy)), max(RETRY_AFTER_S, wait_s)
-        if busy:
-            return Refused(told, reason="upstreams_busy", retry_after_s=after_s)
-        return Refused(told, reason="no_upstream", status=503, retry_after_s=after_s)

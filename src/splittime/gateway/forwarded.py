@@ -11,6 +11,7 @@ may have for the answer: an estimate, used for order and bounds, and corrected b
 """
 
 from math import ceil
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
 NULL = b"null"
+ITEM_REFERENCE = "item_reference"
 NOT_PASSED_ON = {  # fields of responses
     "background": "nobody would wait for it: it would have no place in the queue, and no end in an account",
     "conversation": "an upstream keeps it, and the gateway does not know which one, nor whose it is",
@@ -44,13 +46,22 @@ class ForwardedBody(msgspec.Struct):
     background: bool | None = None
     conversation: msgspec.Raw = msgspec.Raw(NULL)
     request_id: msgspec.Raw = msgspec.Raw(NULL)
+    input: msgspec.Raw = msgspec.Raw(NULL)
+
+
+class InputItem(msgspec.Struct):
+    """What tells which kind of item it is; whatever else it has is the upstream's to judge."""
+
+    type: Any = None
+    role: Any = None
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be passed on. prompt_tokens, output_tokens: estimates, the second of the most there may be.
     model_at, model_bytes: where the model's name lies in the body, and how long it is there.
     decision, pool: what the rules said, and whose line it waits in (`routing.policy`). previous_id: of the response
-    that it goes on from; "" for none."""
+    that it goes on from; "" for none. reference: the first item of its input that only names one which an upstream
+    keeps, as `input[0]`; "" for none."""
 
     path: str
     model: str
@@ -63,6 +74,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     decision: RouteDecision | None = None
     pool: str = ""
     previous_id: str = ""
+    reference: str = ""
 
     @property
     def endpoint(self) -> str:
@@ -104,7 +116,21 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
         output_tokens=_most_output(path, told, assumed_max_tokens),
         previous_id=(told.previous_response_id or "") if path == RESPONSES else "",
+        reference=_reference(told.input) if path == RESPONSES else "",
     )
+
+
+def _reference(told: msgspec.Raw) -> str:
+    """Returns where the input names an item instead of having it. One without type and role is a reference too."""
+    if memoryview(told)[:1] != b"[":
+        return ""
+    items = msgspec.json.decode(told, type=list[InputItem | str | int | float | bool | list[Any] | None])
+    named = (at for at, one in enumerate(items) if isinstance(one, InputItem) and _is_reference(one))
+    return next((f"input[{at}]" for at in named), "")
+
+
+def _is_reference(item: InputItem) -> bool:
+    return item.type == ITEM_REFERENCE or (item.type is None and item.role is None)
 
 
 def _most_output(path: str, told: ForwardedBody, assumed: int) -> int:

@@ -268,7 +268,7 @@ class Forwarding:
             max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,
-            on_read=lambda: self._account.note_read(upstream, relay, begin_ns),
+            on_read=partial(self._account.note_read, upstream, begin_ns),
             mark=MarkedAnswer(self._mark),
             has_begun=self._sign.has_begun,
         )

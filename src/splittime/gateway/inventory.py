@@ -98,7 +98,7 @@ def _gateway(
         name="gateway",
         kind="gateway",
         owner=config.owner,
-        address=f"{config.host}:{config.port}",
+        address=addresses(config),
         timeouts_s={"queue.max_wait_s": config.queue.max_wait_s, "body_timeout_s": config.body_timeout_s},
         attempts=config.retries.max_attempts,
         cap=config.queue.max_requests,
@@ -106,6 +106,12 @@ def _gateway(
         notes=notes,
         seen=SeenOfHop(len(accounts), failed, derive.percentiles(lengths, (50, 99)), {}) if accounts else None,
     )
+
+
+def addresses(config: GatewayConfig) -> str:
+    """Returns where it listens."""
+    shared = "" if config.shared_port is None else f", shared {config.host}:{config.shared_port}"
+    return f"{config.host}:{config.port}{shared}"
 
 
 def _upstream(

@@ -26,7 +26,7 @@ class QueuePolls:
     """on_change: called when a limit may have risen. `begin` and `end` inside the event loop."""
 
     def __init__(self, upstreams: Sequence[Upstream], on_change: Callable[[], None]) -> None:
-        self._polled = [one for one in upstreams if one.adapted is not None and not one.keeps_accounts]
+        self._polled = [one for one in upstreams if one.in_flight_limit is not None and not one.keeps_accounts]
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
         self._silent: set[str] = set()
@@ -42,8 +42,8 @@ class QueuePolls:
     async def _poll(self, connections: UpstreamConnections, upstream: Upstream) -> None:
         while True:
             count = await waiting_at(connections, upstream)
-            if count is not None and upstream.adapted is not None:
-                upstream.adapted.note_waiting(count, upstream.requests, time.monotonic_ns())
+            if count is not None and upstream.in_flight_limit is not None:
+                upstream.in_flight_limit.note_waiting(count, upstream.requests, time.monotonic_ns())
                 self._on_change()
             elif upstream.name not in self._silent:
                 self._silent.add(upstream.name)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import WholeEvents
+from splittime.gateway.answer_events import WholeEvents, ignored
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
@@ -75,7 +75,7 @@ class Relay:
         max_answer_bytes: int,
         send: http.Send,
         answer_headers: Callable[[], http.Headers],
-        on_read: Callable[[], None],
+        on_read: Callable[["Relay"], None],
         mark: MarkedAnswer,
         has_begun: bool = False,
     ) -> None:
@@ -89,7 +89,7 @@ class Relay:
         self.events = events_of(self.path)
         self.status: int | None = None
         self.first_byte_ns: int | None = None
-        self.on_first_byte: Callable[[], None] = lambda: None
+        self.on_first_byte: Callable[[], None] = ignored
         self.blocked_ns, self.is_answered = 0, False
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
@@ -111,6 +111,10 @@ class Relay:
     @property
     def is_refused(self) -> bool:
         return self.status is not None and not is_for_client(self.status)
+
+    def tell_nobody(self) -> None:
+        """It is over: those whom it told are in no circle with it, which the garbage collector would have to find."""
+        self.on_first_byte, self.events.on_id = ignored, ignored
 
     def close(self) -> None:
         """Nobody wants the answer that has begun."""
@@ -220,7 +224,7 @@ class Relay:
         if code in BREAKS and self._resumption.reason:
             words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
             broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
-        self._on_read()
+        self._on_read(self)
         await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
@@ -233,7 +237,7 @@ class Relay:
             words = f"upstream {self._upstream.name!r} sent an event without an end"
             raise BrokenStream(UpstreamError(words, code="upstream_bad_answer"))
         if self.events.is_done:
-            self._on_read()
+            self._on_read(self)
         if piece:
             await self._begin(response)
             await self._give(piece)
@@ -282,7 +286,7 @@ class Relay:
             failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
         if failure is not None:
             raise failure
-        self._on_read()
+        self._on_read(self)
         await self.give_answer(edited)
 
     async def give_answer(self, answer: PassedAnswer) -> None:

@@ -93,7 +93,7 @@ class RequestAccount:
             self._trace = TraceContext(secrets.token_hex(16), "")
         return attempt_context(self._trace.trace_id, attempt_id).traceparent
 
-    def note_read(self, upstream: Upstream, relay: Relay, begin_ns: int) -> None:
+    def note_read(self, upstream: Upstream, begin_ns: int, relay: Relay) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
         at_ns = now_ns()
         if upstream.keeps_accounts and relay.events.is_done:
@@ -144,8 +144,8 @@ class RequestAccount:
         """Write down an attempt that is over."""
         nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
         usage, at_ns = relay.events.read(), now_ns()
-        if nested.stages and (adapted := routed.upstream.adapted) is not None:
-            adapted.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
+        if nested.stages and (limit := routed.upstream.in_flight_limit) is not None:
+            limit.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,

@@ -99,7 +99,7 @@ class RunningAttempt:
         if self.is_ended:
             return
         self.is_ended = True
-        self.relay.on_first_byte = _nothing  # which is this attempt's: no circle is left for the garbage collector
+        self.relay.tell_nobody()
         upstream = self.routed.upstream
         if not self._is_stream:
             upstream.plain_tokens -= self._tokens
@@ -130,7 +130,3 @@ class RunningAttempt:
         )
         self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
         self._gateway.queue.leave(self.routed, self._tenant, self._tokens)
-
-
-def _nothing() -> None:
-    pass

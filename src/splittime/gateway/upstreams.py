@@ -13,9 +13,10 @@ A retry goes to an upstream that has not been tried, while there is one.
 """
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from splittime.core.errors import Refused
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.in_flight_limit import InFlightLimit
@@ -29,14 +30,15 @@ from splittime.wire.target import Target
 
 DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
+RETRY_AFTER_S = 1.0  # at the least
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
 HELD_BY = "responses kept by "  # begins the name of a line
 
 
 class Upstream:
-    """One upstream. requests, tokens: in flight, given by this gateway. adapted: how many it is given at once, where
-    that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
+    """One upstream. requests, tokens: in flight, given by this gateway. in_flight_limit: how many it is given at
+    once, where that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
@@ -46,7 +48,7 @@ class Upstream:
         self.requests = self.tokens = 0
         wait_s = config.queue_wait_s
         most = config.max_in_flight
-        self.adapted = InFlightLimit(most, wait_s) if wait_s is not None and most else None
+        self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
         self.plain_tokens = 0  # of requests in flight that do not stream: their first byte is their end
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
@@ -54,7 +56,7 @@ class Upstream:
     @property
     def limit(self) -> int:
         """How many requests it may have at once now."""
-        return self.config.max_in_flight if self.adapted is None else self.adapted.now
+        return self.config.max_in_flight if self.in_flight_limit is None else self.in_flight_limit.now
 
     @property
     def has_room(self) -> bool:
@@ -80,8 +82,8 @@ class Upstream:
         self.breaker.begin()
         self.requests += 1
         self.tokens += tokens
-        if self.adapted is not None and not self.has_room:
-            self.adapted.note_full()
+        if self.in_flight_limit is not None and not self.has_room:
+            self.in_flight_limit.note_full()
 
     def leave(self, tokens: int) -> None:
         self.requests -= 1
@@ -222,6 +224,13 @@ class Router:
         """Returns the names of a line's upstreams that do not have this path for this model."""
         return [upstream.name for upstream in self.of_model(line) if upstream.lacks(path, model, now_ns)]
 
-    def soonest_s(self, upstreams: Iterable[Upstream], now_ns: int) -> float:
-        """Returns how long until the first of these may be asked again."""
-        return min((upstream.breaker.wait_ns(now_ns) for upstream in upstreams), default=0) / 1e9
+    def nobody(self, line: str, now_ns: int) -> Refused:
+        """Returns what a client is told where nobody of a line may be asked: 429 where an upstream lives and asked for
+        a pause, 503 where none can be had."""
+        upstreams = self.of_model(line)
+        busy = [one for one in upstreams if one.breaker.is_busy(now_ns) and not one.breaker.is_open]
+        wait_s = min((one.breaker.wait_ns(now_ns) for one in busy or upstreams), default=0) / 1e9
+        told, after_s = told_of(line, is_busy=bool(busy)), max(RETRY_AFTER_S, wait_s)
+        if busy:
+            return Refused(told, reason="upstreams_busy", retry_after_s=after_s)
+        return Refused(told, reason="no_upstream", status=503, retry_after_s=after_s)

@@ -54,7 +54,7 @@ class GatewayVisit:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
         self.tenant = tenant_of(scope)
         self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger, gateway.version, gateway.audit)
-        self._turn = CacheTurn(gateway.cache, scope, self.account, self.tenant.name, send, self._headers)
+        self._turn: CacheTurn | None = None
         self._first_token_by_ns: int | None = None
         self._given: Giving | None = None  # the cache's answer
         self._forwarding: Forwarding | None = None
@@ -62,7 +62,7 @@ class GatewayVisit:
         self._quota: Quota | None = None  # that of its tenant, once it has let the request in
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._lesser: Lesser | None = None
-        self._sign = SignOfLife(send, self._headers, None)
+        self._sign: SignOfLife | None = None
         self._draw: float = scope.setdefault(SHED_DRAW, random.random())  # the same when it is looked at again
 
     async def serve(self) -> None:
@@ -129,17 +129,20 @@ class GatewayVisit:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not (self._source is not None and self._source.is_answered):
                 self.account.cancelled_ns = now_ns()
-                self._turn.goes_on(work.cancel) or work.cancel()
+                (self._turn is not None and self._turn.goes_on(work.cancel)) or work.cancel()
             await asyncio.wait({work})
         finally:
             gone.cancel()
             work.cancel()
-        if not work.cancelled():
-            work.result()
-        elif self._ending is not None:
-            raise error_from_info(self._ending)
-        else:
-            raise http.Disconnected
+        try:
+            if not work.cancelled():
+                work.result()
+            elif self._ending is not None:
+                raise error_from_info(self._ending)
+            else:
+                raise http.Disconnected
+        finally:
+            del work  # whose error has this frame
 
     def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
         """Returns what the ladder's stages that are entered now make of a request."""
@@ -178,13 +181,13 @@ class GatewayVisit:
         if self._lesser is not None and self._lesser.answer is not None:
             return await self._answer_by_template(self._lesser)
         if self._lesser is None:
-            given = self._given = await self._turn.given(request)
-            self._send = self._turn.send
+            given = self._given = await self._cached(request)
             if given is not None:
                 await given.run()
                 return self.account.close_answered(given, None)
-        if request.is_stream and not self._turn.leads:  # whose comments would be given to others
-            self._sign = SignOfLife(self._send, self._headers, self.gateway.config.queue.sign_of_life_s)
+        is_led = self._turn is not None and self._turn.leads  # a sign of life would be given to others
+        every_s = self.gateway.config.queue.sign_of_life_s if request.is_stream and not is_led else None
+        self._sign = SignOfLife(self._send, self._headers, every_s)
         self._forwarding = Forwarding(
             self.gateway,
             self.account,
@@ -199,6 +202,14 @@ class GatewayVisit:
         )
         await self._forwarding.run(request)
 
+    async def _cached(self, request: ForwardedRequest) -> Giving | None:
+        """Returns the cache's answer, if it has one."""
+        cache, name = self.gateway.cache, self.tenant.name
+        turn = self._turn = CacheTurn(cache, self._scope, self.account, name, self._send, self._headers)
+        given = await turn.given(request)
+        self._send = turn.send
+        return given
+
     # ---- out
 
     def _headers(self) -> http.Headers:
@@ -206,7 +217,8 @@ class GatewayVisit:
         headers = [(b"x-request-id", self.account.request_id.encode("latin-1"))]
         headers += self._forwarding.named if self._forwarding is not None else []
         headers += self._lesser.headers if self._lesser is not None else []
-        return [*headers, *self._turn.headers, (b"server-timing", self.account.timing())]
+        headers += self._turn.headers if self._turn is not None else []
+        return [*headers, (b"server-timing", self.account.timing())]
 
     async def _answer_by_template(self, told: Lesser) -> None:
         """No upstream is asked."""
@@ -219,7 +231,7 @@ class GatewayVisit:
         self.account.enter(Stage.DELIVER, now_ns())
         if isinstance(error, Overloaded):
             self.gateway.metrics.count_refusal(error.info.code)
-        if self._sign.has_begun or (self._source is not None and self._source.has_begun):
+        if any(one is not None and one.has_begun for one in (self._sign, self._source)):
             last = error_event(self._path, error.info)
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
         else:
@@ -232,7 +244,8 @@ class GatewayVisit:
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
         used = 0
         try:
-            self._turn.leave(self._source)
+            if self._turn is not None:
+                self._turn.leave(self._source)
             used = self.account.used_tokens(self._source)
         finally:
             was_granted = self._forwarding is not None and self._forwarding.was_granted
@@ -243,6 +256,5 @@ class GatewayVisit:
                 self._quota.leave(used, now_ns())
                 self.gateway.budgets.use(self.tenant.name, used)
             self.gateway.leave(self)
-            self._given = self._forwarding = self._work = self._quota = (
-                None  # no circle is left for the garbage collector
-            )
+            # No circle is left for the garbage collector.
+            self._given = self._forwarding = self._work = self._quota = self._turn = self._sign = None

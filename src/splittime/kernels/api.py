@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Adapted, Additions
+from splittime.kernels.low_rank import LayerUses, ProductUses
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,9 @@ class RunnableLayer(Protocol):
     @property
     def needs_host(self) -> bool: ...
 
-    def __call__(
-        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
         """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2]; kv: this layer's; plan: of
-        its group; adapted: what adapters add to this layer -> [T, hidden], one layer on."""
+        its group; uses: of adapters, in this layer -> [T, hidden], one layer on."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> x W^T + bias (+ residual [T, out], which may be overwritten) [T, out]."""
 
-    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
+    def add_low_rank(self, y: Tensor, x: Tensor, uses: ProductUses) -> None:
         """x [T, in], y [T, out]: in place, what each adapter adds on its tokens, which are no other's."""
 
     def pack_norm(self, weight: Tensor, eps: float) -> PackedNorm:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
-from splittime.kernels.low_rank import Adapted, Additions
+from splittime.kernels.low_rank import LayerUses, ProductUses
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,9 @@ class ComposedLayer:
         """The host looks which experts were chosen."""
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
-    def __call__(
-        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
-    ) -> Tensor:
-        hidden, normed = attention(self.ops, self.weights, hidden, turns, kv, plan, adapted)
-        return feed_forward(self.ops, self.weights.feed_forward, normed, hidden, adapted)
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+        hidden, normed = attention(self.ops, self.weights, hidden, turns, kv, plan, uses)
+        return feed_forward(self.ops, self.weights.feed_forward, normed, hidden, uses)
 
 
 def attention(
@@ -41,15 +39,15 @@ def attention(
     turns: Tensor,
     kv: LayerKv,
     plan: AttentionPlan,
-    adapted: Adapted,
+    uses: LayerUses,
 ) -> tuple[Tensor, Tensor]:
     """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
-    on_qkv = [(one.qkv, tokens) for one, tokens in adapted]
+    on_qkv = [(one.qkv, tokens) for one, tokens in uses]
     mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan, on_qkv)
-    if not adapted:
+    if not uses:
         return ops.linear_norm(mixed, layer.mixer.output, hidden, layer.feed_forward_norm)
     hidden = ops.linear(mixed, layer.mixer.output, hidden)
-    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in adapted])
+    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in uses])
     return hidden, ops.rms_norm(hidden, layer.feed_forward_norm)
 
 
@@ -60,30 +58,30 @@ def attend(
     turns: Tensor,
     kv: LayerKv,
     plan: AttentionPlan,
-    additions: Additions = (),
+    uses: ProductUses = (),
 ) -> Tensor:
-    """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]. additions: of adapters, to
+    """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]. uses: of adapters, to
     queries, keys and values."""
     spec, product = part.spec, ops.linear(x, part.qkv)
-    ops.add_low_rank(product, x, additions)
+    ops.add_low_rank(product, x, uses)
     qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
     ops.rope_write(qkv, part.head_norm, turns, kv, plan)
     return ops.attention(qkv[:, : spec.num_heads], kv, plan, spec.scale)
 
 
 def feed_forward(
-    ops: Ops, part: MlpWeights | MixtureWeights, x: Tensor, residual: Tensor | None, adapted: Adapted = ()
+    ops: Ops, part: MlpWeights | MixtureWeights, x: Tensor, residual: Tensor | None, uses: LayerUses = ()
 ) -> Tensor:
     """x: normed [T, hidden] -> the same, with `residual` added if there is one."""
-    return mlp(ops, part, x, residual, adapted) if isinstance(part, MlpWeights) else mixture(ops, part, x, residual)
+    return mlp(ops, part, x, residual, uses) if isinstance(part, MlpWeights) else mixture(ops, part, x, residual)
 
 
-def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None, adapted: Adapted = ()) -> Tensor:
+def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None, uses: LayerUses = ()) -> Tensor:
     gate_up = ops.linear(x, part.gate_up)
-    ops.add_low_rank(gate_up, x, [(one.gate_up, tokens) for one, tokens in adapted])
+    ops.add_low_rank(gate_up, x, [(one.gate_up, tokens) for one, tokens in uses])
     inner = ops.silu_mul(gate_up)
     y = ops.linear(inner, part.down, residual)
-    ops.add_low_rank(y, inner, [(one.down, tokens) for one, tokens in adapted])
+    ops.add_low_rank(y, inner, [(one.down, tokens) for one, tokens in uses])
     return y
 
 

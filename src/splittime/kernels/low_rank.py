@@ -46,15 +46,16 @@ class LayerAdapter:
 
 
 @dataclass(frozen=True, eq=False)
-class AdaptedTokens:
+class AdapterUse:
     """An adapter and the tokens of a step that use it. layers: one for each of the model's; tokens: int32 [n]."""
 
     layers: tuple[LayerAdapter, ...]
     tokens: Tensor
 
 
-Additions = Sequence[tuple[LowRank | None, Tensor]]  # of each adapter in the step, to one product
-Adapted = Sequence[tuple[LayerAdapter, Tensor]]  # of each adapter in the step, to one layer, on these tokens
+# What the adapters in use add, each on its own tokens: to one layer, and to one of its products.
+LayerUses = Sequence[tuple[LayerAdapter, Tensor]]
+ProductUses = Sequence[tuple[LowRank | None, Tensor]]
 
 
 def inner_bytes(tokens: int, rank: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Additions
+from splittime.kernels.low_rank import ProductUses
 
 _lock = threading.Lock()
 _bytes: Counter[str] = Counter()
@@ -85,8 +85,8 @@ class PlainOps(ABC):
     @abstractmethod
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor: ...
 
-    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
-        for low_rank, tokens in additions:
+    def add_low_rank(self, y: Tensor, x: Tensor, uses: ProductUses) -> None:
+        for low_rank, tokens in uses:
             if low_rank is None:
                 continue
             inner, column = self.linear(x[tokens], low_rank.down), 0

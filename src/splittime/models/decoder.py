@@ -13,7 +13,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
 from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
-from splittime.kernels.low_rank import AdaptedTokens
+from splittime.kernels.low_rank import AdapterUse
 from splittime.models.config import ModelConfig
 from splittime.models.ranks import Ranks
 from splittime.models.weights.source import Table
@@ -62,11 +62,11 @@ class Decoder:
         positions: Tensor,
         kv: KvPools,
         batch: AttentionBatch,
-        adapted: Sequence[AdaptedTokens] = (),
+        adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
-        """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapted: which tokens
-        use which adapters; the others use none."""
-        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch), adapted)
+        """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapter_uses: which
+        tokens use which adapters; the others use none."""
+        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch), adapter_uses)
 
     def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
         """Returns the attention of a batch: one plan for each of `kv_groups`."""
@@ -81,11 +81,11 @@ class Decoder:
         positions: Tensor,
         stores: Sequence[LayerKv],
         plans: Sequence[AttentionPlan],
-        adapted: Sequence[AdaptedTokens] = (),
+        adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
         """`forward`, with the attention planned: one plan for each of `kv_groups`."""
         hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
-        return self.through(hidden, positions, stores, plans, adapted)
+        return self.through(hidden, positions, stores, plans, adapter_uses)
 
     def through(
         self,
@@ -93,12 +93,12 @@ class Decoder:
         positions: Tensor,
         stores: Sequence[LayerKv],
         plans: Sequence[AttentionPlan],
-        adapted: Sequence[AdaptedTokens] = (),
+        adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
         """Returns what the layers make of their input, [T, hidden]."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
         for index, ((layer, table, group), store) in enumerate(zip(self._walk, stores, strict=True)):
-            own = [(one.layers[index], one.tokens) for one in adapted]
+            own = [(one.layers[index], one.tokens) for one in adapter_uses]
             hidden = layer(hidden, turns[table], store, plans[group], own)
         return hidden
 

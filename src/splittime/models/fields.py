@@ -180,10 +180,10 @@ class Fields:
         return tuple(listed)
 
 
-def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises `ConfigError` when there is none."""
     try:
-        values = json.loads(read_bounded(path, max_bytes))
+        values = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", param="model_path", value=str(path)) from error
     if not isinstance(values, dict):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, KvPools
 from splittime.kernels.layer import PackedNorm, PackedWeight
-from splittime.kernels.low_rank import AdaptedTokens
+from splittime.kernels.low_rank import AdapterUse
 from splittime.models.decoder import Decoder, embed
 
 PREFIX = "model.mtp_layers.0."
@@ -66,14 +66,14 @@ class HeadDecoder(Decoder):
         positions: Tensor,
         kv: KvPools,
         batch: AttentionBatch,
-        adapted: Sequence[AdaptedTokens] = (),
+        adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
         tokens = embed(self.model().embedding, token_ids, self.ops.activation_dtype)
         tokens[positions <= NO_TOKEN] = 0
         before = self.features.before(positions, batch).to(self.ops.activation_dtype)
         normed = self.ops.rms_norm(before, self.feature_norm), self.ops.rms_norm(tokens, self.token_norm)
         hidden = self.ops.linear(torch.cat(normed, dim=1), self.joined)
-        return self.through(hidden, positions, kv.layers, self.planned(kv, batch), adapted)
+        return self.through(hidden, positions, kv.layers, self.planned(kv, batch), adapter_uses)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(self.normed(hidden), self.model().head).float()

@@ -11,7 +11,7 @@ from torch import Tensor
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.compose import attend, feed_forward
 from splittime.kernels.layer import LayerWeights, MixtureWeights
-from splittime.kernels.low_rank import Adapted
+from splittime.kernels.low_rank import LayerUses
 
 
 class Ranks(Protocol):
@@ -50,10 +50,8 @@ class SharedLayer:
     def needs_host(self) -> bool:
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
-    def __call__(
-        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
-    ) -> Tensor:
-        assert not adapted, "ranks share no adapters"
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+        assert not uses, "ranks share no adapters"
         ops, layer = self.ops, self.weights
         mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan)
         hidden = self.ranks.sum(ops.linear(mixed, layer.mixer.output, self._brought(hidden)))

@@ -11,7 +11,7 @@ import torch
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.low_rank import AdaptedTokens
+from splittime.kernels.low_rank import AdapterUse
 from splittime.models.adapters import Adapter, load_adapter
 from splittime.models.decoder import Decoder
 
@@ -51,11 +51,11 @@ class Adapters:
         return found
 
 
-def adapted_tokens(adapters: Sequence[Adapter | None], begins: Sequence[int]) -> tuple[AdaptedTokens, ...]:
+def uses_of(adapters: Sequence[Adapter | None], begins: Sequence[int]) -> tuple[AdapterUse, ...]:
     """Returns which tokens of a batch use which adapter. adapters: of each row; begins: the first token of each, and
     the end of the last."""
     tokens: dict[Adapter, list[int]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
             tokens.setdefault(adapter, []).extend(range(begins[row], begins[row + 1]))
-    return tuple(AdaptedTokens(one.layers, torch.tensor(mine, dtype=torch.int32)) for one, mine in tokens.items())
+    return tuple(AdapterUse(one.layers, torch.tensor(mine, dtype=torch.int32)) for one, mine in tokens.items())

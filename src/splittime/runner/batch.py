@@ -27,9 +27,9 @@ from torch import Tensor
 from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
 from splittime.core.step import PENDING, Admitted, Row
 from splittime.kernels.api import AttentionBatch
-from splittime.kernels.low_rank import AdaptedTokens
+from splittime.kernels.low_rank import AdapterUse
 from splittime.models.adapters import Adapter
-from splittime.runner.adapters import Adapters, adapted_tokens
+from splittime.runner.adapters import Adapters, uses_of
 from splittime.runner.marks import to_device
 from splittime.runner.penalties import TokenCounts, listed, listed_at_all
 from splittime.runner.reasoning_bound import bound_of
@@ -219,7 +219,7 @@ class Slots:
             if newcomer.sampling.grammar:
                 self._hold_to_form(slot)
             if newcomer.adapter:
-                self._adapt(slot)
+                self._take_adapter(slot)
 
     def _hold_to_form(self, slot: Slot) -> None:
         """A walk of its own through the grammar, which was compiled before the request was queued."""
@@ -231,7 +231,7 @@ class Slots:
         except SplittimeError as error:
             slot.error = error.info
 
-    def _adapt(self, slot: Slot) -> None:
+    def _take_adapter(self, slot: Slot) -> None:
         try:
             slot.adapter = None if self.adapters is None else self.adapters.named(slot.admitted.adapter)
         except SplittimeError as error:
@@ -243,7 +243,7 @@ class Slots:
 @dataclass(frozen=True)
 class Batch:
     """token_ids, positions: int64 [T]. `attention` is in the order of `rows` and `slots`. has_drafts: some rows are of
-    one request, since the plan's row brought drafts. adapted: the tokens that use adapters."""
+    one request, since the plan's row brought drafts. adapter_uses: which tokens use which."""
 
     rows: list[Row]
     slots: list[Slot]
@@ -251,7 +251,7 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
-    adapted: tuple[AdaptedTokens, ...] = ()
+    adapter_uses: tuple[AdapterUse, ...] = ()
 
     def last_of(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """hidden [T, hidden] -> of the last token of each of these rows, [len(rows), hidden]."""
@@ -275,26 +275,29 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
     ordered = sorted(alone, key=lambda row: row.start if _is_decode(row, slots) else 1 << 62)
     chosen = [slots[row.request_id] for row in ordered]
     lengths = [len(row.token_ids) for row in ordered]
-    contexts = [row.start + length for row, length in zip(ordered, lengths, strict=True)]
     begins = [0, *accumulate(lengths)]
-    lines, positions = np.arange(len(ordered)), np.array([row.start for row in ordered])
-    if begins[-1] > len(ordered):  # else a token each
-        positions = np.arange(begins[-1]) + np.repeat(positions - begins[:-1], lengths)
-        lines = np.repeat(lines, lengths)
+    lines, positions = _places(ordered, lengths, begins)
     tables = _block_tables(chosen, zero_block)
-    token_blocks = tables[lines, positions // block_size]
     attention = AttentionBatch(
         query_begins=begins,
-        context_lens=contexts,
+        context_lens=[row.start + length for row, length in zip(ordered, lengths, strict=True)],
         block_tables=torch.from_numpy(tables),
-        token_blocks=torch.from_numpy(token_blocks),
+        token_blocks=torch.from_numpy(tables[lines, positions // block_size]),
         token_offsets=torch.from_numpy(positions % block_size),
         num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
     )
     token_ids = np.array([token for row in ordered for token in row.token_ids])
-    adapted = adapted_tokens([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
+    uses = uses_of([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
     arrays = torch.from_numpy(token_ids), torch.from_numpy(positions)
-    return Batch(ordered, chosen, has_drafts, *arrays, attention, adapted)
+    return Batch(ordered, chosen, has_drafts, *arrays, attention, uses)
+
+
+def _places(rows: Sequence[Row], lengths: list[int], begins: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns of each token of these rows which row it is of, and its position in the request."""
+    lines, positions = np.arange(len(rows)), np.array([row.start for row in rows])
+    if begins[-1] == len(rows):  # a token each
+        return lines, positions
+    return np.repeat(lines, lengths), np.arange(begins[-1]) + np.repeat(positions - begins[:-1], lengths)
 
 
 def _parts(row: Row) -> Iterator[Row]:

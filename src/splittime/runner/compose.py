@@ -171,7 +171,7 @@ def _load_with_ranks(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer 
     begin_ns = time.monotonic_ns()
     members = Members(config)
     on_phase("start ranks", begin_ns, time.monotonic_ns())
-    try:
+    with members.ended_unless_begun(RankLost):
         group = RankGroup(
             0, config.tensor_parallel_size, members.folder, config.collective_timeout_s, members.meet, device
         )
@@ -179,13 +179,6 @@ def _load_with_ranks(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer 
         runner = load_part(config, on_phase, _checking(members, on_layer), group, Lead(members, group))
         weights_bytes = group.each(runner.resolved.weights_bytes)
         members.forget_meeting()
-    except RankLost as error:
-        cause = members.cause()
-        members.end()
-        raise cause from error
-    except BaseException:  # an interrupt too: no rank may outlive a start that came to nothing
-        members.end()
-        raise
     members.set_timeout(config.collective_timeout_s)
     runner.resolved = msgspec.structs.replace(
         runner.resolved,

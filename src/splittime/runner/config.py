@@ -150,22 +150,50 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         self._check_speculation()
 
     def _check_speculation(self) -> None:
-        """A row whose drafts are verified cannot be planned ahead, and ranks verify none."""
         asked = speculative_config(self.speculative_config)
         if asked is None or asked.method == "auto":
             return
         if asked.model is not None and self.draft_model_path is None:
             message = f"speculative_config names {asked.model!r}, and draft_model_path does not say where it lies"
             raise ConfigError(message, param="draft_model_path", value=None, hint="the folder, or the GGUF file")
-        obstacle = "async_scheduling" if self.async_scheduling else "tensor_parallel_size"
-        if self.async_scheduling or self.tensor_parallel_size > 1:
-            message = f"speculative_config does not go with {obstacle} = {getattr(self, obstacle)}"
+        obstacles = self.drafts_obstacles()
+        if obstacles:
+            message = f"speculative_config does not go with {obstacles[0]}"
             hint = "Leave one of the two out: drafts are verified by one process, a step at a time."
             raise ConfigError(message, param="speculative_config", value=self.speculative_config, hint=hint)
         if asked.method == "mtp" and self.kv_offload_memory_bytes:
             message = f"a head does not go with kv_offload_memory_bytes = {self.kv_offload_memory_bytes}"
             hint = "Leave one of the two out: what a head reads of a prefix is not kept in host memory."
             raise ConfigError(message, param="speculative_config", value=self.speculative_config, hint=hint)
+
+    def drafts_obstacles(self, kernels: str = "native") -> list[str]:
+        """Returns what drafts do not go with, in words: a row whose drafts are verified cannot be planned ahead, ranks
+        verify none, and other kernels do not compute a token alike as a draft and alone, to the last bit."""
+        return _that_stand(
+            {
+                f"async_scheduling = {self.async_scheduling}": self.async_scheduling,
+                f"tensor_parallel_size = {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+                f"{kernels} kernels": kernels != "native",
+            }
+        )
+
+    def sharing_obstacles(self, kernels: str) -> list[str]:
+        """Returns what blocks of KV cache are not shared with other servers with, in words. Who starts servers asks
+        too, before there is one."""
+        drafts, are_native = speculative_config(self.speculative_config), kernels == "native"
+        return _that_stand(
+            {
+                f"the {kernels} kernels: it takes the native ones, whose sums depend on no neighbour": not are_native,
+                f"tensor_parallel_size = {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+                f"load_format = {self.load_format}": self.load_format == "dummy",
+                "a model that makes drafts, which keeps blocks of its own": drafts is not None and drafts.has_model,
+                "adapters (enable_lora), whose names do not say what they hold": self.enable_lora,
+            }
+        )
+
+
+def _that_stand(obstacles: dict[str, bool]) -> list[str]:
+    return [words for words, stands in obstacles.items() if stands]
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

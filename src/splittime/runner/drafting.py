@@ -11,7 +11,6 @@ repeats itself, a small model loses no more than that share.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from operator import attrgetter
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.step import THOUSAND, Admitted, AsyncRunner, RowResult, Runner, StepPlan, StepResult
+from splittime.core.step import THOUSAND, Admitted, RowResult, Runner, StepPlan, StepResult
 
 FREE_SHARE = 0.006  # of the model's time
 EARNED_SHARE = 0.25  # of the time that right drafts saved
@@ -70,26 +69,16 @@ class Drafter(Protocol):
 
 
 class DraftingRunner:
-    """Implements `core.step.Runner`, and `AsyncRunner` where the runner that it wraps has one.
-
-    ahead: what carries out the runner's steps while the next are planned. now_ns: reads the clock.
-    """
+    """Implements `core.step.Runner`. now_ns: reads the clock."""
 
     verifies_drafts = True
 
-    def __init__(
-        self,
-        runner: Runner,
-        drafter: Drafter,
-        ahead: AsyncRunner | None = None,
-        now_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    def __init__(self, runner: Runner, drafter: Drafter, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises `ConfigError` if the runner does not verify drafts."""
         if not runner.verifies_drafts:
             name = type(runner).__name__
             raise ConfigError(f"{name} does not verify drafts", hint="run the model on a CPU in one process")
-        self._runner, self._ahead, self._drafter, self._now_ns = runner, ahead, drafter, now_ns
-        self._launched: deque[StepPlan] = deque()
+        self._runner, self._drafter, self._now_ns = runner, drafter, now_ns
         self._sure: set[str] = set()  # whose last drafts the runner told itself
         self._free_ns = float(MOST_KEPT_NS)  # to look for drafts
 
@@ -100,16 +89,6 @@ class DraftingRunner:
     def run(self, plan: StepPlan) -> StepResult:
         took_ns = self._take_in(plan)
         return self._with_drafts(plan, self._runner.run(plan), took_ns)
-
-    def launch(self, plan: StepPlan) -> None:
-        assert self._ahead is not None, "there is nothing to launch steps with"
-        self._ahead.launch(plan)
-        self._launched.append(plan)
-
-    def collect(self) -> StepResult:
-        assert self._ahead is not None, "there is nothing to launch steps with"
-        result, plan = self._ahead.collect(), self._launched.popleft()
-        return self._with_drafts(plan, result, self._take_in(plan))
 
     def _take_in(self, plan: StepPlan) -> int:
         """Forgets and learns requests, also those of a step that will fail. Returns how long it took."""

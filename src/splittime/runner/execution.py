@@ -97,7 +97,7 @@ class HostExecution:
 
     def forward(self, decoder: Decoder, store: KvStore, batch: Batch) -> Forward:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
-        return Forward(decoder.forward(token_ids, positions, store, batch.attention, batch.adapted))
+        return Forward(decoder.forward(token_ids, positions, store, batch.attention, batch.adapter_uses))
 
     def finite(self, computed: Tensor) -> Flags:
         flags = self._ops.finite(computed)
@@ -108,8 +108,7 @@ class HostExecution:
     ) -> Chosen:
         params = [slot.admitted.sampling for slot in slots]
         if raw is logits and self._ops.tells_finite:  # both in one reading of what may be 20 MB
-            told = sampler.choose_telling(logits, params, counts, self._ops, allowed)
-            tokens, is_finite = [max(token, ~token) for token in told], [token >= 0 for token in told]
+            tokens, is_finite = sampler.choose_telling(logits, params, counts, self._ops, allowed)
             return Chosen(lambda: is_finite, lambda: tokens, describe_lines(raw, tokens, params))
         is_finite = self._ops.finite(raw)
         if all(is_finite):
@@ -173,8 +172,8 @@ class ComputedRows:
 class Launched:
     """kind: `Execution.kind`. results: by request id; before `fetch`, of rows that failed before the launch. computed:
     None if all rows did. moved: copies of blocks to host memory and back, before the rows. broken: the blocks of each
-    request for which something was computed that is not finite. ahead_ns: what the host took behind it to look what
-    forms and bounds of the reasoning leave."""
+    request for which something was computed that is not finite. look_ahead_ns: what the host took behind it to
+    look what forms and bounds of the reasoning leave."""
 
     plan: StepPlan
     kind: str
@@ -184,7 +183,7 @@ class Launched:
     moved: CopyMarks | None = None
     broken: list[list[int]] = field(default_factory=list)
     is_fetched: bool = False
-    ahead_ns: int = 0
+    look_ahead_ns: int = 0
 
     def fetch(self) -> None:
         """Wait for it, and let its requests know their tokens. Once; then it does nothing."""
@@ -213,12 +212,12 @@ class Launched:
                 self.plan.step_id,
                 rows,
                 device_ns=found.forward.ns_since(found.begin if self.moved is None else self.moved.end),
-                sample_ns=found.end.ns_since(found.forward) + self.ahead_ns,
+                sample_ns=found.end.ns_since(found.forward) + self.look_ahead_ns,
                 execution=self.kind if found.padded_rows is None else "captured",
                 padded_rows=found.padded_rows or 0,
                 gap_ns=0 if found.previous is None else max(0, found.begin.ns_since(found.previous)),
                 enqueue_ns=found.enqueue_ns,
-                mask_ns=found.mask_ns + self.ahead_ns,
+                mask_ns=found.mask_ns + self.look_ahead_ns,
             )
         return result if self.moved is None else self.moved.added_to(result)
 

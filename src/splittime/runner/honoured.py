@@ -12,7 +12,6 @@ from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, open_source, read_config
 from splittime.models.weights.source import PLAIN
 from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
-from splittime.runner.sharing import sharing_obstacle
 from splittime.runner.speculative import NONE, OWN_BITS, speculative_config
 
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
@@ -37,21 +36,10 @@ def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig
     asked = speculative_config(config.speculative_config)
     if asked is None or asked.method != "auto":
         return config, "as asked"
-    obstacles = {
-        f"{kernels} kernels": kernels != "native",
-        "async_scheduling": config.async_scheduling,
-        f"tensor_parallel_size={config.tensor_parallel_size}": config.tensor_parallel_size > 1,
-    }
-    found = [name for name, stands in obstacles.items() if stands]
+    found = ", ".join(config.drafts_obstacles(kernels))
     if not found:
         return config, ""
-    return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {', '.join(found)}"
-
-
-def drafts_are_exact(config: RunnerConfig, kernels: str) -> bool:
-    """Whether a token is computed alike as a draft and alone, to the last bit, and steps are not planned ahead, which
-    rows with drafts would hold up."""
-    return kernels == "native" and not config.async_scheduling and config.tensor_parallel_size == 1
+    return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {found}"
 
 
 def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) -> None:
@@ -141,9 +129,9 @@ def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None
 
 def check_sharing(config: RunnerConfig, kernels: str) -> None:
     """Raises `ConfigError` where blocks cannot be shared with other servers."""
-    obstacle = sharing_obstacle(config, kernels) if config.kv_peers or config.kv_export else None
-    if obstacle is not None:
-        message = f"blocks of KV cache are not shared with {obstacle}"
+    obstacles = config.sharing_obstacles(kernels) if config.kv_peers or config.kv_export else []
+    if obstacles:
+        message = f"blocks of KV cache are not shared with {obstacles[0]}"
         raise ConfigError(
             message, param="kv_peers", value=list(config.kv_peers), hint="leave kv_peers and kv_export out"
         )

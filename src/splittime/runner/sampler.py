@@ -90,7 +90,7 @@ def choose(
     allowed: Allowed = EVERYTHING,
 ) -> list[int]:
     """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
-    return [max(told, ~told) for told in choose_telling(logits, params, output_indices, ops, allowed)]
+    return choose_telling(logits, params, output_indices, ops, allowed)[0]
 
 
 def choose_telling(
@@ -99,8 +99,16 @@ def choose_telling(
     output_indices: Sequence[int],
     ops: Ops,
     allowed: Allowed = EVERYTHING,
+) -> tuple[list[int], list[bool]]:
+    """As `choose`, and whether each row is finite, where the backend tells (`Ops.tells_finite`)."""
+    told = _signed_tokens(logits, params, output_indices, ops, allowed)
+    return [max(token, ~token) for token in told], [token >= 0 for token in told]
+
+
+def _signed_tokens(
+    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], ops: Ops, allowed: Allowed
 ) -> list[int]:
-    """As `choose`, but -1 - token for a row that is not finite, where the backend tells (`Ops.tells_finite`)."""
+    """Returns a token for each row, or its complement, which is below 0, if the backend tells that it is not finite."""
     if not allowed and all(one.is_greedy for one in params):
         return ops.argmax(logits)
     bits = np.concatenate(list(allowed.values())).reshape(len(allowed), -1) if allowed else None

@@ -29,7 +29,6 @@ from splittime.runner import penalties, sampler
 from splittime.runner.batch import Batch, Slot, Slots
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
-from splittime.runner.honoured import drafts_are_exact
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark
 from splittime.runner.pooling import pool
@@ -63,7 +62,7 @@ class TorchRunner:
     def __post_init__(self) -> None:
         self.slots = Slots(self.resolved.max_model_len, self.resolved.vocab_size)
         self._launched: deque[Launched] = deque()
-        self._drafts_forced = self.verifies_drafts and drafts_are_exact(self.config, self.decoder.ops.name)
+        self._drafts_forced = self.verifies_drafts and not self.config.drafts_obstacles(self.decoder.ops.name)
         self._last_end: StreamMark | None = None  # of the step launched last, where steps run apart from the host
 
     @property
@@ -153,7 +152,7 @@ class TorchRunner:
         for slot in going if self._drafts_forced else ():
             if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
                 step.tell_drafts(slot, token_ids)
-        step.ahead_ns = time.monotonic_ns() - begin_ns
+        step.look_ahead_ns = time.monotonic_ns() - begin_ns
 
     def _batch(self, rows: list[Row]) -> Batch:
         return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)

@@ -76,7 +76,7 @@ class Planner:
         budget = StepBudget(config, num_decodes)
         self._plan_prefills(behind, rows, budget, now_ns)
         admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
-        admitted += self._plan_ahead(rows, budget, may_admit, now_ns)
+        admitted += self._plan_prompt_ahead(rows, budget, may_admit, now_ns)
         if not rows:
             return None
         sizes = (num_decodes, config.max_num_batched_tokens, len(requests.running))
@@ -184,7 +184,7 @@ class Planner:
 
     def _make_way(self, now_ns: int) -> bool:
         """Put aside what is computed ahead, whose slot or blocks somebody lacks. Returns whether there was any."""
-        state = self._requests.running_ahead
+        state = self._requests.running_prompt_ahead
         if state is not None:
             self._preempt(state, now_ns)
         return state is not None
@@ -194,13 +194,15 @@ class Planner:
         self._has_made_way |= victim.is_ahead
         self._requests.preempt(victim, now_ns)
 
-    def _plan_ahead(self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int) -> tuple[Admitted, ...]:
+    def _plan_prompt_ahead(
+        self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int
+    ) -> tuple[Admitted, ...]:
         """A part of a prompt that is computed ahead, of what is left."""
         requests = self._requests
         admitted: tuple[Admitted, ...] = ()
-        state = requests.running_ahead
+        state = requests.running_prompt_ahead
         if state is None:
-            state = None if self._has_made_way or len(requests.queue) else requests.ahead.first()
+            state = None if self._has_made_way or len(requests.queue) else requests.prompts_ahead.first()
             if state is None or self._obstacle(budget, may_admit) or self._find_blocks(state, budget):
                 return ()
             admitted = (requests.admit(state),)

@@ -3,7 +3,7 @@
 submit ──▶ queue ──admit──▶ running ──end──▶
   │        ▲   ▲               │
   ▼        │   └───preempt─────┘              a request is in exactly one of these places; `check` verifies it
- held ─────┘                                         what is computed ahead waits in a place of its own (`ahead`)
+ held ─────┘                  what is computed ahead waits in a place of its own (`prompts_ahead`)
 """
 
 import bisect
@@ -87,7 +87,7 @@ class Requests:
         self.queue = WaitingQueue()
         self.held = HeldSet()
         self.adapter_slots = AdapterSlots(config.max_loras)
-        self.ahead = AheadSet()
+        self.prompts_ahead = AheadSet()
         self.running: list[RequestState] = []
         self.by_id: dict[str, RequestState] = {}
         self.counts = Counts()
@@ -100,7 +100,7 @@ class Requests:
         self.cache.reserve(state.lease, len(state.token_ids))
         num_cached_tokens, state.num_computed = state.num_computed, 0  # the queue counts pending tokens from scratch
         if state.is_ahead:
-            self.ahead.begin(state)
+            self.prompts_ahead.begin(state)
         else:
             self.queue.leave(state, is_admitted=True)
         state.num_computed = num_cached_tokens
@@ -125,7 +125,7 @@ class Requests:
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
         if victim.is_ahead:  # that is its place, and nothing is lost to anybody: it does not count
-            self.ahead.add(victim, now_ns)
+            self.prompts_ahead.add(victim, now_ns)
             return
         victim.num_preemptions += 1
         self.counts.num_preemptions += 1
@@ -147,19 +147,19 @@ class Requests:
             self.queue.leave(state, is_admitted=False)
         elif state in self.held:
             self.held.remove(state)
-        elif state in self.ahead:
-            self.ahead.remove(state)
+        elif state in self.prompts_ahead:
+            self.prompts_ahead.remove(state)
         else:
             self.running.remove(state)
         self._take_back(state)
         del self.by_id[state.request_id]
         if state.request.adapter:
-            self._queue_adapted(self.adapter_slots.leave(state), now_ns)
+            self._let_in(self.adapter_slots.leave(state), now_ns)
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
 
-    def _queue_adapted(self, states: list[RequestState], now_ns: int) -> None:
+    def _let_in(self, states: list[RequestState], now_ns: int) -> None:
         """From the held to the queue: their adapters have places."""
         for state in states:
             self.held.remove(state)
@@ -179,14 +179,14 @@ class Requests:
                 flight[flight.index(state)] = None
 
     @property
-    def running_ahead(self) -> RequestState | None:
+    def running_prompt_ahead(self) -> RequestState | None:
         """Who is computed ahead now: nobody ranks behind it."""
         return self.running[-1] if self.running and self.running[-1].is_ahead else None
 
     @property
     def num_served(self) -> int:
         """How many run of those who are not computed ahead."""
-        return len(self.running) - (self.running_ahead is not None)
+        return len(self.running) - (self.running_prompt_ahead is not None)
 
     def take_released(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns whom the runner is to forget, once each, and who of them was preempted and comes again."""
@@ -211,7 +211,7 @@ class Requests:
 
     def check(self) -> None:
         """Raise AssertionError if the books disagree."""
-        everybody = [*self.queue, *self.held, *self.ahead, *self.running]
+        everybody = [*self.queue, *self.held, *self.prompts_ahead, *self.running]
         assert sum(state.is_ahead for state in self.running) <= 1
         assert {state.request_id for state in everybody} == set(self.by_id)
         assert len(everybody) == len(self.by_id)

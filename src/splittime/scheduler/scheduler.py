@@ -49,7 +49,7 @@ class Scheduler:
         self._planner = Planner(requests)
         self.cache, self.counts, self.speculation = requests.cache, requests.counts, requests.speculation
         self.queue, self.held, self.running = requests.queue, requests.held, requests.running
-        self.ahead, self.adapter_slots = requests.ahead, requests.adapter_slots
+        self.prompts_ahead, self.adapter_slots = requests.prompts_ahead, requests.adapter_slots
         self._states = requests.by_id
         self._block_size = config.block_size
         self._deadlines: MortalHeap[tuple[int, int, str]] = MortalHeap(self._is_still_due)  # arrival, request id
@@ -71,7 +71,7 @@ class Scheduler:
         queued_ns = max(received_ns, request.submitted_ns)
         self._states[request.request_id] = state
         if state.is_ahead:
-            self.ahead.add(state, queued_ns)
+            self.prompts_ahead.add(state, queued_ns)
         elif held_for is None:
             self._queue(state, queued_ns, self._cause_until_planned(received_ns, measured_ns))
         else:
@@ -263,12 +263,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Somebody waits in the queue, runs, or is to be computed ahead. Who is held gives nothing to do."""
-        return bool(self.running or self.ahead) or len(self.queue) > 0
+        return bool(self.running or self.prompts_ahead) or len(self.queue) > 0
 
     @property
     def num_waiting(self) -> int:
         """In the queue, held beside it, or to be computed ahead."""
-        return len(self.queue) + len(self.held) + len(self.ahead)
+        return len(self.queue) + len(self.held) + len(self.prompts_ahead)
 
     @property
     def num_waiting_tokens(self) -> int:

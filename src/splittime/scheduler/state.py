@@ -9,6 +9,8 @@ that it is not preempted at once for what the policy would have preferred.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import AHEAD
@@ -224,17 +226,10 @@ def end_output(
     pooled: bytes,
 ) -> RequestOutput:
     """The terminal event; its blocks are free, its account is closed."""
-    return RequestOutput(
-        request_id=state.request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        marks=state.new_marks(),
+    return msgspec.structs.replace(
+        progress_output(state, token_ids, logprobs, prompt_logprobs),
         finish_reason=reason,
         error=error,
-        num_cached_tokens=state.num_cached_tokens,
-        num_host_tokens=state.num_host_tokens,
-        num_preemptions=state.num_preemptions,
         freed_ns=now_ns,
         stop_token_id=token_ids[-1] if token_ids and reason is FinishReason.STOP else None,
         pooled=pooled,

@@ -86,7 +86,7 @@ class QuietStretch:
 def num_undecided(requests: Requests) -> int:
     """Returns for how many steps from now on those who run do nothing but decode, if there are blocks for it, up to the
     one in which the first of them ends. 0 if the next step has more to do."""
-    if requests.ahead or not requests.running or requests.speculation.active or requests.has_step_in_flight:
+    if requests.prompts_ahead or not requests.running or requests.speculation.active or requests.has_step_in_flight:
         return 0
     left = []
     for state in requests.running:  # each computes its last known token next, and whatever follows does not end it

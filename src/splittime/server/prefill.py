@@ -22,11 +22,11 @@ from splittime.web import http
 class PrefillVisit(Visit):
     is_counted = False  # among its tenant's
 
-    def _read_head(self) -> tuple[ModelInfo, int | None]:
-        model, asked_ns = super()._read_head()
+    def _read_head(self) -> ModelInfo:
+        model, asked_ns = super()._read_head(), self._deadline_ns
         latest_ns = self.start_ns + int(self.service.config.prefill_ahead_s * 1e9)
         self._deadline_ns = latest_ns if asked_ns is None else min(asked_ns, latest_ns)
-        return model, self._deadline_ns
+        return model
 
     async def _read_ask(self, model: ModelInfo) -> Ask:
         try:
@@ -37,9 +37,9 @@ class PrefillVisit(Visit):
         return await super()._read_ask(model)
 
     def _hand_off(
-        self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, deadline_ns: int | None, place: Place
-    ) -> tuple[Ask, Group, Writer]:
-        handed = super()._hand_off(ask, prompts, model, deadline_ns, place)
+        self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
+    ) -> tuple[Group, Writer]:
+        handed = super()._hand_off(ask, prompts, model, place)
         place.give_up()
         return handed
 

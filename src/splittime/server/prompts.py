@@ -20,14 +20,16 @@ import msgspec
 
 from splittime.api.choice import Choice, Echo
 from splittime.api.embeddings import pooling_notices
+from splittime.api.given_prompts import numbered
 from splittime.api.limits import ModelInfo
-from splittime.api.params import Ask, Prompt
+from splittime.api.params import Ask
 from splittime.api.ranking import ANSWERS, OPTIONS, RankAsk
 from splittime.core.errors import DeadlineExceeded, RequestError
 from splittime.core.request import Request
 from splittime.ledger.account import Account
 from splittime.ledger.prompt_parts import PromptHashes, prompt_hashes
 from splittime.ledger.stages import Stage
+from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.service import Service
 from splittime.text.foreign_code import num_bytes, require_at_most
@@ -48,7 +50,7 @@ class TokenizedPrompt(NamedTuple):
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
-    given: Prompt
+    given: str | tuple[int, ...]
     whole_len: int
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
@@ -80,16 +82,40 @@ class Prompts:
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have
+        self._first_token_by_ns: int | None = None
         self._keep_last = ask.keep_last
-        self._given = ask.prompts if ask.keep_last is None else ()
-        self._given_ids = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
+        texts = tuple(prompt for prompt in ask.prompts if isinstance(prompt, str))
+        self._whole_texts: tuple[str | tuple[int, ...], ...] = texts if ask.keep_last is None else ()
+        self._kept = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
         self.work = _work_of(ask, self._most_tokens)
 
     @property
-    def is_long(self) -> bool:
+    def _is_long(self) -> bool:
         return self.work is not None and self.work.size > SHORT_CHARS
 
-    def require_possible(self) -> None:
+    def take_place(self, ask: Ask, deadline_ns: int | None, first_token_by_ns: int | None) -> Place:
+        """Takes places in the queue, by what is known of the texts now. Raises `RequestError` if one can never fit, and
+        `Refused` if there is no room for them, or no time."""
+        self._require_possible()
+        self._first_token_by_ns = first_token_by_ns
+        return self._service.admission.enter(
+            now_ns(),
+            count=ask.num_choices,
+            tokens=self._estimate_tokens() * ask.n,
+            deadline_ns=deadline_ns,
+            first_token_by_ns=first_token_by_ns,
+        )
+
+    def correct(self, place: Place, lengths: list[int]) -> None:
+        """Has the place count the true lengths. Raises `Refused` where nothing was known of them when it was taken, and
+        there is no room for so many tokens, or no time."""
+        if self._is_long:
+            place.require_room(sum(lengths))
+            if self._first_token_by_ns is not None:
+                self._service.admission.require_first_token(now_ns(), lengths[0], place, self._first_token_by_ns)
+        place.correct(lengths)
+
+    def _require_possible(self) -> None:
         """Raise `RequestError` if a text cannot fit the model's context. A chat passes: its template decides how
         long it becomes."""
         bound = self._service.tokenizer.bound
@@ -99,11 +125,11 @@ class Prompts:
                 param = numbered(self._field, index, len(texts))
                 require_at_most(bound.least_tokens(text), self._most_tokens, param)
 
-    def estimate_tokens(self) -> int:
+    def _estimate_tokens(self) -> int:
         """Returns the tokens of all prompts together, as far as they are known now."""
         if self.work is None:
-            return sum(map(len, self._given_ids))
-        if self.is_long:
+            return sum(len(kept.ids) for kept in self._kept)
+        if self._is_long:
             return 0
         sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
         most = self._most_tokens if self._keep_last is None else min(self._most_tokens, self._keep_last)
@@ -111,35 +137,36 @@ class Prompts:
 
     async def tokenize(self, deadline_ns: int | None) -> list[TokenizedPrompt]:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
-        done = await self._ids_done(deadline_ns)
-        each = zip(done.ids, self._given or done.ids, done.whole_lens, strict=True)
+        done = await self._tokenized(deadline_ns)
+        each = zip(done.ids, self._whole_texts or done.ids, done.whole_lens, strict=True)
         return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
 
-    async def _ids_done(self, deadline_ns: int | None) -> TextDone:
+    async def _tokenized(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:
             self._account.enter(Stage.TOKENIZE, now_ns())
-            return TextDone(self._given_ids, tuple(map(len, self._given_ids)))
+            return TextDone(tuple(one.ids for one in self._kept), tuple(one.whole_len for one in self._kept))
         try:
-            done = await self._done(self.work, deadline_ns)
+            done = await self._carried_out(self.work, deadline_ns)
         except RequestError as error:
             self._name_field(error)
             raise
         self._service.admission.learn_ratio(done.num_bytes, sum(done.whole_lens))
         return done
 
-    async def _done(self, work: TextWork, deadline_ns: int | None) -> TextDone:
-        return self._here(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
+    async def _carried_out(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+        return self._inline(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
 
-    async def with_ids(self, ask: Ask, deadline_ns: int | None) -> Ask:
+    async def with_words_tokenized(self, ask: Ask, deadline_ns: int | None) -> Ask:
         """Returns the ask with its words as token ids: of each bad one, as a text begins and behind a space; and of the
         answers by which texts are ranked. Raises what `tokenize` does."""
         if isinstance(ask, RankAsk) and not ask.judged_by:
-            return ask.answered_by((await self._done(Encode(ANSWERS, add_special_tokens=False), deadline_ns)).ids)
+            done = await self._carried_out(Encode(ANSWERS, add_special_tokens=False), deadline_ns)
+            return ask.answered_by(done.ids)
         if not ask.bad_words:
             return ask
         spelled = tuple(before + word.lstrip() for word in ask.bad_words for before in ("", " "))
         work = Encode(spelled, add_special_tokens=False)
-        done = await self._done(work, deadline_ns)
+        done = await self._carried_out(work, deadline_ns)
         runs = tuple(dict.fromkeys(filter(None, map(tuple, done.ids))))
         sampling = msgspec.structs.replace(ask.sampling, bad_token_ids=runs)
         sampling.validate()
@@ -156,7 +183,7 @@ class Prompts:
         if name == "prompt":
             error.info = msgspec.structs.replace(error.info, param=self._field + bracket + index)
 
-    def _here(self, work: TextWork) -> TextDone:
+    def _inline(self, work: TextWork) -> TextDone:
         begin_ns = now_ns()
         self._account.enter(Stage.TOKENIZE, begin_ns)
         done = carry_out(work, self._service.tokenizer)
@@ -193,7 +220,7 @@ def _work_of(ask: Ask, most_tokens: int) -> TextWork | None:
     return Encode(texts, most_tokens=most_tokens, keep_last=ask.keep_last) if texts else None
 
 
-def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
+def reasoning_begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
     """Returns the ask of a model that reasons as its prompt leaves it: in the reasoning, before it or behind it. A form
     is that of what follows the reasoning, and a bound that of what is left of it."""
     if ask.reasoning is None:
@@ -209,11 +236,6 @@ def begun(ask: Ask, token_ids: Sequence[int], tokenizer: Tokenizer) -> Ask:
 
 def too_late() -> DeadlineExceeded:
     return DeadlineExceeded.before("it reached the engine")
-
-
-def numbered(name: str, index: int, count: int) -> str:
-    """Returns how an error calls the entry of a field, which may be the only one."""
-    return f"{name}[{index}]" if count > 1 else name
 
 
 def output_budgets(

@@ -11,9 +11,10 @@ import msgspec
 from splittime import __version__
 from splittime.api.answer_structs import ModelCard, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
+from splittime.api.given_prompts import check_token_ids
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
-from splittime.api.params import check_model, check_token_ids, template_options
+from splittime.api.params import check_model, template_options
 from splittime.api.schema import DetokenizeBody, TokenizeBody
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.settings import settings_of

@@ -26,7 +26,7 @@ from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import Prompts, TokenizedPrompt, begun, notices_of, output_budgets, too_late
+from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, output_budgets, reasoning_begun, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
@@ -103,8 +103,8 @@ class Visit:
             return None
         return None
 
-    def _read_head(self) -> tuple[ModelInfo, int | None]:
-        """The model, and the request's deadline; refused if there is no room, or none for its tenant."""
+    def _read_head(self) -> ModelInfo:
+        """Reads the deadlines, and returns the model; refuses if there is no room, or none for the tenant."""
         deadline_ns = self._deadline_ns = http.deadline_ns(self.scope, self.start_ns)
         by_ns = self._first_token_by_ns = http.first_token_by_ns(self.scope, self.start_ns)
         model = self.service.require_serving()
@@ -113,50 +113,35 @@ class Visit:
         except Refused as refused:
             raise self.service.admission.refuse(refused) from None
         self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns, first_token_by_ns=by_ns)
-        return model, deadline_ns
+        return model
 
     async def _come_in(self) -> tuple[Ask, Group, Writer]:
         """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
-        self.request_id = http.new_request_id()
-        self.request_id = http.request_id(self.scope)
         await self._reserve()  # before anything can be refused: an account goes by no other request's id
-        model, deadline_ns = self._read_head()
+        model = self._read_head()
         self._quota = self.service.quota(self.tenant)
         self._quota.enter(now_ns())
         ask = await self._read_ask(model)
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self.account.enter(Stage.ADMIT, now_ns())
         prompts = self._prompts = Prompts(ask, model, self.service, self.account)
-        prompts.require_possible()
-        place = self._place = self.service.admission.enter(
-            now_ns(),
-            count=ask.num_choices,
-            tokens=prompts.estimate_tokens() * ask.n,
-            deadline_ns=deadline_ns,
-            first_token_by_ns=self._first_token_by_ns,
-        )
-        tokenized = await prompts.tokenize(deadline_ns)
-        ask = begun(await prompts.with_ids(ask, deadline_ns), tokenized[0].token_ids, self.service.tokenizer)
+        place = self._place = prompts.take_place(ask, self._deadline_ns, self._first_token_by_ns)
+        tokenized = await prompts.tokenize(self._deadline_ns)
+        ask = await prompts.with_words_tokenized(ask, self._deadline_ns)
+        ask = reasoning_begun(ask, tokenized[0].token_ids, self.service.tokenizer)
         self.account.enter(Stage.ADMIT, now_ns())
         if self._is_gone:
             raise http.Disconnected
-        lengths = [len(prompt.token_ids) for prompt in tokenized for _ in range(ask.n)]
-        if prompts.is_long:
-            place.require_room(sum(lengths))
-            if self._first_token_by_ns is not None:
-                self.service.admission.require_first_token(now_ns(), lengths[0], place, self._first_token_by_ns)
-        place.correct(lengths)
-        if deadline_ns is not None and now_ns() >= deadline_ns:
+        prompts.correct(place, [len(prompt.token_ids) for prompt in tokenized for _ in range(ask.n)])
+        if self._deadline_ns is not None and now_ns() >= self._deadline_ns:
             raise too_late()
-        return self._hand_off(ask, tokenized, model, deadline_ns, place)
+        return ask, *self._hand_off(ask, tokenized, model, place)
 
     async def _reserve(self) -> None:
-        try:
-            await self.service.reserve(self.request_id, self.tenant)
-        except SplittimeError:
-            self.request_id = http.new_request_id()
-            raise
-        self._is_reserved = True
+        self.request_id = http.new_request_id()  # until it has a good one of its own, which is nobody else's
+        given = http.request_id(self.scope)
+        await self.service.reserve(given, self.tenant)
+        self.request_id, self._is_reserved = given, True
 
     async def _read_ask(self, model: ModelInfo) -> Ask:
         config = self.service.config
@@ -168,10 +153,25 @@ class Visit:
     # ---- to the engine
 
     def _hand_off(
-        self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, deadline_ns: int | None, place: Place
-    ) -> tuple[Ask, Group, Writer]:
+        self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
+    ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
         self.notices = notices_of(ask, prompts, budgets, model)
+        choices = self._choices(ask, prompts, budgets, model)
+        renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
+        writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
+        group = Group(self.group_id, self.service.client, choices, place, writer)
+        group.start()
+        self._group = group
+        if self._quota is not None:
+            self._quota.use_tokens(sum(len(choice.request.prompt_token_ids) for choice in choices), now_ns())
+        self.service.groups[self.full_id] = group
+        return group, writer
+
+    def _choices(
+        self, ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[int], model: ModelInfo
+    ) -> list[Choice]:
+        """Returns all answers to the prompts, with no token yet, each with its request and its account."""
         check_model(ask.model, self.service.require_model())  # an adapter may have gone meanwhile
         adapter, count = self.service.require_model().adapter_of(ask.model), ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
@@ -185,7 +185,7 @@ class Visit:
                 eos_token_ids=model.eos_token_ids,
                 submitted_ns=now_ns(),
                 priority=ask.priority,
-                deadline_ns=deadline_ns,
+                deadline_ns=self._deadline_ns,
                 cache_salt=self.tenant.cache_salt(ask.cache_salt),
                 adapter=adapter,
             )
@@ -193,15 +193,7 @@ class Visit:
             account.extend(self.account.marks[1:])
             account.enter(Stage.HANDOFF, request.submitted_ns)
             choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer))
-        renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
-        writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
-        group = Group(self.group_id, self.service.client, choices, place, writer)
-        group.start()
-        self._group = group
-        if self._quota is not None:
-            self._quota.use_tokens(sum(len(choice.request.prompt_token_ids) for choice in choices), now_ns())
-        self.service.groups[self.full_id] = group
-        return ask, group, writer
+        return choices
 
     # ---- while it is served
 

@@ -13,11 +13,16 @@ SAMPLE = "a"  # what stands around it stands around any text
 Ids = Sequence[int]
 
 
-class Encoded(NamedTuple):
-    """whole_len: how many tokens it was, before it was cut."""
+class KeptTokens(NamedTuple):
+    """What is kept of a prompt. whole_len: how many tokens it was, before it was cut."""
 
     ids: tuple[int, ...]
     whole_len: int
+
+
+def last_of(ids: Sequence[int], keep_last: int | None) -> KeptTokens:
+    """Returns so many last ones of token ids; None for all."""
+    return KeptTokens(tuple(ids if keep_last is None else ids[-keep_last:]), len(ids))
 
 
 def encoded(
@@ -27,20 +32,18 @@ def encoded(
     add_special_tokens: bool,
     most_tokens: int | None,
     keep_last: int | None,
-) -> Encoded:
+) -> KeptTokens:
     """Returns the token ids of a text, or of a pair where one stands before it as the first; `keep_last` of them, if
     that says how many. Raises `RequestError` where there are more than `most_tokens`."""
     whole = partial(_whole, tokenizer, text, first, add_special_tokens)
     if keep_last is None:
-        ids = whole(most_tokens)
-        return Encoded(ids, len(ids))
+        return last_of(whole(most_tokens), None)
     texts = [tokenizer.encode(each, add_special_tokens=False) for each in (first, text) if each is not None]
     around, whole_len = _around(tokenizer, len(texts), add_special_tokens), sum(map(len, texts))
     if around is None or whole_len + sum(map(len, around)) <= keep_last:  # as good as never of a long text
-        ids = whole()
-        found = Encoded(ids[-keep_last:], len(ids))
+        found = last_of(whole(), keep_last)
     else:
-        found = Encoded(_cut(texts, around, keep_last), whole_len + sum(map(len, around)))
+        found = KeptTokens(_cut(texts, around, keep_last), whole_len + sum(map(len, around)))
     if most_tokens is not None:
         require_at_most(len(found.ids), most_tokens)
     return found

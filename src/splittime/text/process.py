@@ -31,7 +31,7 @@ import msgspec
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
 from splittime.text.foreign_code import is_panic, num_bytes
-from splittime.text.last_tokens import Encoded, encoded
+from splittime.text.last_tokens import KeptTokens, encoded
 from splittime.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("<Q")  # before each message: its length
@@ -188,7 +188,7 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
     return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
 
 
-def _encoded_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _encoded_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[KeptTokens]:
     """Yields the ids of each text. Raises `RequestError`, which names one of several texts by its index."""
     firsts = work.firsts if isinstance(work, Encode) else ()
     for index, text in enumerate(texts):

@@ -28,20 +28,20 @@ NEEDED = ("max_model_len", "block_size", "kv_cache_memory_bytes")
 
 
 class RecordedLoad:
-    """seconds: the length of the stretch. about: what tells it from other loads."""
+    """about: what tells it from other loads."""
 
-    def __init__(self, recorded: Recorded, version: str, cores: int, seconds: float = SECONDS) -> None:
+    def __init__(self, recorded: Recorded, version: str, cores: int) -> None:
         """Raises ConfigError for a ledger that is too thin, simulated, from another version or of another machine."""
         _refuse_another(recorded, version, cores)
         recorded = latest_run(recorded)
         came = requests_of(recorded, recorded.facts.max_model_len)
-        self._requests = busiest(came, round(seconds * 1e9))
+        self._requests = busiest(came, round(SECONDS * 1e9))
         if len(self._requests) < MIN_REQUESTS:
-            what = f"the ledger's busiest {seconds:g} s have {len(self._requests)} requests"
+            what = f"the ledger's busiest {SECONDS:g} s have {len(self._requests)} requests"
             hint = "Record more: splittime serve --ledger-file FILE."
             raise ConfigError(what, param="ledger", value=len(self._requests), limit=MIN_REQUESTS, hint=hint)
         first = self._requests[0]
-        self.about = {"requests": len(self._requests), "first": first.request.request_id, "seconds": seconds}
+        self.about = {"requests": len(self._requests), "first": first.request.request_id, "seconds": SECONDS}
 
     def __call__(self, limits: ServerLimits) -> Schedule:
         vocab_size = limits.vocab_size or USUAL_VOCAB_SIZE

@@ -54,6 +54,7 @@ ACCEPTS_PER_TURN = 16
 TCP_INFO = getattr(socket, "TCP_INFO", None)
 LAST_DATA_RECV = struct.Struct("=I")
 LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
+CLOSE = (b"connection", b"close")
 LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
 
 
@@ -154,8 +155,10 @@ class ConnectionProtocol(HttpToolsProtocol):
         """Write it; from here on the request's body is read past."""
         self._ends = not (self._keeps_alive() and self._is_worth_skipping())
         headers = [*self.server_state.default_headers, *answer.headers]
-        if self._ends:
-            headers.append((b"connection", b"close"))
+        if CLOSE in headers:
+            self._ends = True
+        elif self._ends:
+            headers.append(CLOSE)
         lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
         self.transport.write(b"".join((STATUS_LINE[answer.status], lines, b"\r\n", answer.body)))
         answer.on_written()
@@ -264,5 +267,41 @@ class ManyAcceptingServer(uvicorn.Server):
         own = list(sockets or ())
         await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
 
+    def leave(self, listener: socket.socket) -> None:
+        """Stop listening where others go on to, and serve whoever the system has let in there. Each answer from here on
+        ends its connection: the next one leads to the others. listener: one more of that address, and the last."""
+        if not self.started:
+            return
+        address, loop = listener.getsockname(), asyncio.get_running_loop()
+        for one in self.servers:
+            if one.sockets and one.sockets[0].getsockname() == address:
+                one.close()
+        waiting = _accepted(listener, self.config.backlog)
+        listener.close()
+        self.config.encoded_headers.append(CLOSE)
+        self.server_state.default_headers.append(CLOSE)
+        adopting = (loop.connect_accepted_socket(self._protocol, one, ssl=self.config.ssl) for one in waiting)
+        self._adopted = asyncio.gather(*adopting, return_exceptions=True)
+
+    def _protocol(self) -> asyncio.Protocol:
+        """Returns the protocol of one more connection, as uvicorn makes it."""
+        made = self.config.http_protocol_class
+        return cast(
+            asyncio.Protocol,
+            made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
+        )
+
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
+
+
+def _accepted(listener: socket.socket, most: int) -> list[socket.socket]:
+    """Returns the connections that wait there, without waiting for any."""
+    listener.setblocking(False)
+    found: list[socket.socket] = []
+    with contextlib.suppress(OSError):  # there is no other, or no descriptor for it
+        while len(found) < most:
+            found.append(listener.accept()[0])
+    for one in found:
+        one.setblocking(False)
+    return found

@@ -239,8 +239,8 @@ def _sized(body: bytes, content_type: bytes = b"application/json", headers: Head
     return [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
 
 
-async def respond_json(send: Send, value: Any, *, status: int = 200, headers: Headers | None = None) -> None:
-    await respond(send, orjson.dumps(value, default=str), status=status, headers=headers)
+async def respond_json(send: Send, value: Any) -> None:
+    await respond(send, orjson.dumps(value, default=str))
 
 
 async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None) -> None:

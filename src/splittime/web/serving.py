@@ -13,7 +13,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -21,11 +21,13 @@ import uvicorn
 
 from splittime.web import http, log_limit
 from splittime.web.connection import ConnectionProtocol, ManyAcceptingServer
+from splittime.web.ports import bound
 
 BACKLOG = 2048  # connections that may wait to be accepted
 EXIT_AT_ONCE = 130
 STALL_MORE_S = 5.0  # after `slow_reader_s`, so that a stream is dropped by itself, with its reason
 SHUTDOWN_S = 5  # for connections to close after the drain
+LEAVE_S = 1.0  # for requests of those who had just come in at a port that others go on to listen at
 
 
 class ServedApp(Protocol):
@@ -84,14 +86,12 @@ def make_server(app: ServedApp, config: SocketConfig) -> ManyAcceptingServer:
     )
 
 
-def listen(config: SocketConfig) -> socket.socket:
-    """The listening socket. Raises OSError if the address is taken."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def listen(config: SocketConfig, shared_port: int | None = None) -> socket.socket:
+    """The listening socket: at the config's port, or at one that others share. Raises OSError if the address is
+    taken."""
+    listener = bound(config.host, shared_port or config.port, shares=shared_port is not None)
     if config.send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.send_buffer_bytes)
-    listener.bind((config.host, config.port))
     listener.listen(BACKLOG)
     return listener
 
@@ -101,27 +101,36 @@ async def run(
     config: SocketConfig,
     drain: Callable[[], Awaitable[None]],
     *,
+    shared_port: int | None = None,
     on_listening: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serve until a signal has drained it. drain: ends what is open. on_listening: is told the port."""
+    """Serve until a signal has drained it. drain: ends what is open. shared_port: beside its own, one that others
+    share (`ports`); a drain begins with leaving it to them. on_listening: is told its own port."""
     listener = listen(config)
+    shared = [] if shared_port is None else [listen(config, shared_port)]
     server = make_server(app, config)
+    left = [one.dup() for one in shared]
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
     def on_signal() -> None:
         if draining:
             os._exit(EXIT_AT_ONCE)
-        draining.append(loop.create_task(_drain(drain, server)))
+        draining.append(loop.create_task(_drain(drain, server, left)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     on_listening(listener.getsockname()[1])
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=[listener, *shared])
 
 
-async def _drain(drain: Callable[[], Awaitable[None]], server: ManyAcceptingServer) -> None:
+async def _drain(
+    drain: Callable[[], Awaitable[None]], server: ManyAcceptingServer, shared: Sequence[socket.socket]
+) -> None:
     try:
+        for listener in shared:
+            server.leave(listener)
+            await asyncio.sleep(LEAVE_S)
         await drain()
     finally:
         server.should_exit = True

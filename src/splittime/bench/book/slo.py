@@ -136,12 +136,12 @@ def judge(found: Summary, slo: Mapping[str, float]) -> list[SloResult]:
     return [_result(found, name, limit, name in slo) for name, limit in terms.items()]
 
 
-def still_missed(run: Run, result: SloResult, arm: int = 0) -> bool:
+def still_missed(run: Run, result: SloResult) -> bool:
     """Whether a term is missed also with all of the client's own lateness taken off. Of goodput and rates nobody can
     tell."""
     if result.ok or result.value is None or result.name in HIGHER_IS_BETTER:
         return False
-    return result.value - off_ns(run, arm, parse_metric(result.name)) > result.limit
+    return result.value - off_ns(run, 0, parse_metric(result.name)) > result.limit
 
 
 def _result(found: Summary, name: str, limit: float, is_named: bool) -> SloResult:

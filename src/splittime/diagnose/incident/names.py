@@ -25,11 +25,10 @@ def label(text: str) -> str:
 
 
 class SharedNames:
-    """Renames within one bundle: what was equal stays equal. facts: name the models that are served. key: for tests;
-    default: one that is drawn."""
+    """Renames within one bundle: what was equal stays equal. facts: name the models that are served."""
 
-    def __init__(self, facts: ServerFacts | None, key: bytes | None = None) -> None:
-        self._key = secrets.token_bytes(32) if key is None else key
+    def __init__(self, facts: ServerFacts | None) -> None:
+        self._key = secrets.token_bytes(32)
         self._models = frozenset(facts.model.split(", ")) if facts is not None else frozenset()
         self._ids: dict[str, str] = {}
 

@@ -88,10 +88,10 @@ _PROGRAM = re.compile(r"[A-Za-z][A-Za-z0-9._+ -]{0,63}")
 
 
 class Shareable(SharedNames):
-    """Makes records of one server shareable. facts, key: as of `SharedNames`."""
+    """Makes records of one server shareable. facts: as of `SharedNames`."""
 
-    def __init__(self, facts: ServerFacts | None, key: bytes | None = None) -> None:
-        super().__init__(facts, key)
+    def __init__(self, facts: ServerFacts | None) -> None:
+        super().__init__(facts)
         self._blocks: dict[int, int] = {}
 
     # ---- hashes of prompts

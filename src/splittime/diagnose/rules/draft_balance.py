@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from splittime.diagnose.rules.share import CONFIDENCE, MIN_SHARE, Share, of_requests, widened
+from splittime.diagnose.rules.share import CONFIDENCE, Share, of_requests, widened
 from splittime.diagnose.rules.step_cost import MIN_STEPS_TO_FIT, length_ns
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
@@ -113,9 +113,7 @@ def prices_of(steps: Sequence[StepRecord]) -> "Line | None":
     return line_of(columns, numpy.array([length_ns(step) - step.draft_ns for step in plain], dtype=float))
 
 
-def gain(
-    rows: GuessedRows, prices: "Line", accounts: Sequence[ClosedAccount], most: int = 0, least: float = MIN_SHARE
-) -> Share:
+def gain(rows: GuessedRows, prices: "Line", accounts: Sequence[ClosedAccount], most: int = 0) -> Share:
     """Returns the share of the requests' time that at most so many drafts a row would save; its interval is of these
     requests and of the prices together."""
     gained = rows.gained(most)
@@ -123,7 +121,7 @@ def gain(
     felt_ns = sum(account.end_ns - account.start_ns for account in accounts)
     all_of_them = gained.sum(axis=0)[:GUESSING]
     error_ns = sqrt(max(0.0, float(all_of_them @ prices.covariance @ all_of_them)))
-    return widened(of_requests(by_request, accounts, least), reach(error_ns) / max(1, felt_ns))
+    return widened(of_requests(by_request, accounts), reach(error_ns) / max(1, felt_ns))
 
 
 def gained_ns(gained: Array, prices: "Line") -> Array:

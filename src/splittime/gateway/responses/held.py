@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from splittime.core.errors import NotFound
+from splittime.core.errors import NotFound, RequestError
 from splittime.gateway.endpoints import RESPONSES
 from splittime.gateway.forwarded import ForwardedRequest, with_model
 from splittime.gateway.upstreams import Upstream, held_line
@@ -66,12 +66,15 @@ class HeldResponses:
 
 def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) -> ForwardedRequest:
     """Returns a request that goes on from a response as one for the upstream that keeps it, and any other as it is.
-    Under a `[[difficulty]]` it keeps the model that it began with. Raises `NotFound` where nobody may be asked."""
+    Under a `[[difficulty]]` it keeps the model that it began with. Raises `NotFound` where nobody may be asked, and
+    `RequestError` for an item that is only named where it may be another key's, or another upstream's."""
+    if request.reference and _is_shared(gateway, request):
+        raise _unknown_item(request.reference)
     if not request.previous_id:
         return request
     held = gateway.held.get(tenant.name, request.previous_id)
     if held is None:
-        if gateway.config.tenant or len(gateway.router.of_model(request.pool)) != 1:
+        if _is_shared(gateway, request):
             raise not_found(request.previous_id, "previous_response_id", "previous_response_not_found")
         return request
     route = gateway.difficulty.route(request)
@@ -84,6 +87,11 @@ def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) 
     return msgspec.structs.replace(request, pool=held_line(held.upstream))
 
 
+def _is_shared(gateway: "GatewayService", request: ForwardedRequest) -> bool:
+    """Whether what an upstream keeps may be another key's, or another upstream's."""
+    return bool(gateway.config.tenant) or len(gateway.router.of_model(request.pool)) != 1
+
+
 def keeper_of(gateway: "GatewayService", tenant: Tenant, response_id: str) -> Upstream:
     """Returns the upstream that keeps a response; the only one there is, where nobody else can be asking. Raises
     `NotFound`."""
@@ -93,6 +101,12 @@ def keeper_of(gateway: "GatewayService", tenant: Tenant, response_id: str) -> Up
     if found is None or not _ID.fullmatch(response_id):
         raise not_found(response_id, "response_id", "not_found")
     return found
+
+
+def _unknown_item(param: str) -> RequestError:
+    message = f"{param}: item_reference is not passed on: the gateway does not know who keeps the item, nor whose it is"
+    hint = "send the item itself, or name its response as previous_response_id"
+    return RequestError(message, code="unsupported_field", param=param, hint=hint)
 
 
 def not_found(response_id: str, param: str, code: str) -> NotFound:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
 
 FIXED = (
-    *("host", "port", "ssl_certfile", "ssl_keyfile", "body_timeout_s", "slow_reader_s"),
+    *("host", "port", "shared_port", "ssl_certfile", "ssl_keyfile", "body_timeout_s", "slow_reader_s"),
     *(
         "ledger_file",
         "max_file_accounts",

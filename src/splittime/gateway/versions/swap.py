@@ -22,6 +22,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets, read_config, secrets_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions.canary import CanaryDecision, CanaryTrial, CompareArms, chosen
+from splittime.gateway.versions.canary_mark import CanaryMark
 from splittime.gateway.versions.carried import check_canary, check_change
 from splittime.gateway.versions.version import ConfigChange, numbered
 from splittime.ledger.account import ClosedAccount
@@ -34,6 +35,7 @@ log = logging.getLogger("splittime.gateway")
 KEPT_CHANGES = 32
 MAX_BEFORE = 2048  # accounts that a canary's tenants had before
 WATCH_S = 0.1
+LEFT = "the gateway ended while this canary ran, and has the config of its file for all."
 CHANGES = ("started", "applied", "canary", "promoted", "rolled_back", "refused")
 
 
@@ -64,6 +66,7 @@ class GatewayVersions:
         self.canary: GatewayService | None = None
         self.trial: CanaryTrial | None = None
         self._trying: Applied | None = None
+        self._mark = CanaryMark(config.ledger_file)
         self._watching: asyncio.Task[None] | None = None
         self._retired: list[GatewayService] = []
         self._ending = set[asyncio.Task[None]]()
@@ -77,6 +80,8 @@ class GatewayVersions:
     async def open(self) -> None:
         await self.current.open()
         self._note("started", self.current.version, "")
+        if (left := self._mark.found()) is not None:
+            self._note("rolled_back", left.version, "", f"{LEFT} It was tried by {left.why}.")
 
     def arm_of(self, tenant: Tenant) -> GatewayService:
         """Returns the version that a request of this tenant comes in by now."""
@@ -201,12 +206,14 @@ class GatewayVersions:
         loop = asyncio.get_running_loop()
         read = partial(self._before, tenants, version)
         before = await loop.run_in_executor(self.current.pool, read)
+        change = self._change("canary", made.version, by, f"{len(tenants)} of {len(config.tenant)} tenants")
+        await loop.run_in_executor(self.current.pool, self._mark.put, change)
         await made.open()
         self._adopt(made)
         trial = CanaryTrial(config.canary, tenants, before, (version, made.version), self._compare)
         self.trial, self.canary, self._trying = trial, made, applied
         self._watching = loop.create_task(self._watch(trial, time.monotonic() + config.canary.max_s))
-        self._note("canary", made.version, by, f"{len(tenants)} of {len(config.tenant)} tenants")
+        self._keep(change)
 
     def _before(self, tenants: frozenset[str], version: str) -> list[ClosedAccount]:
         latest = self._ledger.accounts(limit=MAX_BEFORE)
@@ -252,14 +259,22 @@ class GatewayVersions:
         self.trial = self.canary = self._trying = self._watching = None
         if watching is not None and watching is not asyncio.current_task():
             watching.cancel()
+        await asyncio.get_running_loop().run_in_executor(self.current.pool, self._mark.remove)
 
     # ---- what is told
 
     def _note(self, what: str, version: str, by: str, why: str = "") -> None:
-        change = ConfigChange(at_unix_s=round(time.time(), 3), what=what, version=version, by=by, why=why[:1000])
+        self._keep(self._change(what, version, by, why))
+
+    def _change(self, what: str, version: str, by: str, why: str) -> ConfigChange:
+        return ConfigChange(at_unix_s=round(time.time(), 3), what=what, version=version, by=by, why=why[:1000])
+
+    def _keep(self, change: ConfigChange) -> None:
         self._changes.append(change)
-        self.counts[what] += 1
-        log.warning("config %s %s by %s: %s", what, version, by or "the gateway", why or "-")
+        self.counts[change.what] += 1
+        log.warning(
+            "config %s %s by %s: %s", change.what, change.version, change.by or "the gateway", change.why or "-"
+        )
         if self.audit is not None:
             self.audit.note("config", msgspec.to_builtins(change))
 

@@ -28,7 +28,7 @@ from splittime.kernels.api import (
     own,
 )
 from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Adapted, Additions
+from splittime.kernels.low_rank import LayerUses, ProductUses
 from splittime.kernels.native import check, packed
 from splittime.kernels.native import library as native
 from splittime.kernels.native.check import choose_isa
@@ -74,15 +74,13 @@ class FusedLayer:
         self._store: LayerKv | None = None
         self._kv = native.StKv()
 
-    def __call__(
-        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
         mine = own(plan, NativePlan)
         if kv is not self._store:
             self._store, self._kv = kv, kv_of(kv, mine.shape)
         mine.batch.turns = turns.data_ptr()
-        added = self._low_ranks.of_layer(adapted) if adapted else None
-        self._call(self._reference, byref(mine.batch), byref(self._kv), len(adapted), added, hidden.data_ptr())
+        added = self._low_ranks.of_layer(uses) if uses else None
+        self._call(self._reference, byref(mine.batch), byref(self._kv), len(uses), added, hidden.data_ptr())
         return hidden
 
 
@@ -159,11 +157,11 @@ class NativeOps:
         library().st_linear(byref(weight.struct), len(lines), *arrays)
         return y
 
-    def add_low_rank(self, y: Tensor, x: Tensor, additions: Additions) -> None:
+    def add_low_rank(self, y: Tensor, x: Tensor, uses: ProductUses) -> None:
         """x, y: of contiguous rows."""
-        if any(low_rank for low_rank, _ in additions):
+        if any(low_rank for low_rank, _ in uses):
             arrays = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
-            library().st_add_low_rank(len(additions), self._low_ranks.of_product(additions), 0, *arrays)
+            library().st_add_low_rank(len(uses), self._low_ranks.of_product(uses), 0, *arrays)
 
     def pack_norm(self, weight: Tensor, eps: float) -> NativeNorm:
         return NativeNorm(weight.float().contiguous(), eps)

@@ -18,7 +18,7 @@ from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
 from splittime.kernels.layer import PackedNorm, PackedWeight
-from splittime.kernels.low_rank import Adapted, Additions, LowRank
+from splittime.kernels.low_rank import LayerUses, LowRank, ProductUses
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, chain, library
@@ -95,12 +95,12 @@ class NativeLowRanks:
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[LowRank, NativeLowRank] = WeakKeyDictionary()
 
-    def of_layer(self, adapted: Adapted) -> "ctypes.Array[native.StAdapted]":
-        return _array([(self._addresses(one.qkv, one.output, one.gate_up, one.down), at) for one, at in adapted])
+    def of_layer(self, uses: LayerUses) -> "ctypes.Array[native.StAdapted]":
+        return _array([(self._addresses(one.qkv, one.output, one.gate_up, one.down), at) for one, at in uses])
 
-    def of_product(self, additions: Additions) -> "ctypes.Array[native.StAdapted]":
+    def of_product(self, uses: ProductUses) -> "ctypes.Array[native.StAdapted]":
         """As the first of a layer's products."""
-        return _array([(self._addresses(low_rank), at) for low_rank, at in additions])
+        return _array([(self._addresses(low_rank), at) for low_rank, at in uses])
 
     def _addresses(self, *low_ranks: LowRank | None) -> tuple[int | None, ...]:
         return tuple(None if one is None else self._address_of(one) for one in low_ranks)
@@ -112,8 +112,8 @@ class NativeLowRanks:
         return made.address
 
 
-def _array(adapted: list[tuple[tuple[int | None, ...], Tensor]]) -> "ctypes.Array[native.StAdapted]":
-    made = [native.StAdapted(products, tokens.data_ptr(), len(tokens)) for products, tokens in adapted]
+def _array(uses: list[tuple[tuple[int | None, ...], Tensor]]) -> "ctypes.Array[native.StAdapted]":
+    made = [native.StAdapted(products, tokens.data_ptr(), len(tokens)) for products, tokens in uses]
     return (native.StAdapted * len(made))(*made)
 
 

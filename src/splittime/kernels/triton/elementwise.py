@@ -96,28 +96,13 @@ def rms_norm(x: Tensor, packed: TritonNorm, tiles: NormTiles | None = None) -> T
     return y
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, packed: TritonNorm, tiles: NormTiles | None = None
-) -> tuple[Tensor, Tensor]:
-    """x, residual [T, ..., D] -> x + residual, and that normed; new tensors."""
-    x = x.contiguous()
-    total, y = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, None, residual.contiguous(), packed, total, y, tiles)
-    return total, y
-
-
 def add_parts_rms_norm(
-    parts: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    packed: TritonNorm,
-    total: Tensor,
-    tiles: NormTiles | None = None,
+    parts: Tensor, bias: Tensor | None, residual: Tensor, packed: TritonNorm, total: Tensor
 ) -> Tensor:
     """parts: float32 [splits, T, D], added in their order, then bias [D] and residual [T, D] -> total [T, D], which is
     written, as `tiles.add_parts` does it; and that normed, a new tensor."""
     y = torch.empty_like(total)
-    _launch(parts, bias, residual.contiguous(), packed, total, y, tiles)
+    _launch(parts, bias, residual.contiguous(), packed, total, y, None)
     return y
 
 

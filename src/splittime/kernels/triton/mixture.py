@@ -23,7 +23,7 @@ from torch import Tensor
 from splittime.kernels import compose
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops, own
 from splittime.kernels.layer import LayerWeights, PackedWeight, RouterSpec
-from splittime.kernels.low_rank import Adapted
+from splittime.kernels.low_rank import LayerUses
 from splittime.kernels.triton import grouped
 from splittime.kernels.triton.attention_plan import PagedPlan
 
@@ -94,10 +94,8 @@ class MixtureLayer:
     experts: grouped.Experts
     parts_reason, needs_host = "", False
 
-    def __call__(
-        self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, adapted: Adapted = ()
-    ) -> Tensor:
-        hidden, normed = compose.attention(self.ops, self.weights, hidden, turns, kv, plan, adapted)
+    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+        hidden, normed = compose.attention(self.ops, self.weights, hidden, turns, kv, plan, uses)
         return self.feed_forward(normed, hidden, own(plan, PagedPlan).token_blocks)
 
     def feed_forward(self, x: Tensor, residual: Tensor, token_blocks: Tensor) -> Tensor:

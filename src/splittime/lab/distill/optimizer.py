@@ -19,15 +19,16 @@ from torch import Tensor, nn
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ADAM_BETAS = (0.9, 0.95)
 MUON_MOMENTUM = 0.95
+WARM_UP, FLOOR = 0.03, 0.01  # of the learning rate: shares of the run, and of its peak
 LAYERS = ("model.layers.", "model.mtp_layers.")
 
 
-def learning_rate_scale(progress: float, warmup: float = 0.03, floor: float = 0.01) -> float:
-    """Factor on the peak learning rate at `progress` in [0, 1]: linear warm-up, then a cosine down to `floor`."""
-    if progress < warmup:
-        return max(progress / warmup, 0.01)
-    share = min((progress - warmup) / (1 - warmup), 1.0)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+def learning_rate_scale(progress: float) -> float:
+    """Factor on the peak learning rate at `progress` in [0, 1]: linear warm-up, then a cosine down to `FLOOR`."""
+    if progress < WARM_UP:
+        return max(progress / WARM_UP, 0.01)
+    share = min((progress - WARM_UP) / (1 - WARM_UP), 1.0)
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:

@@ -54,18 +54,13 @@ class Needle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trials(
-    texts: Sequence[DocumentTokens],
-    encoder: Encoder,
-    prefix: tuple[int, ...],
-    length: int,
-    count: int = TRIALS,
-    seed: int = 0,
+    texts: Sequence[DocumentTokens], encoder: Encoder, prefix: tuple[int, ...], length: int
 ) -> list[NeedleTrial]:
     """Texts of `length` tokens with their facts; each begins with another document."""
-    source = np.random.default_rng(seed)
+    source = np.random.default_rng(0)
     return [
         _trial(_text_from(texts, number, length), encoder, prefix, length, NAMES[number % len(NAMES)], code)
-        for number, code in enumerate(source.integers(10_000, 100_000, count).tolist())
+        for number, code in enumerate(source.integers(10_000, 100_000, TRIALS).tolist())
     ]
 
 

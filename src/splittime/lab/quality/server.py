@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
 
 
 class ServerModel:
-    """`quality.model.Model` over HTTP. top: alternatives that are asked for; fewer where the server has a limit."""
+    """`quality.model.Model` over HTTP. It is asked for `TOP` alternatives, or for fewer where it has a limit."""
 
     has_decode = False
     reads = None
@@ -48,20 +48,18 @@ class ServerModel:
         url: str,
         vocabulary: Vocabulary,
         vocab_size: int,
-        max_tokens: int | None = None,
         api_key: str | None = None,
-        top: int = TOP,
     ) -> None:
         self.url, self.name = url.rstrip("/").removesuffix("/v1"), url
-        self.vocab_size, self.top = vocab_size, top
+        self.vocab_size = vocab_size
         self._vocabulary, self._api_key = vocabulary, api_key
         self._ends = 0
         card = self._card()
         self._is_vllm = card.get("owned_by") == "vllm"
         self.model = str(card["id"])
         known = card.get("max_model_len")
-        self.max_tokens = min(each for each in (known, max_tokens, 1 << 20) if isinstance(each, int)) - 1
-        self.facts: Mapping[str, object] = {"server": self.url, "model": self.model, "logprobs": f"the likeliest {top}"}
+        self.max_tokens = min(each for each in (known, 1 << 20) if isinstance(each, int)) - 1
+        self.facts: Mapping[str, object] = {"server": self.url, "model": self.model, "logprobs": f"the likeliest {TOP}"}
 
     def predictions(self, token_ids: Sequence[int], begin: int, decode_tokens: int) -> Iterator[Sparse]:
         following, tops = self._scored(token_ids)
@@ -142,7 +140,7 @@ class ServerModel:
 
     def _echoed(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """With 0 tokens of output; servers that refuse 0 are asked for 1 from then on."""
-        wanted = {"prompt_logprobs": self.top} if self._is_vllm else {"echo": True, "logprobs": self.top}
+        wanted = {"prompt_logprobs": TOP} if self._is_vllm else {"echo": True, "logprobs": TOP}
         body = {"prompt": list(token_ids), "temperature": 0, **wanted}
         try:
             return self._complete({**body, "max_tokens": self._ends})

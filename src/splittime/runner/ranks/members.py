@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -137,15 +138,22 @@ class Members:
         self._tell: Callable[[SplittimeError], None] | None = None
         self._let_go: Callable[[], None] | None = None
         self._members: list[Member] = []
-        try:
+        with self.ended_unless_begun(OSError):
             for index in range(1, config.tensor_parallel_size):
                 self._members.append(Member(index, self._note_death))
                 self._members[-1].channel.send(encode(Begin(index, str(self.folder), config)))
-        except OSError as error:
+
+    @contextmanager
+    def ended_unless_begun(self, lost: type[Exception]) -> Iterator[None]:
+        """Ends all ranks where a part of the start fails, by an interrupt too: no rank may outlive it. lost: the error
+        of which a rank's end is the reason; that is raised instead."""
+        try:
+            yield
+        except lost as error:
             cause = self.cause()
             self.end()
             raise cause from error
-        except BaseException:  # an interrupt too: no rank may outlive a start that came to nothing
+        except BaseException:
             self.end()
             raise
 
