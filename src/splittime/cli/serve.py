@@ -25,6 +25,7 @@ from splittime.cli.announcement import announce
 from splittime.cli.options import JsonFlag, ModelArgument, with_settings, write_data
 from splittime.cli.progress import seconds_of
 from splittime.cli.startup import StartTimeline
+from splittime.core import background
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.pooling import Pooling
 from splittime.server.config import ServerConfig, lora_modules
@@ -100,6 +101,7 @@ async def _serve(
 
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
+            background.leave()
             timeline.extend(ready.timeline)
             timeline.mark("wait for engine")
             model = replace(model_info(settings, config, folder, ready), adapters=adapters)
