@@ -45,7 +45,7 @@ async def _outcome(client: openai.AsyncOpenAI, planned: Planned, begin_ns: int) 
     chunk_ns: list[int] = []
     ending, error = Ending.COMPLETE, None
     try:
-        stream = await client.completions.create(
+        stream: Any = await client.completions.create(
             model=MODEL,
             prompt=list(planned.prompt or ()),
             max_tokens=planned.output_tokens,
