@@ -41,13 +41,14 @@ async def tried_again(url: str, schedule: Schedule) -> tuple[list[Outcome], int]
 
 async def _outcome(client: openai.AsyncOpenAI, planned: Planned, begin_ns: int) -> Outcome:
     assert planned.at_ns is not None, "an open loop"
+    assert not isinstance(planned.prompt, str), "token ids"
     await asyncio.sleep((planned.at_ns + begin_ns - time.monotonic_ns()) / 1e9)
     chunk_ns: list[int] = []
     ending, error = Ending.COMPLETE, None
     try:
         stream: Any = await client.completions.create(
             model=MODEL,
-            prompt=list(planned.prompt or ()),
+            prompt=list(planned.prompt),
             max_tokens=planned.output_tokens,
             stream=True,
             extra_body={"ignore_eos": True},
