@@ -29,10 +29,12 @@ class SmallReplicas:
         self.ended: list[str] = []
         self.asked: list[str] = []
         self.peers: dict[str, list[str]] = {}
+        self.in_background: dict[str, bool] = {}
         self.address = ""
         self.num_refused = 0
 
-    def start(self, name, launch, peers=()) -> None:
+    def start(self, name, launch, peers=(), *, in_background=False) -> None:
+        self.in_background[name] = in_background
         self.peers[name] = [url.rpartition("/")[2] for url in peers]
         if self.num_refused:
             self.num_refused -= 1
@@ -147,6 +149,7 @@ def test_a_lost_replica_is_replaced(tmp_path):
         events = json.loads((tmp_path / "status.json").read_text())["events"]
         assert [(one["what"], one["name"]) for one in events] == [("start", "r1"), ("stop", "r1"), ("start", "r2")]
         assert [one["words"] for one in events] == ["", "two\nthree\nfour", ""]
+        assert replicas.in_background == {"r1": False, "r2": False}
 
     run(body, tmp_path, scale=SCALE)
 
@@ -169,6 +172,7 @@ def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
         replicas.busy("r1", 5)
         await until(lambda: listed(tmp_path)[:2] == ["r1", "r2"])
         assert "r2 wake" in replicas.asked
+        assert replicas.in_background == {"r1": False, "r2": True}
 
     run(body, tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2})
 
@@ -216,6 +220,7 @@ def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_no
         (tmp_path / REREAD).touch()
         await until(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
         assert keeper.state.replicas["r2"].revision == keeper.state.revision
+        assert replicas.in_background == {"r1": False, "r2": True}
         assert list(keeper.state.launches) == [keeper.state.revision]
         path.write_text(f"{top}[serve]\nmax_num_seqs = 6\n{scale}")  # and nobody has applied it
         taken = taken_cluster(tmp_path)

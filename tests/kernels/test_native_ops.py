@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,6 +156,27 @@ def test_a_wrong_instruction_set_is_not_used(ops, monkeypatch):
     monkeypatch.setattr(check, "_product", lambda *case: good(*case) * (2 if library.selected_isa() == best else 1))
     with pytest.warns(UserWarning, match=f"the {best} kernels give wrong results"):
         assert check.choose_isa.__wrapped__()[0] != best
+
+
+def test_kernels_that_compute_nothing_are_not_held_to_be_right(ops, monkeypatch):
+    from splittime.kernels.native import check
+
+    good = check._product
+    monkeypatch.setattr(check, "_product", lambda *case: good(*case) * 0)
+    with pytest.raises(RuntimeError, match="compute nothing"):
+        check.choose_isa.__wrapped__()
+
+
+def test_the_numbers_of_the_check_are_as_good_as_drawn():
+    from splittime.kernels.native import check
+
+    first, second = check._drawn(1, 48, 704), check._drawn(2, 48, 704)
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+    for drawn in (first, second):
+        counts, _ = np.histogram(drawn, bins=16, range=(-2, 2))
+        assert counts.sum() == drawn.size
+        assert counts.min() > 0.9 * drawn.size / 16
+        assert abs(np.corrcoef(drawn[:, 1:].ravel(), drawn[:, :-1].ravel())[0, 1]) < 0.02
 
 
 def test_the_instruction_set_is_chosen_by_its_rate(ops, monkeypatch):

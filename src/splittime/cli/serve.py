@@ -5,7 +5,6 @@ yet."""
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
@@ -23,9 +22,10 @@ from splittime.api.limits import LoadedAdapter, ModelInfo
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings, worker_settings
 from splittime.cli.announcement import announce
-from splittime.cli.options import JsonFlag, ModelArgument, with_settings
+from splittime.cli.options import JsonFlag, ModelArgument, with_settings, write_data
 from splittime.cli.progress import seconds_of
 from splittime.cli.startup import StartTimeline
+from splittime.core import background
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.pooling import Pooling
 from splittime.server.config import ServerConfig, lora_modules
@@ -101,6 +101,7 @@ async def _serve(
 
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
+            background.leave()
             timeline.extend(ready.timeline)
             timeline.mark("wait for engine")
             model = replace(model_info(settings, config, folder, ready), adapters=adapters)
@@ -243,7 +244,6 @@ def _announce(
             "settings": settings.shown(),
             "timeline_ms": [phase._asdict() for phase in timeline.phases()],
         }
-        sys.stdout.buffer.write(orjson.dumps(report) + b"\n")
-        sys.stdout.buffer.flush()
+        write_data(orjson.dumps(report))
         return
     announce(url, model.name, ready.resolved, timeline, settings, is_verbose=is_verbose)

@@ -77,12 +77,14 @@ class FleetAction(StrEnum):
 
 
 class FleetOrder(NamedTuple):
-    """name: of the replica, "" for one that is started. why: for whoever reads the log."""
+    """name: of the replica, "" for one that is started. why: for whoever reads the log. is_urgent: others do not
+    suffice until it is done; else it may be started in the background."""
 
     action: FleetAction
     name: str
     revision: str
     why: str
+    is_urgent: bool = False
 
 
 class FleetDecision(NamedTuple):
@@ -205,7 +207,8 @@ class FleetController:
         able = [*groups.draining, *groups.asleep][:missing]  # those that sleep before those that warm
         actions = (FleetAction.WAKE if one.state is FleetState.ASLEEP else FleetAction.ADMIT for one in able)
         orders = [FleetOrder(action, one.name, one.revision, why) for action, one in zip(actions, able, strict=True)]
-        return orders + self._started(at_ns, fleet.revision, min(missing - len(orders), room), why)
+        number = min(missing - len(orders), room)
+        return orders + [order._replace(is_urgent=True) for order in self._started(at_ns, fleet.revision, number, why)]
 
     def _started(
         self, at_ns: int, revision: str, number: int, why: str, action: FleetAction = FleetAction.START

@@ -173,9 +173,8 @@ class FleetKeeper:
         state.replicas[name] = ManagedReplica(order.revision, phase, time.time())
         self._file.write(state)
         launch = state.launches[order.revision]
-        await self._in_thread(
-            partial(self._places.start, name, launch, self._peers if launch.replica.shares_blocks else ())
-        )
+        peers = self._peers if launch.replica.shares_blocks else ()
+        await self._in_thread(partial(self._places.start, name, launch, peers, in_background=not order.is_urgent))
         return name
 
     @property

@@ -20,8 +20,11 @@ END_S = 60.0  # from SIGTERM until a replica is killed: longer than `--grace-s`,
 class ReplicaPlaces(Protocol):
     """None of these waits for a replica. Names are the controller's, and none is used twice."""
 
-    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
-        """peers: the addresses of replicas whose cached blocks it may have."""
+    def start(
+        self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = (), *, in_background: bool = False
+    ) -> None:
+        """peers: the addresses of replicas whose cached blocks it may have. in_background: it leaves the processors to
+        those that serve beside it until it has imported what it needs."""
         ...
 
     def look(self) -> Mapping[str, ReplicaSeen]:
@@ -51,9 +54,12 @@ class LocalPlaces:
         self._known = {name: ReplicaProcess(folder, name) for name in ReplicaProcess.names(folder)}
         self._ending: dict[str, float] = {}  # until when
 
-    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
+    def start(
+        self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = (), *, in_background: bool = False
+    ) -> None:
         process = self._known[name] = ReplicaProcess(self._folder, name)
-        process.begin((*launch.flags, *as_typed("kv_peers", peers)), key_of(launch), self._ends_with)
+        flags = (*launch.flags, *as_typed("kv_peers", peers))
+        process.begin(flags, key_of(launch), self._ends_with, in_background=in_background)
 
     def look(self) -> Mapping[str, ReplicaSeen]:
         self._kill_late()

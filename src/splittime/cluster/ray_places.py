@@ -28,11 +28,14 @@ ALONE_S = 300.0  # an actor that is not asked for so long has no cluster any mor
 class ReplicaActor:
     """What runs in Ray's worker: one server, which ends with it; and both end where nobody has looked for long."""
 
-    def __init__(self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool) -> None:
+    def __init__(
+        self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool, in_background: bool
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=f"splittime-{name}-"))
         self._process = ReplicaProcess(self._folder, name)
         self._last: tuple[bool, str | None, str] | None = None
-        self._process.begin((*flags, "--host", _own_address() if on_network else LOOPBACK), key, os.getpid())
+        flags = (*flags, "--host", _own_address() if on_network else LOOPBACK)
+        self._process.begin(flags, key, os.getpid(), in_background=in_background)
         self._looked_s = time.monotonic()
         threading.Thread(target=self._end_alone, name="end-alone", daemon=True).start()
 
@@ -75,7 +78,9 @@ class RayPlaces:
         self._seen: dict[str, ReplicaSeen] = {}
         self._ending: dict[str, float] = {}  # until when
 
-    def start(self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = ()) -> None:
+    def start(
+        self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = (), *, in_background: bool = False
+    ) -> None:
         told = launch.replica
         made = self._ray.remote(ReplicaActor).options(
             name=name,
@@ -86,7 +91,7 @@ class RayPlaces:
             max_restarts=0,
         )
         flags = (*launch.flags, *as_typed("kv_peers", peers))
-        self._actors[name] = made.remote(name, flags, key_of(launch), told.on_network)
+        self._actors[name] = made.remote(name, flags, key_of(launch), told.on_network, in_background)
 
     def look(self) -> Mapping[str, ReplicaSeen]:
         """One that has no place yet, or does not answer in time, is as it was."""

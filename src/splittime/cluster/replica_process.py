@@ -28,6 +28,9 @@ from splittime.cluster.replica_process import ProcessMark
 ProcessMark.of(os.getpid()).write(Path(sys.argv.pop(1)))
 """  # by itself, should whoever started it be killed before it can write that down
 LAST_WORDS_BYTES = 2000
+LOWERED = """from splittime.core import background
+background.enter()
+"""
 OURS, KEYS = "SPLITTIME_", ("SPLITTIME_API_KEY", "SPLITTIME_KV_PEER_KEY")
 ENDED_STATES = "ZX"
 
@@ -81,10 +84,11 @@ class ReplicaProcess:
         """Returns the names of those that this folder has files of."""
         return sorted(path.stem for path in folder.glob("*.json"))
 
-    def begin(self, flags: Sequence[str], key: str | None, ends_with: int) -> None:
+    def begin(self, flags: Sequence[str], key: str | None, ends_with: int, *, in_background: bool = False) -> None:
         """Start it. key: that it asks for. ends_with: the process with which it ends."""
-        marked = [sys.executable, "-c", MARKED + STARTED, str(self._path("json"))]
-        command = [*marked, str(ends_with), "serve", *flags, "--port", "0", "--json"]
+        program = MARKED + (LOWERED if in_background else "") + STARTED
+        told = [str(self._path("json")), str(ends_with)]
+        command = [sys.executable, "-c", program, *told, "serve", *flags, "--port", "0", "--json"]
         out, words = (self._path(kind).open("wb") for kind in ("out", "log"))
         with out, words:
             self._process = subprocess.Popen(

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import msgspec
 import zmq
 
+from splittime.core import background
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.process_start import process_start_ns
@@ -76,6 +77,7 @@ def _work(
         settings = _from_parent(inbound)
         timeline: Timeline = [("import engine", process_start_ns(), time.monotonic_ns())]
         prepare(timeline)
+        background.leave()
         begin_ns = time.monotonic_ns()
         line = settings.get()
         timeline.append(("wait for settings", begin_ns, time.monotonic_ns()))

@@ -222,7 +222,7 @@ class MaskLines:
 
     def __init__(self, count: int, vocab_size: int, eos_token_id: int) -> None:
         self.words = np.zeros((count, -(-vocab_size // 32)), np.uint32)
-        self._bits, self._vocab_size, self._eos_token_id = memoryview(self.words.reshape(-1)), vocab_size, eos_token_id
+        self._bits, self._vocab_size, self._eos_token_id = self.words.reshape(-1).data, vocab_size, eos_token_id
         self._begin, self._num_bytes = self.words.ctypes.data, self.words.strides[0]
 
     def look_on(self, line: int, slot: "Slot", finds_forced: bool) -> tuple[int, ...] | None:

@@ -1,0 +1,87 @@
+"""A start in the background: until it has imported what it is made of, or for `LONGEST_S` where nothing is left, a
+process has what others leave of the processors, and from then on as much as they.
+
+Linux shares processors out among sessions (where it has autogroups), and within a session or a control group among
+threads, by their niceness. A session may be raised again by whoever owns it; a thread only by who has the right to
+(CAP_SYS_NICE, or RLIMIT_NICE). `enter` lowers what `leave` can raise, and nothing else. Where neither can be, as for a
+user without rights in a container, a start is as any other.
+
+What a start measures is measured after it has left.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+NICER = 10  # a tenth of the weight of a thread that serves
+MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to
+AUTOGROUP = "/proc/self/autogroup"
+LONGEST_S = 20.0  # in the background: ten times what a start takes where a processor is idle
+TRIES, PAUSE_S = 20, 0.1  # Linux lets a user change an autogroup so often
+
+
+def enter() -> None:
+    """Lower this process and those that it will start. Call it before there is another thread."""
+    niceness = os.nice(0)
+    if os.getsid(0) == os.getpid():  # else it is others' session, too
+        _set_share(NICER)
+    if _may_raise(niceness):
+        os.nice(NICER)
+    os.environ[MARK] = str(niceness)
+    late = threading.Timer(LONGEST_S, leave)
+    late.daemon = True
+    late.start()
+
+
+def leave() -> None:
+    """Raise all threads of this process and of those that it has started, if one of `enter` began it."""
+    told = os.environ.pop(MARK, None)
+    if told is None:
+        return
+    _set_share(0)
+    for _ in range(2):  # a thread that was not raised yet may have started one
+        for thread in _threads(os.getpid()):
+            with suppress(OSError):  # it has ended, or may not be raised, and so was not lowered
+                os.setpriority(os.PRIO_PROCESS, thread, int(told))
+
+
+def _set_share(niceness: int) -> None:
+    """Set this session's share. Without autogroups there is no such file."""
+    for _ in range(TRIES):
+        try:
+            if Path(AUTOGROUP).read_text().split()[-1:] != [str(niceness)]:
+                Path(AUTOGROUP).write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+        except OSError:
+            return
+        else:
+            return
+
+
+def _may_raise(niceness: int) -> bool:
+    """Returns whether a thread that is lowered can be raised again: one that ends thereafter tries."""
+    done: list[bool] = []
+
+    def attempt() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, niceness + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
+            done.append(True)
+
+    trying = threading.Thread(target=attempt)
+    trying.start()
+    trying.join()
+    return bool(done)
+
+
+def _threads(pid: int) -> Iterator[int]:
+    """Yields the threads of a process and of its descendants."""
+    with suppress(OSError):  # it has just ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            yield int(thread)
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                yield from _threads(int(child))
