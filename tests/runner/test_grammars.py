@@ -471,11 +471,12 @@ def test_of_a_long_text_the_parser_is_asked_once(begin: str, known: Grammars, mo
     slot = slot_of(known, grammar, came)
     while forced := masks.look_ahead([slot], True)[0]:
         slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
-        taken = masks.take([slot] * len(forced), range(len(came), len(came) + len(forced)))
-        assert [tokens_of(taken[line]) for line in range(len(forced))] == [[one] for one in forced]
-        for token in forced:
+        taken = masks.take([slot] * (len(forced) + 1), range(len(came), len(came) + len(forced) + 1))
+        *drafts, (last, *_) = [tokens_of(taken[line]) for line in range(len(forced) + 1)]
+        assert drafts == [[one] for one in forced]
+        for token in (*forced, last) if last else forced:  # as rows with drafts go
+            came.append(token)
             slot.learn_sampled(slot.num_known, token)
-        came += forced
     assert len(came) > 2 * MOST_FORCED
     assert {len(outputs) for outputs, _ in asked} - {0} == {len(came)}  # where no more was known
     assert [count for count, _ in ends] == [len(begin), len(came)]
