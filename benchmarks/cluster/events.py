@@ -9,7 +9,9 @@ of Ray (of three on this machine), or another revision is applied. Events of one
 one. In each result:
 
 * lost: requests without an answer, of which nothing had come; broken: answers that began and broke off. The goal is 0;
-  a gateway that is killed takes its connections with it, so what was open there is lost, and counted
+  a gateway that is killed takes its connections with it, so what was open there is lost, and counted. Of two that
+  share a port (`kill-gateway-of-two`, asked by OpenAI's client) the other is the way in: lost_at_first are requests
+  that had no answer to their first try, lost those that had none to the third
 * ttft_ms: from the intended start to the first chunk read, of requests before the event, in the seconds after, and
   later; p99_ratio: of after to before
 * decided_s, ready_s: from the event until the controller orders a start or a waking, and until the last replica that
@@ -50,6 +52,7 @@ from benchmarks.cluster.running import (
     processes_with,
     say,
 )
+from benchmarks.cluster.trying_again import tried_again
 from benchmarks.report import file_result
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.event_loop import run_loop
@@ -91,8 +94,9 @@ Tells = Callable[[RunningCluster], bool]
 
 class Happening(NamedTuple):
     """What happens. scale: of the cluster. factor: of the rate, from then on. replaces: another replica is started.
-    is_back: whether what was killed is there again; default: nobody asks. may_lose: requests are lost
-    whatever anybody does."""
+    is_back: whether what was killed is there again; default: nobody asks. may_have: `lost` or `broken` where there are
+    such requests whatever anybody does. gateways: so many, at one port where there are several. tries_again: the load
+    is made by a client that does."""
 
     scale: str
     do: Callable[[RunningCluster], None] = lambda cluster: None
@@ -100,7 +104,9 @@ class Happening(NamedTuple):
     runners: tuple[str, ...] = ("local", "ray")
     replaces: bool = False
     is_back: Tells | None = None
-    may_lose: bool = False
+    may_have: tuple[str, ...] = ()
+    gateways: int = 1
+    tries_again: bool = False
 
 
 def kill(name: str) -> Callable[[RunningCluster], None]:
@@ -141,9 +147,10 @@ def pid_listening_on(port: int) -> int:
     raise LookupError(f"nobody listens on {port}")
 
 
-def answers(cluster: RunningCluster) -> bool:
+def first_answers(cluster: RunningCluster) -> bool:
+    """Whether the first gateway does."""
     try:
-        with urllib.request.urlopen(f"{cluster.url}/health", timeout=1) as response:
+        with urllib.request.urlopen(f"{cluster.gateways[0]}/health", timeout=1) as response:
             return response.status == 200
     except OSError:
         return False
@@ -158,10 +165,13 @@ ON_NODES = f"resources = {{{PLACE} = 1}}\n"
 EVENTS = {
     "nothing": Happening(TWO),
     "kill-replica": Happening(TWO, kill_replica, replaces=True),
-    "kill-gateway": Happening(TWO, kill("gateway-0"), is_back=answers, may_lose=True),
+    "kill-gateway": Happening(TWO, kill("gateway-0"), is_back=first_answers, may_have=("lost", "broken")),
     "kill-controller": Happening(TWO, kill_controller, is_back=lambda cluster: bool(cluster.status()["replicas"])),
     "kill-ray-worker": Happening(TWO, kill_ray_worker, runners=RAY, replaces=True),
     "roll": Happening(TWO, lambda cluster: cluster.apply("max_num_seqs = 4", "max_num_seqs = 5"), replaces=True),
+    "kill-gateway-of-two": Happening(
+        TWO, kill("gateway-0"), is_back=first_answers, may_have=("broken",), gateways=2, tries_again=True
+    ),
     "kill-ray-node": Happening(ON_NODES + TWO, kill_ray_node, runners=RAY, replaces=True),
     "triple-cold": Happening(ONE_TO_FOUR, factor=3),
     "triple-warm": Happening(ONE_TO_FOUR + "warm_pool = 2\n", factor=3),
@@ -171,12 +181,12 @@ EVENTS = {
 
 
 def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields what each event came to; those of one size of cluster follow each other. Where something breaks, that is
-    told in the place of the event, and the next cluster is started."""
-    for scale, some in groupby(names, key=lambda name: EVENTS[name].scale):
+    """Yields what each event came to; those of one size of cluster that follow each other have the same. Where
+    something breaks, that is told in the place of the event, and the next cluster is started."""
+    for (scale, gateways), some in groupby(names, key=lambda name: (EVENTS[name].scale, EVENTS[name].gateways)):
         name = "the start"
         try:
-            with started(runner, scale) as cluster:
+            with started(runner, scale, gateways) as cluster:
                 for name in some:
                     say(f"{name}: waiting for {'no replica' if scale.startswith(TO_NONE) else 'all replicas'}")
                     measure = measure_from_none if scale.startswith(TO_NONE) else measure_under_load
@@ -187,12 +197,13 @@ def measured(names: Sequence[str], runner: str, load: Load) -> Iterator[tuple[st
 
 
 @contextmanager
-def started(runner: str, scale: str) -> Iterator[RunningCluster]:
+def started(runner: str, scale: str, gateways: int) -> Iterator[RunningCluster]:
     with ExitStack() as stack:
         has_nodes = scale.startswith(ON_NODES)
         where = f'ray_address = "{stack.enter_context(ray_of(NODES))}"\n' if has_nodes else ""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield stack.enter_context(cluster_of(folder, f'runner = "{runner}"\n{where}{REPLICA}{scale}'))
+        several = f"gateways = {gateways}\n" if gateways > 1 else ""
+        yield stack.enter_context(cluster_of(folder, f'{several}runner = "{runner}"\n{where}{REPLICA}{scale}'))
 
 
 def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:
@@ -201,12 +212,20 @@ def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load
     timer = threading.Timer(load.at_s, watched.happen)
     say(f"{load.length_s:.0f} s of load; it happens after {load.at_s:.0f}")
     timer.start()
-    target, options = Target(url=cluster.url, model=MODEL), RunOptions(timeout_s=120)
-    outcomes = list(run_loop(run_schedule(load.schedule(happening.factor), [target], options)).outcomes)
+    outcomes, more = asked(cluster.url, load.schedule(happening.factor), happening.tries_again)
     timer.join()
     watched.check()
     cluster.until(lambda: is_complete(cluster) and (watched.orders("start") or not happening.replaces), WAIT_S)
-    return {**felt(outcomes, int(load.at_s * S)), **watched.told()}
+    return {**felt(outcomes, int(load.at_s * S)), **more, **watched.told()}
+
+
+def asked(url: str, schedule: Schedule, tries_again: bool) -> tuple[list[Outcome], dict[str, int]]:
+    """Returns what the requests came to, and, of a client that tries again, what first tries did."""
+    if tries_again:
+        outcomes, num_lost = run_loop(tried_again(url, schedule))
+        return outcomes, {"lost_at_first": num_lost}
+    run = run_schedule(schedule, [Target(url=url, model=MODEL)], RunOptions(timeout_s=120))
+    return list(run_loop(run).outcomes), {}
 
 
 def measure_from_none(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:
@@ -351,7 +370,7 @@ def main() -> int:
 
 
 def has_failed(name: str, row: dict[str, Any]) -> bool:
-    return "failed" in row or (not EVENTS[name].may_lose and bool(row["lost"] or row["broken"]))
+    return "failed" in row or any(row[what] for what in ("lost", "broken") if what not in EVENTS[name].may_have)
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -360,7 +379,8 @@ def summary(row: dict[str, Any]) -> str:
     seconds = {key: round(value, 2) for key, value in told.items() if value is not None}
     shown = f"; TTFT in ms {ttft}" if ttft else ""
     errors = f"; {row['errors']}" if row.get("errors") else ""
-    return f"{row['requests']} requests, {row['lost']} lost, {row['broken']} broken{shown}; {seconds}{errors}"
+    first = f" ({row['lost_at_first']} at the first try)" if "lost_at_first" in row else ""
+    return f"{row['requests']} requests, {row['lost']} lost{first}, {row['broken']} broken{shown}; {seconds}{errors}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from splittime import LLM, SamplingParams
 from splittime.assemble import model_source
 from splittime.core.errors import RequestError
 from splittime.kernels.draw import has_bits
-from splittime.runner.form_masks import FormPlace
+from splittime.runner.form_walk import FormPlace
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 

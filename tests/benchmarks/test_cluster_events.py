@@ -1,10 +1,12 @@
 """What is to happen to a cluster under load, and does not."""
 
+import asyncio
 import threading
 
 import pytest
 
-from benchmarks.cluster.events import TWO, Happening, Watched
+from benchmarks.cluster.events import TWO, Happening, Load, Watched, felt, has_failed
+from benchmarks.cluster.trying_again import tried_again
 
 
 def test_an_event_that_fails_in_its_timer_fails_the_run():
@@ -18,3 +20,35 @@ def test_an_event_that_fails_in_its_timer_fails_the_run():
     timer.join()
     with pytest.raises(LookupError, match="nobody listens"):
         watched.check()
+
+
+CHUNK = b'data: {"id": "a", "object": "text_completion", "choices": [{"index": 0, "text": "x"}]}\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+
+
+def test_who_tries_again_loses_what_has_begun_and_nothing_else():
+    """The first request is hung up on, the next one is answered, and the answer to the third breaks off: one of two
+    has come again."""
+    num_met = 0
+
+    async def meet(reader, writer) -> None:
+        nonlocal num_met
+        num_met += 1
+        whole = CHUNK + b"data: [DONE]\n\n"
+        await reader.readuntil(b"\r\n\r\n")
+        if num_met > 1:
+            writer.write(HEAD % len(whole) + (whole if num_met == 2 else CHUNK))
+            await writer.drain()
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
+            schedule = Load(rate=2.0, at_s=9.0, length_s=0.9, tokens=1).schedule(1)
+            return await tried_again(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", schedule)
+
+    outcomes, num_lost = asyncio.run(run())
+    row = felt(outcomes, 0)
+    assert (row["requests"], num_lost, row["lost"], row["broken"]) == (2, 1, 0, 1)
+    assert not has_failed("kill-gateway-of-two", row)
+    assert has_failed("kill-gateway-of-two", {**row, "lost": 1})
+    assert has_failed("nothing", row)

@@ -14,7 +14,7 @@ from splittime.assemble.model_source import load_tokenizer
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.models.encoder_config import ENCODERS, is_encoder, load_encoder_config, parse_encoder_config
-from splittime.runner import encoder
+from splittime.runner import encoder, machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.encoder import load_encoder_runner
 
@@ -155,6 +155,19 @@ def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Pa
     assert not np.array_equal(beside[0], beside[1])
 
 
+@pytest.mark.parametrize("variant", ["bert", "modern"])
+def test_a_vector_is_the_same_to_the_bit_on_any_number_of_threads(variant: str, tmp_path: Path) -> None:
+    make(variant, tmp_path)
+    write_tokenizer(tmp_path)
+    texts = [" ".join(f"w{number * 7 % 50}" for number in range(count)) for count in (60, 3, 17, 60, 41, 1, 33, 52)]
+    limits = {"max_num_batched_tokens": 512, "kernels": "native", "max_model_len": 64}
+    llm = LLM(tmp_path, num_threads=3, **limits)
+    assert llm.resolved["kernels"] == "native"
+    together, alone = llm.embed(texts), [llm.embed(text)[0] for text in texts]
+    assert together == alone == LLM(tmp_path, num_threads=1, **limits).embed(texts)
+    assert llm.embed(texts[::-1]) == together[::-1]
+
+
 @pytest.mark.parametrize(
     ("ids", "sampling", "said"),
     [((2, 999), SamplingParams(pooling="cls", seed=0), "999"), ((2,), SamplingParams(seed=0), "encoder")],
@@ -189,7 +202,7 @@ def test_an_encoder_is_computed_by_the_kernels_that_are_quicker(bert: Path, nati
     took_ms = {"native": native_ms, "torch": 2.0}
     monkeypatch.setattr(encoder, "_product_ms", lambda kernels, config, model: took_ms[kernels])
     llm = LLM(str(bert), dtype="float32")
-    assert llm.resolved["kernels"] == chosen
+    assert (llm.resolved["kernels"], llm.resolved["num_threads"]) == (chosen, machine.num_cores())
     assert f"native {native_ms:.2f}, torch 2.00" in llm.resolved["kernels_reason"]
 
 

@@ -77,6 +77,7 @@ async def left_by(text: str, ask, status: int, before=None) -> Counter[str]:
         gc.garbage.clear()
         gc.enable()
         await versions.close()
+        await asyncio.sleep(0)  # its connections to upstreams are gone
 
 
 def test_a_refusal_by_the_head_leaves_nothing_to_collect():

@@ -17,7 +17,8 @@ from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import MOST_FORCED, QUICK_NS, FormMasks, FormPlace, GrammarWalk
+from splittime.runner.form_masks import QUICK_NS, FormMasks
+from splittime.runner.form_walk import MOST_FORCED, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -326,32 +327,35 @@ def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
     assert masks.take_waited_ns() == 0
 
 
-@pytest.mark.parametrize(("took_ns", "num_at_once"), [((0, 0, 0), 3), ((0, QUICK_NS // 2, QUICK_NS), 0)])
+@pytest.mark.parametrize(("took_ns", "num_at_once"), [(QUICK_NS // 3, 3), (QUICK_NS // 2, 0)])
 def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(
-    known: Grammars, took_ns: tuple[int, ...], num_at_once: int, monkeypatch: pytest.MonkeyPatch
+    known: Grammars, took_ns: int, num_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the sum of what each took."""
     masks, a = known.masks(), ids("a")
-    slots = [slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a) for _ in took_ns]
-    for slot, each in zip(slots, took_ns, strict=True):
-        slot.grammar.learn(each, by_thread=False)
+    slots = [slot_of(known, grammars.of_choice(["abc", "axyz"], "choice"), a) for _ in range(3)]
+    for _ in range(2):
+        masks._learn(took_ns, by_thread=False)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
     assert masks.look_ahead(slots, True) == [()] * 3
     assert (len(masks._found), len(masks._begun)) == (num_at_once, 3 - num_at_once)
     for found in masks.take(slots, [1] * 3).values():
-        assert tokens_of(found) == allowed(slots[0].grammar, a, 1)
+        assert tokens_of(found) == allowed(known.walk(slots[0].admitted.sampling.grammar), a, 1)
     assert not masks._found
     assert not masks._begun
 
 
-def test_what_is_not_found_in_time_goes_to_the_thread(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10**9, QUICK_NS // 5))  # it is read twice in a look, and once between two
-    masks, slots = known.masks(), [slot_of(known, ANYTHING, []) for _ in range(4)]
+@pytest.mark.parametrize(("outputs", "ticks", "num_at_once"), [("a", 4.5, 4), ("", 12.5, 2)])
+def test_what_is_not_found_in_time_goes_to_the_thread(
+    known: Grammars, outputs: str, ticks: float, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is read twice before, once for each that goes on, and where none does four times for a look."""
+    clock = iter(range(0, 10**9, int(QUICK_NS / ticks)))
+    masks, slots = known.masks(), [slot_of(known, ANYTHING, ids(outputs)) for _ in range(5)]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
     masks.look_ahead(slots, True)
     monkeypatch.undo()
-    assert (len(masks._found), len(masks._begun)) == (2, 2)
-    assert len(masks.take(slots, [0] * 4)) == 4
+    assert (len(masks._found), len(masks._begun)) == (num_at_once, 5 - num_at_once)
+    assert len(masks.take(slots, [len(outputs)] * 5)) == 5
 
 
 def test_looking_at_once_is_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,18 +367,55 @@ def test_looking_at_once_is_in_the_books(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [step.mask_ns >= 20_000_000 for step in steps][:2] == [True, True]
 
 
-def test_what_a_look_takes_rises_at_once_and_falls_slowly(known: Grammars) -> None:
-    walk = known.walk(ANYTHING)
-    walk.learn(40, by_thread=True)
-    assert walk.look_ns == 40
-    walk.learn(800, by_thread=True)  # it may have waited
-    assert walk.look_ns == 40
-    walk.learn(800, by_thread=False)
-    assert walk.look_ns == 800
-    walk.learn(0, by_thread=False)
-    assert walk.look_ns == 700
-    walk.learn(10**9, by_thread=True)
-    assert walk.look_ns == 700
+def test_of_what_looks_take_one_that_was_interrupted_says_nothing_nor_does_a_thread_that_waited(
+    known: Grammars,
+) -> None:
+    masks, said = known.masks(), []
+    for took_ns, by_thread in (
+        (40, False),
+        (40, True),
+        (9000, False),
+        (50, False),
+        (800, False),
+        (10**9, True),
+        (3, True),
+        (2, True),
+    ):
+        masks._learn(took_ns, by_thread=by_thread)
+        said.append(masks._look_ns)
+    assert said == [0, 40, 40, 50, 800, 800, 800, 3]
+
+
+def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> None:
+    """Steps of one token, rows of what must come, and several tokens at once: the masks are those of a walk anew."""
+    grammar, rng = of_schema(SCHEMAS[0]), np.random.default_rng(0)
+    masks, slot, came = known.masks(), slot_of(known, grammar, []), []
+    for turn in range(60):
+        (forced,) = masks.look_ahead([slot], True)
+        slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
+        counts = [len(came) + count for count in range(len(forced) + 1)]
+        taken = masks.take([slot] * len(counts), counts)
+        for line, count in enumerate(counts):
+            outputs = [*came, *forced][:count]
+            assert tokens_of(taken[line]) == allowed(known.walk(grammar), outputs, count)
+        came += [*forced, int(rng.choice(tokens_of(taken[len(forced)])))]
+        if came[-1] == 0:
+            break
+        for token in came[slot.num_known - 1 :]:
+            slot.learn_sampled(slot.num_known, token)
+        if turn % 5 == 4:  # preempted, and behind a token that nobody looked at
+            slot.grammar = known.walk(grammar)
+    assert len(came) > 9
+
+
+def test_masks_that_nobody_has_taken_yet_stay_as_they_are(known: Grammars) -> None:
+    masks, a = known.masks(), ids("a")
+    slots = [slot_of(known, grammar, a) for grammar in (grammars.of_choice(["abc", "axyz"], "choice"), ANYTHING)]
+    for slot in slots:
+        masks.look_ahead([slot], True)
+    taken = masks.take(slots, [1, 1])
+    for line, slot in enumerate(slots):
+        assert tokens_of(taken[line]) == allowed(known.walk(slot.admitted.sampling.grammar), a, 1)
 
 
 # ---- what must come
@@ -391,7 +432,7 @@ def test_what_must_come_takes_no_step_of_its_own_and_changes_no_answer(monkeypat
         return told, [tuple(counts) for step in llm.ledger.steps(10_000) for _, *counts in step.verified]
 
     quick, verified = answers()
-    monkeypatch.setattr(FormMasks, "forced", lambda self, place: ())
+    monkeypatch.setattr(GrammarWalk, "_ask_forced", lambda self, *where: [])
     assert answers() == (quick, [])
     assert len(verified) > 10
     assert all(num_drafts == num_right for num_drafts, num_right in verified)

@@ -16,17 +16,22 @@ import uvloop
 from splittime.core.errors import ConfigError
 from splittime.web import http
 from splittime.web.ports import check_port_is_free, check_port_is_shared, hold_shared_port
-from splittime.web.serving import listen, make_server
+from splittime.web.serving import _drain, listen, make_server
 
 NUM = 50  # more than a turn of the event loop accepts
 GET = b"GET /%b HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 class Told:
-    """Answers each path with itself; `/at-once` from its head alone."""
+    """Answers each path with itself until it drains; `/at-once` from its head alone."""
+
+    is_draining = False
+
+    async def drain(self) -> None:
+        self.is_draining = True
 
     async def __call__(self, scope, receive, send) -> None:
-        await http.respond(send, scope["path"].encode())
+        await http.respond(send, b"draining" if self.is_draining else scope["path"].encode())
 
     def at_once(self, scope) -> http.AtOnce | None:
         return http.json_at_once({}) if scope["path"] == "/at-once" else None
@@ -46,15 +51,19 @@ def configured(host: str = "127.0.0.1", certificate: str | None = None) -> Simpl
 
 @contextlib.asynccontextmanager
 async def served(config):
-    """Yields a server, its shared port, and one more socket that listens there, by which it is left."""
+    """Yields a server, its shared port, and one more socket that listens there, by which it is left. It listens
+    at its own port to the end."""
     with hold_shared_port(config.host, 0) as held:
         port = held.getsockname()[1]
         shared, server = listen(config, port), make_server(Told(), config)
         last = shared.dup()
-        serving = asyncio.create_task(server.serve(sockets=[listen(config), shared]))
+        own = listen(config)
+        address = own.getsockname()
+        serving = asyncio.create_task(server.serve(sockets=[own, shared]))
         while not server.started:
             await asyncio.sleep(0.01)
         yield server, port, last
+        connected(*address[:2]).close()
         server.should_exit = True
         await serving
 
@@ -121,6 +130,18 @@ def test_one_who_leaves_answers_over_tls_too(certificate):
     uvloop.run(leave_with_a_queue(configured(certificate=certificate), trusting))
 
 
+def test_whoever_was_let_in_is_answered_before_the_drain():
+    async def run() -> None:
+        async with served(configured()) as (server, port, last):
+            waiting = [connected("127.0.0.1", port) for _ in range(NUM)]
+            leaving = asyncio.create_task(_drain(server.config.app.drain, server, [last]))
+            told = await asyncio.gather(*(answer(one) for one in waiting))
+            assert [body for _, body, *_ in told] == [b"/x"] * NUM
+            await leaving
+
+    uvloop.run(run())
+
+
 def test_who_stays_gets_all_that_comes_after():
     async def run() -> None:
         config = configured()
@@ -145,7 +166,8 @@ def test_connections_that_were_open_end_with_their_next_answer():
             for (head, _, reader, writer), path in zip(open_ones, (b"x", b"at-once"), strict=True):
                 assert b"connection: close" not in head.lower()
                 writer.write(GET % path)
-                assert (await reader.read()).lower().count(b"connection: close") == 1
+                told = await asyncio.wait_for(reader.read(), 30)  # an idle connection is closed after 75
+                assert told.lower().count(b"connection: close") == 1
                 writer.close()
 
     uvloop.run(run())

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import sys
 from typing import Annotated
 
 import orjson
@@ -11,7 +10,7 @@ import typer
 from splittime.cli import bench_books, bench_compare, bench_report, bench_run, bench_search
 from splittime.cli.bench_exit import codes
 from splittime.cli.bench_flags import time_ns
-from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 
 app = typer.Typer(
     help="Load for any OpenAI-compatible server, measured and explained.",
@@ -100,8 +99,7 @@ async def _serve_mock(timings: "object", host: str, port: int, as_json: bool) ->
     gc.set_threshold(*RARELY)
     async with MockServer(timings, host, port) as server:  # type: ignore[arg-type]
         if as_json:
-            sys.stdout.buffer.write(orjson.dumps({"url": server.url}) + b"\n")
-            sys.stdout.buffer.flush()
+            write_data(orjson.dumps({"url": server.url}))
         else:
             talk().print(f"mock server on {server.url} (Ctrl-C ends it)")
         await asyncio.Event().wait()

@@ -4,7 +4,6 @@ At a splittime server each request is joined with its account, and TTFT and E2E 
 residual in sight. Of others it shows what their metrics tell, and says what they cannot.
 """
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import msgspec
 import typer
 
 from splittime.cli.bench_exit import codes
-from splittime.cli.options import JsonFlag, fails_clearly, wide
+from splittime.cli.options import JsonFlag, fails_clearly, wide, write_data
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +47,7 @@ def books(
     chosen = find_request(joined, request) if request is not None else None
     if json:
         whole = {"books": joined, "servers": [server_view(run, arm) for arm in arms]}
-        sys.stdout.buffer.write(msgspec.json.encode(chosen if chosen is not None else whole) + b"\n")
+        write_data(msgspec.json.encode(chosen if chosen is not None else whole))
         return
     console = wide()
     for arm in arms if chosen is None else ():

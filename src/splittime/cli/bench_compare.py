@@ -3,7 +3,6 @@
 An SLO is asked of B alone; one that is missed makes the exit code 1, whatever the comparison says.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import typer
 
 from splittime.cli.bench_exit import SHORT, UNCLEAR, codes, exit_code
-from splittime.cli.options import JsonFlag, wide, with_options
+from splittime.cli.options import JsonFlag, wide, with_options, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def compare(given: CompareOptions) -> None:
     code = exit_code(falls_short=short, is_unclear=found.exit_code == UNCLEAR)
     if given.json:
         whole = {"comparison": found, "slo": results, "exit_code": code}
-        sys.stdout.buffer.write(msgspec.json.encode(whole) + b"\n")
+        write_data(msgspec.json.encode(whole))
     else:
         _show(found, results)
     raise typer.Exit(code)

@@ -1,6 +1,5 @@
 """`splittime bench report RUN.json`: a saved run as tables, as one HTML page, as CSV or as JSON, and against an SLO."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +8,7 @@ import typer
 
 from splittime.cli.bench_exit import codes, exit_code
 from splittime.cli.bench_flags import DefinitionsFlag
-from splittime.cli.options import JsonFlag, fails_clearly, talk, wide
+from splittime.cli.options import JsonFlag, fails_clearly, talk, wide, write_data
 
 if TYPE_CHECKING:
     from splittime.bench.book.records import Run
@@ -46,7 +45,7 @@ def report(
     if json:
         from splittime.bench.report import as_json
 
-        sys.stdout.buffer.write(msgspec.json.encode(as_json(run)) + b"\n")
+        write_data(msgspec.json.encode(as_json(run)))
     elif html is None and csv is None:
         from splittime.bench.report.table import render
 

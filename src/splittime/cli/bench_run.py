@@ -1,6 +1,5 @@
 """`splittime bench run URL`: draw a schedule, carry it out, tell what became of it. Exit codes: `bench_exit`."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from splittime.cli.bench_exit import codes, exit_code
 from splittime.cli.bench_flags import BenchRunOptions as Given
 from splittime.cli.bench_flags import time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
-from splittime.cli.options import talk, wide
+from splittime.cli.options import talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import check_writable
 from splittime.wire.target import Interleave, RunOptions
@@ -158,7 +157,7 @@ def _written(run: Run, path: Path, write: Writer) -> ConfigError | None:
 
 def _show(run: Run, terms: dict[str, float], given: Given) -> None:
     if given.json:
-        sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
+        write_data(msgspec.json.encode(run))
         return
     from splittime.bench.report.table import render
 

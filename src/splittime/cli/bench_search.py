@@ -4,7 +4,6 @@ Each run is a `bench run` of its own (`bench.levels`). `--out` keeps every run. 
 """
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from rich.table import Table
 from splittime.cli.bench_exit import codes, exit_code
 from splittime.cli.bench_flags import SearchOptions, SeriesOptions, SweepOptions, time_ns, with_load_flags
 from splittime.cli.bench_live import shown_live
-from splittime.cli.options import talk, wide
+from splittime.cli.options import talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.present.tables import FittingTable
 
@@ -156,7 +155,7 @@ class _Display:
 def _print(series: "Series", found: "SearchResult | Swept", as_json: bool) -> None:
     """Data to standard output: a table and the answer, or one JSON document."""
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode(series.as_json(found)) + b"\n")
+        write_data(msgspec.json.encode(series.as_json(found)))
         return
     console = wide()
     console.print(FittingTable(*(_table(series, found, *room) for room in (("_", 1), ("\n", 1), ("\n", 0)))))

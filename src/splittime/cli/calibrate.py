@@ -1,7 +1,6 @@
 """`splittime calibrate [MODEL]`: what the steps of a server take, measured within a minute, for plans."""
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import ENGINE, Settings
-from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, wide, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, wide, with_settings, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import check_writable
@@ -113,7 +112,7 @@ async def _climbed(target: Target, given: CalibrateOptions, say: "Say") -> "list
 def _tell(found: "ServerCalibration", files: list[Path], as_json: bool) -> None:
     if as_json:
         told = msgspec.to_builtins(found) | {"files": [str(path) for path in files]}
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
         return
     wide().print(_table(found.errors))
     console = talk()

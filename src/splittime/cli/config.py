@@ -1,14 +1,12 @@
 """`splittime config show`: every setting, its value, and where the value came from."""
 
-import sys
-
 import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from splittime.assemble.settings import Settings
-from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings, write_data
 from splittime.cli.panels import GroupedCommand
 
 app = typer.Typer(
@@ -33,7 +31,7 @@ def _group() -> None:
 def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
     """Print each setting with its origin: default, file and line, environment variable, or flag."""
     if json:
-        sys.stdout.write(orjson.dumps({"settings": settings.shown()}, option=orjson.OPT_INDENT_2).decode() + "\n")
+        write_data(orjson.dumps({"settings": settings.shown()}, option=orjson.OPT_INDENT_2))
         return
     table = Table("setting", "value", "origin", box=None, pad_edge=False)
     for entry in settings.shown():

@@ -3,7 +3,6 @@
 Progress goes to standard error. A run that is killed goes on from its last checkpoint when the command is repeated.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,7 +13,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from splittime.cli.options import JsonFlag, wide, with_options
+from splittime.cli.options import JsonFlag, wide, with_options, write_data
 from splittime.cli.progress import bars, doing
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def distill(given: DistillOptions) -> None:
     with _progress(settings) as hooks:
         result = local.distill(asked, hooks)
     if given.json:
-        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
+        write_data(msgspec.json.encode(result))
     elif isinstance(result, local.HeadResult):
         _show_head(result)
     else:

@@ -9,7 +9,6 @@ Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and a
 2 a usage error, 3 cannot tell (too little to go by, or nobody there to ask).
 """
 
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL, without_controls
-from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk
+from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
@@ -100,7 +99,7 @@ def doctor(
     if sizes:
         diagnosis = _with_sizes(books, diagnosis)
     if json:
-        sys.stdout.buffer.write(orjson.dumps(diagnosis.as_json()) + b"\n")
+        write_data(orjson.dumps(diagnosis.as_json()))
     else:
         Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis)))
     raise typer.Exit(diagnosis.exit_code)
@@ -139,7 +138,7 @@ def _check_installation(as_json: bool) -> int:
     code = FOUND if any(check.verdict == "bad" for check in checks) else NOTHING_FOUND
     if as_json:
         told = {"version": __version__, "exit_code": code, "checks": msgspec.to_builtins(checks)}
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
         return code
     console = CleanConsole(highlight=False, soft_wrap=True)
     console.print(f"splittime {__version__}")

@@ -1,6 +1,5 @@
 """`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
@@ -54,7 +53,7 @@ def explain(
         raise ConfigError("give a REQUEST_ID or --slowest N, one of them", param="request_id")
     found = _find(request_id, slowest, url, ledger, api_key)
     if json:
-        sys.stdout.buffer.write(orjson.dumps(_as_json(found)) + b"\n")
+        write_data(orjson.dumps(_as_json(found)))
         return
     _print(found)
 

@@ -1,6 +1,5 @@
 """`splittime fleet SOURCE --trace FILE --replicas N`: what many servers behind the gateway would do, on paper."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.table import Table
 
 from splittime.cli.bench_flags import time_ns
-from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide, with_options
+from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide, with_options, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 
@@ -113,7 +112,7 @@ def fleet(given: FleetOptions) -> None:
         run.run(say)
     figures = figures_of(run, spec)
     if given.json:
-        sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(figures)) + b"\n")
+        write_data(orjson.dumps(msgspec.to_builtins(figures)))
     else:
         _print(figures, given.price)
         talk().print(f"servers: {like.source}; steps as the cost model says, not measured here", markup=False)

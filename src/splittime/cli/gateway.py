@@ -1,7 +1,6 @@
 """`splittime gateway`: reads the config, and serves in front of the upstreams that it names."""
 
 import logging
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,7 @@ from splittime.cli import (
     gateway_rehearse,
     gateway_versions,
 )
-from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,8 +135,7 @@ def _say(config: "GatewayConfig", what: str, as_json: bool) -> None:
     """What is served, on standard error, or as JSON on standard output."""
     if as_json:
         upstreams = [{"name": one.name, "url": one.url, "models": one.models} for one in config.upstream]
-        sys.stdout.buffer.write(orjson.dumps({"gateway": what, "upstreams": upstreams}) + b"\n")
-        sys.stdout.buffer.flush()
+        write_data(orjson.dumps({"gateway": what, "upstreams": upstreams}))
         return
     console = talk()
     console.print(f"splittime gateway: {what}", style="bold", markup=False)

@@ -1,13 +1,12 @@
 """`splittime gateway audit verify`: is an audit log as it was written?"""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import orjson
 import typer
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, write_data
 
 EXAMPLES = f"""\b
 Examples:
@@ -35,7 +34,7 @@ def verify(
     found = verify_file(file)
     if json:
         told = {**found._asdict(), "end": found.end._asdict()}
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
     elif found.broken_line is None:
         talk().print(f"{found.lines} lines, whole; the last has the hash {found.end.digest}", markup=False)
     else:

@@ -1,6 +1,5 @@
 """`splittime gateway evaluate`: what routing by difficulty costs and is worth on prompts that were judged."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import write_whole
 
@@ -61,7 +60,7 @@ def evaluate(
     if html is not None:
         write_whole(html, render_evaluation(found).encode(), param="html")
     if json:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        write_data(msgspec.json.encode(found))
         return
     _tell(found)
 

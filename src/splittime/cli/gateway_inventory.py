@@ -1,6 +1,5 @@
 """`splittime gateway inventory`: what stands between a user and an answer, from the config and a ledger."""
 
-import sys
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 from rich.table import Table
 
 from splittime.cli.gateway_versions import NOBODY, Key
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.wire.get_json import get_json
 
@@ -50,7 +49,7 @@ def inventory(
     if out is not None:
         _draw(found, out)
     if json:
-        sys.stdout.buffer.write(orjson.dumps({"hops": msgspec.to_builtins(found.hops)}) + b"\n")
+        write_data(orjson.dumps({"hops": msgspec.to_builtins(found.hops)}))
         return
     wide().print(_table(found))
 

@@ -1,6 +1,5 @@
 """`splittime gateway rehearse`: what another config would have done with the requests of a ledger."""
 
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide, write_data
 
 if TYPE_CHECKING:
     from splittime.gateway.routing.rehearse import Rehearsal
@@ -40,7 +39,7 @@ def rehearse(
     with closing(open_readonly(ledger)) as file:
         found = replay(file.accounts(limit=last), old_config, new_config)
     if json:
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        write_data(msgspec.json.encode(found))
         return
     _tell(found)
 

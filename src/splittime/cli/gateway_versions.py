@@ -1,7 +1,6 @@
 """`splittime gateway apply`, `status` and `rollback`: the config of a running gateway, asked for with its operator's
 key."""
 
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.wire.get_json import get_json, patch_json
 
@@ -88,7 +87,7 @@ def compare_arms(
 
 def _tell(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
         return
     console = talk()
     console.print(f"config {told['version']}", style="bold", markup=False)

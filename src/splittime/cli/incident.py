@@ -4,7 +4,6 @@ Sources are servers and gateways (URLs), ledger files, and folders of ledger fil
 left out, as long as another can: in an incident half of it may be gone.
 """
 
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, say_error, talk
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, say_error, talk, write_data
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.core.settings import parse_bytes
 
@@ -70,7 +69,7 @@ def incident(
     packed = pack(found, now_s, _versions(), bound)
     write_whole(path, packed.data, keeps=True)
     if json:
-        sys.stdout.buffer.write(msgspec.json.encode({"file": str(path), "manifest": packed.manifest}) + b"\n")
+        write_data(msgspec.json.encode({"file": str(path), "manifest": packed.manifest}))
         return
     _say(path, len(packed.data), packed.manifest)
 

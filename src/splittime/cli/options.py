@@ -61,6 +61,12 @@ def talk() -> Console:
     return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
+def write_data(line: bytes) -> None:
+    """Writes a line of data to standard output, where its reader has it at once."""
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def wide() -> Console:
     """Standard output for tables that need 100 columns: a file or a pipe gets them."""
     console = CleanConsole(highlight=False)

@@ -1,6 +1,5 @@
 """`splittime plan SOURCE... --slo TERMS --rate PEAK`: how many servers a load needs, and what they cost."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from splittime import __version__
 from splittime.cli.bench_flags import NOT_PLANNED, TERMS_HELP, time_ns, with_load_flags
-from splittime.cli.options import JsonFlag, talk, wide
+from splittime.cli.options import JsonFlag, talk, wide, write_data
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError, EngineError
@@ -133,7 +132,7 @@ def plan(given: PlanOptions, load: dict[str, Any]) -> None:
     if given.csv is not None:
         write_csv(sheets, given.csv)
     if given.json:
-        sys.stdout.buffer.write(orjson.dumps({"plans": msgspec.to_builtins(sheets)}) + b"\n")
+        write_data(orjson.dumps({"plans": msgspec.to_builtins(sheets)}))
     else:
         _print(sheets)
     for path in (given.out, given.csv):

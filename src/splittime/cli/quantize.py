@@ -3,7 +3,6 @@
 Progress goes to standard error. A run that is killed goes on from its last finished layer when the command is repeated.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from splittime.assemble import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, wide, with_options
+from splittime.cli.options import JsonFlag, ModelArgument, wide, with_options, write_data
 from splittime.cli.progress import bars, count_words, doing
 from splittime.core.errors import ConfigError
 
@@ -132,7 +131,7 @@ def quantize(given: QuantizeOptions) -> None:
     with _progress() as (on_layer, on_step):
         summary = job.quantize(folder, given.out, settings, text, on_layer=on_layer, on_step=on_step)
     if given.json:
-        sys.stdout.buffer.write(msgspec.json.encode(summary) + b"\n")
+        write_data(msgspec.json.encode(summary))
     else:
         _show(summary)
 

@@ -21,7 +21,7 @@ import typer
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
 from splittime.cli.answer import MAX_TOKENS, asked, stream
-from splittime.cli.options import EXIT_CODES, JsonFlag, with_settings
+from splittime.cli.options import EXIT_CODES, JsonFlag, with_settings, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
@@ -111,7 +111,7 @@ def run(settings: Settings, given: GenerateOptions) -> None:
     output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not given.json)
     if given.json:
         answer = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
-        sys.stdout.buffer.write(orjson.dumps({**answer, "account": account_json(output.account)}) + b"\n")
+        write_data(orjson.dumps({**answer, "account": account_json(output.account)}))
 
 
 def words_of(words: list[str], prompt: str | None = None) -> RunWords:

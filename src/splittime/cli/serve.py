@@ -5,7 +5,6 @@ yet."""
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
@@ -23,7 +22,7 @@ from splittime.api.limits import LoadedAdapter, ModelInfo
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings, worker_settings
 from splittime.cli.announcement import announce
-from splittime.cli.options import JsonFlag, ModelArgument, with_settings
+from splittime.cli.options import JsonFlag, ModelArgument, with_settings, write_data
 from splittime.cli.progress import seconds_of
 from splittime.cli.startup import StartTimeline
 from splittime.core import background
@@ -245,7 +244,6 @@ def _announce(
             "settings": settings.shown(),
             "timeline_ms": [phase._asdict() for phase in timeline.phases()],
         }
-        sys.stdout.buffer.write(orjson.dumps(report) + b"\n")
-        sys.stdout.buffer.flush()
+        write_data(orjson.dumps(report))
         return
     announce(url, model.name, ready.resolved, timeline, settings, is_verbose=is_verbose)

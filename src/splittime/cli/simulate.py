@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from splittime.assemble import settings as settings_module
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
 from splittime.cli.kept import is_url, kept_calibration
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide
+from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide, write_data
 from splittime.cli.progress import loading
 from splittime.core.cores import num_cores
 from splittime.core.errors import ConfigError
@@ -101,7 +100,7 @@ def simulate(
     served = _of_replica(ledger, load) if recorded is None else _of_ledger(recorded, load)
     prediction = _predicted(served, change, draws, out)
     if json:
-        sys.stdout.buffer.write(orjson.dumps(msgspec.to_builtins(prediction)) + b"\n")
+        write_data(orjson.dumps(msgspec.to_builtins(prediction)))
     else:
         _print(prediction)
 
@@ -176,7 +175,7 @@ def _check(recorded: "Recorded | None", as_json: bool) -> int:
     divergence = simulator_of(recorded.facts).replay(recorded)
     if as_json:
         told = {"steps": len(recorded.steps), "divergence": None if divergence is None else divergence._asdict()}
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
     elif divergence is None:
         wide().print(f"All {len(recorded.steps):,} steps are decided as they were recorded.")
     else:

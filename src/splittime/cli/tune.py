@@ -3,7 +3,6 @@
 import functools
 import inspect
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from splittime.assemble import model_source
 from splittime.assemble import settings as settings_module
 from splittime.assemble.settings import MODEL, Settings
 from splittime.cli.bench_flags import load_of, load_parameters
-from splittime.cli.options import fails_clearly, flag_of, parameters_of, sign, talk
+from splittime.cli.options import fails_clearly, flag_of, parameters_of, sign, talk, write_data
 from splittime.cli.panels import place_of
 from splittime.cli.progress import loading
 from splittime.cli.tune_options import TuneOptions, check
@@ -214,7 +213,7 @@ def _tell(given: TuneOptions, servers: "Servers", found: "Tuned") -> None:
         talk().print(f"wrote {given.write_config}", markup=False)
     if given.json:
         told = {**msgspec.structs.asdict(found), "exit_code": found.exit_code, "flags": flags}
-        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+        write_data(msgspec.json.encode(told))
     else:
         program = "splittime serve" if given.vllm is None else "vllm serve"
         tune_show.show(found, program, flags, _goal_of(given), is_applied=given.apply)
@@ -225,7 +224,7 @@ def _tell_profiles(given: TuneOptions, beside: "list[ProfileFigures]") -> None:
     from splittime.cli.tune_show import profiles_table
 
     if given.json:
-        sys.stdout.buffer.write(msgspec.json.encode(beside) + b"\n")
+        write_data(msgspec.json.encode(beside))
     else:
         wide().print(profiles_table(beside))
 

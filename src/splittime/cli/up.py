@@ -1,14 +1,13 @@
 """`splittime up`: several replicas behind gateways, scaled by what they have to do."""
 
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
-from splittime.cli.options import JsonFlag, fails_clearly, talk
+from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ def _say_urls(gateways: "ManagedGateways") -> None:
 
 def _print_urls(gateways: "ManagedGateways") -> None:
     shared = {} if gateways.shared_url is None else {"shared": gateways.shared_url}
-    sys.stdout.buffer.write(orjson.dumps({"gateways": gateways.urls, **shared}) + b"\n")
-    sys.stdout.buffer.flush()
+    write_data(orjson.dumps({"gateways": gateways.urls, **shared}))
 
 
 def _running(folder: Path) -> Any:
@@ -97,7 +95,7 @@ def _status(folder: Path) -> dict[str, Any]:
 
 def _show(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        write_data(orjson.dumps(told))
         return
     console = talk()
     console.print(f"{told['wanted']} replicas are wanted", style="bold", markup=False)

@@ -113,7 +113,7 @@ class Relay:
         return self.status is not None and not is_for_client(self.status)
 
     def tell_nobody(self) -> None:
-        """It is over: those whom it told are in no circle with it, which the garbage collector would have to find."""
+        """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
         self.on_first_byte, self.events.on_id = ignored, ignored
 
     def close(self) -> None:

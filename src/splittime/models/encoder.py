@@ -55,10 +55,9 @@ class TextEncoder:
         hidden = torch.cat([self._embedded(torch.tensor(text), are_pairs) for text in texts])
         hidden = self.norm(hidden.to(self.ops.activation_dtype))
         for layer in self.layers:
-            mixed = self.ops.linear(self._attended(layer, hidden, sizes), layer.output)
-            hidden = layer.attention_norm(hidden + mixed)
+            hidden = layer.attention_norm(self.ops.linear(self._attended(layer, hidden, sizes), layer.output, hidden))
             inner = functional.gelu(self.ops.linear(hidden, layer.up), approximate=self.config.gelu)
-            hidden = layer.norm(hidden + self.ops.linear(inner, layer.down))
+            hidden = layer.norm(self.ops.linear(inner, layer.down, hidden))
         return hidden.float().split(sizes)
 
     def _embedded(self, token_ids: Tensor, is_pair: bool) -> Tensor:

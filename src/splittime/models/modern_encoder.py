@@ -56,12 +56,11 @@ class ModernEncoder:
         turns = {theta: _turns(places, theta, head_size) for theta in {layer.kind.theta for layer in self.layers}}
         for layer in self.layers:
             inner = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
-            hidden = hidden + self.ops.linear(
-                self._attended(layer, inner, sizes, turns[layer.kind.theta]), layer.output
-            )
+            attended = self._attended(layer, inner, sizes, turns[layer.kind.theta])
+            hidden = self.ops.linear(attended, layer.output, hidden)
             given, gate = self.ops.linear(layer.norm(hidden), layer.up).chunk(2, dim=-1)
             gated = functional.gelu(given, approximate=self.config.gelu) * gate
-            hidden = hidden + self.ops.linear(gated, layer.down)
+            hidden = self.ops.linear(gated, layer.down, hidden)
         return self.last_norm(hidden).float().split(sizes)
 
     def _attended(self, layer: GatedLayer, hidden: Tensor, sizes: list[int], turns: Turns) -> Tensor:

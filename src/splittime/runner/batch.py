@@ -36,7 +36,8 @@ from splittime.runner.reasoning_bound import bound_of
 from splittime.runner.row_checks import check_drafts, check_row
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
-    from splittime.runner.form_masks import FormMasks, GrammarWalk
+    from splittime.runner.form_masks import FormMasks
+    from splittime.runner.form_walk import GrammarWalk
     from splittime.runner.grammars import Grammars
 
 

@@ -68,8 +68,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     num_threads: Annotated[
         int | None,
         Doc(
-            "CPU threads; default: one a core. Small models: native kernels measure it at start (up to 256 MiB of "
-            "weights), the others take one (up to 128 MiB).",
+            "CPU threads; default: one a core. Small models that generate: native kernels measure it at start (up to "
+            "256 MiB of weights), the others take one (up to 128 MiB).",
             1,
             1024,
         ),

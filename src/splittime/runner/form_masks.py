@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import llguidance
@@ -24,96 +23,13 @@ import numpy as np
 
 from splittime.core.errors import ErrorInfo, RequestError
 from splittime.kernels.draw import one_bit
+from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, too_much
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Exception, and none of these
-SHOWN_CHARS = 500  # of what the parser says
-MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
-MOST_KEPT = 4096  # forced tokens: to ask the parser again takes as long as all of a forced text
-QUICK_NS = 500_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
-Key = tuple["GrammarWalk", int, tuple[int, ...]]  # of a place: who, behind how many outputs, and which drafts
-
-
-class GrammarWalk:
-    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies."""
-
-    def __init__(self, begin: llguidance.LLMatcher) -> None:
-        self._begin, self.matcher = begin, begin.deep_copy()
-        self._num_sure, self._guesses = (
-            0,
-            list[int](),
-        )  # it has consumed so many outputs that are known, and these drafts
-        self._forced, self._forced_begin = list[int](), 0  # tokens that must follow so many outputs
-        self.look_ns = 0  # of a look, as likely as not at most
-
-    def learn(self, took_ns: int, *, by_thread: bool) -> None:
-        """A look took so long: rises at once, and falls slowly. A thread may have waited for its turn, so that what it
-        took raises no longer what is known."""
-        took_ns = min(took_ns, self.look_ns) if by_thread and self.look_ns else took_ns
-        self.look_ns = max(took_ns, self.look_ns * 7 // 8)
-
-    def follow(self, outputs: np.ndarray, num_sure: int) -> bool:
-        """Goes to behind these outputs. Returns whether the grammar has such a place."""
-        if len(outputs) == self._num_sure and not self._guesses:
-            return True
-        keep = min(self._num_sure, len(outputs))
-        ahead, behind = outputs[keep:].tolist(), self._num_sure - keep + len(self._guesses)
-        num_same = 0 if keep < self._num_sure else _num_same(ahead, self._guesses)
-        if behind > num_same:
-            self.matcher.rollback(behind - num_same)
-        more = ahead[num_same:]
-        num_more = self.matcher.try_consume_tokens(more) if more else 0
-        consumed = ahead[: num_same + num_more]
-        self._num_sure = min(keep + len(consumed), max(keep, num_sure))
-        self._guesses = consumed[self._num_sure - keep :]
-        return num_more == len(more)
-
-    def must_come(self, outputs: np.ndarray) -> list[int]:
-        """Returns what is known to have to follow these outputs, without asking the parser; of a row."""
-        if not self._forced or len(outputs) < self._forced_begin:
-            return []
-        so_far = outputs[self._forced_begin :].tolist()
-        num_same = len(so_far)
-        return self._forced[num_same : num_same + MOST_FORCED] if so_far == self._forced[:num_same] else []
-
-    def find_forced(self, place: "FormPlace") -> list[int]:
-        """Returns what must follow these outputs, which are known, up to a token that ends the request; of a row."""
-        if (known := self.must_come(place.outputs)) or not self.follow(place.outputs, place.num_sure):
-            return known
-        ahead = takewhile(lambda token: token not in place.end_token_ids, self.matcher.compute_ff_tokens())
-        self._forced, self._forced_begin = list(islice(ahead, MOST_KEPT)), len(place.outputs)
-        return self._forced[:MOST_FORCED]
-
-    def check(self, outputs: np.ndarray, num_sure: int) -> bool:
-        """Returns whether the parser still follows, after a look behind these outputs; it may lose a draft. Raises
-        RequestError where it cannot go on."""
-        if self.matcher.is_error() and len(outputs) > num_sure:
-            self._start_again()  # a draft was too much for the parser: the answer itself may not be
-            return False
-        if self.matcher.is_error() or self._num_sure + len(self._guesses) < min(num_sure, len(outputs)):
-            words = said(self.matcher) or "it does not know this answer"
-            raise _too_much(f"the form that the answer is held to: {words}")
-        return True
-
-    def _start_again(self) -> None:
-        self.matcher, self._num_sure, self._guesses = self._begin.deep_copy(), 0, []
-
-
-class FormPlace:
-    """Where an answer is looked at: behind `outputs`, int64 [N], of which `num_sure` are known and the others drafts.
-    end_token_ids: those that end the request."""
-
-    __slots__ = ("end_token_ids", "key", "num_sure", "outputs", "walk")
-
-    def __init__(self, walk: GrammarWalk, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> None:
-        self.walk, self.outputs, self.num_sure, self.end_token_ids = walk, outputs, num_sure, end_token_ids
-        drafts = tuple(outputs[num_sure:].tolist()) if len(outputs) > num_sure else ()
-        self.key: Key = walk, len(outputs), drafts
-
-    def behind(self, tokens: Sequence[int]) -> "FormPlace":
-        return FormPlace(self.walk, np.append(self.outputs, tokens), self.num_sure, self.end_token_ids)
+QUICK_NS = 1_000_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
 
 
 class FoundMask(NamedTuple):
@@ -133,19 +49,25 @@ class FormMasks:
     def __init__(self, vocab_size: int, eos_token_id: int, num_threads: int) -> None:
         self._vocab_size, self._eos_token_id, self._num_threads = vocab_size, eos_token_id, num_threads
         self._thread, self._parser = ThreadPoolExecutor(1, "masks"), llguidance.LLExecutor(num_threads)
-        self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, FormPlace]] = (), (), {}  # last, and by line
+        self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, Key]] = (), (), {}  # last, and by line
         self._found: FoundMasks = {}
         self._begun: dict[Key, Future[FoundMasks]] = {}
         self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
+        self._looks_ns, self._look_ns = (0, 0, 0), 0  # what the last looks took, for a place, and what one likely does
+        self._lines = MaskLines(0, vocab_size, eos_token_id)  # of `_look_on`
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
         """Starts to look behind so many outputs of those of these requests that are held to a form, where nobody looks
         yet. Drafts among the outputs stay as they are until `take`."""
-        lines = enumerate(zip(slots, counts, strict=True))
-        places = {line: _place(slot, count) for line, (slot, count) in lines if slot.grammar is not None}
-        self._begin(list(places.values()))
-        self._asked = slots, counts, places
+        keys, new = dict[int, Key](), []
+        for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            if slot.grammar is not None:
+                keys[line] = key = slot.grammar, count, _drafts(slot, count)
+                if key not in self._found:
+                    new.append(_place(slot, count))
+        self._begin(new)
+        self._asked = slots, counts, keys
 
     def _begin(self, places: Sequence[FormPlace]) -> None:
         new = [place for place in places if place.key not in self._found and place.key not in self._begun]
@@ -158,16 +80,57 @@ class FormMasks:
         """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
         look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must."""
         end_ns = time.perf_counter_ns() + QUICK_NS
-        places = [_place(slot, slot.num_known - slot.prompt_len) for slot in slots]
-        forced = [self.forced(place) if finds_forced else () for place in places]
-        places = [place.behind(tokens) if tokens else place for place, tokens in zip(places, forced, strict=True)]
-        if left := self._look_until(places, end_ns):
-            self._begin(left)
-        return forced
+        forced = self._look_on(slots, end_ns, finds_forced)
+        if left := [line for line, told in enumerate(forced) if told is None]:
+            places = [_place(slots[line], slots[line].num_known - slots[line].prompt_len) for line in left]
+            for at, line in enumerate(left):
+                forced[line] = told = self.forced(places[at]) if finds_forced else ()
+                places[at] = places[at].behind(told) if told else places[at]
+            self._begin(self._look_until(places, end_ns))
+        return [told or () for told in forced]
+
+    def _look_on(self, slots: "Sequence[Slot]", end_ns: int, finds_forced: bool) -> list[tuple[int, ...] | None]:
+        """Looks where walks go on (`GrammarWalk.go_on`), if that is likely to be done by then, and while it is. Returns
+        what must come; None where it has not looked."""
+        told: list[tuple[int, ...] | None] = [None] * len(slots)
+        begin_ns = time.perf_counter_ns()
+        if begin_ns + len(slots) * self._look_ns > end_ns:
+            return told
+        lines = self._room(len(slots))
+        with self._walking:
+            for line, slot in enumerate(slots):
+                forced = told[line] = lines.look_on(line, slot, finds_forced)
+                if forced is not None:
+                    self._note(slot, forced, lines.words[line])
+                if (now_ns := time.perf_counter_ns()) > end_ns:
+                    break
+        if num_looks := len(told) - told.count(None):
+            self._learn((now_ns - begin_ns) // num_looks, by_thread=False)
+        return told
+
+    def _room(self, count: int) -> "MaskLines":
+        """Returns so many lines, which are those of before if nobody needs them."""
+        if self._found or len(self._lines.words) < count:
+            self._lines = MaskLines(count, self._vocab_size, self._eos_token_id)
+        return self._lines
+
+    def _learn(self, took_ns: int, *, by_thread: bool) -> None:
+        """Looks took so long, for a place. The middle one of three is likely: one that was interrupted says nothing. A
+        thread may have waited for its turn, so that what it took raises nothing."""
+        took_ns = min(took_ns, self._look_ns) if by_thread and self._look_ns else took_ns
+        self._looks_ns = *self._looks_ns[1:], took_ns
+        self._look_ns = sorted(self._looks_ns)[1]
+
+    def _note(self, slot: "Slot", forced: tuple[int, ...], allowed: np.ndarray) -> None:
+        """Behind what is known these tokens must come, and then what is allowed may."""
+        walk, num_outputs = _walk(slot), slot.num_known - slot.prompt_len
+        for count, token in enumerate(forced):
+            self._found[walk, num_outputs + count, forced[:count]] = FoundMask(one_bit(token, self._vocab_size))
+        self._found[walk, num_outputs + len(forced), forced] = FoundMask(allowed)
 
     def _look_until(self, places: Sequence[FormPlace], end_ns: int) -> Sequence[FormPlace]:
         """Looks at these places if that is likely to be done by then, and while it is. Returns the others."""
-        now_ns, likely_ns = time.perf_counter_ns(), sum(place.walk.look_ns for place in places)
+        now_ns, likely_ns = time.perf_counter_ns(), len(places) * self._look_ns
         for at, place in enumerate(places):
             if now_ns + likely_ns > end_ns:
                 return places[at:]
@@ -191,8 +154,8 @@ class FormMasks:
         allowed, begin_ns = {}, time.monotonic_ns()
         if self._asked[:2] != (slots, counts):
             self.begin(slots, counts)
-        for line, place in self._asked[2].items():
-            found = self._found.get(place.key) or self._begun[place.key].result()[place.key]
+        for line, key in self._asked[2].items():
+            found = self._found.get(key) or self._begun[key].result()[key]
             if found.allowed is None:
                 slots[line].end_behind(counts[line], found.error)
             else:
@@ -235,8 +198,7 @@ class FormMasks:
             whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
             allowed = self._allowed(whole, parser) if whole else {}
             took_ns = (time.perf_counter_ns() - begin_ns) * min(len(places), self._num_threads if parser else 1)
-            for place in places:
-                place.walk.learn(took_ns // len(places), by_thread=parser is not None)
+            self._learn(took_ns // len(places), by_thread=parser is not None)
             return {place.key: _found(place, allowed.get(place.key)) for place in places}
         except INTERRUPTS:
             raise
@@ -247,42 +209,81 @@ class FormMasks:
             return {key: found for place in places for key, found in self._ask([place], parser).items()}
 
     def _allowed(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> dict[Key, np.ndarray]:
-        """Returns what the parser allows, as in `FoundMask`; of the tokens that end a request, all where the answer
-        could end and none elsewhere, whatever the parser takes for its end."""
-        words = np.zeros((len(places), -(-self._vocab_size // 32)), np.uint32)
-        self._fill(words, [place.walk.matcher for place in places], parser)
-        words[:, self._eos_token_id // 32] &= ~np.uint32(1 << self._eos_token_id % 32)
-        for line, place in zip(words, places, strict=True):
-            may_end = place.walk.matcher.is_accepting()
-            for token in place.end_token_ids:
-                if token < self._vocab_size:
-                    word, bit = token // 32, np.uint32(1 << token % 32)
-                    line[word] = line[word] | bit if may_end else line[word] & ~bit
-        return dict(zip([place.key for place in places], words, strict=True))
+        """Returns what the parser allows, as in `FoundMask`."""
+        lines = MaskLines(len(places), self._vocab_size, self._eos_token_id)
+        lines.fill([place.walk.matcher for place in places], parser)
+        for line, place in enumerate(places):
+            lines.put_ends(line, place.walk.matcher, place.end_token_ids)
+        return dict(zip([place.key for place in places], lines.words, strict=True))
 
-    def _fill(
-        self, words: np.ndarray, matchers: Sequence[llguidance.LLMatcher], parser: llguidance.LLExecutor | None
-    ) -> None:
-        begin, num_bytes = words.ctypes.data, words.strides[0]
+
+class MaskLines:
+    """Room for some masks. words: uint32 [N, vocab / 32], a bit for each token."""
+
+    def __init__(self, count: int, vocab_size: int, eos_token_id: int) -> None:
+        self.words = np.zeros((count, -(-vocab_size // 32)), np.uint32)
+        self._bits, self._vocab_size, self._eos_token_id = self.words.reshape(-1).data, vocab_size, eos_token_id
+        self._begin, self._num_bytes = self.words.ctypes.data, self.words.strides[0]
+
+    def look_on(self, line: int, slot: "Slot", finds_forced: bool) -> tuple[int, ...] | None:
+        """Goes on with a walk, and puts into this line what may come there. Returns what must come before. None where
+        it does not go on so, or nothing may come, or the parser makes a mistake: who looks there next hears of it."""
+        outputs, end_token_ids = slot.tokens[slot.prompt_len : slot.num_known], slot.admitted.stop_token_ids
+        walk = _walk(slot)
+        try:
+            forced = walk.go_on(outputs, end_token_ids, finds_forced)
+            if forced is None:
+                return None
+            self._ask(line, walk.matcher)
+            took = self.put_ends(line, walk.matcher, end_token_ids)
+            is_empty = took and not self.words[line].any()
+            return None if is_empty or walk.matcher.is_error() else forced
+        except INTERRUPTS:
+            raise
+        except BaseException:
+            return None
+
+    def fill(self, matchers: Sequence[llguidance.LLMatcher], parser: llguidance.LLExecutor | None) -> None:
+        """Asks each what may come where it stands; `parser` asks all at once."""
         if parser is not None:
-            parser.unsafe_compute_mask_ptr(
-                [(one, line) for line, one in enumerate(matchers)], begin, num_bytes, len(words)
-            )
+            asked = [(one, line) for line, one in enumerate(matchers)]
+            parser.unsafe_compute_mask_ptr(asked, self._begin, self._num_bytes, len(self.words))
             return
         for line, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(begin + line * num_bytes, num_bytes)
+            self._ask(line, matcher)
+
+    def put_ends(self, line: int, matcher: llguidance.LLMatcher, end_token_ids: tuple[int, ...]) -> bool:
+        """Allows all tokens that end a request where the answer could end and none elsewhere, whatever the parser takes
+        for its end. Returns whether one was taken away."""
+        bits, begin, may_end, took = self._bits, line * self.words.shape[1], matcher.is_accepting(), 0
+        for token in (self._eos_token_id, *end_token_ids):
+            if token < self._vocab_size:
+                word, bit = begin + token // 32, 1 << token % 32
+                took |= bits[word] & bit
+                bits[word] &= ~bit
+        for token in end_token_ids if may_end else ():
+            if token < self._vocab_size:
+                bits[begin + token // 32] |= 1 << token % 32
+        return bool(took)
+
+    def _ask(self, line: int, matcher: llguidance.LLMatcher) -> None:
+        matcher.unsafe_compute_mask_ptr(self._begin + line * self._num_bytes, self._num_bytes)
 
 
 def _place(slot: "Slot", num_outputs: int) -> FormPlace:
-    assert slot.grammar is not None, "it is held to no form"
     outputs = slot.tokens[slot.prompt_len : slot.prompt_len + num_outputs]
-    return FormPlace(slot.grammar, outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
+    return FormPlace(_walk(slot), outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
 
 
-def _num_same(tokens: list[int], others: list[int]) -> int:
-    """Returns how many of them are the same from the first on."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+def _walk(slot: "Slot") -> GrammarWalk:
+    assert slot.grammar is not None, "it is held to no form"
+    return slot.grammar
+
+
+def _drafts(slot: "Slot", num_outputs: int) -> tuple[int, ...]:
+    """Returns those of so many outputs that are not known."""
+    end = slot.prompt_len + num_outputs
+    return tuple(slot.tokens[slot.num_known : end].tolist()) if end > slot.num_known else ()
 
 
 def _found(place: FormPlace, allowed: np.ndarray | None) -> FoundMask:
@@ -291,17 +292,7 @@ def _found(place: FormPlace, allowed: np.ndarray | None) -> FoundMask:
         if allowed is None or not follows:
             return FoundMask()
         if not allowed.any():
-            raise _too_much("the form that the answer is held to allows no token here")
+            raise too_much("the form that the answer is held to allows no token here")
         return FoundMask(allowed)
     except RequestError as error:
         return FoundMask(error=error.info)
-
-
-def _too_much(words: str) -> RequestError:
-    hint = "make the form simpler: fewer alternatives that begin alike, shorter repetitions"
-    return RequestError(words, code="grammar", param="grammar", hint=hint)
-
-
-def said(matcher: llguidance.LLMatcher) -> str:
-    """Returns what it says is wrong, without the state that it shows after that."""
-    return str(matcher.get_error()).partition("\n<state>")[0][:SHOWN_CHARS]

@@ -3,7 +3,7 @@ expressions under an Earley parser; Microsoft's guidance project).
 
 A grammar is text in llguidance's own form; `text.grammars` writes it. It is compiled once, in whatever thread asks
 (`drive.grammar_gate` asks in one of its own, before the request is queued), and the latest are kept. Each request walks
-a copy (`form_masks.GrammarWalk`), which follows its outputs: those that are known, and the drafts behind them, of which
+a copy (`form_walk.GrammarWalk`), which follows its outputs: those that are known, and the drafts behind them, of which
 the wrong ones are taken back.
 
 The compiler calls itself as deep as a grammar's rules refer to each other, and ends the process where its stack ends:
@@ -19,7 +19,8 @@ from typing import Any
 import llguidance
 
 from splittime.core.errors import EngineError, RequestError
-from splittime.runner.form_masks import SHOWN_CHARS, FormMasks, GrammarWalk, said
+from splittime.runner.form_masks import FormMasks
+from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
 from splittime.runner.machine import num_cores
 
 log = logging.getLogger("splittime.runner")

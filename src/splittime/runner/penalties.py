@@ -98,8 +98,7 @@ def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], f
     device, a line that changes goes there and back. forms: what forms and bounds of the reasoning allow; who chooses
     leaves out the others, so that a line with nothing else is as it was."""
     logits = raw
-    for line in changed(slots, num_outputs):
-        slot, count = slots[line], num_outputs[line]
+    for line, (slot, count) in enumerate(zip(slots, num_outputs, strict=True)):
         if not changes_more(slot.admitted.sampling, count):
             continue
         logits = raw.clone() if logits is raw else logits

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -35,6 +36,9 @@ from splittime.runner.pooling import pool
 from splittime.runner.ranks.lead import Lead
 from splittime.runner.reasoning_bound import has_bounds, hold_to_bounds, must_come
 from splittime.runner.warm_up import warm_up_plans
+
+if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
+    from splittime.runner.form_masks import FormMasks
 
 NO_TOKEN = "the step before gave this request no token"
 OnHidden = Callable[[Batch, Tensor], None]
@@ -144,13 +148,15 @@ class TorchRunner:
         if masks is None and not has_bounds(batch.slots):
             return
         begin_ns = time.monotonic_ns()
-        slots = dict.fromkeys(batch.slots[index] for index in step.computed.sampling)
-        going = [slot for slot in slots if (slot.grammar or slot.reasoning_bound) is not None and slot.goes_on]
-        held = [slot for slot in going if slot.grammar is not None]
+        slots = dict.fromkeys([batch.slots[index] for index in step.computed.sampling])
+        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
         forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
         told = dict(zip(held, forced, strict=True))
-        for slot in going if self._drafts_forced else ():
-            if token_ids := must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot):
+        for slot in slots:
+            if slot.reasoning_bound is not None and slot.goes_on:
+                told[slot] = must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot, ())
+        for slot, token_ids in told.items():
+            if token_ids and self._drafts_forced:
                 step.tell_drafts(slot, token_ids)
         step.look_ahead_ns = time.monotonic_ns() - begin_ns
 
@@ -184,8 +190,8 @@ class TorchRunner:
 
     def _compute(self, batch: Batch, begin: StreamMark) -> ComputedRows:
         sampling = [index for index, row in enumerate(batch.rows) if row.num_samples]
-        if self.slots.masks and not self.execution.is_apart:  # else the host does not know the last tokens yet
-            self.slots.masks.begin(*_sampled(batch, sampling))
+        if (masks := self._masks(batch)) and not self.execution.is_apart:  # else the host knows no last tokens yet
+            masks.begin(*_sampled(batch, sampling))
         made = self.execution.forward(self.decoder, self.store, batch)
         if self.on_hidden is not None:
             self.on_hidden(batch, made.hidden)
@@ -206,8 +212,12 @@ class TorchRunner:
             pooled=pool(self.decoder, batch, made.hidden),
             end=StreamMark(self.execution.device),
             padded_rows=made.padded_rows,
-            mask_ns=self.slots.masks.take_waited_ns() if self.slots.masks else 0,
+            mask_ns=masks.take_waited_ns() if masks else 0,
         )
+
+    def _masks(self, batch: Batch) -> "FormMasks | None":
+        """Returns them where an answer of the batch is held to a form."""
+        return self.slots.masks if any(slot.grammar is not None for slot in batch.slots) else None
 
     def _choose(self, batch: Batch, sampling: list[int], raw: Tensor) -> Chosen:
         """raw: float32 [len(sampling), vocab], the logits of these rows of the batch."""
@@ -215,7 +225,7 @@ class TorchRunner:
         if self._launched and penalties.changed(slots, counts):  # which need the tokens of the steps before
             for step in self._launched:
                 step.fetch()
-        masks = self.slots.masks
+        masks = self._masks(batch)
         allowed = masks.take(slots, counts) if masks else sampler.EVERYTHING
         allowed = hold_to_bounds(slots, counts, self.resolved.vocab_size, allowed)
         logits = penalties.adjusted(raw, slots, counts, allowed)

@@ -109,14 +109,14 @@ async def run(
     listener = listen(config)
     shared = [] if shared_port is None else [listen(config, shared_port)]
     server = make_server(app, config)
-    left = [one.dup() for one in shared]
+    last = [one.dup() for one in shared]  # not served, so that it can be emptied when the others are closed
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
     def on_signal() -> None:
         if draining:
             os._exit(EXIT_AT_ONCE)
-        draining.append(loop.create_task(_drain(drain, server, left)))
+        draining.append(loop.create_task(_drain(drain, server, last)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
