@@ -408,6 +408,13 @@ def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> 
     assert len(came) > 9
 
 
+def test_a_walk_anew_is_shown_all_outputs_though_the_last_alone_would_be_one(known: Grammars) -> None:
+    a, b, x = (ids(letter)[0] for letter in "abx")
+    assert known.masks().look_ahead([slot_of(known, grammars.of_choice(["abx", "bcd"], "choice"), [a, b])], True) == [
+        (x,)
+    ]
+
+
 def test_masks_that_nobody_has_taken_yet_stay_as_they_are(known: Grammars) -> None:
     masks, a = known.masks(), ids("a")
     slots = [slot_of(known, grammar, a) for grammar in (grammars.of_choice(["abc", "axyz"], "choice"), ANYTHING)]
@@ -453,22 +460,27 @@ def test_what_must_come_is_all_that_may(known: Grammars) -> None:
     assert masks.look_ahead([ended], True) == [()]  # but the end
 
 
-def test_of_a_long_text_the_parser_is_asked_once(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begin", ["", "|"], ids=["from_the_beginning", "behind_a_token"])
+def test_of_a_long_text_the_parser_is_asked_once(begin: str, known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is handed out a row at a time; the masks of the drafts come of it too, and are the parser's."""
     text, follow, asked = "The quick brown fox jumps over the lazy dog, twice. " * 2, GrammarWalk.follow, []
     monkeypatch.setattr(GrammarWalk, "follow", lambda self, *where: (asked.append(where), follow(self, *where))[1])
-    grammar, masks = grammars.of_choice([text], "choice"), known.masks()
-    slot, came = slot_of(known, grammar, []), []
+    ask, ends = GrammarWalk._ask_forced, []
+    monkeypatch.setattr(GrammarWalk, "_ask_forced", lambda self, *where: (ends.append(where), ask(self, *where))[1])
+    grammar, masks, came = grammars.of_choice([begin + text], "choice"), known.masks(), ids(begin)
+    slot = slot_of(known, grammar, came)
     while forced := masks.look_ahead([slot], True)[0]:
         slot.tokens[slot.num_known : slot.num_known + len(forced)] = forced
-        taken = masks.take([slot] * len(forced), range(len(came), len(came) + len(forced)))
-        assert [tokens_of(taken[line]) for line in range(len(forced))] == [[one] for one in forced]
-        for token in forced:
+        taken = masks.take([slot] * (len(forced) + 1), range(len(came), len(came) + len(forced) + 1))
+        *drafts, (last, *_) = [tokens_of(taken[line]) for line in range(len(forced) + 1)]
+        assert drafts == [[one] for one in forced]
+        for token in (*forced, last) if last else forced:  # as rows with drafts go
+            came.append(token)
             slot.learn_sampled(slot.num_known, token)
-        came += forced
     assert len(came) > 2 * MOST_FORCED
-    assert {len(outputs) for outputs, _ in asked} == {0, len(came)}  # at the beginning, and where no more was known
-    for count, token in enumerate(came):
+    assert {len(outputs) for outputs, _ in asked} - {0} == {len(came)}  # where no more was known
+    assert [count for count, _ in ends] == [len(begin), len(came)]
+    for count, token in enumerate(came[len(begin) :], len(begin)):
         assert allowed(known.walk(grammar), came[:count], count) == [token]
 
 

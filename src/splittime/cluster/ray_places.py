@@ -29,7 +29,7 @@ class ReplicaActor:
     """What runs in Ray's worker: one server, which ends with it; and both end where nobody has looked for long."""
 
     def __init__(
-        self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool, in_background: bool
+        self, name: str, flags: tuple[str, ...], key: str | None, on_network: bool, in_background: bool = False
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=f"splittime-{name}-"))
         self._process = ReplicaProcess(self._folder, name)
