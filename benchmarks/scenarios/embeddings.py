@@ -95,17 +95,19 @@ class Arm:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.join()
         self._connection.close()
+        self._process.join()
 
 
 def _serve(connection: Connection, make: Callable[..., tuple[Embed, Any]], *given: Any) -> None:
-    """Embeds what comes until the process is killed, or the one that asks is gone (`EOFError`)."""
+    """Embeds what comes, until the other end is closed."""
     embed, told = make(*given)
     connection.send(told)
     while True:
-        inputs = connection.recv()
+        try:
+            inputs = connection.recv()
+        except EOFError:
+            return
         begin_s = time.monotonic()
         vectors = embed(inputs)
         connection.send((vectors, time.monotonic() - begin_s))
