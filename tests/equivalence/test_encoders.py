@@ -72,14 +72,14 @@ def write_pooling(folder: Path, mode: str) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
 
 
-def make(variant: str, folder: Path, mode: str = "mean_tokens") -> Any:
+def make(variant: str, folder: Path, mode: str = "mean_tokens", **more: Any) -> Any:
     """Writes the checkpoint, and returns transformers' model of it."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     architecture, name, differences = VARIANTS[variant]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SIZES | differences))
+    config = getattr(transformers, f"{name}Config")(**(SIZES | differences | more))
     model = getattr(transformers, architecture)(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if "bias" in parameter_name or "norm" in parameter_name.lower():  # else zeros or ones, which would hide errors
@@ -155,17 +155,23 @@ def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Pa
     assert not np.array_equal(beside[0], beside[1])
 
 
-@pytest.mark.parametrize("variant", ["bert", "modern"])
-def test_a_vector_is_the_same_to_the_bit_on_any_number_of_threads(variant: str, tmp_path: Path) -> None:
-    make(variant, tmp_path)
+@pytest.mark.parametrize(
+    ("variant", "inner", "most_apart"),
+    [("bert", 80, 0), ("modern", 80, 0), ("bert", 37, 0), ("bert-tanh", 64, 0), ("bert-tanh", 37, 1e-6)],
+)
+def test_a_vector_is_the_same_to_the_bit_on_any_number_of_threads(
+    variant: str, inner: int, most_apart: float, tmp_path: Path
+) -> None:
+    """But for rounding, where torch's GELU by tanh computes the last numbers otherwise (`runner.text_parts`)."""
+    make(variant, tmp_path, intermediate_size=inner)
     write_tokenizer(tmp_path)
     texts = [" ".join(f"w{number * 7 % 50}" for number in range(count)) for count in (60, 3, 17, 60, 41, 1, 33, 52)]
     limits = {"max_num_batched_tokens": 512, "kernels": "native", "max_model_len": 64}
     llm = LLM(tmp_path, num_threads=3, **limits)
     assert llm.resolved["kernels"] == "native"
     together, alone = llm.embed(texts), [llm.embed(text)[0] for text in texts]
-    assert together == alone == LLM(tmp_path, num_threads=1, **limits).embed(texts)
-    assert llm.embed(texts[::-1]) == together[::-1]
+    for others in (alone, LLM(tmp_path, num_threads=1, **limits).embed(texts), llm.embed(texts[::-1])[::-1]):
+        assert np.abs(np.array(together) - np.array(others)).max() <= most_apart
 
 
 @pytest.mark.parametrize(

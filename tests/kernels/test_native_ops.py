@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,47 @@ def test_calls_from_many_threads_do_not_mix(ops):
     assert not wrong
 
 
-def test_a_wrong_instruction_set_is_not_used(ops, monkeypatch):
+def test_what_a_thread_that_works_alone_calls_wakes_no_other(ops):
+    """A thread of the kernels that is woken sleeps again, which the system counts."""
+    from splittime.kernels.native.library import library
+
+    threads = Path("/proc/self/task")
+    if not threads.exists():
+        pytest.skip("the system does not count that here")
+    before = set(threads.iterdir())
+    ops.set_threads(2)
+    packed, x = ops.pack_linear([weights(512, 256, 14)], None, WeightScheme("bfloat16")), weights(3, 256, 1)
+    (thread,) = set(threads.iterdir()) - before
+
+    def num_sleeps():
+        return int((thread / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    def is_woken_within(seconds, alone):
+        wait_s, begin = time.monotonic() + seconds, num_sleeps()
+        while num_sleeps() == begin and time.monotonic() < wait_s:
+            runner = threading.Thread(target=lambda: (alone and library().st_work_alone(), ops.linear(x, packed)))
+            runner.start()
+            runner.join()
+        return num_sleeps() > begin
+
+    assert is_woken_within(20, alone=False)
+    time.sleep(0.2)  # it sleeps again by now
+    assert not is_woken_within(0.2, alone=True)
+    ops.set_threads(1)
+
+
+@pytest.fixture
+def choosing(ops, monkeypatch):
+    """Nobody asked for an instruction set; the one that is selected is selected again afterwards."""
+    from splittime.kernels.native import check, library
+
+    monkeypatch.delenv(check.ASKED, raising=False)
+    selected = library.selected_isa()
+    yield
+    library.select_isa(selected)
+
+
+def test_a_wrong_instruction_set_is_not_used(choosing, monkeypatch):
     from splittime.kernels.native import check, library
 
     good = check._product
@@ -158,7 +199,7 @@ def test_a_wrong_instruction_set_is_not_used(ops, monkeypatch):
         assert check.choose_isa.__wrapped__()[0] != best
 
 
-def test_kernels_that_compute_nothing_are_not_held_to_be_right(ops, monkeypatch):
+def test_kernels_that_compute_nothing_are_not_held_to_be_right(choosing, monkeypatch):
     from splittime.kernels.native import check
 
     good = check._product
@@ -179,7 +220,7 @@ def test_the_numbers_of_the_check_are_as_good_as_drawn():
         assert abs(np.corrcoef(drawn[:, 1:].ravel(), drawn[:, :-1].ravel())[0, 1]) < 0.02
 
 
-def test_the_instruction_set_is_chosen_by_its_rate(ops, monkeypatch):
+def test_the_instruction_set_is_chosen_by_its_rate(choosing, monkeypatch):
     """The last in the list where they are alike, or nearly; another where it is clearly faster."""
     from splittime.kernels.native import check
 
@@ -191,12 +232,10 @@ def test_the_instruction_set_is_chosen_by_its_rate(ops, monkeypatch):
         ([1, 2, 2], "avx2"),
     ):
         taken = dict(zip(names[1:], ([each] * len(check.RATED) for each in times), strict=True))
-        monkeypatch.setattr(
-            check, "_product_times", lambda tried, *_, taken=taken: {name: taken[name] for name in tried}
-        )
-        assert check.fastest(names)[0] == want
+        with monkeypatch.context() as patch:
+            patch.setattr(check, "_product_times", lambda tried, *_, taken=taken: {name: taken[name] for name in tried})
+            assert check.fastest(names)[0] == want
     assert check.fastest(["portable"])[0] == "portable"
-    monkeypatch.undo()
     name, reason = check.choose_isa.__wrapped__()
     assert name in reason
     assert name != "portable" or len(check.native.isa_names()) == 1

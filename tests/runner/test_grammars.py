@@ -17,7 +17,7 @@ from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import QUICK_NS, FormMasks
+from splittime.runner.form_masks import QUICK_NS, SLOW_NS, FormMasks
 from splittime.runner.form_walk import MOST_FORCED, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
@@ -344,11 +344,12 @@ def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(
     assert not masks._begun
 
 
-@pytest.mark.parametrize(("outputs", "ticks", "num_at_once"), [("a", 4.5, 4), ("", 12.5, 2)])
+@pytest.mark.parametrize(("outputs", "ticks", "num_at_once"), [("a", 5.5, 4), ("", 18.5, 2)])
 def test_what_is_not_found_in_time_goes_to_the_thread(
     known: Grammars, outputs: str, ticks: float, num_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is read twice before, once for each that goes on, and where none does four times for a look."""
+    """The clock is read three times before, once for each that goes on, and where none does twice for each, and three
+    times for a look."""
     clock = iter(range(0, 10**9, int(QUICK_NS / ticks)))
     masks, slots = known.masks(), [slot_of(known, ANYTHING, ids(outputs)) for _ in range(5)]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
@@ -356,6 +357,44 @@ def test_what_is_not_found_in_time_goes_to_the_thread(
     monkeypatch.undo()
     assert (len(masks._found), len(masks._begun)) == (num_at_once, 5 - num_at_once)
     assert len(masks.take(slots, [len(outputs)] * 5)) == 5
+
+
+def test_what_must_come_is_asked_no_longer_than_is_quick(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is read eight times before, and once for each."""
+    clock, abc = iter(range(0, 10**9, int(QUICK_NS / 9.5))), tuple(ids("abc"))
+    masks, slots = known.masks(), [slot_of(known, grammars.of_choice(["abc"], "choice"), []) for _ in range(5)]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    assert masks.look_ahead(slots, True) == [abc, abc, (), (), ()]
+    monkeypatch.undo()
+    assert [tokens_of(found) for found in masks.take(slots, [0] * 5).values()] == [[abc[0]]] * 5
+
+
+def test_the_wait_for_the_thread_is_no_part_of_a_look(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns, masks = [0], known.masks()
+
+    class LongLock:
+        def __enter__(self) -> None:
+            now_ns[0] += 10 * QUICK_NS
+
+        def __exit__(self, *failure: object) -> None: ...
+
+    masks._walking = LongLock()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns[0])
+    masks.look_ahead([slot_of(known, ANYTHING, ids("a"))], True)
+    assert masks._found
+    assert masks._looks_ns == (0, 0, 0)
+
+
+def test_what_was_found_for_an_answer_that_ended_is_forgotten_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], Grammars.masks
+    monkeypatch.setattr(Grammars, "masks", lambda self: made.append(make(self)) or made[-1])
+    llm = LLM(num_threads=1, max_num_seqs=1, max_model_len=64)
+    llm.generate(["x"], SamplingParams(grammar=grammars.of_regex("[ab]+", "regex"), stop=["a", "b"]))
+    (masks,) = made
+    assert masks._found or masks._begun
+    llm.generate(["x"], SamplingParams(max_tokens=1))
+    assert not masks._found
+    assert not masks._begun
 
 
 def test_looking_at_once_is_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +423,14 @@ def test_of_what_looks_take_one_that_was_interrupted_says_nothing_nor_does_a_thr
         masks._learn(took_ns, by_thread=by_thread)
         said.append(masks._look_ns)
     assert said == [0, 40, 40, 50, 800, 800, 800, 3]
+
+
+def test_what_is_slow_one_time_in_three_is_the_threads(known: Grammars) -> None:
+    masks, said = known.masks(), []
+    for took_ns, by_thread in ((40, False), (40, False), (SLOW_NS, False), (40, True), (40, True), (40, True)):
+        masks._learn(took_ns, by_thread=by_thread)
+        said.append(masks._look_ns)
+    assert said == [0, 40, SLOW_NS, SLOW_NS, SLOW_NS, 40]
 
 
 def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> None:

@@ -1,7 +1,8 @@
 """An encoder of BERT's kind: embed, layers with a norm behind each part, each token's output.
 
 It holds weights and nothing else. Texts come one behind the other, without padding: products are those of all tokens at
-once, and attention is computed text by text, so that what a text becomes does not depend on whose texts are beside it.
+once, and attention is computed text by text, so that what a text becomes does not depend on whose texts are beside it
+(but for rounding, where `gelu` is by tanh and the inner size no multiple of 32: see `runner.text_parts`).
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ class EncoderLayer:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """words, positions, types: tables of embeddings, as they are stored. head: None where it judges nothing."""
+    """Holds the weights. words, positions, types: tables of embeddings, as they are stored. head: None where it judges
+    nothing."""
 
     config: EncoderConfig
     ops: Ops

@@ -171,7 +171,7 @@ def _load_with_ranks(config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer 
     begin_ns = time.monotonic_ns()
     members = Members(config)
     on_phase("start ranks", begin_ns, time.monotonic_ns())
-    with members.ended_unless_begun(RankLost):
+    with members.ended_on_failure(RankLost):
         group = RankGroup(
             0, config.tensor_parallel_size, members.folder, config.collective_timeout_s, members.meet, device
         )

@@ -169,7 +169,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     def drafts_obstacles(self, kernels: str = "native") -> list[str]:
         """Returns what drafts do not go with, in words: a row whose drafts are verified cannot be planned ahead, ranks
         verify none, and other kernels do not compute a token alike as a draft and alone, to the last bit."""
-        return _that_stand(
+        return _present(
             {
                 f"async_scheduling = {self.async_scheduling}": self.async_scheduling,
                 f"tensor_parallel_size = {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
@@ -178,10 +178,10 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         )
 
     def sharing_obstacles(self, kernels: str) -> list[str]:
-        """Returns what blocks of KV cache are not shared with other servers with, in words. Who starts servers asks
-        too, before there is one."""
+        """Returns, in words, what keeps this server from sharing blocks of KV cache with others. It is also asked
+        before there is a server, by whoever starts some."""
         drafts, are_native = speculative_config(self.speculative_config), kernels == "native"
-        return _that_stand(
+        return _present(
             {
                 f"the {kernels} kernels: it takes the native ones, whose sums depend on no neighbour": not are_native,
                 f"tensor_parallel_size = {self.tensor_parallel_size}": self.tensor_parallel_size > 1,
@@ -192,8 +192,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         )
 
 
-def _that_stand(obstacles: dict[str, bool]) -> list[str]:
-    return [words for words, stands in obstacles.items() if stands]
+def _present(obstacles: dict[str, bool]) -> list[str]:
+    return [words for words, is_there in obstacles.items() if is_there]
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

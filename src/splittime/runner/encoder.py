@@ -30,7 +30,8 @@ from splittime.runner.speculative import speculative_config
 from splittime.runner.text_parts import TextParts
 
 NO_TOKENS = "this model is an encoder and generates nothing"
-CORES = "one for each core: each computes texts of its own"
+CORES = "one for each core"
+PARTS = f"{CORES}: each computes texts of its own"  # native kernels
 WARM_UP_TOKENS = 8
 PRODUCT_TOKENS, PRODUCT_TRIES = 512, 5  # to choose kernels by
 
@@ -53,7 +54,7 @@ class EncoderRunner:
 
     def warm_up(self) -> None:
         """Compute a short text on each thread, so that the first request does not pay for first calls."""
-        self._parts.forward([[0] * min(WARM_UP_TOKENS, self.resolved.max_model_len)] * self.resolved.num_threads)
+        self._parts.warm_up([0] * min(WARM_UP_TOKENS, self.resolved.max_model_len))
 
     def set_threads(self) -> None:
         """Sets the number of threads, for a thread of its own."""
@@ -149,9 +150,8 @@ def _choose_kernels(config: RunnerConfig, model: EncoderConfig) -> tuple[str, st
         return "native", "they could be loaded"
     took_ms = {name: _product_ms(name, config, model) for name in ("native", "torch")}
     told = ", ".join(f"{name} {ms:.2f}" for name, ms in took_ms.items())
-    return min(
-        took_ms, key=lambda name: took_ms[name]
-    ), f"ms for a product of {PRODUCT_TOKENS} tokens on one thread: {told}"
+    quickest = min(took_ms, key=lambda name: took_ms[name])
+    return quickest, f"ms for a product of {PRODUCT_TOKENS} tokens on one thread: {told}"
 
 
 @torch.inference_mode()
@@ -204,7 +204,9 @@ def _resolved(
 ) -> Resolved:
     model, ops = encoder.config, encoder.ops
     asked = config.num_threads
-    num_threads, threads_reason = (asked, "as asked") if asked else (machine.num_cores(), CORES)
+    num_threads, threads_reason = (
+        (asked, "as asked") if asked else (machine.num_cores(), PARTS if ops.name == "native" else CORES)
+    )
     max_model_len = machine.choose_max_model_len(config, model)
     per_text = -(-max_model_len // config.block_size)
     return Resolved(

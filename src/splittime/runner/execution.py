@@ -172,8 +172,8 @@ class ComputedRows:
 class Launched:
     """kind: `Execution.kind`. results: by request id; before `fetch`, of rows that failed before the launch. computed:
     None if all rows did. moved: copies of blocks to host memory and back, before the rows. broken: the blocks of each
-    request for which something was computed that is not finite. look_ahead_ns: what the host took behind it to
-    look what forms and bounds of the reasoning leave."""
+    request for which something was computed that is not finite. look_ahead_ns: how long the host then looked for what
+    forms and bounds of the reasoning allow next."""
 
     plan: StepPlan
     kind: str

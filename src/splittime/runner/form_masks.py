@@ -23,13 +23,14 @@ import numpy as np
 
 from splittime.core.errors import ErrorInfo, RequestError
 from splittime.kernels.draw import one_bit
-from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, too_much
+from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, key_of, too_much
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Exception, and none of these
 QUICK_NS = 1_000_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
+SLOW_NS = 2 * QUICK_NS  # for one place: a look as long as this counts, though it may have been interrupted
 
 
 class FoundMask(NamedTuple):
@@ -55,7 +56,7 @@ class FormMasks:
         self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
         self._looks_ns, self._look_ns = (0, 0, 0), 0  # what the last looks took, for a place, and what one likely does
-        self._lines = MaskLines(0, vocab_size, eos_token_id)  # of `_look_on`
+        self._lines = MaskLines(0, vocab_size, eos_token_id)  # of `_go_on`
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
         """Starts to look behind so many outputs of those of these requests that are held to a form, where nobody looks
@@ -63,13 +64,15 @@ class FormMasks:
         keys, new = dict[int, Key](), []
         for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             if slot.grammar is not None:
-                keys[line] = key = slot.grammar, count, _drafts(slot, count)
+                outputs, num_sure = _outputs(slot, count)
+                keys[line] = key = key_of(slot.grammar, outputs, num_sure)
                 if key not in self._found:
-                    new.append(_place(slot, count))
-        self._begin(new)
+                    new.append(FormPlace(slot.grammar, outputs, num_sure, slot.admitted.stop_token_ids))
+        self._submit(new)
         self._asked = slots, counts, keys
 
-    def _begin(self, places: Sequence[FormPlace]) -> None:
+    def _submit(self, places: Sequence[FormPlace]) -> None:
+        """Has the thread look at those of these places where nobody looks yet and what may come is not known."""
         new = [place for place in places if place.key not in self._found and place.key not in self._begun]
         self._found |= (known := self._known(new))
         if new := [place for place in new if place.key not in known]:
@@ -78,35 +81,53 @@ class FormMasks:
 
     def look_ahead(self, slots: "Sequence[Slot]", finds_forced: bool) -> list[tuple[int, ...]]:
         """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
-        look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must."""
+        look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must, as
+        it does of those whose turn does not come in time."""
         end_ns = time.perf_counter_ns() + QUICK_NS
-        forced = self._look_on(slots, end_ns, finds_forced)
+        forced = self._go_on(slots, end_ns, finds_forced)
         if left := [line for line, told in enumerate(forced) if told is None]:
             places = [_place(slots[line], slots[line].num_known - slots[line].prompt_len) for line in left]
             for at, line in enumerate(left):
-                forced[line] = told = self.forced(places[at]) if finds_forced else ()
-                places[at] = places[at].behind(told) if told else places[at]
-            self._begin(self._look_until(places, end_ns))
+                if finds_forced and time.perf_counter_ns() < end_ns and (told := self._forced(places[at])):
+                    forced[line], places[at] = told, places[at].behind(told)
+            self._submit(self._look_until(places, end_ns))
         return [told or () for told in forced]
 
-    def _look_on(self, slots: "Sequence[Slot]", end_ns: int, finds_forced: bool) -> list[tuple[int, ...] | None]:
+    def _go_on(self, slots: "Sequence[Slot]", end_ns: int, finds_forced: bool) -> list[tuple[int, ...] | None]:
         """Looks where walks go on (`GrammarWalk.go_on`), if that is likely to be done by then, and while it is. Returns
         what must come; None where it has not looked."""
         told: list[tuple[int, ...] | None] = [None] * len(slots)
-        begin_ns = time.perf_counter_ns()
-        if begin_ns + len(slots) * self._look_ns > end_ns:
+        if time.perf_counter_ns() + len(slots) * self._look_ns > end_ns:
             return told
-        lines = self._room(len(slots))
+        lines, num_tried = self._room(len(slots)), 0
         with self._walking:
+            begin_ns = now_ns = time.perf_counter_ns()  # the thread may have had the walks until now
             for line, slot in enumerate(slots):
-                forced = told[line] = lines.look_on(line, slot, finds_forced)
-                if forced is not None:
-                    self._note(slot, forced, lines.words[line])
+                told[line], num_tried = self._go_on_one(slot, lines, line, finds_forced), line + 1
                 if (now_ns := time.perf_counter_ns()) > end_ns:
                     break
-        if num_looks := len(told) - told.count(None):
-            self._learn((now_ns - begin_ns) // num_looks, by_thread=False)
+        if told.count(None) < len(told):  # else there were no looks
+            self._learn((now_ns - begin_ns) // num_tried, by_thread=False)
         return told
+
+    def _go_on_one(self, slot: "Slot", lines: "MaskLines", line: int, finds_forced: bool) -> tuple[int, ...] | None:
+        """Goes on with a walk, and notes what may come there, in this line. Returns what must come before. None where
+        it does not go on so, or nothing may come, or the parser makes a mistake: who looks there next hears of it."""
+        walk, end_token_ids = _walk(slot), slot.admitted.stop_token_ids
+        try:
+            forced = walk.go_on(slot.tokens[slot.prompt_len : slot.num_known], end_token_ids, finds_forced)
+            if forced is None:
+                return None
+            lines.ask(line, walk.matcher)
+            took = lines.put_ends(line, walk.matcher, end_token_ids)
+            if (took and not lines.words[line].any()) or walk.matcher.is_error():
+                return None
+        except INTERRUPTS:
+            raise
+        except BaseException:  # of whatever kind the parser has
+            return None
+        self._note(slot, forced, lines.words[line])
+        return forced
 
     def _room(self, count: int) -> "MaskLines":
         """Returns so many lines, which are those of before if nobody needs them."""
@@ -115,11 +136,13 @@ class FormMasks:
         return self._lines
 
     def _learn(self, took_ns: int, *, by_thread: bool) -> None:
-        """Looks took so long, for a place. The middle one of three is likely: one that was interrupted says nothing. A
-        thread may have waited for its turn, so that what it took raises nothing."""
+        """Looks took so long, for a place. The middle one of three is likely, since one that was interrupted says
+        nothing, but not if the longest took more than an interruption: what is slow one time in three is the thread's.
+        A thread may have waited for its turn, so that what it took raises nothing."""
         took_ns = min(took_ns, self._look_ns) if by_thread and self._look_ns else took_ns
         self._looks_ns = *self._looks_ns[1:], took_ns
-        self._look_ns = sorted(self._looks_ns)[1]
+        _, middle_ns, longest_ns = sorted(self._looks_ns)
+        self._look_ns = longest_ns if longest_ns >= SLOW_NS else middle_ns
 
     def _note(self, slot: "Slot", forced: tuple[int, ...], allowed: np.ndarray) -> None:
         """Behind what is known these tokens must come, and then what is allowed may."""
@@ -138,7 +161,7 @@ class FormMasks:
             likely_ns, now_ns = 0, time.perf_counter_ns()
         return ()
 
-    def forced(self, place: FormPlace) -> tuple[int, ...]:
+    def _forced(self, place: FormPlace) -> tuple[int, ...]:
         """Returns the tokens that must follow these outputs, which are known, up to one that ends the request."""
         try:
             with self._walking:
@@ -160,10 +183,14 @@ class FormMasks:
                 slots[line].end_behind(counts[line], found.error)
             else:
                 allowed[line] = found.allowed
-        self._asked, self._found = ((), (), {}), {}
-        self._begun.clear()
+        self.forget()
         self._waited_ns += time.monotonic_ns() - begin_ns
         return allowed
+
+    def forget(self) -> None:
+        """Forgets what was found and begun, and with it the walks of requests that have ended."""
+        self._asked, self._found = ((), (), {}), {}
+        self._begun.clear()
 
     def take_waited_ns(self) -> int:
         """Returns how long `take` waited since this was asked last."""
@@ -177,14 +204,11 @@ class FormMasks:
         while places:  # a walk is at one place at a time
             firsts = {place.walk: place for place in reversed(places)}
             with self._walking:
-                found |= self._look_once(list(firsts.values()), parser)
+                known = self._known(list(firsts.values()))
+                new = [place for place in firsts.values() if place.key not in known]
+                found |= known | (self._ask(new, parser) if new else {})
             places = [place for place in places if place.key not in found] if len(firsts) < len(places) else ()
         return found
-
-    def _look_once(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
-        known = self._known(places)
-        places = [place for place in places if place.key not in known] if known else places
-        return known | self._ask(places, parser) if places else known
 
     def _known(self, places: Sequence[FormPlace]) -> FoundMasks:
         """Returns what may come where it is known that only that may."""
@@ -225,24 +249,6 @@ class MaskLines:
         self._bits, self._vocab_size, self._eos_token_id = self.words.reshape(-1).data, vocab_size, eos_token_id
         self._begin, self._num_bytes = self.words.ctypes.data, self.words.strides[0]
 
-    def look_on(self, line: int, slot: "Slot", finds_forced: bool) -> tuple[int, ...] | None:
-        """Goes on with a walk, and puts into this line what may come there. Returns what must come before. None where
-        it does not go on so, or nothing may come, or the parser makes a mistake: who looks there next hears of it."""
-        outputs, end_token_ids = slot.tokens[slot.prompt_len : slot.num_known], slot.admitted.stop_token_ids
-        walk = _walk(slot)
-        try:
-            forced = walk.go_on(outputs, end_token_ids, finds_forced)
-            if forced is None:
-                return None
-            self._ask(line, walk.matcher)
-            took = self.put_ends(line, walk.matcher, end_token_ids)
-            is_empty = took and not self.words[line].any()
-            return None if is_empty or walk.matcher.is_error() else forced
-        except INTERRUPTS:
-            raise
-        except BaseException:
-            return None
-
     def fill(self, matchers: Sequence[llguidance.LLMatcher], parser: llguidance.LLExecutor | None) -> None:
         """Asks each what may come where it stands; `parser` asks all at once."""
         if parser is not None:
@@ -250,7 +256,7 @@ class MaskLines:
             parser.unsafe_compute_mask_ptr(asked, self._begin, self._num_bytes, len(self.words))
             return
         for line, matcher in enumerate(matchers):
-            self._ask(line, matcher)
+            self.ask(line, matcher)
 
     def put_ends(self, line: int, matcher: llguidance.LLMatcher, end_token_ids: tuple[int, ...]) -> bool:
         """Allows all tokens that end a request where the answer could end and none elsewhere, whatever the parser takes
@@ -266,24 +272,23 @@ class MaskLines:
                 bits[begin + token // 32] |= 1 << token % 32
         return bool(took)
 
-    def _ask(self, line: int, matcher: llguidance.LLMatcher) -> None:
+    def ask(self, line: int, matcher: llguidance.LLMatcher) -> None:
+        """Puts into this line what may come where the matcher stands."""
         matcher.unsafe_compute_mask_ptr(self._begin + line * self._num_bytes, self._num_bytes)
 
 
 def _place(slot: "Slot", num_outputs: int) -> FormPlace:
-    outputs = slot.tokens[slot.prompt_len : slot.prompt_len + num_outputs]
-    return FormPlace(_walk(slot), outputs, slot.num_known - slot.prompt_len, slot.admitted.stop_token_ids)
+    return FormPlace(_walk(slot), *_outputs(slot, num_outputs), slot.admitted.stop_token_ids)
+
+
+def _outputs(slot: "Slot", num_outputs: int) -> tuple[np.ndarray, int]:
+    """Returns so many of a request's outputs, and how many are known."""
+    return slot.tokens[slot.prompt_len : slot.prompt_len + num_outputs], slot.num_known - slot.prompt_len
 
 
 def _walk(slot: "Slot") -> GrammarWalk:
     assert slot.grammar is not None, "it is held to no form"
     return slot.grammar
-
-
-def _drafts(slot: "Slot", num_outputs: int) -> tuple[int, ...]:
-    """Returns those of so many outputs that are not known."""
-    end = slot.prompt_len + num_outputs
-    return tuple(slot.tokens[slot.num_known : end].tolist()) if end > slot.num_known else ()
 
 
 def _found(place: FormPlace, allowed: np.ndarray | None) -> FoundMask:

@@ -39,9 +39,9 @@ class GrammarWalk:
         return num_more == len(more)
 
     def go_on(self, outputs: np.ndarray, end_token_ids: tuple[int, ...], finds_forced: bool) -> tuple[int, ...] | None:
-        """Goes to behind these outputs, which are known, and what must follow them, of a row. Returns that. None where
-        more has come than what had to and a token behind it, or the parser knows what must come: then see
-        `find_forced`."""
+        """Takes in the latest of these outputs, which are known, and what must follow it, up to a row's worth. Returns
+        what must follow. Returns None, and `find_forced` tells, where it did not expect the outputs before the latest,
+        or is still handing out what it found before."""
         ahead, num_outputs = outputs[self._num_sure :].tolist(), len(outputs)
         knows = self._forced and num_outputs < self._forced_begin + len(self._forced)
         if knows or not ahead or ahead[:-1] != self._guesses or not self.matcher.try_consume_tokens(ahead[-1:]):
@@ -89,6 +89,11 @@ class GrammarWalk:
         self.matcher, self._num_sure, self._guesses = self._begin.deep_copy(), 0, []
 
 
+def key_of(walk: GrammarWalk, outputs: np.ndarray, num_sure: int) -> Key:
+    """Returns the key of the place behind these outputs, of which so many are known and the others drafts."""
+    return walk, len(outputs), tuple(outputs[num_sure:].tolist()) if len(outputs) > num_sure else ()
+
+
 class FormPlace:
     """Where an answer is looked at: behind `outputs`, int64 [N], of which `num_sure` are known and the others drafts.
     end_token_ids: those that end the request."""
@@ -97,8 +102,7 @@ class FormPlace:
 
     def __init__(self, walk: GrammarWalk, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> None:
         self.walk, self.outputs, self.num_sure, self.end_token_ids = walk, outputs, num_sure, end_token_ids
-        drafts = tuple(outputs[num_sure:].tolist()) if len(outputs) > num_sure else ()
-        self.key: Key = walk, len(outputs), drafts
+        self.key = key_of(walk, outputs, num_sure)
 
     def behind(self, tokens: Sequence[int]) -> "FormPlace":
         return FormPlace(self.walk, np.append(self.outputs, tokens), self.num_sure, self.end_token_ids)

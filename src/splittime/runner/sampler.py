@@ -90,7 +90,7 @@ def choose(
     allowed: Allowed = EVERYTHING,
 ) -> list[int]:
     """logits: float32 [N, vocab], finite or -inf; output_indices: of the token about to be chosen -> N token ids."""
-    return choose_telling(logits, params, output_indices, ops, allowed)[0]
+    return [max(token, ~token) for token in _signed_tokens(logits, params, output_indices, ops, allowed)]
 
 
 def choose_telling(

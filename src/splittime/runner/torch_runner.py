@@ -190,7 +190,8 @@ class TorchRunner:
 
     def _compute(self, batch: Batch, begin: StreamMark) -> ComputedRows:
         sampling = [index for index, row in enumerate(batch.rows) if row.num_samples]
-        if (masks := self._masks(batch)) and not self.execution.is_apart:  # else the host knows no last tokens yet
+        masks = self._masks_of(batch)
+        if masks is not None and not self.execution.is_apart:  # else the host knows no last tokens yet
             masks.begin(*_sampled(batch, sampling))
         made = self.execution.forward(self.decoder, self.store, batch)
         if self.on_hidden is not None:
@@ -207,26 +208,30 @@ class TorchRunner:
             begin,
             forward=StreamMark(self.execution.device),  # what follows is in the order in which it is computed
             is_silent_finite=self.execution.finite(batch.last_of(made.hidden, silent)) if silent else None,
-            chosen=None if raw is None else self._choose(batch, sampling, raw),
+            chosen=None if raw is None else self._choose(batch, sampling, raw, masks),
             prompt_scores=self._score_prompts(batch, made.hidden),
             pooled=pool(self.decoder, batch, made.hidden),
             end=StreamMark(self.execution.device),
             padded_rows=made.padded_rows,
-            mask_ns=masks.take_waited_ns() if masks else 0,
+            mask_ns=0 if masks is None else masks.take_waited_ns(),
         )
 
-    def _masks(self, batch: Batch) -> "FormMasks | None":
-        """Returns them where an answer of the batch is held to a form."""
-        return self.slots.masks if any(slot.grammar is not None for slot in batch.slots) else None
+    def _masks_of(self, batch: Batch) -> "FormMasks | None":
+        """Returns the masks where an answer of the batch is held to a form; elsewhere nobody takes what they found
+        ahead, for answers that may have ended, and they forget it."""
+        masks = self.slots.masks
+        if masks is None or any(slot.grammar is not None for slot in batch.slots):
+            return masks
+        masks.forget()
+        return None
 
-    def _choose(self, batch: Batch, sampling: list[int], raw: Tensor) -> Chosen:
-        """raw: float32 [len(sampling), vocab], the logits of these rows of the batch."""
+    def _choose(self, batch: Batch, sampling: list[int], raw: Tensor, masks: "FormMasks | None") -> Chosen:
+        """raw: float32 [len(sampling), vocab], the logits of these rows of the batch. masks: those of its forms."""
         slots, counts = _sampled(batch, sampling)
         if self._launched and penalties.changed(slots, counts):  # which need the tokens of the steps before
             for step in self._launched:
                 step.fetch()
-        masks = self._masks(batch)
-        allowed = masks.take(slots, counts) if masks else sampler.EVERYTHING
+        allowed = sampler.EVERYTHING if masks is None else masks.take(slots, counts)
         allowed = hold_to_bounds(slots, counts, self.resolved.vocab_size, allowed)
         logits = penalties.adjusted(raw, slots, counts, allowed)
         return self.execution.choose(slots, counts, raw, logits, allowed)

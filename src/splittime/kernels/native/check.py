@@ -56,7 +56,8 @@ TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
 def choose_isa() -> tuple[str, str]:
     """Select an instruction set. Returns its name, and why it is the one.
 
-    Raises `LibraryMissing`; RuntimeError if none is right; `ConfigError` for a `SPLITTIME_ISA` that does not run here.
+    Raises `LibraryMissing`; RuntimeError if the portable code computes nothing, or nothing finite; `ConfigError` for a
+    `SPLITTIME_ISA` that does not run here.
     """
     asked = os.environ.get(ASKED)
     name, reason = (asked, f"{ASKED}={asked}") if asked else fastest(_right_ones())
@@ -69,8 +70,8 @@ def choose_isa() -> tuple[str, str]:
 
 
 def _right_ones() -> list[str]:
-    """The instruction sets whose results are right, in the library's order: the first is the one that others are held
-    to."""
+    """Returns the instruction sets whose results are right, in the library's order. The first is the portable code,
+    which the others are compared with. Raises RuntimeError if that computes nothing, or nothing finite."""
     first, *others = (name for name in native.isa_names() if name != EMULATED)
     native.select_isa(first)
     expected, right = results(), [first]
@@ -139,8 +140,8 @@ def _agree(found: np.ndarray, expected: np.ndarray) -> bool:
 
 @functools.cache
 def _drawn(seed: int, *shape: int) -> np.ndarray:
-    """Returns the same numbers each time, as good as drawn between -2 and 2: nobody writes to them. (`numpy.random`
-    takes longer to import than the check with all other cases.)"""
+    """Returns numbers that look drawn between -2 and 2, the same ones each time, which cannot be written to.
+    (`numpy.random` takes longer to import than all cases of the check to compute.)"""
     bits = (np.arange(math.prod(shape), dtype=np.uint64) + np.uint64((seed << 32) + 1)) * ODD
     bits = (bits ^ (bits >> SHIFT)) * ODD
     drawn = ((bits >> SHIFT) * (4 / 2**32) - 2).astype(np.float32).reshape(shape)

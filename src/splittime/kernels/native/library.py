@@ -16,7 +16,7 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 7
+INTERFACE_VERSION = 8
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
@@ -117,6 +117,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_isa_selected": (_I, ()),
     "st_amx_refusal": (c_char_p, ()),
     "st_set_threads": (_I, (_I,)),
+    "st_work_alone": (None, ()),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
     "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
     "st_pack_rounded": (None, (_I, _I, _I, _I, _I, _P, _P, _P, _P, _I, _I, _P)),

@@ -138,13 +138,13 @@ class Members:
         self._tell: Callable[[SplittimeError], None] | None = None
         self._let_go: Callable[[], None] | None = None
         self._members: list[Member] = []
-        with self.ended_unless_begun(OSError):
+        with self.ended_on_failure(OSError):
             for index in range(1, config.tensor_parallel_size):
                 self._members.append(Member(index, self._note_death))
                 self._members[-1].channel.send(encode(Begin(index, str(self.folder), config)))
 
     @contextmanager
-    def ended_unless_begun(self, lost: type[Exception]) -> Iterator[None]:
+    def ended_on_failure(self, lost: type[Exception]) -> Iterator[None]:
         """Ends all ranks where a part of the start fails, by an interrupt too: no rank may outlive it. lost: the error
         of which a rank's end is the reason; that is raised instead."""
         try:

@@ -20,7 +20,8 @@ static inline void relax() { std::this_thread::yield(); }
 
 namespace {
 
-thread_local bool is_working = false;  // inside an item: what that item wants to run in parallel runs on its thread alone
+// Inside an item, or for good (st_work_alone): what wants to run in parallel runs on this thread alone.
+thread_local bool is_working = false;
 
 constexpr int SPINS = 4000;  // about 50 us of _mm_pause: longer than the gaps inside a step, shorter than those between
 
@@ -148,3 +149,5 @@ extern "C" int32_t st_set_threads(int32_t wanted) {
   num_threads = pool->resize(wanted < 1 ? 1 : wanted);
   return num_threads;
 }
+
+extern "C" void st_work_alone(void) { is_working = true; }

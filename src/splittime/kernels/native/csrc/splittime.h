@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 7 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 8 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -103,6 +103,9 @@ const char *st_amx_refusal(void);
 
 /* The calling thread counts as one. Returns how many there are, fewer if the system refuses more. */
 int32_t st_set_threads(int32_t num_threads);
+
+/* From now on the calling thread computes what it calls by itself, beside others that do. */
+void st_work_alone(void);
 
 /* Bytes of the blob of a packed weight (a multiple of 64; the blob must be aligned to 64 bytes). */
 int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras);
