@@ -23,8 +23,8 @@ GET = b"GET /%b HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 class Told:
-    """Answers each path with itself until it drains; `/at-once` from its head alone, `/late` when it may, and of `/begun`
-    the body then."""
+    """Answers each path with itself until it drains; `/at-once` from its head alone, `/late` when it may, `/begun` with
+    a head at once and the body when it may."""
 
     is_draining = False
 
