@@ -15,7 +15,8 @@ one. In each result:
 * ttft_ms: from the intended start to the first chunk read, of requests before the event, in the seconds after, and
   later; p99_ratio: of after to before
 * decided_s, ready_s: from the event until the controller orders a start or a waking, and until the last replica that
-  serves began to, as `status.json` tells, which is written twice a second
+  serves began to, as `status.json` tells, which is written twice a second; starts find bytecode, whatever
+  PYTHONDONTWRITEBYTECODE says, once one has written it
 * back_s: until a gateway answers again that was killed, or a controller writes again; failing_s: until the last request
   was meant to be sent that failed
 

@@ -105,7 +105,8 @@ def cluster_of(folder: Path, text: str, gateways: int = 1) -> Iterator[RunningCl
     say("starting a cluster")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, cwd=folder)
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # replicas start with their bytecode
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, cwd=folder, env=environment)
     assert process.stdout is not None
     try:
         told = process.stdout.readline()

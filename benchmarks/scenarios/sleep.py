@@ -6,8 +6,9 @@
 
 Each repeat, for either level: prompts fill the KV cache, the server is put to sleep and woken, and answers one request
 of one token; the same request was timed before. Memory is the engine process's, resident, by the server's own answers.
-Beside it stands the time of a start, of which waking is to be a small part. Packed weights are kept in a folder of the
-run's own, as they are by default in the user's. A figure is the median of the repeats, with their extremes.
+Beside it stands the time of a start, of which waking is to be a small part, with the bytecode that a first start has
+written, whatever PYTHONDONTWRITEBYTECODE says. Packed weights are kept in a folder of the run's own, as they are by
+default in the user's. A figure is the median of the repeats, with their extremes.
 """
 
 import argparse

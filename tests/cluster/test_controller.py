@@ -265,6 +265,16 @@ def test_another_revision_keeps_as_many_ready_as_are_wanted(surge):
     assert len(world.of_state(FleetState.READY)) == 3
 
 
+@pytest.mark.parametrize(("after_s", "num_ready", "is_urgent"), [(20, 2, False), (2, 0, True)])
+def test_the_first_of_another_revision_are_urgent_where_too_few_serve(after_s, num_ready, is_urgent):
+    world = FleetWorld(ScaleSettings(min_replicas=2, max_replicas=4, spare=0))
+    world.seconds(after_s)
+    assert len(world.of_state(FleetState.READY)) == num_ready
+    world.revision = "r2"
+    orders = [order for decision in world.seconds(3) for order in decision.orders]
+    assert {order.is_urgent for order in orders if order.action is FleetAction.START} == {is_urgent}
+
+
 def test_a_revision_that_does_not_start_takes_no_replica_away():
     world = FleetWorld(ScaleSettings(max_replicas=4))
     world.load = 1400

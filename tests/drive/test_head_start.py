@@ -22,7 +22,7 @@ def begun(monkeypatch):
     head_start.begin()
     yield head_start._waiting
     head_start._end()
-    head_start._waiting = None
+    head_start._begun = head_start._waiting = None
 
 
 def test_the_first_that_asks_for_it_gets_it_and_the_next_gets_another(begun) -> None:
@@ -63,8 +63,18 @@ SCRIPT = "from splittime.cli.entry import main\nmain()"
 
 HELD_IMPORT = """
 import sys, time, types
+class Finalized:
+    def __del__(self):
+        print("finalized", flush=True)
+        time.sleep(60)
+def hold(name):
+    if name != "app":
+        raise AttributeError(name)
+    if "taken" in sys.argv:
+        head_start.take(head_start.WORKER)
+    Finalized()
 held = types.ModuleType("splittime.cli.main")
-held.__getattr__ = lambda name: time.sleep(60)
+held.__getattr__ = hold
 sys.modules[held.__name__] = held
 """
 
@@ -83,14 +93,16 @@ def test_a_command_that_serves_nothing_leaves_no_process(words, status, is_begun
         assert not Path(told[1]).exists()
 
 
-def test_sigterm_before_the_server_listens_for_it_leaves_no_process_and_no_folder() -> None:
-    run = subprocess.Popen(
-        [sys.executable, "-c", HELD_IMPORT + COMMAND + SCRIPT, "serve"], stdout=subprocess.PIPE, text=True
-    )
-    assert run.stdout is not None
-    pid, folder = run.stdout.readline().split()
-    run.terminate()
-    assert run.wait(30) == 143
+@pytest.mark.parametrize("whose", ["waiting", "taken"])
+def test_sigterm_before_the_server_listens_for_it_leaves_no_process_and_no_folder(whose) -> None:
+    """It comes within a finalizer, which no exception leaves."""
+    command = [sys.executable, "-c", HELD_IMPORT + COMMAND + SCRIPT, "serve", whose]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        pid, folder = run.stdout.readline().split()
+        assert run.stdout.readline() == "finalized\n"
+        run.terminate()
+        assert run.wait(30) == 143
     assert not _is_alive(int(pid))
     assert not Path(folder).exists()
 

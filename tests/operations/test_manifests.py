@@ -12,6 +12,7 @@ import yaml
 
 from deploy.generate import FOLDER
 from splittime.cli.main import app
+from splittime.drive.head_start import TERMINATED
 from splittime.gateway.config_file import read_config, secrets_of
 from splittime.gateway.service import CUT_S as GATEWAY_CUT_S
 from splittime.gateway.service import LAST_WORDS_S as GATEWAY_LAST_WORDS_S
@@ -153,6 +154,10 @@ def test_a_unit_starts_a_command_and_waits_for_its_drain(unit, tmp_path):
     )
     mine = [line for line in done.stderr.splitlines() if unit.name in line]
     assert (done.returncode, mine) == (0, [])
+
+
+def test_a_server_that_is_stopped_while_it_starts_has_not_failed():
+    assert f"\nSuccessExitStatus={TERMINATED}\n" in (SYSTEMD / "splittime.service").read_text()
 
 
 def test_the_services_of_the_compose_file_fit_together():

@@ -1,10 +1,11 @@
 """What the `splittime` script calls: the command, with Ctrl-C silent also while its modules are being imported. The
-engine's process of a server is started before that; SIGTERM ends both, also before the server listens for it."""
+engine's process of a server is started before that; until the server listens for SIGTERM, the signal ends both at
+once."""
 
 import signal
 import sys
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
 SERVES, ASKS = "serve", {"-h", "--help"}
 
 
@@ -13,7 +14,7 @@ def main() -> None:
         if sys.argv[1:2] == [SERVES] and not ASKS.intersection(sys.argv):
             from splittime.drive import head_start
 
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))
+            signal.signal(signal.SIGTERM, head_start.terminate)
             head_start.begin()
         from splittime.cli.main import app
 

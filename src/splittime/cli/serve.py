@@ -56,7 +56,8 @@ Exit codes:
   0    ended by Ctrl-C or SIGTERM
   1    failed, or ended before it was ready
   2    a usage or settings error
-  130  ended by a second one of these
+  130  ended by a second one of these, or by Ctrl-C before it listened
+  143  ended by SIGTERM before it listened
 """
 
 

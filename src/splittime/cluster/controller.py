@@ -208,14 +208,21 @@ class FleetController:
         actions = (FleetAction.WAKE if one.state is FleetState.ASLEEP else FleetAction.ADMIT for one in able)
         orders = [FleetOrder(action, one.name, one.revision, why) for action, one in zip(actions, able, strict=True)]
         number = min(missing - len(orders), room)
-        return orders + [order._replace(is_urgent=True) for order in self._started(at_ns, fleet.revision, number, why)]
+        return orders + self._started(at_ns, fleet.revision, number, why, is_urgent=True)
 
     def _started(
-        self, at_ns: int, revision: str, number: int, why: str, action: FleetAction = FleetAction.START
+        self,
+        at_ns: int,
+        revision: str,
+        number: int,
+        why: str,
+        action: FleetAction = FleetAction.START,
+        *,
+        is_urgent: bool = False,
     ) -> list[FleetOrder]:
         if number <= 0 or not self._starts[revision].may(at_ns):
             return []
-        return [FleetOrder(action, "", revision, why)] * number
+        return [FleetOrder(action, "", revision, why, is_urgent)] * number
 
     def _rolled(self, at_ns: int, fleet: Fleet, groups: "_Groups", wanted: int, room: int) -> list[FleetOrder]:
         """Returns the next step of a change of revision: old ones go as new ones come."""
@@ -225,7 +232,8 @@ class FleetController:
         going = starting + [one for one in groups.old if one.state is FleetState.READY][:spare]
         staying = len(groups.awake) - len(going)
         number = wanted + min(self.settings.surge, len(groups.old) - len(going)) - staying
-        started = self._started(at_ns, fleet.revision, min(number, room + len(starting)), "of the new revision")
+        number, is_urgent = min(number, room + len(starting)), groups.num_ready < wanted
+        started = self._started(at_ns, fleet.revision, number, "of the new revision", is_urgent=is_urgent)
         return _let_go(going, "of another revision") + started
 
     def _fewer(self, at_ns: int, groups: "_Groups", wanted: int) -> list[FleetOrder]:

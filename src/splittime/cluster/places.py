@@ -24,7 +24,7 @@ class ReplicaPlaces(Protocol):
         self, name: str, launch: ReplicaLaunch, peers: Sequence[str] = (), *, in_background: bool = False
     ) -> None:
         """peers: the addresses of replicas whose cached blocks it may have. in_background: it leaves the processors to
-        those that serve beside it until it has imported what it needs."""
+        those that serve beside it for a while (`core.background`)."""
         ...
 
     def look(self) -> Mapping[str, ReplicaSeen]:

@@ -1,5 +1,6 @@
-"""A start in the background: until it has imported what it is made of, or for `LONGEST_S` where nothing is left, a
-process has what others leave of the processors, and from then on as much as they.
+"""A start in the background: until it calls `leave`, or for `LONGEST_S` where nothing is left, a process has what
+others leave of the processors, and from then on as much as they. An engine's process leaves when it has imported what
+it is made of, and its session with it; the threads of the server's process when that engine is ready.
 
 Linux shares processors out among sessions (where it has autogroups), and within a session or a control group among
 threads, by their niceness. A session may be raised again by whoever owns it; a thread only by who has the right to
@@ -17,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 NICER = 10  # a tenth of the weight of a thread that serves
-MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to
+MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to, and SESSION's word
+SESSION = "session"  # it was lowered, too
 AUTOGROUP = "/proc/self/autogroup"
 LONGEST_S = 20.0  # in the background: ten times what a start takes where a processor is idle
 TRIES, PAUSE_S = 20, 0.1  # Linux lets a user change an autogroup so often
@@ -26,11 +28,12 @@ TRIES, PAUSE_S = 20, 0.1  # Linux lets a user change an autogroup so often
 def enter() -> None:
     """Lower this process and those that it will start. Call it before there is another thread."""
     niceness = os.nice(0)
-    if os.getsid(0) == os.getpid():  # else it is others' session, too
+    is_own = os.getsid(0) == os.getpid()  # else it is others' session, too
+    if is_own:
         _set_share(NICER)
     if _may_raise(niceness):
         os.nice(NICER)
-    os.environ[MARK] = str(niceness)
+    os.environ[MARK] = f"{niceness} {SESSION}" if is_own else str(niceness)
     late = threading.Timer(LONGEST_S, leave)
     late.daemon = True
     late.start()
@@ -38,14 +41,15 @@ def enter() -> None:
 
 def leave() -> None:
     """Raise all threads of this process and of those that it has started, if one of `enter` began it."""
-    told = os.environ.pop(MARK, None)
-    if told is None:
+    told = os.environ.pop(MARK, "").split()
+    if not told:
         return
-    _set_share(0)
+    if SESSION in told:
+        _set_share(0)
     for _ in range(2):  # a thread that was not raised yet may have started one
         for thread in _threads(os.getpid()):
             with suppress(OSError):  # it has ended, or may not be raised, and so was not lowered
-                os.setpriority(os.PRIO_PROCESS, thread, int(told))
+                os.setpriority(os.PRIO_PROCESS, thread, int(told[0]))
 
 
 def _set_share(niceness: int) -> None:
@@ -79,9 +83,18 @@ def _may_raise(niceness: int) -> bool:
 
 
 def _threads(pid: int) -> Iterator[int]:
-    """Yields the threads of a process and of its descendants."""
-    with suppress(OSError):  # it has just ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            yield int(thread)
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                yield from _threads(int(child))
+    """Yields the threads of a process and of its descendants; of those that have just ended, some or none."""
+    threads: list[str] = []
+    with suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
+        yield int(thread)
+        for child in _children(pid, thread):
+            yield from _threads(child)
+
+
+def _children(pid: int, thread: str) -> list[int]:
+    """Returns the processes that a thread started: none if it has ended, or Linux tells none (CONFIG_PROC_CHILDREN)."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
+    return []

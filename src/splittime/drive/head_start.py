@@ -7,14 +7,17 @@ heavy.
 """
 
 import atexit
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
+TERMINATED = 143  # what a shell says of a command that SIGTERM ended
 WORKER = (sys.executable, "-m", "splittime.assemble.worker")
 
 
@@ -28,13 +31,14 @@ class EngineProcess(NamedTuple):
     process: "subprocess.Popen[bytes]"
 
 
-_waiting: EngineProcess | None = None
+_begun: EngineProcess | None = None
+_waiting: EngineProcess | None = None  # what was begun, until it is taken
 
 
 def begin() -> None:
     """Start a process that the next `take` gets."""
-    global _waiting
-    _waiting = spawn(WORKER)
+    global _begun, _waiting
+    _begun = _waiting = spawn(WORKER)
     atexit.register(_end)
 
 
@@ -62,8 +66,18 @@ def spawn(command: Sequence[str]) -> EngineProcess:
     return EngineProcess(folder, inbound, outbound, started_ns, process)
 
 
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles SIGTERM: ends the process that was begun, taken or not, and this one. A handler that raises SystemExit
+    instead would be ignored now and then: Python drops what is raised within a finalizer."""
+    if _begun is not None:
+        _begun.process.kill()  # not waited for: a lock that `wait` needs may be held by what the signal came into
+        shutil.rmtree(_begun.folder, ignore_errors=True)
+    os._exit(TERMINATED)
+
+
 def _end() -> None:
-    """At exit: what nobody took has no settings, and would wait for them for ever."""
+    """At exit: ends what nobody took. By itself it would end, too, but not before it has imported what it is made
+    of."""
     if _waiting is not None:
         _waiting.process.kill()
         _waiting.process.wait()
