@@ -203,8 +203,7 @@ def started(runner: str, scale: str, gateways: int) -> Iterator[RunningCluster]:
         has_nodes = scale.startswith(ON_NODES)
         where = f'ray_address = "{stack.enter_context(ray_of(NODES))}"\n' if has_nodes else ""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        several = f"gateways = {gateways}\n" if gateways > 1 else ""
-        yield stack.enter_context(cluster_of(folder, f'{several}runner = "{runner}"\n{where}{REPLICA}{scale}'))
+        yield stack.enter_context(cluster_of(folder, f'runner = "{runner}"\n{where}{REPLICA}{scale}', gateways))
 
 
 def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load) -> dict[str, Any]:

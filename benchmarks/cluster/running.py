@@ -94,12 +94,14 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def cluster_of(folder: Path, text: str) -> Iterator[RunningCluster]:
-    """Start `splittime up` with this config, which has no `[gateway]`; end it with Ctrl-C, which must end it well.
-    Several gateways, which the config begins with, share a port."""
+def cluster_of(folder: Path, text: str, gateways: int = 1) -> Iterator[RunningCluster]:
+    """Start `splittime up` with this config, which has no `gateways` and no `[gateway]`; end it with Ctrl-C, which must
+    end it well. Several gateways share a port."""
     config = folder / "cluster.toml"
-    shared = f"shared_port = {free_port()}\n" if text.startswith("gateways = ") else ""
-    config.write_text(f"{text}\n[gateway]\nport = {free_port()}\n{shared}[gateway.queue]\nmax_wait_s = 120.0\n")
+    shared = f"shared_port = {free_port()}\n" if gateways > 1 else ""
+    config.write_text(
+        f"gateways = {gateways}\n{text}\n[gateway]\nport = {free_port()}\n{shared}[gateway.queue]\nmax_wait_s = 120.0\n"
+    )
     say("starting a cluster")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:

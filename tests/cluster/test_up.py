@@ -17,7 +17,7 @@ TWO = "[scale]\nmin_replicas = 2\nmax_replicas = 2\nspare = 0\n"
 
 @pytest.mark.timeout(400)
 def test_a_cluster_lives_through_kills_and_leaves_nobody(tmp_path):
-    with cluster_of(tmp_path, "gateways = 2\n" + FAST + TWO) as cluster:
+    with cluster_of(tmp_path, FAST + TWO, gateways=2) as cluster:
         status, answer = ask(cluster)  # before there is a replica
         assert status == 200, answer
         cluster.until(lambda: len(cluster.of_phase("serving")) == 2)

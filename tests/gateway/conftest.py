@@ -26,10 +26,10 @@ def upstream(name: str, url: str, *models: str, **more) -> str:
 
 
 class Gateway:
-    """url: where it listens. Its accounts are read over HTTP, as anybody would."""
+    """url: where it listens; shared: where others do too. Its accounts are read over HTTP, as anybody would."""
 
-    def __init__(self, url: str, process: subprocess.Popen) -> None:
-        self.url, self.process = url, process
+    def __init__(self, told: dict[str, str], process: subprocess.Popen) -> None:
+        self.url, self.shared, self.process = told["gateway"], told.get("shared"), process
         self.is_stopping = self.is_killed = False
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ def gateway_of(folder, text: str, **environment):
         try:
             told = process.stdout.readline()
             assert told, (folder / "words").read_text()
-            gateway = Gateway(json.loads(told)["gateway"], process)
+            gateway = Gateway(json.loads(told), process)
             yield gateway
             gateway.stop()
             assert process.wait(timeout=30) == (-9 if gateway.is_killed else 0), (folder / "words").read_text()

@@ -10,7 +10,10 @@ import uuid
 import pytest
 
 from patience import until
+from splittime.api.decode import MAX_PARTS
+from splittime.core.errors import RequestError
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, ENDPOINTS, MESSAGES, RERANK, RESPONSES, SCORE
+from splittime.gateway.forwarded import forwarded
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream
@@ -293,6 +296,26 @@ def test_an_item_that_is_only_named_is_refused_where_it_may_be_anothers(typed, i
 @pytest.mark.parametrize("told", ["item_reference", None, {"type": "x"}, [], ["item_reference"], [{"type": 3}]])
 def test_whatever_else_the_input_is_its_upstream_judges(typed, told):
     assert ask(typed, RESPONSES, "kept", input=told)[0] == 200
+
+
+def test_an_input_without_items_is_not_read():
+    told = b'{"model":"m","input":[' + b"0," * MAX_PARTS + b"1e999]}"
+    assert forwarded(RESPONSES, told, 100).reference == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (b"1e999,{}", "out of range"),
+        (b"[1e999],{}", "out of range"),
+        (b'{"type":1e999}', "out of range"),
+        (b"0," * MAX_PARTS + b"{}", "length <="),
+    ],
+)
+def test_an_input_of_which_it_cannot_be_told_whose_items_it_names_is_refused(told, why):
+    with pytest.raises(RequestError, match=f"input: .*{why}") as caught:
+        forwarded(RESPONSES, b'{"model":"m","input":[' + told + b"]}", 100)
+    assert caught.value.info.code == "invalid_type"
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES, EMBEDDINGS, COUNT_TOKENS])

@@ -72,6 +72,12 @@ def test_what_is_not_set_is_named_and_what_is_set_is_not():
     )
 
 
+def test_a_shared_port_stands_beside_the_gateways_own():
+    gateway = of("port = 9\nshared_port = 8\n" + NEAR).gateway
+    assert (gateway.address, gateway.shared_address) == ("127.0.0.1:9", "127.0.0.1:8")
+    assert of("port = 9\n" + NEAR).gateway.shared_address == ""
+
+
 def test_an_upstream_that_is_far_needs_a_key_and_a_lock():
     far = of(upstream("a", "http://10.0.0.7:8000", "m")).upstreams[0]
     assert "key_env" in far.not_set
@@ -146,15 +152,19 @@ def run(folder, *flags: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command(tmp_path):
-    (tmp_path / "gateway.toml").write_text(upstream("a", "http://10.0.0.7:8000", "m", key_env="NOWHERE_SET"))
+    far = upstream("a", "http://10.0.0.7:8000", "m", key_env="NOWHERE_SET")
+    (tmp_path / "gateway.toml").write_text("shared_port = 7999\n" + far)
     done = run(tmp_path, "--json", "--out", "hops.html")
     hops = json.loads(done.stdout)["hops"]
     assert [(hop["name"], hop["kind"]) for hop in hops] == [("gateway", "gateway"), ("a", "upstream")]
-    assert "not set: owner" in (tmp_path / "hops.html").read_text()
+    drawn = (tmp_path / "hops.html").read_text()
+    assert "not set: owner" in drawn
+    assert "shared 127.0.0.1:7999" in drawn
     done = run(tmp_path)
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "http://10.0.0.7:8000" in done.stdout
+    assert "127.0.0.1:7999" in done.stdout
     assert "NOWHERE_SET" not in done.stdout
     for flags, words in (
         (("--ledger", "none.sqlite"), "no ledger file"),

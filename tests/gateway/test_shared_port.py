@@ -81,6 +81,7 @@ def test_a_gateway_that_drains_leaves_the_port_to_another(hostile, tmp_path):
     for name in ("drained", "left"):
         (tmp_path / name).mkdir()
     with gateway_of(tmp_path / "drained", text) as drained, gateway_of(tmp_path / "left", text) as left:
+        assert drained.shared == left.shared == url
         with asking(url) as told:
             until(lambda: num_accounts(drained) > 10 and num_accounts(left) > 10)
             drained.stop()

@@ -245,9 +245,14 @@ def test_a_canary_in_whose_middle_the_gateway_is_killed_is_rolled_back_and_said_
 
 def test_a_canary_that_could_not_be_remembered_is_not_begun(hostile, tmp_path):
     (tmp_path / "gateway.sqlite.canary").mkdir()
+    new = "port = 0\n" + text_of(hostile, "second")
     with gateway_of(tmp_path, text_of(hostile, "fine"), **KEYS) as gateway:
-        status, error = admin(gateway, toml="port = 0\n" + text_of(hostile, "second"), canary=0.25)
-        assert (status, error["param"], admin(gateway)[1]["canary"]) == (400, "ledger_file", None)
+        status, error = admin(gateway, toml=new, canary=0.25)
+        told = admin(gateway)[1]
+        assert (status, error["param"], told["canary"]) == (400, "ledger_file", None)
+        assert (told["changes"][-1]["what"], told["changes"][-1]["why"]) == ("refused", error["message"])
+        assert 'changes_total{result="refused"} 1' in metrics_of(gateway)
+        assert admin(gateway, toml=new)[1]["version"].startswith("2:")
 
 
 def metrics_of(gateway) -> str:

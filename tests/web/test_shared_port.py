@@ -23,14 +23,24 @@ GET = b"GET /%b HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
 class Told:
-    """Answers each path with itself until it drains; `/at-once` from its head alone."""
+    """Answers each path with itself until it drains; `/at-once` from its head alone, `/late` when it may, `/begun` with
+    a head at once and the body when it may."""
 
     is_draining = False
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
 
     async def drain(self) -> None:
         self.is_draining = True
 
     async def __call__(self, scope, receive, send) -> None:
+        if scope["path"] == "/begun":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        if scope["path"] in ("/begun", "/late"):
+            await self.may.wait()
+        if scope["path"] == "/begun":
+            return await send({"type": "http.response.body"})
         await http.respond(send, b"draining" if self.is_draining else scope["path"].encode())
 
     def at_once(self, scope) -> http.AtOnce | None:
@@ -163,12 +173,80 @@ def test_connections_that_were_open_end_with_their_next_answer():
         async with served(config) as (server, port, last):
             open_ones = [await answer(connected(config.host, port)) for _ in range(2)]
             server.leave(last)
+            await server.on_tick(0)  # each second's, which makes headers anew
             for (head, _, reader, writer), path in zip(open_ones, (b"x", b"at-once"), strict=True):
                 assert b"connection: close" not in head.lower()
                 writer.write(GET % path)
                 told = await asyncio.wait_for(reader.read(), 30)  # an idle connection is closed after 75
                 assert told.lower().count(b"connection: close") == 1
                 writer.close()
+
+    uvloop.run(run())
+
+
+def test_connections_that_are_at_work_end_with_their_answer():
+    async def run() -> None:
+        config = configured()
+        async with served(config) as (server, port, last):
+            at_work = [await asyncio.open_connection(sock=connected(config.host, port)) for _ in range(2)]
+            for (_, writer), path in zip(at_work, (b"late", b"begun"), strict=True):
+                writer.write(GET % path)
+            begun = await at_work[1][0].readuntil(b"\r\n\r\n")
+            assert b"connection: close" not in begun.lower()
+            await server.on_tick(0)  # a cycle keeps the headers of its second
+            server.leave(last)
+            server.config.app.may.set()
+            late, rest = [await asyncio.wait_for(reader.read(), 30) for reader, _ in at_work]
+            assert (late.lower().count(b"connection: close"), rest) == (1, b"")
+            for _, writer in at_work:
+                writer.close()
+
+    uvloop.run(run())
+
+
+def test_an_idle_connection_is_closed_before_the_drain():
+    async def run() -> None:
+        config = configured()
+        async with served(config) as (server, port, last):
+            _, _, reader, writer = await answer(connected(config.host, port))
+
+            async def drain() -> None:
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+
+            await _drain(drain, server, [last])
+            writer.close()
+
+    uvloop.run(run())
+
+
+def test_one_who_has_not_started_leaves_when_it_has():
+    async def run() -> None:
+        config = configured()
+        with hold_shared_port(config.host, 0) as held:
+            port = held.getsockname()[1]
+            shared, server = listen(config, port), make_server(Told(), config)
+
+            async def drain() -> None:
+                with pytest.raises(ConnectionRefusedError):
+                    connected(config.host, port)
+
+            leaving = asyncio.create_task(_drain(drain, server, [shared.dup()]))
+            await asyncio.sleep(0)
+            await asyncio.gather(leaving, server.serve(sockets=[shared]))
+
+    uvloop.run(run())
+
+
+def test_one_who_cannot_leave_is_drained():
+    async def run() -> None:
+        config = configured()
+        server = make_server(Told(), config)
+        server.started = True
+        shared = listen(config)
+        shared.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await _drain(server.config.app.drain, server, [shared])
+        assert (server.config.app.is_draining, server.should_exit) == (True, True)
 
     uvloop.run(run())
 

@@ -72,6 +72,7 @@ def test_the_protocol_has_what_is_overridden_and_used() -> None:
     assert [name for name in USED if not hasattr(protocol, name)] == []
     assert isinstance(protocol.server_state.default_headers, list)
     assert isinstance(protocol.server_state.total_requests, int)
+    assert isinstance(protocol.server_state.connections, set)
 
 
 def test_a_request_fills_the_scope_and_the_cycle_as_is_assumed() -> None:
@@ -82,6 +83,7 @@ def test_a_request_fills_the_scope_and_the_cycle_as_is_assumed() -> None:
         protocol.data_received(b"GET /a?b=c HTTP/1.1\r\nhost: here\r\n\r\n")
         assert isinstance(protocol.cycle, RequestResponseCycle)
         assert (protocol.cycle.response_complete, protocol.cycle.disconnected) == (False, False)
+        assert protocol.cycle.keep_alive is True
         assert isinstance(protocol.cycle.message_event, asyncio.Event)
         await asyncio.sleep(0.01)
         return protocol, transport

@@ -123,21 +123,25 @@ def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: boo
 
     def on_listening(port: int) -> None:
         freeze_heap()  # else each full collection walks what was imported, and all streams wait for it
-        shared = "" if config.shared_port is None else f", shared {scheme}://{host}:{config.shared_port}"
-        _say(config, f"{scheme}://{host}:{port}{'' if as_json else shared}", as_json)
+        shared = None if config.shared_port is None else f"{scheme}://{host}:{config.shared_port}"
+        _say(config, f"{scheme}://{host}:{port}", as_json, shared)
 
     with closing(Ledger(config.ledger_file, max_file_accounts=config.max_file_accounts)) as ledger:
         serving = run(config, secrets, ledger, path=path, compare=compare_arms, on_listening=on_listening)
         uvloop.run(serving)
 
 
-def _say(config: "GatewayConfig", what: str, as_json: bool) -> None:
-    """What is served, on standard error, or as JSON on standard output."""
+def _say(config: "GatewayConfig", what: str, as_json: bool, shared: str | None = None) -> None:
+    """Says what is served, on standard error, or as JSON on standard output. shared: the URL that other gateways have
+    too."""
     if as_json:
         upstreams = [{"name": one.name, "url": one.url, "models": one.models} for one in config.upstream]
-        write_data(orjson.dumps({"gateway": what, "upstreams": upstreams}))
+        more = {} if shared is None else {"shared": shared}
+        write_data(orjson.dumps({"gateway": what, **more, "upstreams": upstreams}))
         return
     console = talk()
-    console.print(f"splittime gateway: {what}", style="bold", markup=False)
+    console.print(
+        f"splittime gateway: {what}{'' if shared is None else f', shared {shared}'}", style="bold", markup=False
+    )
     for one in config.upstream:
         console.print(f"  {one.name}  {one.url}  {', '.join(one.models)}", markup=False)

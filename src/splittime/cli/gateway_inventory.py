@@ -77,7 +77,7 @@ def _table(found: "Inventory") -> Table:
     for hop in found.hops:
         missing = [", ".join(hop.not_set), *hop.notes]
         table.add_row(
-            f"{hop.name}\n{hop.address or hop.kind}",
+            f"{hop.name}\n{_where(hop)}",
             hop.owner or "-",
             "\n".join(f"{name.removesuffix('_s')} {value:g}" for name, value in hop.timeouts_s.items()) or "-",
             "-" if hop.attempts is None else str(hop.attempts),
@@ -86,6 +86,11 @@ def _table(found: "Inventory") -> Table:
             "\n".join(line for line in missing if line) or "-",
         )
     return table
+
+
+def _where(hop: "InventoryHop") -> str:
+    shared = f", shared {hop.shared_address}" if hop.shared_address else ""
+    return f"{hop.address or hop.kind}{shared}"
 
 
 def _seen(seen: "SeenOfHop | None") -> str:
@@ -112,7 +117,7 @@ def _draw(found: "Inventory", out: Path) -> None:
 def _box(hop: "InventoryHop") -> Any:
     from splittime.present.flow import Box
 
-    lines = [(hop.address or hop.kind, False)]
+    lines = [(_where(hop), False)]
     lines += [(f"owner {hop.owner}", False)] if hop.owner else []
     lines += [(f"{name} {value:g}", name in hop.not_set) for name, value in hop.timeouts_s.items()]
     lines += [(f"tries {hop.attempts}, cap {hop.cap}", False)] if hop.cap is not None else []

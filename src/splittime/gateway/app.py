@@ -159,8 +159,9 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("PATCH", version_paths.CONFIG, version_paths.apply),
     ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
 )
-OF_ANY = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
-"""What a shared port answers: what is asked of whichever gateway, and not of a certain one."""
+SHARED_PATHS = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
+"""What a shared port answers: what clients ask. Of a response that is kept (to go on from, read, delete or cancel) only
+the gateway knows that passed it on, and the system may lead the client to another."""
 HINTS = {
     "/v1/prefill": "not passed on: ask the server that the request will go to",
     "/completions": "the base URL of an OpenAI client ends with /v1",
@@ -181,7 +182,7 @@ class GatewayApp:
         """Lead what comes from now on to the version that serves."""
         service = self._versions.current
         paths = PathTable(PATHS, service, HINTS, "GET /")
-        shared = PathTable(OF_ANY, service, HINTS, "GET / of a gateway's own port")
+        shared = PathTable(SHARED_PATHS, service, HINTS, "GET / of a gateway's own port")
         names = Names(service.config.host, service.config.allowed_hosts)
         self._edge = Edge(paths.answer, names, service.keys, pages=page().urls)
         self._shared_port = service.config.shared_port

@@ -88,7 +88,8 @@ class FairQueue:
         return routed
 
     async def _granted_by(self, granted: Awaitable[Routed], waiting: QueuedRequest, until_ns: int) -> Routed | None:
-        """Returns None for one that waited too long. Raises `Refused` where its place in the queue is taken."""
+        """Returns None for one that waited too long. Raises `Refused` where the request of another tenant has taken its
+        place in the queue, or no upstream may be asked any more."""
         try:
             async with asyncio.timeout(max(0.0, (until_ns - self._now_ns()) / 1e9)):
                 return await granted
@@ -223,8 +224,7 @@ class FairQueue:
             self._refuse(over, self._queue_full(over.tenant))
 
     def _most_over(self, tenant: str, tokens: int) -> QueuedRequest | None:
-        """Returns the latest request of the tenant that has most of the queue by weight, if it has more than the
-        newcomer's would."""
+        """Returns the latest of the tenant with most of the queue by weight, if more than the newcomer's would have."""
         own = self._share(tenant)
         others = [share for name, share in self.shares.items() if name != tenant and share.requests]
         most = max(others, key=lambda share: share.tokens / share.weight, default=None)

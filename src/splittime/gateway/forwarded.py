@@ -11,12 +11,12 @@ may have for the answer: an estimate, used for order and bounds, and corrected b
 """
 
 from math import ceil
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from splittime.api.decode import decode_once
+from splittime.api.decode import MAX_PARTS, decode_once
 from splittime.core.errors import RequestError
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
 from splittime.ledger.attempts import RouteDecision
@@ -54,6 +54,11 @@ class InputItem(msgspec.Struct):
 
     type: Any = None
     role: Any = None
+
+
+_ITEMS = msgspec.json.Decoder(
+    Annotated[list[InputItem | str | int | float | bool | list[Any] | None], msgspec.Meta(max_length=MAX_PARTS)]
+)
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +105,7 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
     try:
         told = decode_once(body, ForwardedBody)
         model = _name_of(told.model)
+        reference = _reference(told.input) if path == RESPONSES else ""
     except msgspec.ValidationError as error:
         raise RequestError(f"the body: {error}", code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -116,15 +122,19 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
         output_tokens=_most_output(path, told, assumed_max_tokens),
         previous_id=(told.previous_response_id or "") if path == RESPONSES else "",
-        reference=_reference(told.input) if path == RESPONSES else "",
+        reference=reference,
     )
 
 
 def _reference(told: msgspec.Raw) -> str:
-    """Returns where the input names an item instead of having it. One without type and role is a reference too."""
-    if memoryview(told)[:1] != b"[":
+    """Returns where the input names an item instead of having it. One without type and role is a reference too. Raises
+    `ValidationError` where that cannot be told: of more items than can be looked at, and of numbers out of range."""
+    if memoryview(told)[:1] != b"[" or b"{" not in bytes(told):
         return ""
-    items = msgspec.json.decode(told, type=list[InputItem | str | int | float | bool | list[Any] | None])
+    try:
+        items = _ITEMS.decode(told)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"input: {error}") from None
     named = (at for at, one in enumerate(items) if isinstance(one, InputItem) and _is_reference(one))
     return next((f"input[{at}]" for at in named), "")
 

@@ -38,8 +38,9 @@ class SeenOfHop(msgspec.Struct, frozen=True):
 
 
 class InventoryHop(msgspec.Struct, frozen=True, kw_only=True):
-    """One hop. kind: `gateway`, `upstream`, or that of a client's hop. timeouts_s: each that there is; none for a hop
-    that the gateway does not make. attempts: of one request, the first included. cap: requests at once.
+    """One hop. kind: `gateway`, `upstream`, or that of a client's hop. shared_address: where other gateways listen too.
+    timeouts_s: each that there is; none for a hop that the gateway does not make. attempts: of one request, the first
+    included. cap: requests at once.
 
     not_set: keys that the config leaves to their defaults, or unprotected. notes: what the ledger says against it; of
     the gateway, what its prompts carry for nothing.
@@ -49,6 +50,7 @@ class InventoryHop(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     owner: str | None = None
     address: str = ""
+    shared_address: str = ""
     models: tuple[str, ...] = ()
     timeouts_s: dict[str, float] = {}
     attempts: int | None = None
@@ -98,7 +100,8 @@ def _gateway(
         name="gateway",
         kind="gateway",
         owner=config.owner,
-        address=addresses(config),
+        address=f"{config.host}:{config.port}",
+        shared_address="" if config.shared_port is None else f"{config.host}:{config.shared_port}",
         timeouts_s={"queue.max_wait_s": config.queue.max_wait_s, "body_timeout_s": config.body_timeout_s},
         attempts=config.retries.max_attempts,
         cap=config.queue.max_requests,
@@ -106,12 +109,6 @@ def _gateway(
         notes=notes,
         seen=SeenOfHop(len(accounts), failed, derive.percentiles(lengths, (50, 99)), {}) if accounts else None,
     )
-
-
-def addresses(config: GatewayConfig) -> str:
-    """Returns where it listens."""
-    shared = "" if config.shared_port is None else f", shared {config.host}:{config.shared_port}"
-    return f"{config.host}:{config.port}{shared}"
 
 
 def _upstream(

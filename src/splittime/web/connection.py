@@ -55,6 +55,7 @@ TCP_INFO = getattr(socket, "TCP_INFO", None)
 LAST_DATA_RECV = struct.Struct("=I")
 LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
 CLOSE = (b"connection", b"close")
+LEAVE_S = 1.0  # for requests of those who had just come in at a port that others go on to listen at
 LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
 
 
@@ -199,6 +200,15 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     # ---- endings
 
+    def end_soon(self) -> None:
+        """End the connection with the answer to its latest request; where it waits for one, `LEAVE_S` from now."""
+        self._ends = True
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = self.loop.call_later(LEAVE_S, self.timeout_keep_alive_handler)
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
         self._tell_all()
@@ -270,8 +280,6 @@ class ManyAcceptingServer(uvicorn.Server):
     def leave(self, listener: socket.socket) -> None:
         """Stop listening where others go on to, and serve whoever the system has let in there. Each answer from here on
         ends its connection: the next one leads to the others. listener: one more of that address, and the last."""
-        if not self.started:
-            return
         address, loop = listener.getsockname(), asyncio.get_running_loop()
         for one in self.servers:
             if one.sockets and one.sockets[0].getsockname() == address:
@@ -280,6 +288,8 @@ class ManyAcceptingServer(uvicorn.Server):
         listener.close()
         self.config.encoded_headers.append(CLOSE)
         self.server_state.default_headers.append(CLOSE)
+        for open_one in self.server_state.connections:
+            cast(ConnectionProtocol, open_one).end_soon()
         adopting = (loop.connect_accepted_socket(self._protocol, one, ssl=self.config.ssl) for one in waiting)
         self._adopted = asyncio.gather(*adopting, return_exceptions=True)
 

@@ -41,10 +41,7 @@ def check_port_is_shared(host: str, port: int) -> None:
     try:
         bound(host, port, shares=True).close()
     except OSError as error:
-        hint = (
-            f"choose another shared_port, or stop what listens there (ss -ltnp 'sport = :{port}'): "
-            "only gateways of one user share it"
-        )
+        hint = f"{_other_shared_port(port)}: only gateways of one user share it"
         raise _refusal(error, host, port, "shared_port", hint) from None
 
 
@@ -54,11 +51,14 @@ def hold_shared_port(host: str, port: int) -> socket.socket:
     try:
         held = bound(host, port)
     except OSError as error:
-        hint = f"choose another shared_port, or stop what listens there (ss -ltnp 'sport = :{port}')"
-        raise _refusal(error, host, port, "gateway.shared_port", hint) from None
+        raise _refusal(error, host, port, "gateway.shared_port", _other_shared_port(port)) from None
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else another could hold it too while nobody listens
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held
+
+
+def _other_shared_port(port: int) -> str:
+    return f"choose another shared_port, or stop what listens there (ss -ltnp 'sport = :{port}')"
 
 
 def _refusal(error: OSError, host: str, port: int, param: str, hint: str) -> ConfigError:

@@ -20,14 +20,14 @@ from typing import Protocol
 import uvicorn
 
 from splittime.web import http, log_limit
-from splittime.web.connection import ConnectionProtocol, ManyAcceptingServer
+from splittime.web.connection import LEAVE_S, ConnectionProtocol, ManyAcceptingServer
 from splittime.web.ports import bound
 
 BACKLOG = 2048  # connections that may wait to be accepted
 EXIT_AT_ONCE = 130
 STALL_MORE_S = 5.0  # after `slow_reader_s`, so that a stream is dropped by itself, with its reason
+STARTING_S = 0.01  # between looks whether the server has started
 SHUTDOWN_S = 5  # for connections to close after the drain
-LEAVE_S = 1.0  # for requests of those who had just come in at a port that others go on to listen at
 
 
 class ServedApp(Protocol):
@@ -129,8 +129,17 @@ async def _drain(
 ) -> None:
     try:
         for listener in shared:
-            server.leave(listener)
-            await asyncio.sleep(LEAVE_S)
-        await drain()
+            await _leave(server, listener)
     finally:
-        server.should_exit = True
+        try:
+            await drain()
+        finally:
+            server.should_exit = True
+
+
+async def _leave(server: ManyAcceptingServer, listener: socket.socket) -> None:
+    """Leave the port of this listener, and serve for a while who has come in there."""
+    while not server.started:  # else it would begin to listen there
+        await asyncio.sleep(STARTING_S)
+    server.leave(listener)
+    await asyncio.sleep(LEAVE_S)

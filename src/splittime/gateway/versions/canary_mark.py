@@ -30,7 +30,7 @@ class CanaryMark:
         if self._path is not None:
             write_whole(self._path, msgspec.json.encode(change), param="ledger_file")
 
-    def found(self) -> ConfigChange | None:
+    def take(self) -> ConfigChange | None:
         """Returns the beginning of a canary that an earlier process did not end, and forgets it."""
         if self._path is None:
             return None

@@ -80,7 +80,7 @@ class GatewayVersions:
     async def open(self) -> None:
         await self.current.open()
         self._note("started", self.current.version, "")
-        if (left := self._mark.found()) is not None:
+        if (left := self._mark.take()) is not None:
             self._note("rolled_back", left.version, "", f"{LEFT} It was tried by {left.why}.")
 
     def arm_of(self, tenant: Tenant) -> GatewayService:
@@ -110,13 +110,13 @@ class GatewayVersions:
                 loop = asyncio.get_running_loop()
                 secrets = await loop.run_in_executor(self.current.pool, secrets_of, config)
                 made = self._made(Applied(config, secrets))
+                if share is None:
+                    await self._swap(made, Applied(config, secrets), "applied", by)
+                else:
+                    await self._try(made, Applied(config, secrets), share, by)
             except SplittimeError as error:
                 self._note("refused", "", by, error.info.message)
                 raise
-            if share is None:
-                await self._swap(made, Applied(config, secrets), "applied", by)
-            else:
-                await self._try(made, Applied(config, secrets), share, by)
 
     async def reread(self) -> None:
         """As `apply` of the file that the gateway was started with; what is wrong with it is logged, and counted."""
@@ -146,13 +146,15 @@ class GatewayVersions:
 
     def _made(self, applied: Applied) -> GatewayService:
         version = str(numbered(self._number + 1, applied.config))
-        made = GatewayService(applied.config, applied.secrets, self._ledger, version, self.current)
+        return GatewayService(applied.config, applied.secrets, self._ledger, version, self.current)
+
+    async def _open(self, made: GatewayService) -> None:
+        await made.open()
         self._number += 1
-        return made
 
     async def _swap(self, made: GatewayService, applied: Applied, what: str, by: str, why: str = "") -> None:
         if made is not self.canary:
-            await made.open()
+            await self._open(made)
         self._forget_gone(made)
         old, self.current = self.current, made
         self._lead_waiting(made, (old, *self._retired))
@@ -208,7 +210,7 @@ class GatewayVersions:
         before = await loop.run_in_executor(self.current.pool, read)
         change = self._change("canary", made.version, by, f"{len(tenants)} of {len(config.tenant)} tenants")
         await loop.run_in_executor(self.current.pool, self._mark.put, change)
-        await made.open()
+        await self._open(made)
         self._adopt(made)
         trial = CanaryTrial(config.canary, tenants, before, (version, made.version), self._compare)
         self.trial, self.canary, self._trying = trial, made, applied
