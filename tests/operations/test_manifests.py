@@ -19,6 +19,7 @@ from splittime.gateway.service import LAST_WORDS_S as GATEWAY_LAST_WORDS_S
 from splittime.server.app import PATHS
 from splittime.server.config import ServerConfig
 from splittime.server.service import CUT_S, ENGINE_ANSWER_S, LAST_WORDS_S
+from splittime.web.connection import LEAVE_S
 from splittime.web.serving import SHUTDOWN_S
 
 from .promql import labels_of, named
@@ -63,6 +64,7 @@ def test_a_pod_that_ends_has_the_time_that_its_drain_takes():
 def test_the_guide_says_how_long_an_end_takes():
     guide = (FOLDER.parent / "docs" / "guides" / "operate.md").read_text()
     assert guide.count(f"{AFTER_GRACE_S:g} seconds") == 2
+    assert f"{AFTER_GRACE_S:g} seconds, or {AFTER_GRACE_S + LEAVE_S:g} for a gateway with a shared port" in guide
     assert f"`--grace-s` ({ServerConfig().grace_s:g})" in guide
 
 
