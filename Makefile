@@ -27,7 +27,7 @@ $(STAMP):
 serve: setup
 	$(BIN)/splittime serve $(ARGS)
 
-# At most five minutes on two cores.
+# Half an hour on two cores.
 check: lint check-parallel check-timing
 
 check-parallel: setup
@@ -36,7 +36,7 @@ check-parallel: setup
 check-timing: setup
 	$(PYTEST) -m timing
 
-# The sweeps, and each property again over ten times as many examples: at most a quarter of an hour.
+# The sweeps, which take 20 minutes on two cores, and each property again over ten times as many examples.
 check-rest: setup
 	$(PARALLEL) -m sweep
 	TEST_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"

@@ -217,28 +217,22 @@ class Slots:
         for newcomer in admitted:
             place = self._free_places.pop() if self._free_places else len(self._by_id)
             slot = self._by_id[newcomer.request_id] = Slot(newcomer, self.max_tokens, self.vocab_size, place)
-            if newcomer.sampling.grammar:
-                self._hold_to_form(slot)
-            if newcomer.adapter:
-                self._take_adapter(slot)
+            try:
+                self._equip(slot)
+            except SplittimeError as error:
+                slot.error = error.info
 
-    def _hold_to_form(self, slot: Slot) -> None:
-        """A walk of its own through the grammar, which was compiled before the request was queued."""
-        if self.grammars is None:
-            return
-        try:
-            slot.grammar = self.grammars.walk(slot.admitted.sampling.grammar)
+    def _equip(self, slot: Slot) -> None:
+        """Gives it its adapter, and a walk of its own through its grammar, which was compiled before it was queued.
+        Raises `SplittimeError` where there is no such thing."""
+        adapter, grammar = slot.admitted.adapter, slot.admitted.sampling.grammar
+        if grammar and self.grammars is not None:
+            slot.grammar = self.grammars.walk(grammar)
             self.masks = self.masks or self.grammars.masks()
-        except SplittimeError as error:
-            slot.error = error.info
-
-    def _take_adapter(self, slot: Slot) -> None:
-        try:
-            slot.adapter = None if self.adapters is None else self.adapters.named(slot.admitted.adapter)
-        except SplittimeError as error:
-            slot.error = error.info
-        if slot.adapter is None and slot.error is None:
+        if adapter and self.adapters is None:
             slot.error = "this runner has no adapters"
+        elif adapter and self.adapters is not None:
+            slot.adapter = self.adapters.named(adapter)
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,13 @@ def _weights_bytes(model: EncoderConfig, ops: Ops, scheme: WeightScheme) -> int:
     return model.num_layers * sum(each)
 
 
+def _num_threads(config: RunnerConfig, kernels: str) -> tuple[int, str]:
+    """Returns how many threads there are, and why so many."""
+    if config.num_threads:
+        return config.num_threads, "as asked"
+    return machine.num_cores(), PARTS if kernels == "native" else CORES
+
+
 def _resolved(
     config: RunnerConfig,
     encoder: TextEncoder | ModernEncoder,
@@ -203,10 +210,7 @@ def _resolved(
     weights_bytes: int,
 ) -> Resolved:
     model, ops = encoder.config, encoder.ops
-    asked = config.num_threads
-    num_threads, threads_reason = (
-        (asked, "as asked") if asked else (machine.num_cores(), PARTS if ops.name == "native" else CORES)
-    )
+    num_threads, threads_reason = _num_threads(config, ops.name)
     max_model_len = machine.choose_max_model_len(config, model)
     per_text = -(-max_model_len // config.block_size)
     return Resolved(
