@@ -19,7 +19,8 @@ from splittime.gateway.exchanges import Exchanges
 from splittime.gateway.shared_counters import SharedCounters
 from splittime.gateway.shared_limits import SharedLimits
 from splittime.gateway.valkey_connection import ValkeyConnection, address_of
-from splittime.web.tenants import Quota, Tenant
+from splittime.web.quota import Quota
+from splittime.web.tenants import Tenant
 
 from .conftest import gateway_of, upstream
 from .test_limits import bearer

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patience import until
-from splittime.core.errors import ConfigError, Refused
+from splittime.core.errors import ConfigError
 from splittime.kv.cache import KVCache, Lease
-from splittime.ledger.account import LIMITS_OF_A_KEY
 from splittime.server.app import PATHS
 from splittime.server.config import ServerConfig
-from splittime.web.tenants import ANYBODY, MINUTE_NS, TENANT_FOLDERS, TENANT_PATHS, ApiKeys, Bucket, Quota, Tenant
+from splittime.web.tenants import ANYBODY, TENANT_FOLDERS, TENANT_PATHS, ApiKeys, Tenant
 
 from .conftest import LiveServer, say
 from .test_endings import connect, raw_request
@@ -252,83 +251,6 @@ def test_requests_go_to_the_engine_with_their_tenants_salt(live) -> None:
 
 
 # ---- how much
-
-
-def quota(**limits: int) -> Quota:
-    return Quota(Tenant(name="t", **limits))
-
-
-def come(used: Quota, now_ns: int) -> None:
-    used.check(now_ns)
-    used.enter(now_ns)
-
-
-def test_the_limits_of_a_key_are_known_to_its_accounts() -> None:
-    """A refusal for one of them is no want of room (`ClosedAccount.is_turned_away`)."""
-    limits = [name for name, kind in Tenant.__annotations__.items() if kind == int | None]
-    assert sorted(limits) == sorted(LIMITS_OF_A_KEY)
-
-
-def test_open_requests_are_bounded() -> None:
-    used = quota(max_open_requests=2)
-    come(used, 1)
-    come(used, 1)
-    with pytest.raises(Refused) as caught:
-        come(used, 1)
-    assert caught.value.facts["reason"] == "max_open_requests"
-    assert (caught.value.facts["queued"], caught.value.info.limit, caught.value.info.status) == (2, 2, 429)
-    used.leave(0, 1)
-    come(used, 1)
-
-
-def test_a_minute_holds_a_minutes_requests_and_fills_evenly() -> None:
-    used, now_ns = quota(requests_per_minute=6), 5
-    for _ in range(6):
-        come(used, now_ns)
-    with pytest.raises(Refused, match="requests_per_minute") as caught:
-        come(used, now_ns)
-    assert caught.value.info.retry_after_s == pytest.approx(10.0)
-    come(used, now_ns + MINUTE_NS // 6)
-    with pytest.raises(Refused):
-        come(used, now_ns + MINUTE_NS // 6)
-    for _ in range(6):  # a long rest gives no more than a minute's
-        come(used, now_ns + 10 * MINUTE_NS)
-    with pytest.raises(Refused):
-        come(used, now_ns + 10 * MINUTE_NS)
-
-
-def test_tokens_used_beyond_the_limit_are_waited_for() -> None:
-    used = quota(tokens_per_minute=600)
-    come(used, 1)
-    used.use_tokens(1200, 1)
-    with pytest.raises(Refused, match="tokens_per_minute") as caught:
-        come(used, 1)
-    assert caught.value.info.retry_after_s == pytest.approx(60.1)
-    with pytest.raises(Refused):
-        come(used, 1 + MINUTE_NS)
-    come(used, 1 + MINUTE_NS + MINUTE_NS // 600)
-
-
-def test_a_refused_request_uses_nothing() -> None:
-    used = quota(max_open_requests=1, requests_per_minute=2)
-    come(used, 1)
-    for _ in range(9):
-        with pytest.raises(Refused, match="max_open_requests"):
-            come(used, 1)
-    used.leave(0, 1)
-    come(used, 1)
-
-
-@given(st.lists(st.tuples(st.integers(0, MINUTE_NS // 4), st.integers(1, 5)), max_size=60), st.integers(1, 50))
-def test_a_bucket_never_gives_more_than_a_minutes_worth_and_what_came_in_since(steps, per_minute) -> None:
-    bucket, now_ns, given_out = Bucket(per_minute), 1, 0
-    for delta_ns, amount in steps:
-        now_ns += delta_ns
-        if not bucket.wait_s(amount, now_ns):
-            bucket.take(amount, now_ns)
-            given_out += amount
-        assert given_out <= per_minute + (now_ns - 1) * per_minute / MINUTE_NS + 1e-6
-        assert bucket.level <= per_minute
 
 
 def keys_file(folder: Path, text: str) -> str:

@@ -39,7 +39,8 @@ from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.versions.carried import quota_of, upstream_of
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
-from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
+from splittime.web.quota import Quota
+from splittime.web.tenants import ANYBODY, ApiKeys, Tenant
 
 if TYPE_CHECKING:
     from splittime.gateway.cache.service import ResponseCache

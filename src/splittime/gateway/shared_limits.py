@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from splittime.gateway.exchanges import Exchanges
 from splittime.gateway.shared_counters import Field, SharedCounters
-from splittime.web.tenants import Quota
+from splittime.web.quota import Quota
 
 EXCHANGE_S = 0.25
 HASH = "splittime:use:1"

@@ -34,7 +34,8 @@ from splittime.gateway.sign_of_life import SignOfLife
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http
-from splittime.web.tenants import Quota, tenant_of
+from splittime.web.quota import Quota
+from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
 SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope

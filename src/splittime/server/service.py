@@ -40,7 +40,8 @@ from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWor
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
 from splittime.web.http import Headers
-from splittime.web.tenants import ANYBODY, ApiKeys, Quota, Tenant
+from splittime.web.quota import Quota
+from splittime.web.tenants import ANYBODY, ApiKeys, Tenant
 
 log = logging.getLogger("splittime.server")
 

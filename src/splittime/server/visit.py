@@ -30,7 +30,8 @@ from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, outpu
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
-from splittime.web.tenants import Quota, tenant_of
+from splittime.web.quota import Quota
+from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
 

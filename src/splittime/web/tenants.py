@@ -8,8 +8,9 @@ and from `--api-keys-file`, a TOML file with a table for each:
     sha256 = "2bb80d53..."           # of the key, in hexadecimal; or: key = "the key itself"
     operator = false                 # default
     salt = "staff"                   # keys of one salt share cached prefixes; default: nobody shares this key's
-    max_open_requests = 8            # at once, whatever `n` they have; these three default to no limit of its own
-    requests_per_minute = 120
+    weight = 2.0                     # its share of a server beside the others' weights; default: 1
+    max_open_requests = 8            # at once, each answer counted; these three default to no limit of its own
+    requests_per_minute = 120        # each answer counted
     tokens_per_minute = 60000        # prompt and output tokens
 
 What an ordinary key may ask for is `TENANT_PATHS`: to generate, to count tokens, and for the accounts of its own
@@ -19,9 +20,7 @@ page tell of everybody's requests, and sleep and knobs are everybody's loss.
 A tenant's part of the prefix cache is its own, since `cached_tokens`, and the time that a prompt takes, would tell
 whether somebody else had sent the same. What is shared is the queue: a wait tells that others are being served.
 
-What a minute allows is a bucket that fills evenly and holds a minute's worth. A request takes one from the bucket of
-requests. Its tokens are known later than it is let in: prompt tokens when it is handed over, output tokens at its end.
-So the bucket of tokens may fall below nothing, and lets nobody in until it has filled up again.
+How the limits are kept says `web.quota`.
 """
 
 import hmac
@@ -36,10 +35,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from splittime.core.errors import ConfigError, Refused, RequestError
+from splittime.core.errors import ConfigError, RequestError
 from splittime.web.http import Scope
 
-MINUTE_NS = 60_000_000_000
 TENANT = "splittime.tenant"  # key in an ASGI scope: who asks
 TENANT_PATHS = frozenset(
     {
@@ -73,11 +71,13 @@ TENANT_FOLDERS = ("/v1/models/", "/v1/responses/", "/ledger/requests/", "/ledger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """name: in accounts. salt: no two prompts under different ones share a block of cache."""
+    """name: in accounts. salt: no two prompts under different ones share a block of cache. weight: its share of what
+    several wait for, beside the others' weights."""
 
     name: str
     salt: str = ""
     is_operator: bool = False
+    weight: float = 1.0
     max_open_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -106,90 +106,6 @@ def forbidden(tenant: Tenant, path: str) -> RequestError:
     message = f"the key {tenant.name!r} may not ask for {path[:64]}"
     hint = "ask with an operator's key: the first --api-key, or one with operator = true in --api-keys-file"
     return RequestError(message, code="operator_only", status=403, value=path[:64], hint=hint)
-
-
-class Bucket:
-    """per_minute: None for no limit."""
-
-    def __init__(self, per_minute: int | None) -> None:
-        self.per_minute = per_minute
-        self.level = float(per_minute or 0)
-        self._filled_ns = 0
-
-    def take(self, amount: int, now_ns: int) -> None:
-        if self.per_minute is not None:
-            self._fill(now_ns)
-            self.level -= amount
-
-    def take_elsewhere(self, amount: int, now_ns: int) -> None:
-        """Takes what others took of the same limit, but no more than to a minute below nothing: what they used long
-        ago, and what is told only now, is not to be waited for."""
-        if self.per_minute is not None:
-            self._fill(now_ns)
-            self.level = max(self.level - amount, min(self.level, -float(self.per_minute)))
-
-    def wait_s(self, wanted: int, now_ns: int) -> float:
-        """Until it holds so much; 0.0 if it does."""
-        if self.per_minute is None:
-            return 0.0
-        self._fill(now_ns)
-        return max(0.0, (wanted - self.level) * 60 / self.per_minute)
-
-    def _fill(self, now_ns: int) -> None:
-        assert self.per_minute is not None
-        if self._filled_ns:
-            gained = max(0, now_ns - self._filled_ns) * self.per_minute / MINUTE_NS
-            self.level = min(float(self.per_minute), self.level + gained)
-        self._filled_ns = now_ns
-
-
-class Quota:
-    """What one tenant uses now, and what its limits leave."""
-
-    def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
-        self.num_open = 0
-        self.used_requests = self.used_tokens = 0  # since the start
-        self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
-
-    def check(self, now_ns: int) -> None:
-        """Raises `Refused` if one more may not come in now. Takes nothing."""
-        limit = self.tenant.max_open_requests
-        if limit is not None and self.num_open >= limit:
-            raise self._refused("max_open_requests", limit, 1.0)
-        for name, bucket in (("requests_per_minute", self._requests), ("tokens_per_minute", self._tokens)):
-            wait_s = bucket.wait_s(1, now_ns)
-            if wait_s:
-                raise self._refused(name, bucket.per_minute, wait_s)
-
-    def enter(self, now_ns: int) -> None:
-        """One that was checked comes in."""
-        self._requests.take(1, now_ns)
-        self.used_requests += 1
-        self.num_open += 1
-
-    def leave(self, output_tokens: int, now_ns: int) -> None:
-        """One that came in is over; its output tokens are known now."""
-        self.use_tokens(output_tokens, now_ns)
-        self.num_open -= 1
-
-    def use_tokens(self, count: int, now_ns: int) -> None:
-        self._tokens.take(count, now_ns)
-        self.used_tokens += count
-
-    def use_elsewhere(self, requests: int, tokens: int, now_ns: int) -> None:
-        """Takes what the same tenant has used at other servers."""
-        self._requests.take_elsewhere(requests, now_ns)
-        self._tokens.take_elsewhere(tokens, now_ns)
-
-    def _refused(self, reason: str, limit: int | None, wait_s: float) -> Refused:
-        return Refused(
-            f"the key {self.tenant.name!r} has used what its {reason} allows",
-            reason=reason,
-            queued=self.num_open,
-            limit=limit,
-            retry_after_s=round(max(0.001, wait_s), 3),
-        )
 
 
 class ApiKeys:
@@ -247,6 +163,7 @@ class ApiKeys:
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
 Limit = Annotated[int, Meta(ge=1)]
+Weight = Annotated[float, Meta(ge=0.001, le=1e6)]
 
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -255,6 +172,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     operator: bool = False
     salt: Annotated[str, Meta(pattern=r"^[ -~]{1,256}$")] | None = None
+    weight: Weight = 1.0
     max_open_requests: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
@@ -278,6 +196,7 @@ class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             name=self.name,
             salt=_own_salt(self.known()) if self.salt is None else f"salt:{self.salt}",
             is_operator=self.operator,
+            weight=self.weight,
             max_open_requests=self.max_open_requests,
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,

@@ -23,7 +23,8 @@ from splittime.gateway.routing.judge import DifficultyJudge, judges_of
 from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy, graded
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import DifficultyDecision, RouteDecision
-from splittime.web.tenants import ANYBODY, Quota, Tenant
+from splittime.web.quota import Quota
+from splittime.web.tenants import ANYBODY, Tenant
 
 MAX_EXAMPLES = 3
 NOT_READ = "not read: refused at its head"

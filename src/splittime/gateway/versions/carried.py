@@ -7,7 +7,8 @@ from splittime.core.errors import ConfigError
 from splittime.gateway.budgets import budgets_of
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.upstreams import Upstream
-from splittime.web.tenants import Quota, Tenant
+from splittime.web.quota import Quota
+from splittime.web.tenants import Tenant
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService

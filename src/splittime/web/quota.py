@@ -1,0 +1,174 @@
+"""How much a key may use: open requests, and what a minute allows.
+
+What a key asks for in one body counts as what it is: each answer (prompts x n), each text to embed or to rank, is one
+of its open requests and one of a minute's. A body with more of them than a limit can ever allow is refused with 400.
+
+What a minute allows is a bucket that fills evenly and holds a minute's worth. Tokens are reserved before they are used
+and settled when they are known (`QuotaUse`): prompts by their length, answers by the longest of the key's latest ones,
+or by `max_tokens` where that is less. An answer that becomes longer is charged at its end. So the bucket of tokens may
+fall below nothing, and lets nobody in until it has filled up again.
+"""
+
+from splittime.core.errors import Refused, RequestError
+from splittime.web.tenants import Tenant
+
+MINUTE_NS = 60_000_000_000
+ASSUMED_OUTPUT_TOKENS = 1024  # of an answer, where none of the key has ended yet
+OUTPUT_DECAY = 0.9  # of the longest answer, with each that is shorter
+
+
+class Bucket:
+    """per_minute: None for no limit."""
+
+    def __init__(self, per_minute: int | None) -> None:
+        self.per_minute = per_minute
+        self.level = float(per_minute or 0)
+        self._filled_ns = 0
+
+    def take(self, amount: int, now_ns: int) -> None:
+        """amount: below nothing, to put back what was taken and not used."""
+        if self.per_minute is not None:
+            self._fill(now_ns)
+            self.level = min(float(self.per_minute), self.level - amount)
+
+    def take_elsewhere(self, amount: int, now_ns: int) -> None:
+        """Takes what others took of the same limit, but no more than to a minute below nothing: what they used long
+        ago, and what is told only now, is not to be waited for."""
+        if self.per_minute is not None:
+            self._fill(now_ns)
+            self.level = max(self.level - amount, min(self.level, -float(self.per_minute)))
+
+    def wait_s(self, wanted: int, now_ns: int) -> float:
+        """Until it holds so much; 0.0 if it does."""
+        if self.per_minute is None:
+            return 0.0
+        self._fill(now_ns)
+        return max(0.0, (wanted - self.level) * 60 / self.per_minute)
+
+    def _fill(self, now_ns: int) -> None:
+        assert self.per_minute is not None
+        if self._filled_ns:
+            gained = max(0, now_ns - self._filled_ns) * self.per_minute / MINUTE_NS
+            self.level = min(float(self.per_minute), self.level + gained)
+        self._filled_ns = now_ns
+
+
+class Quota:
+    """What one tenant uses now, and what its limits leave.
+
+    expected_output_tokens: how long an answer is taken to become before it is known: as the longest of the latest."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.num_open = 0
+        self.used_requests = self.used_tokens = 0  # since the start
+        self.expected_output_tokens = float(ASSUMED_OUTPUT_TOKENS)
+        self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
+
+    def check(self, now_ns: int, requests: int = 1) -> None:
+        """Raises `Refused` if so many more may not come in now, `RequestError` if they never may. Takes nothing."""
+        self._check_requests(requests, requests, now_ns)
+        self._check_tokens(1, now_ns)
+
+    def enter_more(self, now_ns: int, more: int, requests: int) -> None:
+        """Has a body that came in count as so many more, `requests` in all. Raises as `check` does."""
+        self._check_requests(more, requests, now_ns)
+        self.enter(now_ns, more)
+
+    def enter(self, now_ns: int, requests: int = 1) -> "QuotaUse":
+        """Lets so many in that were checked."""
+        self._requests.take(requests, now_ns)
+        self.used_requests += requests
+        self.num_open += requests
+        return QuotaUse(self, requests)
+
+    def leave(self, tokens: int, now_ns: int, requests: int = 1) -> None:
+        """Lets go of so many that came in; the tokens that were not told before are known now."""
+        self.use_tokens(tokens, now_ns)
+        self.num_open -= requests
+
+    def use_tokens(self, count: int, now_ns: int) -> None:
+        self._tokens.take(count, now_ns)
+        self.used_tokens += count
+
+    def reserve(self, tokens: int, now_ns: int) -> None:
+        """Take tokens that will be used; `settle` corrects it. Raises `Refused` if there are too few now; one that
+        needs more than a minute's worth has to wait until nobody has used any."""
+        self._check_tokens(tokens, now_ns)
+        self._tokens.take(tokens, now_ns)
+
+    def settle(self, reserved: int, used: int, now_ns: int) -> None:
+        """Correct what was reserved by what was used."""
+        self._tokens.take(used - reserved, now_ns)
+        self.used_tokens += used
+
+    def expect(self, max_tokens: int) -> int:
+        """Returns how long an answer of so many tokens at the most is taken to become."""
+        return min(max_tokens, round(self.expected_output_tokens))
+
+    def learn_output(self, tokens: int) -> None:
+        """Learns how long an answer has become."""
+        self.expected_output_tokens = max(float(tokens), 1.0, OUTPUT_DECAY * self.expected_output_tokens)
+
+    def use_elsewhere(self, requests: int, tokens: int, now_ns: int) -> None:
+        """Takes what the same tenant has used at other servers."""
+        self._requests.take_elsewhere(requests, now_ns)
+        self._tokens.take_elsewhere(tokens, now_ns)
+
+    def _check_requests(self, more: int, together: int, now_ns: int) -> None:
+        open_limit, minutes_limit = self.tenant.max_open_requests, self.tenant.requests_per_minute
+        for name, limit in (("max_open_requests", open_limit), ("requests_per_minute", minutes_limit)):
+            if limit is not None and together > limit:
+                raise self._too_many(name, limit, together)
+        if open_limit is not None and self.num_open + more > open_limit:
+            raise self._refused("max_open_requests", open_limit, 1.0)
+        wait_s = self._requests.wait_s(more, now_ns)
+        if wait_s:
+            raise self._refused("requests_per_minute", minutes_limit, wait_s)
+
+    def _check_tokens(self, count: int, now_ns: int) -> None:
+        limit = self.tenant.tokens_per_minute
+        wait_s = self._tokens.wait_s(min(count, limit or 0), now_ns)
+        if wait_s:
+            raise self._refused("tokens_per_minute", limit, wait_s)
+
+    def _too_many(self, name: str, limit: int, count: int) -> RequestError:
+        words = (
+            f"the body asks for {count} answers (prompts x n), and {name} of the key {self.tenant.name!r} is {limit}"
+        )
+        hint = f"ask for at most {limit} in one body, or have the operator raise {name}"
+        return RequestError(words, code="too_many_choices", param="n", value=count, limit=limit, hint=hint)
+
+    def _refused(self, reason: str, limit: int | None, wait_s: float) -> Refused:
+        return Refused(
+            f"the key {self.tenant.name!r} has used what its {reason} allows",
+            reason=reason,
+            queued=self.num_open,
+            limit=limit,
+            retry_after_s=round(max(0.001, wait_s), 3),
+        )
+
+
+class QuotaUse:
+    """What one body has of its key's limits, from when it comes in until it leaves. requests: it counts as so many.
+    reserved: tokens that were taken for it and are not settled."""
+
+    def __init__(self, quota: Quota, requests: int) -> None:
+        self.quota, self.requests, self.reserved = quota, requests, 0
+
+    def count_as(self, requests: int, now_ns: int) -> None:
+        """Have it count as so many requests. Raises what `Quota.check` does, with nothing taken."""
+        if requests > self.requests:
+            self.quota.enter_more(now_ns, requests - self.requests, requests)
+            self.requests = requests
+
+    def reserve(self, tokens: int, now_ns: int) -> None:
+        """Raises `Refused`."""
+        self.quota.reserve(tokens, now_ns)
+        self.reserved += tokens
+
+    def leave(self, used_tokens: int, now_ns: int) -> None:
+        """Give back what it has; it used so many tokens in all."""
+        self.quota.settle(self.reserved, used_tokens, now_ns)
+        self.quota.leave(0, now_ns, self.requests)
+        self.reserved = self.requests = 0
