@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.api import decode, given_prompts
+from splittime.api.json_shape import JsonShape
 from splittime.api.schema import MAX_DETOKENIZED
 from splittime.core.errors import RequestError
 
@@ -28,6 +29,16 @@ def num_texts(value: object) -> int:
     return sum(map(num_texts, value)) if isinstance(value, list) else isinstance(value, str)
 
 
+def num_names(value: object) -> int:
+    own, inner = (len(value), value.values()) if isinstance(value, dict) else (0, value)
+    return own + sum(map(num_names, inner)) if isinstance(value, dict | list) else 0
+
+
+def num_commas(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return max(0, len(value) - 1) + sum(map(num_commas, inner)) if isinstance(value, dict | list) else 0
+
+
 def num_parts(value: object) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(num_parts, value.values()))
@@ -38,6 +49,7 @@ def num_parts(value: object) -> int:
 def test_objects_and_lists_are_counted_wherever_brackets_stand(value, limit: int, is_ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "LONG_BYTES", 0)
         patch.setattr(decode, "MAX_PARTS", limit)
         if num_parts(value) > limit:
             with pytest.raises(RequestError) as caught:
@@ -51,6 +63,7 @@ def test_objects_and_lists_are_counted_wherever_brackets_stand(value, limit: int
 def test_texts_are_counted_whatever_quotes_and_backslashes_are_in_them(value, limit: int, is_ascii: bool) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "LONG_BYTES", 0)
         patch.setattr(decode, "MAX_TEXTS", limit)
         if num_texts(value) > limit:
             with pytest.raises(RequestError, match="texts") as caught:
@@ -67,24 +80,77 @@ def test_what_is_no_json_is_said_to_be_none(body: bytes) -> None:
     assert caught.value.info.code == "invalid_json"
 
 
-names = st.sampled_from(['"a"', '"b"', '"[1]"', '"[2]"', '"[]"', '"[1, 2]"', '"\\u0061"'])
-numbers = st.sampled_from(["[1,2]", "[ -1.5e+3 ]", "[]", "[[1],[2]]", '["[1]",2]', "3", '"[4"'])
-objects = st.lists(st.tuples(names, numbers), max_size=4)
+@given(values, st.booleans())
+def test_a_shape_counts_what_is_there(value, is_ascii: bool) -> None:
+    shape = JsonShape(json.dumps(value, ensure_ascii=is_ascii).encode())
+    assert (shape.num_texts, shape.num_parts) == (num_texts(value), num_parts(value))
+    assert (shape.num_names, shape.num_commas) == (num_names(value), num_commas(value))
+    assert shape.repeated_name() is None
 
 
-@given(objects, objects)
-def test_a_name_twice_is_found_whatever_lists_of_numbers_stand_there(outer, inner) -> None:
-    def written(pairs) -> str:
-        return "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}"
+LONG = "so_long_a_name_that_it_differs_%s_in_the_middle_alone"
+names = st.sampled_from(
+    [
+        '"a"',
+        '"b"',
+        '""',
+        '"é"',
+        '"[1]"',
+        '"{"',
+        '"}"',
+        '"a:"',
+        '"\\u0061"',
+        '"\\"a\\":"',
+        '"\\\\"',
+    ]
+    + [f'"{LONG % letter}"' for letter in "xy"]
+)
+scalars = st.sampled_from(
+    ["[1,2]", "[ -1.5e+3 ]", "[[1],[2]]", '["{",2]', "3", '"a"', '"a\\\\"', '"\\\\\\":{"', "null"]
+)
+objects = st.recursive(
+    st.lists(st.tuples(names, scalars), max_size=4),
+    lambda inner: st.lists(st.tuples(names, inner | scalars), max_size=4),
+    max_leaves=12,
+)
 
-    body = written([*outer, ('"inner"', written(inner))]).encode()
-    is_twice = any(len({json.loads(name) for name, _ in pairs}) < len(pairs) for pairs in (outer, inner))
-    if not is_twice:
-        assert decode.decode_once(body, object) == json.loads(body)
-        return
-    with pytest.raises(RequestError) as caught:
-        decode.decode_once(body, object)
+
+def written(value, space: str) -> str:
+    if isinstance(value, str):
+        return value
+    return "{" + f"{space},{space}".join(f"{name}{space}:{space}{written(inner, space)}" for name, inner in value) + "}"
+
+
+def has_twice(value) -> bool:
+    if isinstance(value, str):
+        return False
+    return len({json.loads(name) for name, _ in value}) < len(value) or any(has_twice(inner) for _, inner in value)
+
+
+@pytest.mark.parametrize("long_bytes", [0, 2**14])
+@given(value=objects, space=st.sampled_from(["", " ", "\n\t "]))
+def test_a_name_twice_is_found_wherever_it_stands(long_bytes: int, value, space: str) -> None:
+    body = f'[{written(value, space)}, "{{"]'.encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "LONG_BYTES", long_bytes)
+        if not has_twice(value):
+            decode.decode_once(body, msgspec.Raw)
+            return
+        with pytest.raises(RequestError) as caught:
+            decode.decode_once(body, msgspec.Raw)
     assert caught.value.info.code == "duplicate_field"
+
+
+@given(st.binary(max_size=300) | st.text(st.sampled_from('{}[]":,\\ 1'), max_size=300).map(str.encode))
+def test_a_shape_is_made_of_any_bytes(body: bytes) -> None:
+    JsonShape(body).repeated_name()
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 127, 2**17 - 1, 2**17, 2**17 + 1])
+def test_a_backslash_escapes_across_pieces_and_words(size: int) -> None:
+    for end in ("\\", '"', '\\"', '"\\', '\\\\"[{:,'):
+        shape = JsonShape(json.dumps(["x" * size + end, end]).encode())
+        assert (shape.num_texts, shape.num_parts, shape.num_names, shape.num_commas) == (2, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +160,8 @@ def test_a_name_twice_is_found_whatever_lists_of_numbers_stand_there(outer, inne
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * 20_000}),
         ("/v1/completions", {"prompt": [[1]] * 20_000}),
         ("/v1/completions", {"prompt": [""] * 90_000}),
-        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 0 for i in range(90_000)}}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 0 for i in range(40_000)}}),
+        ("/v1/completions", {"prompt": [1] * 1_100_000}),
         ("/v1/completions", {"prompt": [1.0] * 70_000}),
         ("/v1/completions", {"prompt": [1e300] * 70_000}),
     ],
@@ -102,7 +169,8 @@ def test_a_name_twice_is_found_whatever_lists_of_numbers_stand_there(outer, inne
 def test_a_body_of_too_many_parts_is_refused_with_the_limit(launch, path: str, body: dict) -> None:
     status, _, answer = launch().post(path, body)
     assert (status, answer["error"]["code"]) == (400, "body_too_complex")
-    assert answer["error"]["limit"] in (decode.MAX_PARTS, decode.MAX_TEXTS, decode.MAX_FLOATS)
+    bounds = (decode.MAX_PARTS, decode.MAX_TEXTS, decode.MAX_NAMES, decode.MAX_COMMAS, decode.MAX_FLOATS)
+    assert answer["error"]["limit"] in bounds
 
 
 @pytest.mark.parametrize(
