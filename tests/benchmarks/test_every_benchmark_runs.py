@@ -44,7 +44,6 @@ ALONE = {
     "by_turns": [".", ".", "--rounds", "1", "--", "-m", "benchmarks.micro.plan_commit", "--small", "--json"],
     "house": ["--walk"],
     "gateway.overhead": ["--small"],
-    "gateway.cache_hits": ["--pairs", "100"],  # or to where it says that the sets are absent
     "gateway.failover": ["--small"],
     "gateway.affinity": ["--small"],
     "gateway.overload": ["--small"],

@@ -24,6 +24,7 @@ from splittime.gateway.routing.judge import (
     nearest_of,
 )
 from splittime.gateway.routing.labels import LabelledFile, LabelledPrompt, read_labels, text_of_request
+from splittime.gateway.routing.ngrams import embedded
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream
@@ -333,3 +334,11 @@ def test_a_running_gateway_takes_other_labels(hostile, tmp_path):
             if gateway.get("/stats")["difficulty"]["auto"]["threshold"] == expected.threshold == 0.0:
                 break
         assert ask(gateway, HARD[0])[1]["x-splittime-model"] == "small"
+
+
+def test_ngrams_are_of_length_one_and_know_wording():
+    one, same, other = (embedded(text) for text in ("Open an account", "open an ACCOUNT!", "The weather is fine"))
+    assert float(one @ one) == pytest.approx(1)
+    assert float(one @ same) == pytest.approx(1)
+    assert float(one @ other) < 0.3
+    assert not embedded("?!").any()

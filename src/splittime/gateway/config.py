@@ -176,19 +176,31 @@ class CacheRoute(Strictly, frozen=True, kw_only=True):
     max_age_s: Annotated[int, Doc("An older answer is not given.", 1, 10**8)] = 3600
     sampled: Annotated[bool, Doc("Requests without temperature 0 too: one draw is given again and again.")] = False
     pace: Annotated[float, Doc("A kept stream's gaps: 1 as they came, 0 none at all.", 0, 1)] = 1.0
-    semantic: Annotated[bool, Doc("Like questions too, by cosine and lexical gate.")] = False
+    semantic: Annotated[bool, Doc("Like questions too; needs embedder and verifier.")] = False
     threshold: Annotated[float, Doc("The least cosine of a like question.", 0.9, 1)] = 0.97
     shadow_share: Annotated[float, Doc("Hits for which the model runs all the same, to compare.", 0, 1)] = 0.05
 
 
 class EmbedderConfig(Strictly, frozen=True, kw_only=True):
-    """`[embedder]`: what makes the vectors of questions. Without it, n-grams, which know wording and no meaning."""
+    """`[embedder]`: what makes the vectors of questions, which say what is near."""
 
     url: Annotated[str, Doc("Base URL of a server with /v1/embeddings.")]
     model: Annotated[str, Doc("The model that it is asked for.")]
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     timeout_s: Annotated[float, Doc("A question without a vector in this time is a miss.", 0.001, 60)] = 0.5
+
+
+class VerifierConfig(Strictly, frozen=True, kw_only=True):
+    """`[verifier]`: which model says whether two near questions have the same answer. It is asked only where an
+    upstream has room that nobody waits for, and its tokens are charged to the tenant that asks."""
+
+    model: Annotated[str, Doc("The model, of an upstream: a small one, or the one that is served.")]
+    timeout_s: Annotated[float, Doc("A question without a verdict in this time is a miss.", 0.001, 60)] = 1.0
+    form: Annotated[bool, Doc("Its answer is held to yes or no by response_format; false: by words alone.")] = True
+    min_probability: Annotated[
+        float | None, Doc("A yes that the model holds for less likely is a no; asks for logprobs.", 0, 1)
+    ] = None
 
 
 class DegradationConfig(Strictly, frozen=True, kw_only=True):
@@ -254,6 +266,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     cache_route: tuple[CacheRoute, ...] = ()
     embedder: EmbedderConfig | None = None
+    verifier: VerifierConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
     tracing: TracingConfig | None = None
     lint: LintConfig | None = None

@@ -37,6 +37,7 @@ from splittime.gateway.config import (
     TiedConfig,
     TracingConfig,
     UpstreamConfig,
+    VerifierConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
 from splittime.gateway.listening import check_listening
@@ -63,6 +64,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[cache]", CacheConfig),
     ("[[cache_route]]", CacheRoute),
     ("[embedder]", EmbedderConfig),
+    ("[verifier]", VerifierConfig),
     ("[[degradation]]", DegradationConfig),
     ("[tracing]", TracingConfig),
     ("[lint]", LintConfig),
@@ -79,7 +81,7 @@ NOT_BUILT = {
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "root_path": "the gateway's paths begin at /",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
-    "semantic_cache": "set semantic = true in the [[cache_route]] of a model",
+    "semantic_cache": "set semantic = true in a [[cache_route]]; it needs an [embedder] and a [verifier]",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
 }
 TRACING = "[tracing]"
@@ -188,7 +190,7 @@ def _check_bounds(config: GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
     check_table("", config)
-    for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "canary", "audit"):
+    for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "verifier", "canary", "audit"):
         if getattr(config, name) is not None:
             check_table(name, getattr(config, name))
     for name, tables in lists.items():
@@ -243,11 +245,31 @@ def check_cache(config: GatewayConfig) -> None:
             raise ConfigError(f"{param}: no upstream serves {route.model!r}", param=param, value=route.model, hint=hint)
         if route.model in [other.model for other in config.cache_route[:number]]:
             raise ConfigError(f"{param}: {route.model!r} stands twice", param=param, value=route.model, hint="keep one")
+        if route.semantic:
+            _check_semantic(config, f"cache_route[{number}].semantic")
+    _check_verifier(config)
     if config.embedder is not None:
         _check_url("embedder.url", config.embedder.url)
     if config.cache.file is not None and config.cache.valkey is not None:
         message = "cache.file: there is cache.valkey too"
         raise ConfigError(message, param="cache.file", value=config.cache.file, hint="keep one of them")
+
+
+def _check_semantic(config: GatewayConfig, param: str) -> None:
+    """Raises `ConfigError` where one of the two that must agree on a like question is not there."""
+    lacking = [f"[{name}]" for name in ("embedder", "verifier") if getattr(config, name) is None]
+    if lacking:
+        hint = "add what lacks, or take semantic out: near questions alone are given wrong answers"
+        message = f"{param} needs an [embedder] and a [verifier], and there is no {' and no '.join(lacking)}"
+        raise ConfigError(message, param=param, hint=hint)
+
+
+def _check_verifier(config: GatewayConfig) -> None:
+    models = dict.fromkeys(model for upstream in config.upstream for model in upstream.models)
+    if config.verifier is not None and config.verifier.model not in models:
+        name, param = config.verifier.model, "verifier.model"
+        hint = f"the upstreams serve {', '.join(models)}"
+        raise ConfigError(f"{param}: no upstream serves {name!r}", param=param, value=name, hint=hint)
 
 
 def _check_names(table: str, names: Sequence[str]) -> None:

@@ -205,8 +205,8 @@ class GatewayVisit:
 
     async def _cached(self, request: ForwardedRequest) -> Giving | None:
         """Returns the cache's answer, if it has one."""
-        cache, name = self.gateway.cache, self.tenant.name
-        turn = self._turn = CacheTurn(cache, self._scope, self.account, name, self._send, self._headers)
+        gateway, name = self.gateway, self.tenant.name
+        turn = self._turn = CacheTurn(gateway, self._scope, self.account, name, self._send, self._headers)
         given = await turn.given(request)
         self._send = turn.send
         return given

@@ -54,6 +54,19 @@ class Echoing(Hostile):
         writer.write(b"0\r\n\r\n")
         return False
 
+    async def do_judge(self, reader, writer, body) -> bool:
+        """Of the verifier: yes where only `!` and `,` differ. The second text says where it waits or breaks off."""
+        pair = json.loads(body["messages"][-1]["content"])
+        plain = [text.replace("!", "").replace(",", "") for text in pair.values()]
+        while "waits" in plain[1] and not self.hold.is_set():
+            await asyncio.sleep(0.002)
+        if "breaks" in plain[1]:
+            return True
+        said = {"message": {"content": json.dumps({"same": "yes" if plain[0] == plain[1] else "no"})}}
+        told = {"choices": [{"index": 0, **said, "finish_reason": "stop"}]}
+        writer.write(whole(200, told | {"usage": {"prompt_tokens": 100, "completion_tokens": 6}}))
+        return False
+
     async def do_vectors(self, reader, writer, body) -> bool:
         """Of `/v1/embeddings`: a vector that depends on the first word alone."""
         first = sum(body["input"].split()[0].encode())
@@ -73,15 +86,24 @@ def config(echoing, *routes: str, **tables: dict) -> str:
     """The text of a config: a route's text, for models `m0`, `m1` ..., and tables with their keys."""
     models = [f"m{number}" for number in range(len(routes))]
     text = upstream("echo", echoing.url("echo"), *models, "plain")
+    text += upstream("judge", echoing.url("judge"), "judge", kind="splittime")
     text += "".join(ROUTE.format(model=model, more=more) for model, more in zip(models, routes, strict=True))
     for name, keys in tables.items():
         text += f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
     return text
 
 
+def like(echoing, **verifier) -> dict[str, dict]:
+    """The tables that like questions need."""
+    embedder = {"url": echoing.url("vectors"), "model": "e", "key_env": "E"}
+    return {"embedder": embedder, "verifier": {"model": "judge", **verifier}}
+
+
 @pytest.fixture(scope="module")
 def caching(echoing, tmp_path_factory):
-    """m0: exact. m1: samples too, at once. m2: like questions. m3: so too, each hit shadowed. m4: short-lived."""
+    """m0: exact. m1: samples too, at once. m2: like questions. m3: so too, each hit shadowed. m4: short-lived.
+
+    The embedder finds all questions near that begin with one word, so that the verifier alone decides."""
     routes = (
         "shadow_share = 0.0",
         "sampled = true\npace = 0.0\nshadow_share = 0.0",
@@ -89,6 +111,6 @@ def caching(echoing, tmp_path_factory):
         "semantic = true\nthreshold = 0.9\nshadow_share = 1.0",
         "max_age_s = 1\nshadow_share = 0.0",
     )
-    text = config(echoing, *routes, cache={"max_answer_bytes": 4000}, breaker={"failures": 1000})
-    with gateway_of(tmp_path_factory.mktemp("caching"), text) as started:
+    text = config(echoing, *routes, cache={"max_answer_bytes": 4000}, breaker={"failures": 1000}, **like(echoing))
+    with gateway_of(tmp_path_factory.mktemp("caching"), text, E="a-key") as started:
         yield started

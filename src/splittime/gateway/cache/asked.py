@@ -1,7 +1,9 @@
 """What the cache reads of a request: whether an answer may be kept or given, and by which key.
 
-The key is the whole body in one form (names in order, no spaces, 1.0 as 1, no nulls, no defaults written out), with
-the tenant, the path and the model: two bodies of one key ask for the same, and nobody has another tenant's answers.
+The key is the whole body in one form (names in order, no spaces between its parts, 1.0 as 1, no nulls, no defaults
+written out), with the tenant, the path, the model and the pool: two bodies of one key are one JSON value, and nobody
+has another tenant's answers. Texts are compared code point by code point. Nothing in them is folded, no case, no
+space, no composed form of Unicode: an indentation, a `!`, a Kelvin sign may be what the question is about.
 `likeness` is the same without the latest user's text, which is the `question`: what two requests must share exactly to
 share an answer by the likeness of their questions.
 """
@@ -12,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from splittime.gateway.cache.gate import MAX_QUESTION_CHARS
 from splittime.gateway.endpoints import CHAT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.web import http
 
 MAX_REQUEST_BYTES = 256 * 1024  # a longer one is passed on and not looked at
+MAX_QUESTION_CHARS = 4000
 MAX_AGE_S = 10**9
 DEFAULTS: dict[str, Any] = {"stream": False, "n": 1, "best_of": 1, "echo": False, "store": False}
 
@@ -70,7 +72,12 @@ def _plain_numbers(body: bytes) -> dict[str, Any]:
     told = json.loads(body, parse_float=_number, parse_constant=_refuse)
     if not isinstance(told, dict):
         raise ValueError("no object")
-    return {name: value for name, value in told.items() if value is not None and DEFAULTS.get(name) != value}
+    return {name: value for name, value in told.items() if value is not None and not _is_default(name, value)}
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Returns whether leaving it out says the same. `true` is no 1, though Python takes it for one."""
+    return name in DEFAULTS and type(value) is type(DEFAULTS[name]) and value == DEFAULTS[name]
 
 
 def _number(text: str) -> float | int:
@@ -85,7 +92,8 @@ def _refuse(text: str) -> float:
 def _why_not(body: dict[str, Any], takes_sampled: bool) -> str:
     if any(name in body for name in ("n", "best_of", "store")):
         return "several_answers" if "store" not in body else "stored_elsewhere"
-    if not takes_sampled and body.get("temperature") != 0:  # left out, it is the upstream's, which draws
+    temperature = body.get("temperature")  # left out, it is the upstream's, which draws
+    if not takes_sampled and (temperature != 0 or isinstance(temperature, bool)):
         return "sampled"
     return ""
 

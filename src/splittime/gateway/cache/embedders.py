@@ -1,18 +1,10 @@
-"""What makes a question's vector: n-grams, without a model (`NgramEmbedder`), or an upstream of the config.
-
-`embed` returns a vector of length 1, or None where there is none now: the question is then no hit.
-"""
-
-import asyncio
-import time
-from concurrent.futures import Executor
-from typing import Protocol
+"""What makes a question's vector: an upstream of the config that serves embeddings."""
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from splittime.gateway.breaker import Breaker
-from splittime.gateway.cache.ngrams import Vector, embedded
+from splittime.gateway.cache.left_alone import LeftAlone
 from splittime.gateway.config import BreakerConfig, EmbedderConfig
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.whole_answers import ask_whole
@@ -21,24 +13,7 @@ from splittime.wire.target import Target
 MAX_ANSWER_BYTES = 2**20
 MAX_DIMENSIONS = 8192
 
-
-class Embedder(Protocol):
-    """name: vectors of different names are never compared."""
-
-    name: str
-
-    async def embed(self, text: str) -> Vector | None:
-        """Returns the vector of a text."""
-
-
-class NgramEmbedder:
-    name = "ngrams-1"
-
-    def __init__(self, thread: Executor) -> None:
-        self._thread = thread
-
-    async def embed(self, text: str) -> Vector | None:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, embedded, text)
+Vector = NDArray[np.float32]
 
 
 class ToldEmbedding(msgspec.Struct):
@@ -49,8 +24,8 @@ class ToldEmbeddings(msgspec.Struct):
     data: list[ToldEmbedding]
 
 
-class UpstreamEmbedder:
-    """Asks an OpenAI-compatible `/v1/embeddings`. One that fails again and again is left alone for a while."""
+class Embedder:
+    """Asks an OpenAI-compatible `/v1/embeddings`. name: vectors of different names are never compared."""
 
     def __init__(
         self, config: EmbedderConfig, breaker: BreakerConfig, key: str | None, connections: UpstreamConnections
@@ -58,36 +33,26 @@ class UpstreamEmbedder:
         self.name = f"{config.model}@{config.url}"
         self._config, self._key, self._connections = config, key, connections
         self._address = Target(url=config.url).address
-        self._breaker = Breaker(breaker)
-        self.num_failures = 0
+        self._left_alone = LeftAlone(breaker)
 
     async def embed(self, text: str) -> Vector | None:
-        if not self._breaker.allows(time.monotonic_ns()):
-            return None
-        self._breaker.begin()
-        try:
-            found = unit(await self._asked(text))
-        except (OSError, ValueError):
-            self.num_failures += 1
-            self._breaker.note_failure(time.monotonic_ns())
-            return None
-        except asyncio.CancelledError:
-            self._breaker.note_nothing()
-            raise
-        self._breaker.note_success()
-        return found
+        """Returns a vector of length 1, or None where there is none now: the question is then no hit."""
+        return await self._left_alone.unless(lambda: self._asked(text))
 
-    async def _asked(self, text: str) -> list[float]:
-        """Raises `ValueError` for what is no embedding."""
+    async def _asked(self, text: str) -> Vector | None:
+        """Returns None where the text itself is refused. Raises `OSError` where nobody answers, and `ValueError` for
+        what is no embedding."""
         body = msgspec.json.encode({"model": self._config.model, "input": text, "encoding_format": "float"})
         where, within_s = (self._connections, self._address, "/v1/embeddings"), self._config.timeout_s
         status, data = await ask_whole(*where, self._key, body, within_s=within_s, max_bytes=MAX_ANSWER_BYTES)
+        if 400 <= status < 500:  # as of one that is too long: held against no other
+            return None
         if status != 200 or data is None:
             raise ValueError(f"the embedder answered {status}")
         told = msgspec.json.decode(data, type=ToldEmbeddings).data
         if len(told) != 1 or not 0 < len(told[0].embedding) <= MAX_DIMENSIONS:
             raise ValueError("not one embedding")
-        return told[0].embedding
+        return unit(told[0].embedding)
 
 
 def unit(values: list[float]) -> Vector:

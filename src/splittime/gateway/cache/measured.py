@@ -20,6 +20,12 @@ CACHE_METRICS = (
     MetricSpec(
         f"{PREFIX}shadowed_total", "counter", ("kind", "outcome"), "Hits for which the model ran too, by what it said"
     ),
+    MetricSpec(
+        f"{PREFIX}verdicts_total",
+        "counter",
+        ("verdict",),
+        "What the verifier was asked and said: yes, no, late, failed, not_asked (no room, or it is left alone)",
+    ),
     MetricSpec(f"{PREFIX}errors_total", "counter", (), "Times that the store of answers failed"),
     MetricSpec(f"{PREFIX}answers", "gauge", (), "Answers kept"),
     MetricSpec(f"{PREFIX}bytes", "gauge", (), "Their bytes"),
@@ -43,6 +49,7 @@ def cache_series(cache: "ResponseCache | None") -> dict[str, Series]:
         {(result, why): count for (result, why), count in cache.results.items()},
         {(kind,): cache.wrong[kind] for kind in KINDS},
         {(kind, found): count for (kind, found), count in cache.shadowed.items()},
+        {} if cache.verifier is None else {(verdict,): count for verdict, count in cache.verifier.counts.items()},
         {(): cache.num_errors},
         {(): cache.store.num_answers},
         {(): cache.store.num_bytes},

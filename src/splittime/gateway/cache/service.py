@@ -1,7 +1,7 @@
 """What all requests' cache turns share: the store, the questions, the flights, and what was counted.
 
-Everything that may take long (a body's normal form, the store, n-grams, the search) is done by one thread, in order;
-the event loop has the flights and the counts. A store that fails is a miss, and counted.
+Everything that may take long (a body's normal form, the store, the search) is done by one thread, in order; the event
+loop has the flights and the counts. A store that fails is a miss, and counted.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splittime.gateway.cache.asked import AskedKey, Wishes, asked_key
-from splittime.gateway.cache.embedders import Embedder, NgramEmbedder, UpstreamEmbedder
+from splittime.gateway.cache.embedders import Embedder, Vector
 from splittime.gateway.cache.flight import Flight
-from splittime.gateway.cache.gate import features
 from splittime.gateway.cache.kept import EQUAL, KINDS, LIKE, KeptAnswer, new_mark, pieces_of, text_of
-from splittime.gateway.cache.ngrams import Vector
 from splittime.gateway.cache.questions import QuestionIndex
-from splittime.gateway.cache.shadow import DIFFERENT, OUTCOMES, outcome, wilson
+from splittime.gateway.cache.shadow import DIFFERENT, JUDGED, OUTCOMES, outcome, wilson
 from splittime.gateway.cache.stores import STORE_ERRORS, AnswerStore, Purge, SqliteAnswers
+from splittime.gateway.cache.verifier import Verifier
 from splittime.gateway.config import CacheRoute, GatewayConfig
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.spare_room import SpareRoom
 from splittime.gateway.upstream_connections import UpstreamConnections
 
 MAX_WAITING = 64  # answers that wait to be kept
@@ -51,9 +51,7 @@ class ResponseCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self.store = _store(config)
         self._questions = QuestionIndex(config.cache.max_questions)
-        self._embedder: Embedder = NgramEmbedder(self._thread)
-        if config.embedder is not None:
-            self._embedder = UpstreamEmbedder(config.embedder, config.breaker, embedder_key, connections)
+        self._embedder, self.verifier = _likeness_of(config, connections, embedder_key)
         self.flights: dict[str, Flight] = {}
         self.results: Counter[tuple[str, str]] = Counter()  # result and why
         self.shadowed: Counter[tuple[str, str]] = Counter()  # kind and outcome
@@ -62,8 +60,9 @@ class ResponseCache:
         self._purged_ns: dict[str | None, int] = {}  # by tenant; None: everybody's
         self._purging: tuple[Purge, ...] = ()  # what they take is not given, though it may still be there
         self._draw = random.Random()
-        if any(route.semantic for route in config.cache_route):
-            self._thread.submit(self._index_all)
+        self._comparing: set[asyncio.Task[None]] = set()
+        if self._embedder is not None and any(route.semantic for route in config.cache_route):
+            self._thread.submit(self._index_all, self._embedder.name)
 
     def route(self, model: str) -> CacheRoute | None:
         return self._routes.get(model)
@@ -74,14 +73,20 @@ class ResponseCache:
         """Returns the answer of an equal request, if there is one that is fresh enough."""
         return await self._in_thread(partial(self._look_up, request, tenant, route, wishes))
 
-    async def look_alike(self, found: LookUp, route: CacheRoute, wishes: Wishes) -> LookUp:
-        """Returns the answer of a like question, if the route has such hits and there is one."""
-        if not (route.semantic and found.asked.question):
+    async def look_alike(self, found: LookUp, route: CacheRoute, wishes: Wishes, room: SpareRoom) -> LookUp:
+        """Returns the answer of a like question, if the route has such hits, one is near and the verifier agrees."""
+        if not (route.semantic and found.asked.question) or self._embedder is None or self.verifier is None:
             return found
         vector = await self._embedder.embed(found.asked.question)
         if vector is None:
             return found
-        return await self._in_thread(partial(self._look_alike, found._replace(vector=vector), route, wishes))
+        found = found._replace(vector=vector)
+        near: KeptAnswer | None = await self._in_thread(partial(self._nearest, found, route, wishes))
+        if near is None or not await self.verifier.has_same_answer(near.question, found.asked.question, room):
+            return found
+        still: KeptAnswer | None = await self._in_thread(partial(self._fresh, near.key, route, wishes))
+        is_same = still is not None and still.question == near.question  # the verdict took a while
+        return found._replace(answer=still, kind=LIKE) if is_same else found
 
     def is_shadowed(self, route: CacheRoute) -> bool:
         """Returns whether the model runs for this hit all the same, by chance."""
@@ -92,15 +97,11 @@ class ResponseCache:
         answer = None if asked.why_not or wishes.no_cache else self._fresh(asked.key, route, wishes)
         return LookUp(asked, answer)
 
-    def _look_alike(self, found: LookUp, route: CacheRoute, wishes: Wishes) -> LookUp:
+    def _nearest(self, found: LookUp, route: CacheRoute, wishes: Wishes) -> KeptAnswer | None:
+        """Returns the answer to the nearest question of those that are near enough and may be given."""
         assert found.vector is not None
-        likeness = self._likeness(found.asked)
-        keys = self._questions.alike(likeness, features(found.asked.question), found.vector, route.threshold)
-        for key in keys:
-            answer = self._fresh(key, route, wishes)
-            if answer is not None:
-                return found._replace(answer=answer, kind=LIKE)
-        return found
+        keys = self._questions.near(self._likeness(found.asked), found.vector, route.threshold)
+        return next((answer for key in keys if (answer := self._fresh(key, route, wishes)) is not None), None)
 
     def _fresh(self, key: str, route: CacheRoute, wishes: Wishes) -> KeptAnswer | None:
         try:
@@ -117,6 +118,7 @@ class ResponseCache:
         return answer if answer.age_s(time.time()) <= most_s else None
 
     def _likeness(self, asked: AskedKey) -> str:
+        assert self._embedder is not None
         return f"{self._embedder.name} {asked.likeness}"
 
     # ---- keeping
@@ -165,28 +167,30 @@ class ResponseCache:
             vector=b"" if found.vector is None else found.vector.tobytes(),
         )
 
-    def _index_all(self) -> None:
+    def _index_all(self, embedder: str) -> None:
         for answer in self.store.each():
-            if answer.likeness.startswith(f"{self._embedder.name} "):
+            if answer.likeness.startswith(f"{embedder} "):
                 self._index(answer)
 
     def _index(self, answer: KeptAnswer) -> None:
         if answer.vector:
-            vector = np.frombuffer(answer.vector, dtype=np.float32)
-            self._questions.add(answer.key, answer.likeness, features(answer.question), vector)
+            self._questions.add(answer.key, answer.likeness, np.frombuffer(answer.vector, dtype=np.float32))
 
     # ---- shadows
 
-    def compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp) -> asyncio.Future[None]:
-        """Compare the model's answer with the one that would have been given."""
-        return asyncio.ensure_future(self._compare(flight, request, hit))
+    def compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp, room: SpareRoom) -> None:
+        """Compare the model's answer with the one that would have been given, when both are there."""
+        task = asyncio.get_running_loop().create_task(self._compare(flight, request, hit, room))
+        self._comparing.add(task)
+        task.add_done_callback(self._comparing.discard)
 
-    async def _compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp) -> None:
+    async def _compare(self, flight: Flight, request: ForwardedRequest, hit: LookUp, room: SpareRoom) -> None:
         pieces = await self._in_thread(partial(pieces_of, flight.raw, request.is_stream, ""))
         if pieces is not None and hit.answer is not None:
             given, fresh = hit.answer.pieces, pieces
-            found = await self._in_thread(lambda: outcome(text_of(given), text_of(fresh)))
-            self.shadowed[hit.kind, found] += 1
+            one, other = await self._in_thread(lambda: (text_of(given), text_of(fresh)))
+            says_same = None if self.verifier is None else partial(self.verifier.says_same, room=room)
+            self.shadowed[hit.kind, await outcome(one, other, says_same)] += 1
 
     # ---- taking out
 
@@ -215,8 +219,8 @@ class ResponseCache:
     # ---- what it knows of itself
 
     def false_hits(self, kind: str) -> tuple[int, int]:
-        """Returns how many of the shadowed hits were different, and how many there were."""
-        counts = [self.shadowed[kind, one] for one in OUTCOMES]
+        """Returns how many of the shadowed hits were different, and how many were judged."""
+        counts = [self.shadowed[kind, one] for one in JUDGED]
         return self.shadowed[kind, DIFFERENT], sum(counts)
 
     @property
@@ -235,6 +239,7 @@ class ResponseCache:
             "results": dict(results),
             "wrong": dict(self.wrong),
             "errors": self.num_errors,
+            "verdicts": {} if self.verifier is None else dict(self.verifier.counts),
             "shadow": {kind: self._shadow_stats(kind) for kind in KINDS},
         }
 
@@ -248,6 +253,8 @@ class ResponseCache:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
+        for task in self._comparing:
+            task.cancel()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
@@ -258,3 +265,14 @@ def _store(config: GatewayConfig) -> AnswerStore:
 
         return ValkeyAnswers(config.cache.valkey)
     return SqliteAnswers(config.cache.file, config.cache.max_bytes)
+
+
+def _likeness_of(
+    config: GatewayConfig, connections: UpstreamConnections, key: str | None
+) -> tuple[Embedder | None, Verifier | None]:
+    """Returns what finds like questions and what judges them, as far as the config has them."""
+    embedder, verifier = config.embedder, config.verifier
+    return (
+        None if embedder is None else Embedder(embedder, config.breaker, key, connections),
+        None if verifier is None else Verifier(verifier, config.breaker),
+    )

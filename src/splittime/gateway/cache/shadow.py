@@ -1,32 +1,34 @@
 """How often a hit would have been wrong: on a share of hits the model runs all the same, and both answers are compared.
 
-Two answers to one question are rarely the same words, so there are three outcomes: `same` (the same text, spaces
-aside), `close` (the gate finds the same numbers, names, code and negations, and the n-grams are near), `different`. A
-false hit is a `different` one. That errs to the wrong side for answers that say one thing in two ways, and misses those
-that err in words of which the gate knows nothing: who needs better marks hits as wrong (`/cache/wrong`).
+Two answers to one question are rarely the same words, so there are four outcomes: `same` (the same text, spaces aside),
+`close` (other words, and the verifier says that they say the same), `different`, and `unjudged` (the verifier gave no
+verdict). A false hit is a `different` one, and the rate is of those that were judged. Without a verifier, which equal
+requests need not have, other words are `different`: that errs to the wrong side. A verifier errs too: who needs better
+marks hits as wrong (`/cache/wrong`).
 """
 
 import math
+from collections.abc import Awaitable, Callable
 
-from splittime.gateway.cache.gate import features
-from splittime.gateway.cache.ngrams import embedded
-
-SAME, CLOSE, DIFFERENT = "same", "close", "different"
-OUTCOMES = (SAME, CLOSE, DIFFERENT)
-CLOSE_COSINE = 0.7
+SAME, CLOSE, DIFFERENT, UNJUDGED = "same", "close", "different", "unjudged"
+JUDGED = (SAME, CLOSE, DIFFERENT)
+OUTCOMES = (*JUDGED, UNJUDGED)
 Z = 1.959963984540054  # of 95 %
 MAX_CHARS = 4000
 
+SaysSame = Callable[[str, str], Awaitable[bool | None]]
 
-def outcome(given: str, fresh: str) -> str:
+
+async def outcome(given: str, fresh: str, says_same: SaysSame | None) -> str:
     """Returns how the answer that would have been given compares with the model's own."""
-    given, fresh = " ".join(given.split())[:MAX_CHARS], " ".join(fresh.split())[:MAX_CHARS]
+    given, fresh = " ".join(given.split()), " ".join(fresh.split())
     if given == fresh:
         return SAME
-    one, other = features(given), features(fresh)
-    is_near = float(embedded(given) @ embedded(fresh)) >= CLOSE_COSINE
-    says_same = (one.exact, one.bags, one.names) == (other.exact, other.bags, other.names)
-    return CLOSE if is_near and says_same else DIFFERENT
+    if says_same is None:
+        return DIFFERENT
+    if max(len(given), len(fresh)) > MAX_CHARS:
+        return UNJUDGED
+    return {True: CLOSE, False: DIFFERENT, None: UNJUDGED}[await says_same(given, fresh)]
 
 
 def wilson(events: int, trials: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The cache's part in one request: what it finds, what it joins, and what of its answer is kept.
 
-look up -> an equal answer | an equal request under way | a like answer | none: it leads, and what it gets is kept
+look up -> an equal answer | an equal request under way | a like answer, verified | none: it leads, and what it gets is
+kept
 """
 
 import time
@@ -14,12 +15,14 @@ from splittime.gateway.config import CacheRoute
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
+from splittime.gateway.spare_room import SpareRoom
 from splittime.ledger.attempts import UNSURE_KEPT
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 
 if TYPE_CHECKING:
     from splittime.gateway.cache.service import LookUp, ResponseCache
+    from splittime.gateway.service import GatewayService
 
 now_ns = time.monotonic_ns
 HIT, MISS, BYPASS, SHARED = "hit", "miss", "bypass", "shared"
@@ -31,14 +34,15 @@ class CacheTurn:
 
     def __init__(
         self,
-        cache: "ResponseCache | None",
+        gateway: "GatewayService",
         scope: http.Scope,
         account: RequestAccount,
         tenant: str,
         send: http.Send,
         answer_headers: Callable[[], http.Headers],
     ) -> None:
-        self._cache, self._scope, self._account, self._tenant = cache, scope, account, tenant
+        self._cache, self._room = gateway.cache, SpareRoom(gateway, tenant, scope)
+        self._scope, self._account, self._tenant = scope, account, tenant
         self.send, self._answer_headers = send, answer_headers
         self.headers: http.Headers = []
         self._flight: Flight | None = None  # that it leads, others following or not
@@ -76,7 +80,7 @@ class CacheTurn:
             self._land(cache, flight, found.asked.key)
             return
         if self._shadowed is not None:
-            cache.compare(flight, request, self._shadowed)
+            cache.compare(flight, request, self._shadowed, self._room)
         kept = cache.keep(flight, found, request, self._tenant)
         if kept is None:
             self._land(cache, flight, found.asked.key)
@@ -101,7 +105,7 @@ class CacheTurn:
         if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
             return joined
         if found.answer is None:
-            found = await cache.look_alike(found, route, wished)
+            found = await cache.look_alike(found, route, wished, self._room)
             if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
                 return joined
         return self._decided(cache, route, found)

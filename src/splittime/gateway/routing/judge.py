@@ -1,7 +1,7 @@
 """How likely the small model's answer is good enough: what it was worth for the labelled prompts that are most alike.
 
 A prompt's score is the mean worth of its `neighbours` nearest, weighed by their cosines, and the file's mean where
-nothing is like it. Vectors are hashed n-grams (`cache.ngrams`): they know wording, and are made in a millisecond
+nothing is like it. Vectors are hashed n-grams (`ngrams`): they know wording, and are made in a millisecond
 without a model. The threshold is the lowest at which the worth of answers reaches the target: with the lower end of its
 interval, so that few labels promise little. It is found by cross-validation: each labelled prompt is scored without
 those of its own fold, and equal texts are in one fold. Where a file does not say what the large model's answers were
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.cache.ngrams import embedded
 from splittime.gateway.config import DifficultyConfig, GatewayConfig
 from splittime.gateway.routing.labels import LabelledFile, LabelledPrompt, read_labels
+from splittime.gateway.routing.ngrams import embedded
 
 FOLDS = 10
 DECIMALS = 4  # of a score and a threshold

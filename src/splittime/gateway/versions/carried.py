@@ -24,6 +24,7 @@ FIXED = (
         "cache",
         "cache_route",
         "embedder",
+        "verifier",
         "tracing",
         "lint",
     ),

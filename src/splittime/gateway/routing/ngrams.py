@@ -1,8 +1,6 @@
 """Embeddings that need no model: hashed n-grams of characters and words.
 
-These measure *wording*, not meaning: two questions are near if they share letters and words. A rewording with other
-words is far from its original, so that few are found at a high threshold; what is found was written alike. For meaning,
-name an upstream that serves embeddings (`embedders`).
+These measure *wording*, not meaning: two texts are near if they share letters and words.
 """
 
 import math

@@ -1,0 +1,36 @@
+"""Asks that may fail without anybody's loss: whoever fails again and again is left alone for a while."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from splittime.gateway.breaker import Breaker
+from splittime.gateway.config import BreakerConfig
+
+Found = TypeVar("Found")
+
+
+class LeftAlone:
+    def __init__(self, config: BreakerConfig) -> None:
+        self._breaker = Breaker(config)
+
+    async def unless(self, asking: Callable[[], Awaitable[Found | None]]) -> Found | None:
+        """Returns what is answered; None where that fails (`OSError`, `ValueError`), or is not tried for now. An answer
+        of None says nothing of who was asked."""
+        if not self._breaker.allows(time.monotonic_ns()):
+            return None
+        self._breaker.begin()
+        try:
+            found = await asking()
+        except (OSError, ValueError):
+            self._breaker.note_failure(time.monotonic_ns())
+            return None
+        except asyncio.CancelledError:
+            self._breaker.note_nothing()
+            raise
+        if found is None:
+            self._breaker.note_nothing()
+        else:
+            self._breaker.note_success()
+        return found

@@ -1,0 +1,87 @@
+"""What the gateway asks a model on a request's behalf: in room that nobody else waits for, at that tenant's charge.
+
+It is never queued. Where no upstream of the model has room at once, or others wait for it, it is not asked at all; a
+server of ours gets it with the lowest priority. Rules lead it as they lead the tenant's own requests, so a tenant's
+text goes to no upstream that its requests may not go to. Its tokens are in the fair queue's count, the limits and the
+budgets of its tenant, and in no account: it is no request of a client.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from splittime.gateway.endpoints import CHAT
+from splittime.gateway.forwarded import ForwardedRequest, forwarded
+from splittime.gateway.upstreams import Upstream
+from splittime.gateway.whole_answers import ask_whole
+from splittime.web import http
+
+if TYPE_CHECKING:
+    from splittime.gateway.service import GatewayService
+
+MAX_ANSWER_BYTES = 256 * 1024
+LAST_PRIORITY = 2**31 - 1  # of a server of ours; a higher number waits longer
+
+
+class ToldUsage(msgspec.Struct):
+    total_tokens: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        parts = (self.prompt_tokens, self.completion_tokens)
+        return self.total_tokens if None in parts else sum(part or 0 for part in parts)
+
+
+class ToldAnswer(msgspec.Struct):
+    usage: ToldUsage | None = None
+
+
+class SpareRoom:
+    """Whose request it is for: its tenant and its headers decide where its text may go."""
+
+    def __init__(self, gateway: "GatewayService", tenant: str, scope: http.Scope) -> None:
+        self._gateway, self._tenant, self._scope = gateway, tenant, scope
+
+    async def ask(self, chat: dict[str, Any], within_s: float) -> bytes | None:
+        """Returns the body of the answer; None where there is no room for it now. Raises `OSError` where
+        no answer comes in time, and `ValueError` for one that is none."""
+        request = self._decided(chat)
+        routed = self._gateway.queue.place_now(self._tenant, request.pool, request.tokens, is_charged=True)
+        if routed is None:
+            return None
+        used = request.prompt_tokens  # at the least, of one that is given up
+        try:
+            told = await self._answer(chat | {"model": request.model}, routed.upstream, within_s)
+            used = _used(told) or request.tokens
+        finally:
+            self._gateway.queue.give_back(routed, self._tenant, request.tokens)
+            self._charge(request.tokens, used)
+        return told
+
+    def _decided(self, chat: dict[str, Any]) -> ForwardedRequest:
+        told = forwarded(CHAT, msgspec.json.encode(chat), chat["max_tokens"])
+        return self._gateway.policy.routed(told, self._tenant, self._scope)
+
+    async def _answer(self, chat: dict[str, Any], upstream: Upstream, within_s: float) -> bytes:
+        last = {"priority": LAST_PRIORITY} if upstream.config.kind == "splittime" else {}
+        body = msgspec.json.encode(chat | last)
+        where = (self._gateway.connections, upstream.address, CHAT, upstream.key)
+        status, told = await ask_whole(*where, body, within_s=within_s, max_bytes=MAX_ANSWER_BYTES)
+        if status >= 500:
+            raise ConnectionError(f"upstream {upstream.name!r} answered {status}")
+        if status != 200 or told is None:
+            raise ValueError(f"upstream {upstream.name!r} answered {status}")
+        return told
+
+    def _charge(self, charged: int, used: int) -> None:
+        self._gateway.queue.settle(self._tenant, charged, used)
+        self._gateway.quotas[self._tenant].use_tokens(used, time.monotonic_ns())
+        self._gateway.budgets.use(self._tenant, used)
+
+
+def _used(told: bytes) -> int | None:
+    usage = msgspec.json.decode(told, type=ToldAnswer).usage
+    return None if usage is None else usage.tokens
