@@ -13,7 +13,11 @@ assert META_OPERATORS not in sys.modules and "torch._decomp" not in sys.modules,
 assert [name for name, _, _ in timeline] == ["import torch"]
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
 assert torch.nn.functional.silu(torch.ones(2) @ torch.ones(2, 2)).shape == (2,)
+drawn = torch.empty(3).normal_(generator=torch.Generator().manual_seed(1))
+assert torch.equal(drawn, torch.randn(3, generator=torch.Generator("cpu").manual_seed(1)))
+assert "torch._decomp" not in sys.modules, "generators took what is left out with them"
 from torch import _meta_registrations
+assert torch.Generator().manual_seed(2).initial_seed() == 2
 assert hasattr(_meta_registrations, "register_meta")
 """
 

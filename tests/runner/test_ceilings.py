@@ -14,7 +14,7 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu.ops import CpuOps
 from splittime.kernels.native import peaks
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.runner import ceilings, machine
+from splittime.runner import ceilings, kept_json, machine
 from splittime.runner.ceilings import Gauge
 
 FLOAT32 = WeightScheme("float32")
@@ -212,6 +212,26 @@ def test_no_memory_costs_a_figure_only(tmp_path, monkeypatch, caplog):
     assert found.operations_per_s > 0
     assert "could not be measured" in caplog.text
     assert found.measured_at_unix_ns <= time.time_ns()
+
+
+def test_what_lacks_a_figure_is_not_believed_and_is_measured_again(tmp_path, monkeypatch):
+    first = gauge(tmp_path)
+    measured(first)
+    (key, (found,)), *_ = ceilings.recall(tmp_path / ceilings.FILE_NAME).items()
+    at_ns, reads, operations, peak = found
+    for broken in ((at_ns, reads, 0.0, peak), (at_ns, (0.0, *reads[1:]), operations, peak)):
+        kept_json.write(tmp_path / ceilings.FILE_NAME, {key: [broken]})
+        assert gauge(tmp_path).known().measured_at_unix_ns is None
+        assert gauge(tmp_path).is_due()
+    kept_json.write(tmp_path / ceilings.FILE_NAME, {})
+
+    def fail(self):
+        raise RuntimeError("no product")
+        yield
+
+    monkeypatch.setattr(Gauge, "_multiply", fail)
+    assert measured(gauge(tmp_path)).read_bytes_per_s > 0
+    assert gauge(tmp_path).is_due()
 
 
 def cache_tree(folder, *caches):

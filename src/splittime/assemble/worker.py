@@ -76,8 +76,21 @@ def import_parts(timeline: Timeline) -> None:
 def import_quickly(timeline: Timeline) -> None:
     """Import it in a process that is the engine's alone: without the operators of torch's "meta" device, a fifth of the
     time, since nothing is computed on it here."""
-    with importing(), _without(META_OPERATORS):
-        import_parts(timeline)
+    with importing():
+        with _without(META_OPERATORS):
+            import_parts(timeline)
+        _bind_generators()
+
+
+def _bind_generators() -> None:
+    """Make `torch.Generator` usable: an import of all of torch binds its metaclass at its end (`torch._prims.rng_prims`)."""
+    import torch
+
+    bind = getattr(torch._C, "_set_generator_metaclass", None)  # versions without it need none
+    if bind is not None:
+        from torch._opaque_base import OpaqueBaseMeta
+
+        bind(OpaqueBaseMeta)
 
 
 @contextmanager

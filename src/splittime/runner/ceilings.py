@@ -98,7 +98,8 @@ class Gauge:
             except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
                 log.warning("a ceiling of the machine could not be measured: %s", error)
         found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0], (*best[2], 0.0)[0])
-        yield self._best(remember(self._path, self._key, found) if self._path is not None else [found])
+        is_kept = self._path is not None and _is_whole(found)
+        yield self._best(remember(self._path, self._key, found) if is_kept else [found])
 
     def _read(self) -> Iterator[tuple[float, ...]]:
         """Bytes a second of each size, the best so far; none while the memory is being touched."""
@@ -264,7 +265,14 @@ def _fresh(memory: dict[str, Any]) -> dict[str, list[Found]]:
         }
     except (ValueError, TypeError):
         return {}
-    return {key: fresh for key, found in lists.items() if (fresh := [one for one in found if one[0] > oldest_ns])}
+    believed = {key: [one for one in found if one[0] > oldest_ns and _is_whole(one)] for key, found in lists.items()}
+    return {key: found for key, found in believed.items() if found}
+
+
+def _is_whole(found: Found) -> bool:
+    """Say that neither reads nor products failed: a figure that is missing must be measured again at the next start."""
+    _, reads, operations, _ = found
+    return all(reads) and operations > 0
 
 
 def remember(path: Path, key: str, found: Found) -> list[Found]:
