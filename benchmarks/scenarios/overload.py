@@ -6,7 +6,7 @@ First the capacity: as many streams as there are slots and half as many waiting,
 `--times` that rate, from a process of its own, with new connections and kept ones; another process knocks at /health
 and /metrics twenty times a second. Told are the refusals and the probes as these processes see them, the rate that was
 served beside the capacity, and the processor's time that each process took, of each repeat (a new server each), with
-the medians and the spread of what has a goal. Goals: refusals p99 50 ms, probes p99 100 ms, the served rate within 3 %
+the medians and the spread of what has a goal. Goals: refusals p99 20 ms, probes p99 100 ms, the served rate within 3 %
 of the capacity. Requests end in waves of as many as there are slots, so short runs tell the served rate coarsely.
 """
 

@@ -1,0 +1,105 @@
+"""What `innocents` and `storm` conclude from what they measured: each verdict can be the other one."""
+
+import random
+import sqlite3
+from contextlib import closing
+
+import msgspec
+import pytest
+from books import example
+
+from benchmarks.scenarios.attacks import ATTACKS, LARGE, hostile_form
+from benchmarks.scenarios.black_hole import KINDS, answer
+from benchmarks.scenarios.innocents import holds, scenes
+from benchmarks.scenarios.storm import checked_accounts, slope
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.sqlite_file import ACCOUNT_TABLES
+from splittime.ledger.store import Ledger
+
+QUIET = {name: {"p50": 10.0, "p99": 20.0, "max": 30.0} for name in ("ttft", "gap", "short", "form")}
+STEP_MS = 5.0
+
+
+def beside(late_ms: float = 0.0, failed: dict | None = None, **changed: dict) -> dict:
+    late = dict.fromkeys(("p50", "p99", "max"), late_ms)
+    return {**QUIET, "late": late, "failed": failed or {}, **{name: QUIET[name] | new for name, new in changed.items()}}
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (beside(), "yes"),
+        (beside(gap={"p99": 45.0}), "yes"),  # twice 20 and one step
+        (beside(gap={"p99": 45.1}), "no: gap p99 45.1 of 45.0 ms"),
+        (beside(short={"p50": 25.1}), "no: short p50 25.1 of 25.0 ms"),
+        (beside(late_ms=0.2, ttft={"p99": 45.1}), "VOID: ttft p99 45.1 of 45.0 ms, the client 0.2 late"),
+        (beside(late_ms=0.2, ttft={"p99": 45.1}, short={"p50": 90.0}), "no: short p50 90.0 of 25.0 ms"),
+        (beside(form={"max": 1001.0}), "no: a form took 1001 ms"),
+        (beside(failed={"short: 429": 1}), "no: failed {'short: 429': 1}"),
+        ({name: told for name, told in beside().items() if name != "gap"}, "no: nothing came of gap"),
+    ],
+)
+def test_an_innocent_is_held_to_its_own_quiet_figures(found, verdict):
+    assert holds(QUIET, found, STEP_MS) == verdict
+
+
+def test_black_holes_are_for_the_gateway_alone():
+    everywhere, at_server = scenes(["server", "gateway"], None), scenes(["server"], None)
+    assert len(at_server) == len(ATTACKS)
+    assert len(everywhere) == 2 * len(ATTACKS) + len(KINDS)
+    assert {one.on for one in everywhere if one.black_hole} == {"gateway"}
+    assert [one.black_hole for one in scenes(["gateway"], ["black-hole-cut", "forms"])] == [None, "cut"]
+
+
+def test_hostile_forms_are_small_but_for_one_and_seldom_the_same():
+    draw = random.Random(1)
+    forms = [msgspec.json.encode(hostile_form(draw)) for _ in range(100)]
+    assert len(set(forms)) > 90
+    assert max(map(len, forms)) < LARGE / 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_black_hole_never_answers(kind):
+    head, _, body = answer(kind, b"authorization: Bearer secret").partition(b"\r\n\r\n")
+    assert (b"secret" in body) == (kind == "refusing")
+    assert b'"choices": [{"text"' not in body
+    assert head.startswith(b"HTTP/1.1 " + {"refusing": b"401", "missing": b"404"}.get(kind, b"200"))
+
+
+def series(mb_an_hour: float) -> list[tuple[float, int, int, int]]:
+    draw = random.Random(3)
+    mib = [100 + mb_an_hour * second / 3600 + draw.gauss(0, 0.2) for second in range(0, 3600, 30)]
+    return [(30.0 * i, int(one * 2**20), 20 + i % 3, 7) for i, one in enumerate(mib)]
+
+
+SLOPES = [(-1.0, True), (0.0, True), (1.0, True), (4.0, False), (50.0, False)]
+
+
+@pytest.mark.parametrize(("mb_an_hour", "is_flat"), SLOPES)
+def test_memory_is_flat_where_its_slope_may_be_nothing_or_is_little(mb_an_hour, is_flat):
+    found = slope(series(mb_an_hour), 600)
+    assert found["from"] < mb_an_hour < found["to"]
+    assert found["is_flat"] is is_flat
+    assert (found["open_files"], found["threads"]) == (22, 7)
+
+
+def test_growth_before_the_warm_up_is_none():
+    filling = [(float(second), (100 + min(second, 500)) << 20, 20, 7) for second in range(0, 1000, 10)]
+    assert slope(filling, 500)["is_flat"]
+    assert not slope(filling, 0)["is_flat"]
+
+
+def test_accounts_that_do_not_sum_are_counted(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger:
+        for number in range(3):
+            ledger.add_account(example(f"r{number}"))
+    assert checked_accounts(path) == {"accounts": 3, "wrong": 0}
+    with closing(sqlite3.connect(path)) as connection:
+        table = next(iter(ACCOUNT_TABLES))
+        (body,) = connection.execute(f"SELECT body FROM {table} LIMIT 1").fetchone()
+        account = msgspec.json.decode(body, type=ClosedAccount)
+        torn = msgspec.structs.replace(account, end_ns=account.end_ns + 1)
+        connection.execute(f"UPDATE {table} SET body = ? WHERE seq = 1", (msgspec.json.encode(torn).decode(),))
+        connection.commit()
+    assert checked_accounts(path) == {"accounts": 3, "wrong": 1}
