@@ -83,7 +83,7 @@ def import_quickly(timeline: Timeline) -> None:
 
 
 def _bind_generators() -> None:
-    """Make `torch.Generator` usable: an import of all of torch binds its metaclass at its end (`torch._prims.rng_prims`)."""
+    """Make `torch.Generator` usable: `torch._prims.rng_prims`, which an import of all of torch ends with, does this."""
     import torch
 
     bind = getattr(torch._C, "_set_generator_metaclass", None)  # versions without it need none
