@@ -98,8 +98,9 @@ class Gauge:
             except (MemoryError, RuntimeError) as error:  # torch's words for no memory are a RuntimeError
                 log.warning("a ceiling of the machine could not be measured: %s", error)
         found = (time.time_ns(), best[0] or (0.0,) * len(self._sizes), (*best[1], 0.0)[0], (*best[2], 0.0)[0])
-        is_kept = self._path is not None and _is_whole(found)
-        yield self._best(remember(self._path, self._key, found) if is_kept else [found])
+        yield self._best(
+            [found] if self._path is None or not _is_whole(found) else remember(self._path, self._key, found)
+        )
 
     def _read(self) -> Iterator[tuple[float, ...]]:
         """Bytes a second of each size, the best so far; none while the memory is being touched."""
