@@ -13,7 +13,7 @@ from splittime.core.errors import Refused
 from splittime.ledger.account import PREFILL
 from splittime.scheduler.admission import Place
 from splittime.server.group import Group, Writer
-from splittime.server.prompts import TokenizedPrompt
+from splittime.server.prompts import Prompts, TokenizedPrompt
 from splittime.server.service import Service
 from splittime.server.visit import Visit
 from splittime.web import http
@@ -28,7 +28,7 @@ class PrefillVisit(Visit):
         self._deadline_ns = latest_ns if asked_ns is None else min(asked_ns, latest_ns)
         return model
 
-    async def _read_ask(self, model: ModelInfo) -> Ask:
+    async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
         try:
             self.service.prefilled.enter(self.tenant.name)
         except Refused as refused:

@@ -36,7 +36,7 @@ from splittime.text.foreign_code import num_bytes, require_at_most
 from splittime.text.output import OutputText, make_detokenizer
 from splittime.text.process import Encode, Render, RenderEach, TextDone, TextWork, carry_out
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.worker import TextTask
+from splittime.text.worker import FramedWork, TextTask, framed
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected
 
@@ -76,7 +76,8 @@ class TokenizedPrompt(NamedTuple):
 
 class Prompts:
     """work: what makes token ids of the texts; None if the prompts are token ids already. account: the request's own,
-    in which the stages are entered."""
+    in which the stages are entered. To make one takes long where there are many messages, and may be done in a thread.
+    Raises `RequestError` if a text can never fit."""
 
     def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account) -> None:
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
@@ -88,15 +89,18 @@ class Prompts:
         self._whole_texts: tuple[str | tuple[int, ...], ...] = texts if ask.keep_last is None else ()
         self._kept = tuple(prompt for prompt in ask.prompts if not isinstance(prompt, str))
         self.work = _work_of(ask, self._most_tokens)
+        self._require_possible()
+        self._size = 0 if self.work is None else self.work.size
+        may_be_inline = isinstance(self.work, Encode) and self._size <= service.config.inline_tokenize_chars
+        self._framed = None if self.work is None or may_be_inline else framed(self.work)
 
     @property
     def _is_long(self) -> bool:
-        return self.work is not None and self.work.size > SHORT_CHARS
+        return self._size > SHORT_CHARS
 
     def take_place(self, ask: Ask, deadline_ns: int | None, first_token_by_ns: int | None) -> Place:
-        """Takes places in the queue, by what is known of the texts now. Raises `RequestError` if one can never fit, and
-        `Refused` if there is no room for them, or no time."""
-        self._require_possible()
+        """Takes places in the queue, by what is known of the texts now. Raises `Refused` if there is no room for them,
+        or no time."""
         self._first_token_by_ns = first_token_by_ns
         return self._service.admission.enter(
             now_ns(),
@@ -131,7 +135,7 @@ class Prompts:
             return sum(len(kept.ids) for kept in self._kept)
         if self._is_long:
             return 0
-        sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self.work.size]
+        sizes = [num_bytes(text) for text in self.work.texts] if isinstance(self.work, Encode) else [self._size]
         most = self._most_tokens if self._keep_last is None else min(self._most_tokens, self._keep_last)
         return sum(min(self._service.admission.estimate_tokens(size), most) for size in sizes)
 
@@ -146,15 +150,19 @@ class Prompts:
             self._account.enter(Stage.TOKENIZE, now_ns())
             return TextDone(tuple(one.ids for one in self._kept), tuple(one.whole_len for one in self._kept))
         try:
-            done = await self._carried_out(self.work, deadline_ns)
+            done = await self._carried_out(self.work, deadline_ns, self._framed)
         except RequestError as error:
             self._name_field(error)
             raise
         self._service.admission.learn_ratio(done.num_bytes, sum(done.whole_lens))
         return done
 
-    async def _carried_out(self, work: TextWork, deadline_ns: int | None) -> TextDone:
-        return self._inline(work) if self._service.takes_inline(work) else await self._in_worker(work, deadline_ns)
+    async def _carried_out(
+        self, work: TextWork, deadline_ns: int | None, framed_work: FramedWork | None = None
+    ) -> TextDone:
+        if framed_work is None and self._service.takes_inline(work):
+            return self._inline(work)
+        return await self._in_worker(framed_work or framed(work), deadline_ns)
 
     async def with_words_tokenized(self, ask: Ask, deadline_ns: int | None) -> Ask:
         """Returns the ask with its words as token ids: of each bad one, as a text begins and behind a space; and of the
@@ -190,7 +198,7 @@ class Prompts:
         self._service.inline.learn(work.size, now_ns() - begin_ns)
         return done
 
-    async def _in_worker(self, work: TextWork, deadline_ns: int | None) -> TextDone:
+    async def _in_worker(self, work: FramedWork, deadline_ns: int | None) -> TextDone:
         texts, account = self._service.texts, self._account
         self._task = texts.submit(work, lambda: account.enter(Stage.TOKENIZE, now_ns()))
         if self._task.cause is not None:

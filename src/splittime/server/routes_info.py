@@ -23,9 +23,10 @@ from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.dashboard.files import send_file
 from splittime.server.service import Service
-from splittime.text.process import Decode, Encode, Render, TextDone, TextWork
-from splittime.text.worker import TextTask
+from splittime.text.process import Decode, Encode, Render, TextDone
+from splittime.text.worker import FramedWork, TextTask, framed
 from splittime.web import http
+from splittime.web.short_turns import read_beside
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
 
@@ -108,15 +109,12 @@ async def _read_body(service: Service, scope: http.Scope, receive: http.Receive)
 async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Token ids of a text or of rendered messages."""
     model = service.require_model()
-    body = decode_body(await _read_body(service, scope, receive), TokenizeBody)
-    check_model(body.model, model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give prompt or messages, one of them", param="prompt")
-    done = await worked_on(service, _tokenize_work(body, model.max_model_len), receive)
+    body = await _read_body(service, scope, receive)
+    done = await worked_on(service, await read_beside(len(body), _tokenize_work, body, model), receive)
     await http.respond(send, done.answer)
 
 
-async def worked_on(service: Service, work: TextWork, receive: http.Receive) -> TextDone:
+async def worked_on(service: Service, work: FramedWork, receive: http.Receive) -> TextDone:
     """Given up when the client goes: what it left behind would stand before others' texts."""
     task = service.texts.submit(work)
     watcher = asyncio.get_running_loop().create_task(_drop_when_gone(service, task, receive))
@@ -132,22 +130,31 @@ async def _drop_when_gone(service: Service, task: TextTask, receive: http.Receiv
     service.texts.drop(task, http.Disconnected())
 
 
-def _tokenize_work(body: TokenizeBody, max_model_len: int) -> TextWork:
+def _tokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
+    body = decode_body(given, TokenizeBody)
+    check_model(body.model, model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give prompt or messages, one of them", param="prompt")
     options = template_options(body)
-    answer: dict[str, Any] = {"answer_max_model_len": max_model_len, "wants_strings": body.return_token_strs}
+    answer: dict[str, Any] = {"answer_max_model_len": model.max_model_len, "wants_strings": body.return_token_strs}
     if body.prompt is not None:
-        return Encode((body.prompt,), body.add_special_tokens is not False, **answer)
+        return framed(Encode((body.prompt,), body.add_special_tokens is not False, **answer))
     messages = tuple(message.to_template() for message in body.messages or ())
-    return Render(messages, options, bool(body.add_special_tokens), **answer)
+    return framed(Render(messages, options, bool(body.add_special_tokens), **answer))
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model = service.require_model()
-    body = decode_body(await _read_body(service, scope, receive), DetokenizeBody)
+    body = await _read_body(service, scope, receive)
+    done = await worked_on(service, await read_beside(len(body), _detokenize_work, body, model), receive)
+    await http.respond(send, msgspec.json.encode(Text(done.text)))
+
+
+def _detokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
+    body = decode_body(given, DetokenizeBody)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
-    done = await worked_on(service, Decode(ids, body.skip_special_tokens), receive)
-    await http.respond(send, msgspec.json.encode(Text(done.text)))
+    return framed(Decode(ids, body.skip_special_tokens))
 
 
 async def tokenizer_info(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

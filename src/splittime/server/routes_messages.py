@@ -4,6 +4,7 @@ of a chat, it says of a message."""
 
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
+from splittime.api.limits import ModelInfo
 from splittime.api.params import check_model, template_options
 from splittime.api.reasoning import can_be_bound
 from splittime.api.schema import ChatBody
@@ -14,7 +15,9 @@ from splittime.server.service import Service
 from splittime.server.translation import TranslatedAnswer, TranslatedBody
 from splittime.server.visit import Visit
 from splittime.text.process import Render
+from splittime.text.worker import FramedWork, framed
 from splittime.web import http
+from splittime.web.short_turns import read_beside
 
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -32,16 +35,21 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
         body = await http.read_body_in_time(
             scope, receive, service.config.max_body_bytes, service.config.body_timeout_s
         )
-        given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
-        check_model(given.model, model)
-        chat = decode_body(messages.chat_body(given), ChatBody)
-        tool_use = tool_use_of(chat, service.marks)
-        options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
-        done = await worked_on(service, Render(as_template_reads(chat, service.marks), options), receive)
+        work = await read_beside(len(body), _counted_work, body, service, model)
+        done = await worked_on(service, work, receive)
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
         await http.respond_json(send, {"input_tokens": len(done.ids[0])})
+
+
+def _counted_work(body: bytes, service: Service, model: ModelInfo) -> FramedWork:
+    given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
+    check_model(given.model, model)
+    chat = decode_body(messages.chat_body(given), ChatBody)
+    tool_use = tool_use_of(chat, service.marks)
+    options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
+    return framed(Render(as_template_reads(chat, service.marks), options))
 
 
 def _check_version(scope: http.Scope) -> None:
@@ -65,6 +73,9 @@ class MessageExchange:
         """Returns a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
         body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
+        return await read_beside(len(body), self._chat_of, body)
+
+    def _chat_of(self, body: bytes) -> bytes:
         given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
         if given.thinking is not None and not can_be_bound(self._marks, has_tools=bool(given.tools)):
             given.thinking.budget_tokens = None  # it says what to aim at, and here nothing can hold to it

@@ -31,6 +31,7 @@ from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
 from splittime.web.quota import Quota
+from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
@@ -122,10 +123,10 @@ class Visit:
         model = self._read_head()
         self._quota = self.service.quota(self.tenant)
         self._quota.enter(now_ns())
-        ask = await self._read_ask(model)
+        ask, prompts = await self._read_ask(model)
+        self._prompts = prompts
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self.account.enter(Stage.ADMIT, now_ns())
-        prompts = self._prompts = Prompts(ask, model, self.service, self.account)
         place = self._place = prompts.take_place(ask, self._deadline_ns, self._first_token_by_ns)
         tokenized = await prompts.tokenize(self._deadline_ns)
         ask = await prompts.with_words_tokenized(ask, self._deadline_ns)
@@ -144,12 +145,18 @@ class Visit:
         await self.service.reserve(given, self.tenant)
         self.request_id, self._is_reserved = given, True
 
-    async def _read_ask(self, model: ModelInfo) -> Ask:
+    async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        endpoint, include_timing = ENDPOINTS[self.endpoint], http.flag(self.scope, "X-Include-Timing")
+        return await read_beside(len(body), self._asked_by, body, model)
+
+    def _asked_by(self, body: bytes, model: ModelInfo) -> tuple[Ask, Prompts]:
+        """Returns what a body asks for. In a thread: it changes nothing of the server."""
+        config, endpoint = self.service.config, ENDPOINTS[self.endpoint]
         given = decode_body(body, endpoint.body, is_strict=config.strict)
-        return endpoint.ask_of(given, model, config, include_timing, self.service.marks)
+        include_timing = http.flag(self.scope, "X-Include-Timing")
+        ask = endpoint.ask_of(given, model, config, include_timing, self.service.marks)
+        return ask, Prompts(ask, model, self.service, self.account)
 
     # ---- to the engine
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -30,11 +30,23 @@ from splittime.text.process import (
 SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 
 
+class FramedWork(NamedTuple):
+    """A work as it is sent to a worker, and its size, since both take their time where there are many messages."""
+
+    message: bytes
+    size: int
+
+
+def framed(work: TextWork) -> FramedWork:
+    """Raises `RequestError`, which names the field, for what no message can hold."""
+    return FramedWork(frame(_encoded(work)), work.size)
+
+
 class TextTask:
     """One text's way through here. cause: why it has to wait, or None if it was begun at once."""
 
-    def __init__(self, work: TextWork, on_begin: Callable[[], None]) -> None:
-        self.message, self.size, self.on_begin = frame(_encoded(work)), work.size, on_begin
+    def __init__(self, work: FramedWork, on_begin: Callable[[], None]) -> None:
+        self.message, self.size, self.on_begin = work.message, work.size, on_begin
         self.cause: Cause | None = None
         self.done: asyncio.Future[TextDone] = asyncio.get_running_loop().create_future()
         self.num_tries = 0

@@ -24,7 +24,7 @@ from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.ledger.stages import Cause
 from splittime.text.foreign_code import too_costly
 from splittime.text.process import TextLimits, TextWork
-from splittime.text.worker import TextParent, TextTask, TextWorker
+from splittime.text.worker import FramedWork, TextParent, TextTask, TextWorker, framed
 
 SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
 SHORT_WORKERS = 2
@@ -49,9 +49,9 @@ class TextWorkers:
         for _ in range(SHORT_WORKERS):
             self.lanes[0].add_worker()
 
-    def submit(self, work: TextWork, on_begin: Callable[[], None] = lambda: None) -> TextTask:
+    def submit(self, work: TextWork | FramedWork, on_begin: Callable[[], None] = lambda: None) -> TextTask:
         """Raises `Overloaded` if too much waits. on_begin: called when a worker begins with it."""
-        task = TextTask(work, on_begin)
+        task = TextTask(work if isinstance(work, FramedWork) else framed(work), on_begin)
         next(lane for lane in self.lanes if lane.most_chars is None or task.size <= lane.most_chars).add(task)
         return task
 
