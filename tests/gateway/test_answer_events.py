@@ -74,7 +74,7 @@ def test_an_error_inside_the_stream_is_noticed():
         ({"max_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
         ({"max_tokens": 5, "n": 3}, 15),
-        ({"max_tokens": -5}, 0),
+        ({"max_tokens": -5}, 256),
     ],
 )
 def test_how_long_a_request_is_taken_to_be(fields, output_tokens):

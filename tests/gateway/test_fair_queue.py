@@ -96,29 +96,47 @@ def test_nobody_saves_up():
     assert 3 <= order[:6].count("late") <= 4
 
 
-async def wait_in(queue, tenant, tokens, model="m", until_ns=FAR_NS):
-    task = asyncio.ensure_future(queue.enter(tenant, model, tokens, until_ns=until_ns))
+async def wait_in(queue, tenant, tokens, model="m", until_ns=FAR_NS, draw=1.0):
+    task = asyncio.ensure_future(queue.enter(tenant, model, tokens, until_ns=until_ns, draw=draw))
     await asyncio.sleep(0)
     return task
 
 
 def test_a_full_queue_refuses_and_says_which_bound():
     async def run():
-        queue = FairQueue(QueueConfig(max_requests=2, max_tokens=100), router_of(1))
+        queue = FairQueue(QueueConfig(max_requests=17, max_tokens=160), router_of(1))
         await queue.enter("a", "m", 5, until_ns=FAR_NS)
-        tasks = [await wait_in(queue, "a", 60)]
+        tasks = [await wait_in(queue, "a", 10) for _ in range(15)]
+        tasks.append(await wait_in(queue, "a", 9))
         with pytest.raises(Refused) as caught:
-            await queue.enter("a", "m", 41, until_ns=FAR_NS)
-        assert (caught.value.reason, caught.value.info.status, caught.value.info.limit) == ("queue_full", 429, 100)
-        tasks.append(await wait_in(queue, "a", 40))
+            await queue.enter("a", "m", 2, until_ns=FAR_NS)
+        assert (caught.value.reason, caught.value.info.status, caught.value.info.limit) == ("queue_full", 429, 160)
+        tasks.append(await wait_in(queue, "a", 1))
         with pytest.raises(Refused) as caught:
             await queue.enter("a", "m", 1, until_ns=FAR_NS)
-        assert caught.value.info.limit == 2
+        assert caught.value.info.limit == 17
         with pytest.raises(Refused):
             queue.require_room("a")
         queue.require_room("b")  # has nothing of it
         for task in tasks:
             task.cancel()
+
+    asyncio.run(run())
+
+
+def test_one_estimate_however_large_fills_no_queue():
+    """One that waits with 500,000 tokens had all others refused, by the bound or by chance."""
+
+    async def run() -> None:
+        queue = FairQueue(QueueConfig(), router_of(1))
+        holder = await queue.enter("a", "m", 5, until_ns=FAR_NS)
+        tasks = [await wait_in(queue, "a", tokens, draw=0.2) for tokens in (10**6, *[10] * 20)]
+        assert not any(task.done() for task in tasks)
+        assert queue.tokens == QueueConfig().max_tokens // 16 + 200
+        queue.leave(holder, "a", 5)
+        for task in tasks:
+            queue.leave(await task, "a", 1)
+        assert (queue.tokens, queue.requests) == (0, 0)
 
     asyncio.run(run())
 

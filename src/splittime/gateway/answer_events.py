@@ -12,7 +12,7 @@ import msgspec
 
 from splittime.ledger.attempts import NestedStage
 from splittime.ledger.stages import Cause, Stage
-from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, body_text
+from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, body_text, text_bytes_of
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 DONE = b"[DONE]"
@@ -91,19 +91,20 @@ class WholeEvents:
         return body
 
 
-def ignored(*told: str) -> None:
+def ignored(*told: object) -> None:
     """Nobody wants to know."""
 
 
 class AnswerEvents:
-    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer. on_id: told by
+    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer; num_bytes: of
+    those, with all that stands around their texts. on_id: told by
     which id the upstream keeps it, as soon as it says so."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
         self._latest: deque[bytes] = deque(maxlen=KEPT_EVENTS)
         self._reader: AnswerReader | None = None
-        self.num_events = self.num_pieces = 0
+        self.num_events = self.num_pieces = self.num_bytes = 0
         self.on_id: Callable[[str], None] = ignored
         self.is_done = False
         self.error: str | None = None  # told inside the stream
@@ -118,6 +119,7 @@ class AnswerEvents:
             return
         self.num_events += 1
         self.num_pieces += 1
+        self.num_bytes += len(data)
         self._latest.append(data)
         if data.startswith(ERROR_BEGINS):
             self.error = self.error or body_text(data)
@@ -136,6 +138,12 @@ class AnswerEvents:
             reader.take(data, 0)
         self._reader = reader if self.is_done else None
         return reader
+
+    @property
+    def text_bytes(self) -> int:
+        """Returns about how many bytes of text its pieces had, by what stands around the text of one of the latest."""
+        around = next((len(data) - text for data in self._latest if (text := text_bytes_of(data))), None)
+        return 0 if around is None else max(0, self.num_bytes - around * self.num_pieces)
 
     def nested(self) -> NestedAccount:
         """Returns the upstream's own account, as the last event that has one tells it."""

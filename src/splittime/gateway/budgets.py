@@ -1,8 +1,8 @@
 """Tokens of a tenant by day and by month, in UTC, kept over restarts: `tokens_per_day`, `tokens_per_month`.
 
 A limit by the minute fills up again; a budget is used up, and its tenant is refused (429) until the day or the month is
-over. What a request used is known at its end, so a budget may be overdrawn by what is in flight then. A request that
-was cancelled counts by what its upstream told until then.
+over. What a request used is known at its end, so what it may use is reserved until then: a budget may be overdrawn by
+one request. A request that was cancelled counts by what its upstream told until then, or by an estimate.
 
 The counts are in a store (`budget_stores`), written once a second off the path: what a killed gateway had not written,
 a second's worth, is not charged. Only differences are added there, so gateways that share a store share the budgets, a
@@ -23,6 +23,7 @@ from splittime.gateway.exchanges import Exchanges
 from splittime.gateway.valkey_connection import address_of
 
 WRITE_S = 1.0
+RESERVED_S = 1.0  # when to come back where open requests have reserved the rest
 DAY, MONTH = "tokens_per_day", "tokens_per_month"
 
 
@@ -92,17 +93,32 @@ class TokenBudgets:
         self._store = store if self._by_tenant else None
         self._used: Counter[Account] = Counter()  # as the store says, with what is not written
         self._unwritten: Counter[Account] = Counter()
+        self._reserved: Counter[str] = Counter()  # by tenant, of the requests that are open
         self._exchanges = None if self._store is None else self._exchanged_with(self._store)
         if isinstance(self._store, BudgetFile):
             self._read(self._store)
 
     def check(self, tenant: str) -> None:
-        """Raises `Refused` if a budget of this tenant is used up."""
+        """Raises `Refused` if a budget of this tenant is used up, or all that is left of it reserved."""
         for _, kind, limit in self._by_tenant.get(tenant, ()):
-            if self._used[tenant, self._calendar.period(kind)] >= limit:
+            left = limit - self._used[tenant, self._calendar.period(kind)]
+            if left <= self._reserved[tenant]:
                 message = f"the key {tenant!r} has used what its {kind} allows"
                 later_s = max(1.0, self._calendar.left_s(kind))
+                if left > 0:
+                    message, later_s = f"{message}, with what its open requests may use", RESERVED_S
                 raise Refused(message, reason=kind, limit=limit, retry_after_s=round(later_s, 3))
+
+    def reserve(self, tenant: str, tokens: int) -> None:
+        """Keep so many tokens for a request, until `release`. Raises as `check` does, and keeps none."""
+        self.check(tenant)
+        if tenant in self._by_tenant:
+            self._reserved[tenant] += tokens
+
+    def release(self, tenant: str, tokens: int) -> None:
+        """Give back what was reserved; what was used of it is told by `use`."""
+        if tenant in self._by_tenant:
+            self._reserved[tenant] -= tokens
 
     def use(self, tenant: str, tokens: int) -> None:
         for _, kind, _ in self._by_tenant.get(tenant, ()):

@@ -7,7 +7,8 @@ pause begins where the least of the active ones is, so that nobody saves up; wha
 flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
 request whose upstreams are full keeps none of another model waiting.
 
-The queue is bounded in requests and in tokens. Before it is full, newcomers of a tenant that has most of its own part
+The queue is bounded in requests and in tokens, of which one request counts `MOST_OF_QUEUE` of the bound at the most: no
+estimate fills the queue alone. Before it is full, newcomers of a tenant that has most of its own part
 are refused by chance (`shedding`). When it is full all the same a newcomer is refused, unless its tenant has less of
 the queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not
 keep the others out of it.
@@ -27,6 +28,7 @@ from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
 NEVER_SHED = 1.0  # a draw
+MOST_OF_QUEUE = 1 / 16
 QUEUE_TIMEOUT = "queue_timeout"  # the reason of a refusal
 
 
@@ -192,6 +194,9 @@ class FairQueue:
         is_long = self.requests > 0 and self.tokens + tokens > self._config.max_tokens
         return self.requests >= self._config.max_requests or is_long
 
+    def _weighed(self, tokens: int) -> int:
+        return min(tokens, max(1, int(self._config.max_tokens * MOST_OF_QUEUE)))
+
     def _shed(self, tenant: str, draw: float) -> None:
         """Raises `Refused` if chance says so, by how much of its part of the queue the tenant has."""
         share, config = self._share(tenant), self._config
@@ -212,13 +217,14 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
+        newcomer.weighed = self._weighed(newcomer.tokens)
         if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided):
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
             self._require_time(newcomer.tenant, until_ns)
-        while self._is_full(newcomer.tokens):
-            over = self._most_over(newcomer.tenant, newcomer.tokens)
+        while self._is_full(newcomer.weighed):
+            over = self._most_over(newcomer.tenant, newcomer.weighed)
             if over is None:
                 raise self._queue_full(newcomer.tenant)
             self._refuse(over, self._queue_full(over.tenant))
@@ -243,9 +249,9 @@ class FairQueue:
 
     def _count(self, share: TenantShare, waiting: QueuedRequest, sign: int) -> None:
         share.requests += sign
-        share.tokens += sign * waiting.tokens
+        share.tokens += sign * waiting.weighed
         self.requests += sign
-        self.tokens += sign * waiting.tokens
+        self.tokens += sign * waiting.weighed
 
     def _remove(self, waiting: QueuedRequest) -> None:
         share = self.shares[waiting.tenant]
@@ -281,7 +287,7 @@ class FairQueue:
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
         self._least = share.least_counter
-        share.rate.note(waiting.tokens, self._now_ns(), has_more=share.requests > 0)
+        share.rate.note(waiting.weighed, self._now_ns(), has_more=share.requests > 0)
         self._take(share, routed, waiting.tokens, is_charged=not waiting.is_retry)
         waiting.granted.set_result(routed)
 

@@ -6,8 +6,8 @@ Who reads it first and who reads it second must read the same, so that a name th
 Where a rule or an alias gives a request another model, the name's bytes in the body are replaced and no other. The body
 is not decoded again for that: `model` is taken as the piece of the body that it is, so that where it lies is known.
 
-The gateway knows no tokenizer. It takes four bytes of the body for a token of the prompt, and the most that the answer
-may have for the answer: an estimate, used for order and bounds, and corrected by what the upstream tells.
+The gateway knows no tokenizer. It takes four bytes of the body for a token of the prompt, and for the answer what such
+answers had of late (`learnt_use`): an estimate, used for order, and corrected by what the upstream tells.
 """
 
 from math import ceil
@@ -42,6 +42,8 @@ class ForwardedBody(msgspec.Struct):
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw(NULL)
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: msgspec.Raw = msgspec.Raw(NULL)
@@ -62,7 +64,8 @@ _ITEMS = msgspec.json.Decoder(
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to be passed on. prompt_tokens, output_tokens: estimates, the second of the most there may be.
+    """A request to be passed on. prompt_tokens: an estimate. output_tokens: the most that its answers may have, all
+    of them, as it says (is_bounded) or as they are taken to have. expected_tokens: those that they will have.
     model_at, model_bytes: where the model's name lies in the body, and how long it is there.
     decision, pool: what the rules said, and whose line it waits in (`routing.policy`). previous_id: of the response
     that it goes on from; "" for none. reference: the first item of its input that only names one which an upstream
@@ -76,6 +79,9 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     prompt_tokens: int
     output_tokens: int
+    expected_tokens: int
+    answers: int = 1
+    is_bounded: bool = False
     decision: RouteDecision | None = None
     pool: str = ""
     previous_id: str = ""
@@ -97,7 +103,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + self.expected_tokens
 
 
 def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedRequest:
@@ -112,6 +118,9 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if path == RESPONSES:
         _refuse_not_passed_on(told)
+    answers, bound = _answers(path, told), _bound(path, told)
+    assumed = assumed_max_tokens if ENDPOINTS[path].most else 0
+    output_tokens = min(MOST_TOKENS, answers * (assumed if bound is None else bound))
     return ForwardedRequest(
         path=path,
         model=model,
@@ -120,7 +129,10 @@ def forwarded(path: str, body: bytes, assumed_max_tokens: int) -> ForwardedReque
         is_stream=bool(told.stream and ENDPOINTS[path].most),
         body=body,
         prompt_tokens=ceil(len(body) / BYTES_PER_TOKEN),
-        output_tokens=_most_output(path, told, assumed_max_tokens),
+        output_tokens=output_tokens,
+        expected_tokens=min(output_tokens, answers * assumed),
+        answers=answers,
+        is_bounded=bound is not None,
         previous_id=(told.previous_response_id or "") if path == RESPONSES else "",
         reference=reference,
     )
@@ -143,14 +155,30 @@ def _is_reference(item: InputItem) -> bool:
     return item.type == ITEM_REFERENCE or (item.type is None and item.role is None)
 
 
-def _most_output(path: str, told: ForwardedBody, assumed: int) -> int:
-    """Returns the most tokens that the answer may have, or those that one is taken to have."""
-    names = ENDPOINTS[path].most
-    if not names:
-        return 0
-    most = next((one for name in names if (one := getattr(told, name)) is not None), assumed)
-    answers = min(max(told.n or 1, 1), MAX_ANSWERS) if path in WITH_CHOICES else 1
-    return min(MOST_TOKENS, answers * max(most, 0))
+def _bound(path: str, told: ForwardedBody) -> int | None:
+    """Returns the most tokens that one answer may have; None where that is not said (-1: all that there is room for).
+    Where several fields say it the largest counts: an older server knows only one of them."""
+    said = [one for name in ENDPOINTS[path].most if (one := getattr(told, name)) is not None]
+    return max(said) if said and min(said) >= 0 else None
+
+
+def _answers(path: str, told: ForwardedBody) -> int:
+    """Returns how many answers are written: so many of each prompt, whether all are given or only the best."""
+    if path not in WITH_CHOICES:
+        return 1
+    of_each = max(told.n or 1, told.best_of or 1)
+    return min(max(of_each * _prompts(memoryview(told.prompt)), 1), MAX_ANSWERS)
+
+
+def _prompts(told: memoryview) -> int:
+    """Returns about how many prompts stand in a list of texts or of token ids, without decoding it."""
+    begin = bytes(told[:64]).translate(None, b" \t\r\n")[:2]
+    if begin == b"[[":
+        return bytes(told).count(b"[") - 1
+    if begin != b'["':
+        return 1
+    text = bytes(told)
+    return max(1, (text.count(b'"') - text.count(b'\\"')) // 2)
 
 
 def _refuse_not_passed_on(told: ForwardedBody) -> None:

@@ -252,6 +252,7 @@ class Forwarding:
             prompt_tokens=request.prompt_tokens,
             prefix=self._prefix,
             is_stream=request.is_stream,
+            is_written=request.is_written,
         )
 
     def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:

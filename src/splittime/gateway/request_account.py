@@ -7,16 +7,18 @@ divided by lengths, not by instants of two clocks: first the account's length, t
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
 from splittime.core.trace_context import NO_TRACE, TraceContext
-from splittime.gateway.answer_events import NestedAccount
+from splittime.gateway.answer_events import NestedAccount, ignored
 from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.endpoints import ENDPOINTS
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.in_flight_limit import account_wait_ns
+from splittime.gateway.learnt_use import LearntUse
 from splittime.gateway.relay import Relay
 from splittime.gateway.tracing.spans import attempt_context
 from splittime.gateway.upstreams import Routed, Upstream
@@ -39,7 +41,8 @@ MAX_MODEL_CHARS = 256
 class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
     when its client went away. deadline_ns: the client's own. version: of the config, in the account. asked_anew_tokens:
-    of answers that nobody was given, which its tenant used all the same."""
+    of answers that nobody was given, which its tenant used all the same. sent_ns: when its latest attempt was.
+    on_read: called when the end of an answer has been read."""
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class RequestAccount:
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
         self.asked_anew_tokens = 0
+        self.sent_ns = self.start_ns
+        self.on_read: Callable[[Relay], None] = ignored
 
     @property
     def is_closed(self) -> bool:
@@ -84,7 +89,7 @@ class RequestAccount:
 
     def begin_attempt(self, attempt_id: str) -> None:
         """What is read from now on is this attempt's answer."""
-        self._nested, self.attempt_id = NestedAccount(), attempt_id
+        self._nested, self.attempt_id, self.sent_ns = NestedAccount(), attempt_id, now_ns()
 
     def attempt_traceparent(self, attempt_id: str) -> str:
         """Returns what an attempt's upstream is told, where spans are made: of the client's trace, or of one
@@ -95,6 +100,7 @@ class RequestAccount:
 
     def note_read(self, upstream: Upstream, begin_ns: int, relay: Relay) -> None:
         """The end of the answer has been read: divide the time since it was sent, and begin to deliver."""
+        self.on_read(relay)  # before its client has the end, and may ask again
         at_ns = now_ns()
         if upstream.keeps_accounts and relay.events.is_done:
             nested = relay.events.nested()
@@ -106,21 +112,41 @@ class RequestAccount:
             self._nested = nested
         self._account.enter(Stage.DELIVER, at_ns)
 
-    def used_tokens(self, relay: "Relay | Giving | None") -> int:
-        """Returns the tokens of the request, as told, or as estimated: of a stream that told none, one an event. None
-        of a request for which no upstream was asked, or which none answered."""
-        resumed_after = relay.resumed_after if isinstance(relay, Relay) else 0
-        if self.request is None or relay is None or (relay.first_byte_ns is None and not resumed_after):
+    def used_tokens(self, relay: "Relay | Giving | None", learnt: LearntUse) -> int:
+        """Returns the tokens of the request, as told, or as estimated, and learns from those that are told. None of a
+        request that no upstream was sent, or which none answered; but who leaves, or whose own deadline ends it, has
+        used what its upstream did until then."""
+        if self.request is None or not isinstance(relay, Relay):
             return 0
+        request, resumed_after = self.request, relay.resumed_after
         if (relay.status or 200) >= 300 and not resumed_after:
             return 0
         usage = relay.events.read()
+        lasted_s = ((relay.first_byte_ns or now_ns()) - self.sent_ns) / 1e9  # of a whole answer this is all
         if usage.prompt_tokens is not None and usage.output_tokens is not None:
+            if relay.events.is_done and not resumed_after:
+                pieces = relay.events.num_pieces
+                learnt.note(self._tenant, request, usage.output_tokens, pieces, lasted_s)
             return usage.prompt_tokens + usage.output_tokens
+        prompt = request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        if relay.first_byte_ns is not None or resumed_after:
+            return prompt + self._written_tokens(relay, learnt)
+        if not self._was_left:
+            return 0
+        return prompt + (0 if request.is_stream else learnt.unseen_tokens(request, lasted_s))
+
+    def _written_tokens(self, relay: Relay, learnt: LearntUse) -> int:
+        """Returns the tokens of an answer that has begun and did not tell them."""
+        assert self.request is not None, "it was sent"
+        events = relay.events
+        told = learnt.written_tokens(self._tenant, self.request, events.num_pieces, events.text_bytes)
         most = self.request.output_tokens
-        told = relay.events.num_pieces + resumed_after
-        prompt = self.request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        return prompt + (min(told, most) if most else 0)
+        return min(told + relay.resumed_after, most) if self.request.is_bounded else told + relay.resumed_after
+
+    @property
+    def _was_left(self) -> bool:
+        """Whether its client did not wait for the answer."""
+        return self.cancelled_ns is not None or (self.deadline_ns is not None and now_ns() >= self.deadline_ns)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
         """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""

@@ -40,6 +40,7 @@ class RunningAttempt:
         prompt_tokens: int,
         prefix: SeenPrefix | None = None,
         is_stream: bool = True,
+        is_written: bool = True,
     ) -> None:
         self._gateway, self._account, self._tenant = gateway, account, tenant
         self._tokens, self._prompt_tokens, self._prefix = tokens, prompt_tokens, prefix
@@ -47,12 +48,13 @@ class RunningAttempt:
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
         self.is_ended = False
         self._is_stream = is_stream
+        self._plain_tokens = 0 if is_written else tokens  # what writes a whole answer is soon in no prompt's way
         self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
         relay.on_first_byte = self._begun
         if is_stream:
             routed.upstream.waits.sent(tokens, begin_ns)
         else:
-            routed.upstream.plain_tokens += tokens
+            routed.upstream.plain_tokens += self._plain_tokens
         gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
 
     async def open(self) -> None:
@@ -102,7 +104,7 @@ class RunningAttempt:
         self.relay.tell_nobody()
         upstream = self.routed.upstream
         if not self._is_stream:
-            upstream.plain_tokens -= self._tokens
+            upstream.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
         if failure is not None:

@@ -18,6 +18,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.learnt_use import LearntUse
 from splittime.gateway.lint.sampler import PromptLint
 from splittime.gateway.loop_lag import LoopLag
 from splittime.gateway.metrics import GatewayMetrics
@@ -62,7 +63,7 @@ UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preem
 
 OF_THE_PROCESS = (
     *("budgets", "shared_limits", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool"),
-    *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections"),
+    *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections", "learnt"),
 )
 
 
@@ -128,7 +129,7 @@ class GatewayService:
         shares = config.limits_valkey
         self.shared_limits = None if shares is None else SharedLimits(shares, lambda: self.metrics.gateway.quotas)
         self.is_draining = False
-        self.lag, self.round_trips, self.held = LoopLag(), RoundTrips(), HeldResponses()
+        self.lag, self.round_trips, self.held, self.learnt = LoopLag(), RoundTrips(), HeldResponses(), LearntUse()
         self.connections = UpstreamConnections(self.round_trips)
         self.cache = self._cache(config, keys.get(EMBEDDER))
         self.audit = None if config.audit is None else AuditLog(config.audit)

@@ -26,11 +26,12 @@ class Grant(Protocol):
 
 
 class QueuedRequest:
-    """One request in the queue. tokens: prompt and answer, as estimated. prefix: of its prompt, where that decides who
+    """One request in the queue. tokens: prompt and answer, as estimated. weighed: those of them that count for the
+    queue's bound. prefix: of its prompt, where that decides who
     gets it. granted: who gets it, or why nobody does. since_ns: when it came. avoided: who is not to have it while
     another may: who was tried, and who lacks its path."""
 
-    __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens")
+    __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens", "weighed")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class QueuedRequest:
         self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
         self.avoided = (*tried, *lacking)
         self.is_retry, self.since_ns, self.granted = bool(tried), since_ns, granted
+        self.weighed = tokens
 
 
 class TenantShare:

@@ -50,7 +50,7 @@ class Upstream:
         most = config.max_in_flight
         self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
-        self.plain_tokens = 0  # of requests in flight that do not stream: their first byte is their end
+        self.plain_tokens = 0  # of the requests in flight whose answer is no text: their end is their first byte
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
 
     @property

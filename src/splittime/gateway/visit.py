@@ -12,6 +12,8 @@ import random
 import time
 from functools import partial
 
+import msgspec
+
 from splittime.core.errors import (
     EngineError,
     ErrorInfo,
@@ -20,6 +22,7 @@ from splittime.core.errors import (
     error_from_info,
 )
 from splittime.core.request import FinishReason
+from splittime.gateway.answer_events import ignored
 from splittime.gateway.cache.giving import Giving
 from splittime.gateway.cache.turn import CacheTurn
 from splittime.gateway.degrade.lesser import Lesser, lesser, template_answer
@@ -34,7 +37,7 @@ from splittime.gateway.sign_of_life import SignOfLife
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http
-from splittime.web.quota import Quota
+from splittime.web.quota import QuotaUse
 from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
@@ -60,7 +63,9 @@ class GatewayVisit:
         self._given: Giving | None = None  # the cache's answer
         self._forwarding: Forwarding | None = None
         self._work: asyncio.Task[None] | None = None
-        self._quota: Quota | None = None  # that of its tenant, once it has let the request in
+        self._quota: QuotaUse | None = None  # what it has of its tenant's limits, once they have let it in
+        self._reserved_tokens = 0  # of its tenant's budgets
+        self._used_tokens: int | None = None  # once they have been charged
         self._ending: ErrorInfo | None = None  # why it is ended from outside
         self._lesser: Lesser | None = None
         self._sign: SignOfLife | None = None
@@ -108,16 +113,32 @@ class GatewayVisit:
         self.account.request_id = http.new_request_id()
         self.account.request_id = http.request_id(self._scope)
         self._read_head()
-        self._quota = self.gateway.quota(self.tenant)
-        self._quota.enter(now_ns())
+        self._quota = self.gateway.quota(self.tenant).enter(now_ns())
+        self.account.on_read = self._settle
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         told, policy = forwarded(self._path, body, config.queue.assumed_max_tokens), self.gateway.policy
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
         policy.require(request)
-        request = self.account.request = bound(self.gateway, request, self.tenant)
+        request = self.account.request = self._estimated(bound(self.gateway, request, self.tenant))
+        self._reserve(request)
         self.account.enter(Stage.ADMIT, now_ns())
         return request
+
+    def _estimated(self, request: ForwardedRequest) -> ForwardedRequest:
+        """Returns the request with the tokens that its answers are expected to have."""
+        learnt, assumed = self.gateway.learnt, self.gateway.config.queue.assumed_max_tokens
+        expected = learnt.expected_tokens(self.tenant.name, request, assumed)
+        return msgspec.structs.replace(request, expected_tokens=expected)
+
+    def _reserve(self, request: ForwardedRequest) -> None:
+        """Raises `Refused` where what others of its tenant may use leaves nothing of a limit or a budget."""
+        assert self._quota is not None, "it has come in"
+        assumed = self.gateway.config.queue.assumed_max_tokens
+        tokens = self.gateway.learnt.reserved_tokens(self.tenant.name, request, assumed)
+        self.gateway.budgets.reserve(self.tenant.name, tokens)
+        self._reserved_tokens = tokens
+        self._quota.reserve(tokens, now_ns(), needed=1)
 
     # ---- while it is served
 
@@ -153,8 +174,8 @@ class GatewayVisit:
             made = lesser(request, stages, assumed)
             if made.stage:
                 self._lesser = made
-                self.account.request, self.account.degraded = made.request, made.stage
-                return made.request
+                self.account.request, self.account.degraded = self._estimated(made.request), made.stage
+                return self.account.request
         return request
 
     @property
@@ -243,19 +264,32 @@ class GatewayVisit:
         """Give back what it holds, and correct what its tenant was charged."""
         if not self.account.is_closed:  # something unforeseen was raised; the edge has answered 500
             self.account.close(FinishReason.ERROR, EngineError("the gateway failed").info)
-        used = 0
         try:
             if self._turn is not None:
                 self._turn.leave(self._source)
-            used = self.account.used_tokens(self._source)
+            self._settle(self._source)
         finally:
             was_granted = self._forwarding is not None and self._forwarding.was_granted
             if was_granted and self.account.request is not None:
-                self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, used)
+                self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, self._used_tokens or 0)
             if self._quota is not None:
-                used += self.account.asked_anew_tokens
-                self._quota.leave(used, now_ns())
-                self.gateway.budgets.use(self.tenant.name, used)
+                self._quota.leave(0, now_ns())
+                self.gateway.budgets.release(self.tenant.name, self._reserved_tokens)
             self.gateway.leave(self)
             # No circle is left for the garbage collector.
             self._given = self._forwarding = self._work = self._quota = self._turn = self._sign = None
+            self.account.on_read = ignored
+
+    def _settle(self, source: Relay | Giving | None) -> None:
+        """Charge its tenant what it used, once, and give back what was reserved."""
+        if self._used_tokens is not None or self._quota is None:
+            return
+        self._used_tokens, name, budgets = 0, self.tenant.name, self.gateway.budgets
+        try:
+            self._used_tokens = self.account.used_tokens(source, self.gateway.learnt)
+        finally:
+            used = self._used_tokens + self.account.asked_anew_tokens
+            self._quota.settle(used, now_ns())
+            budgets.release(name, self._reserved_tokens)
+            self._reserved_tokens = 0
+            budgets.use(name, used)

@@ -13,6 +13,7 @@ from splittime.core.errors import Refused, RequestError
 from splittime.web.tenants import Tenant
 
 MINUTE_NS = 60_000_000_000
+RESERVED_S = 60.0  # of a wait that is told, at the most, where what open requests have reserved may come back
 ASSUMED_OUTPUT_TOKENS = 1024  # of an answer, where none of the key has ended yet
 OUTPUT_DECAY = 0.9  # of the longest answer, with each that is shorter
 
@@ -62,6 +63,7 @@ class Quota:
         self.tenant = tenant
         self.num_open = 0
         self.used_requests = self.used_tokens = 0  # since the start
+        self.reserved_tokens = 0  # taken, and not settled
         self.expected_output_tokens = float(ASSUMED_OUTPUT_TOKENS)
         self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
 
@@ -91,15 +93,18 @@ class Quota:
         self._tokens.take(count, now_ns)
         self.used_tokens += count
 
-    def reserve(self, tokens: int, now_ns: int) -> None:
+    def reserve(self, tokens: int, now_ns: int, needed: int | None = None) -> None:
         """Take tokens that will be used; `settle` corrects it. Raises `Refused` if there are too few now; one that
-        needs more than a minute's worth has to wait until nobody has used any."""
-        self._check_tokens(tokens, now_ns)
+        needs more than a minute's worth has to wait until nobody has used any. needed: so many must be left; default:
+        all of them."""
+        self._check_tokens(tokens if needed is None else needed, now_ns)
         self._tokens.take(tokens, now_ns)
+        self.reserved_tokens += tokens
 
     def settle(self, reserved: int, used: int, now_ns: int) -> None:
         """Correct what was reserved by what was used."""
         self._tokens.take(used - reserved, now_ns)
+        self.reserved_tokens -= reserved
         self.used_tokens += used
 
     def expect(self, max_tokens: int) -> int:
@@ -128,7 +133,10 @@ class Quota:
 
     def _check_tokens(self, count: int, now_ns: int) -> None:
         limit = self.tenant.tokens_per_minute
-        wait_s = self._tokens.wait_s(min(count, limit or 0), now_ns)
+        count = min(count, limit or 0)
+        wait_s = self._tokens.wait_s(count, now_ns)
+        if wait_s and self.reserved_tokens:
+            wait_s = min(wait_s, max(RESERVED_S, self._tokens.wait_s(count - self.reserved_tokens, now_ns)))
         if wait_s:
             raise self._refused("tokens_per_minute", limit, wait_s)
 
@@ -162,13 +170,18 @@ class QuotaUse:
             self.quota.enter_more(now_ns, requests - self.requests, requests)
             self.requests = requests
 
-    def reserve(self, tokens: int, now_ns: int) -> None:
-        """Raises `Refused`."""
-        self.quota.reserve(tokens, now_ns)
+    def reserve(self, tokens: int, now_ns: int, needed: int | None = None) -> None:
+        """As `Quota.reserve`."""
+        self.quota.reserve(tokens, now_ns, needed)
         self.reserved += tokens
 
-    def leave(self, used_tokens: int, now_ns: int) -> None:
-        """Give back what it has; it used so many tokens in all."""
+    def settle(self, used_tokens: int, now_ns: int) -> None:
+        """Charge what was used in place of what was reserved."""
         self.quota.settle(self.reserved, used_tokens, now_ns)
+        self.reserved = 0
+
+    def leave(self, used_tokens: int, now_ns: int) -> None:
+        """Give back what it has; it used so many tokens that were not settled before."""
+        self.settle(used_tokens, now_ns)
         self.quota.leave(0, now_ns, self.requests)
-        self.reserved = self.requests = 0
+        self.requests = 0

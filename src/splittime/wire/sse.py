@@ -183,6 +183,20 @@ def has_content(choice: ChunkChoice) -> bool:
     return delta is not None and bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
+def text_bytes_of(data: bytes) -> int:
+    """Returns how many bytes of text an event tells; 0 for one that cannot be read."""
+    try:
+        chunk = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 0
+    told = 0
+    for choice in chunk.choices or ():
+        delta = choice.delta
+        texts = (choice.text, *((delta.content, delta.reasoning_content, delta.reasoning) if delta is not None else ()))
+        told += sum(len(text.encode("utf-8", "replace")) for text in texts if isinstance(text, str))
+    return told
+
+
 def tokens_so_far(chunk: Chunk) -> int | None:
     """The output tokens up to and with this chunk, if it says so."""
     if chunk.usage is not None and chunk.usage.completion_tokens is not None:

@@ -1,0 +1,91 @@
+"""What was used is charged: to many at once, to who leaves, and by a stream that tells nothing of its tokens."""
+
+import json
+import socket
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from patience import until
+
+from .conftest import gateway_of, upstream
+from .test_limits import bearer
+
+NAMES = ("minute", "day", "leaver")
+KEYS = {name.upper(): f"of-{name}" for name in ("ops", *NAMES)}
+LIMITS = {
+    "ops": "operator = true",
+    "minute": "tokens_per_minute = 100",
+    "day": "tokens_per_day = 100",
+    "leaver": "tokens_per_day = 1000000",
+}
+
+
+@pytest.fixture(scope="module")
+def charging(hostile, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("charging")
+    text = f'budget_file = "{folder}/budgets.sqlite"\n[breaker]\nfailures = 100\n'
+    for name in ("held", "slow", "halfopen", "fine", "dying"):
+        text += upstream(name, hostile.url(name))
+    for name, limit in LIMITS.items():
+        text += f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}"\n{limit}\n'
+    with gateway_of(folder, text, **KEYS) as gateway:
+        yield gateway
+
+
+@pytest.mark.parametrize("kind", ["minute", "day"])
+def test_what_many_at_once_may_use_is_reserved_before(charging, hostile, kind):
+    """50 at once had all of them in: none had used anything yet."""
+    hostile.hold.clear()
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(charging.ask, "held", bearer(f"of-{kind}"), max_tokens=90) for _ in range(12)]
+        until(lambda: sum(one.done() for one in asked) == 11)
+        hostile.hold.set()
+        codes = sorted(one.result()[0] for one in asked)
+    assert codes == [200] + [429] * 11
+    refused = next(json.loads(one.result()[2])["error"] for one in asked if one.result()[0] == 429)
+    assert refused["reason"] == f"tokens_per_{kind}"
+    answers = [charging.ask("fine", bearer(f"of-{kind}"))[0] for _ in range(12)]
+    given = 10 * (1 + answers.count(200))
+    assert 100 <= given <= 110  # and nobody was refused for what was given back
+    assert answers == [200] * answers.count(200) + [429] * answers.count(429)
+
+
+def used(gateway) -> float:
+    asked = urllib.request.Request(f"{gateway.url}/metrics", headers=bearer("of-ops"))
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if "budget_used" in line and 'tenant="leaver"' in line)
+
+
+def left(gateway, hostile, model: str, **fields) -> tuple[float, int]:
+    """Returns what was charged for a request that was left when its upstream had it, and its body's bytes."""
+    before, seen = used(gateway), len(hostile.asked[model])
+    told = {"model": model, "messages": [{"role": "user", "content": "word " * 2000}], **fields}
+    body = json.dumps(told).encode()
+    host, port = gateway.url.removeprefix("http://").split(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer of-leaver\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: len(hostile.asked[model]) > seen)
+    until(lambda: used(gateway) > before)
+    return used(gateway) - before, len(body)
+
+
+def test_who_leaves_before_the_first_byte_is_charged_the_prompt(charging, hostile):
+    for model in ("slow", "halfopen"):
+        charged, num_bytes = left(charging, hostile, model, stream=True, max_tokens=50)
+        assert charged == -(-num_bytes // 4)
+
+
+def test_who_leaves_a_whole_answer_is_charged_what_was_in_flight_too(charging, hostile):
+    charged, num_bytes = left(charging, hostile, "slow", max_tokens=50)
+    assert -(-num_bytes // 4) < charged <= -(-num_bytes // 4) + 50
+
+
+def test_a_clients_own_deadline_is_no_way_to_pay_nothing(charging):
+    before = used(charging)
+    headers = bearer("of-leaver") | {"x-request-deadline-ms": "150"}
+    assert charging.ask("slow", headers, stream=True)[0] in (408, 504)
+    until(lambda: used(charging) > before)
