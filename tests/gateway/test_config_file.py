@@ -5,7 +5,8 @@ import tomllib
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.config_file import NOT_BUILT, config_of, read_config, secrets_of
+from splittime.gateway.config_file import NOT_BUILT, config_of, read_config
+from splittime.gateway.config_keys import secrets_of
 
 UPSTREAM = '[[upstream]]\nname = "a"\nurl = "http://127.0.0.1:8000/v1"\nmodels = ["m"]\n'
 TENANT = '[[tenant]]\nname = "ops"\noperator = true\nkey_env = "OPS"\n'
@@ -20,7 +21,7 @@ def refused(text: str) -> ConfigError:
 def test_the_least_is_taken():
     config = config_of(tomllib.loads(UPSTREAM))
     assert (config.host, config.port, config.upstream[0].kind) == ("127.0.0.1", 8100, "openai")
-    assert secrets_of(config, {}) == ({}, (), {}, {})
+    assert secrets_of(config, {}) == ({}, (), None, {}, {})
 
 
 @pytest.mark.parametrize(

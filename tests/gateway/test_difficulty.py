@@ -12,7 +12,8 @@ import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.diagnose.explain import explain
-from splittime.gateway.config_file import config_of, read_config, secrets_of
+from splittime.gateway.config_file import config_of, read_config
+from splittime.gateway.config_keys import secrets_of
 from splittime.gateway.routing.difficulty import decide
 from splittime.gateway.routing.judge import (
     ALWAYS_LARGE,

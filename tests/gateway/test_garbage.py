@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 
 from splittime.gateway.app import GatewayApp
-from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.config_file import config_of
+from splittime.gateway.config_keys import secrets_of
 from splittime.gateway.tenant_share import QueuedRequest
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.ledger.store import Ledger

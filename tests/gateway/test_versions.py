@@ -271,7 +271,7 @@ def test_who_may_change_a_config_and_what(hostile, tmp_path):
         for wrong, code in (
             ("port = 1\n" + text, "needs_restart"),
             ("port =", "invalid_config"),
-            (good.replace("OPS_KEY", "GONE"), "invalid_config"),
+            (good.replace("OPS_KEY", "GONE"), "needs_own_file"),
         ):
             status, error = admin(gateway, toml=wrong)
             assert (status, error["code"]) == (400, code)

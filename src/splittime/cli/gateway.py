@@ -21,7 +21,7 @@ from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from splittime.gateway.config import GatewayConfig
-    from splittime.gateway.config_file import Secrets
+    from splittime.gateway.config_keys import Secrets
 
 EXAMPLES = """\b
 Examples:
@@ -88,7 +88,8 @@ def gateway(
     from splittime.drive.host_time import importing
 
     with importing():
-        from splittime.gateway.config_file import read_config, secrets_of
+        from splittime.gateway.config_file import read_config
+        from splittime.gateway.config_keys import secrets_of
 
     if context.invoked_subcommand is not None:
         return

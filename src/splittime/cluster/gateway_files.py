@@ -14,7 +14,8 @@ from splittime.cluster.bounds import max_in_flight, retry_bounds
 from splittime.cluster.config import ClusterConfig, ReplicaLaunch
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.config_file import config_of
+from splittime.gateway.config_keys import secrets_of
 from splittime.gateway.routing.policy import version_of
 
 DEFAULT_PORT = 8100

@@ -15,7 +15,7 @@ from splittime.core.errors import NotFound, Refused
 from splittime.gateway import routes_hops
 from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import Secrets
+from splittime.gateway.config_keys import Secrets
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES
 from splittime.gateway.lint import paths as lint_paths
 from splittime.gateway.page import paths as page_paths

@@ -232,6 +232,14 @@ class AuditConfig(Strictly, frozen=True, kw_only=True):
     max_queue: Annotated[int, Doc("Records that may wait to be written; more are dropped, and counted.", 1)] = 10_000
 
 
+class MetricsConfig(Strictly, frozen=True, kw_only=True):
+    """`[metrics]`: a key for `/metrics` alone, so that a scraper needs no operator's. It has one of the three."""
+
+    key_env: Annotated[str | None, Doc("The environment variable that holds it.")] = None
+    key_file: Annotated[str | None, Doc("The file that holds it.")] = None
+    sha256: Annotated[str | None, Doc("Its SHA-256, in hexadecimal.")] = None
+
+
 class TracingConfig(Strictly, frozen=True, kw_only=True):
     """`[tracing]`: OpenTelemetry spans of each request's stages, to a collector (OTLP over HTTP, JSON)."""
 
@@ -268,6 +276,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     embedder: EmbedderConfig | None = None
     verifier: VerifierConfig | None = None
     degradation: tuple[DegradationConfig, ...] = ()
+    metrics: MetricsConfig | None = None
     tracing: TracingConfig | None = None
     lint: LintConfig | None = None
     canary: CanaryConfig = CanaryConfig()

@@ -4,18 +4,17 @@ A key that is planned and not built is refused by its name: nobody believes in a
 """
 
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check
+from splittime.core.small_file import read_small
 from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
     AffinityConfig,
@@ -30,6 +29,7 @@ from splittime.gateway.config import (
     EscalateConfig,
     GatewayConfig,
     LintConfig,
+    MetricsConfig,
     QueueConfig,
     RetryConfig,
     RuleConfig,
@@ -41,13 +41,10 @@ from splittime.gateway.config import (
 )
 from splittime.gateway.degrade.check import check_ladder
 from splittime.gateway.listening import check_listening
-from splittime.gateway.routing.bounds import bounds_of
 from splittime.gateway.routing.check import check_routing
-from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge, judges_of
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
-from splittime.web.tenants import Tenant, check_key
 from splittime.wire.target import Target
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
@@ -66,6 +63,7 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[embedder]", EmbedderConfig),
     ("[verifier]", VerifierConfig),
     ("[[degradation]]", DegradationConfig),
+    ("[metrics]", MetricsConfig),
     ("[tracing]", TracingConfig),
     ("[lint]", LintConfig),
     ("[canary]", CanaryConfig),
@@ -84,29 +82,16 @@ NOT_BUILT = {
     "semantic_cache": "set semantic = true in a [[cache_route]]; it needs an [embedder] and a [verifier]",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
 }
-TRACING = "[tracing]"
-EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
-_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _INDEX = re.compile(r"\[[^\]]*\]")  # of a table among others
-
-
-class Secrets(NamedTuple):
-    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys. judges,
-    bounds: made of files of labels, by the model of their `[[difficulty]]`."""
-
-    upstream_keys: dict[str, str]
-    holders: tuple[tuple[bytes, Tenant], ...]
-    judges: Mapping[str, DifficultyJudge] = {}
-    bounds: Mapping[str, ChosenThreshold] = {}
 
 
 def read_config(path: Path) -> GatewayConfig:
     """Returns what the file says, checked. Raises `ConfigError`."""
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        told = tomllib.loads(read_small(path).decode())
     except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
         hint = "docs/guides/gateway.md has one to begin with"
         raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=hint) from error
@@ -115,12 +100,18 @@ def read_config(path: Path) -> GatewayConfig:
 
 def config_of(told: Mapping[str, Any]) -> GatewayConfig:
     """Returns the config that a mapping describes, as TOML reads it. Raises `ConfigError`."""
+    config = config_unread(told)
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    return config
+
+
+def config_unread(told: Mapping[str, Any]) -> GatewayConfig:
+    """As `config_of`, and no file that it names is looked at: who tells it may not be of this host."""
     try:
         config = msgspec.convert(told, GatewayConfig)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
     _check_bounds(config)
-    check_certificate(config.ssl_certfile, config.ssl_keyfile)
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
     check_cache(config)
@@ -135,23 +126,6 @@ def config_of(told: Mapping[str, Any]) -> GatewayConfig:
         _check_url("tracing.url", config.tracing.url)
     check_listening(config)
     return config
-
-
-def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = None) -> Secrets:
-    """Returns the keys and labels that the config points at. Raises `ConfigError`, without the key, for one that is not
-    there. Takes up to half a minute for long files of labels."""
-    environment = os.environ if environment is None else environment
-    keys = {}
-    for number, upstream in enumerate(config.upstream):
-        key = _key_of(upstream, f"upstream[{number}]", environment)
-        if key is not None:
-            keys[upstream.name] = key
-    if config.embedder is not None and (key := _key_of(config.embedder, "embedder", environment)) is not None:
-        keys[EMBEDDER] = key
-    if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
-        keys[TRACING] = key
-    holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
-    return Secrets(keys, tuple(holders), judges_of(config), bounds_of(config))
 
 
 # ---- what is refused
@@ -281,55 +255,3 @@ def _check_names(table: str, names: Sequence[str]) -> None:
 
 def _join(path: str | None, name: str) -> str:
     return f"{path.lstrip('.')}.{name}" if path else name
-
-
-# ---- keys
-
-
-def _key_of(
-    table: UpstreamConfig | TenantConfig | EmbedderConfig | TracingConfig, path: str, environment: Mapping[str, str]
-) -> str | None:
-    """Returns the key that a table points at; None if it points at none."""
-    if table.key_env is not None and table.key_file is not None:
-        raise ConfigError(f"{path} has key_env and key_file", param=f"{path}.key_env", hint="keep one of them")
-    if table.key_env is not None:
-        key, param = environment.get(table.key_env, ""), f"{path}.key_env"
-        if not key:
-            hint = f"set it before the gateway starts: {table.key_env}=..."
-            message = f"{param}: the environment has no {table.key_env}"
-            raise ConfigError(message, param=param, value=table.key_env, hint=hint)
-    elif table.key_file is not None:
-        param = f"{path}.key_file"
-        key = _read_key(table.key_file, param)
-    else:
-        return None
-    check_key(key, param)
-    return key
-
-
-def _read_key(path: str, param: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "write the key, and nothing else, into that file"
-        raise ConfigError(f"{param}: cannot read {path}: {error}", param=param, value=path, hint=hint) from error
-
-
-def _holder(tenant: TenantConfig, path: str, environment: Mapping[str, str]) -> tuple[bytes, Tenant]:
-    key = _key_of(tenant, path, environment)
-    if (key is None) == (tenant.sha256 is None):
-        hint = "give one of key_env, key_file and sha256"
-        raise ConfigError(f"{path} needs one key", param=f"{path}.key_env", hint=hint)
-    if key is None and not _DIGEST.fullmatch(tenant.sha256 or ""):
-        hint = "as `printf %s KEY | sha256sum` prints it"
-        raise ConfigError(f"{path}.sha256 is not 64 hexadecimal digits", param=f"{path}.sha256", hint=hint)
-    known = bytes.fromhex(tenant.sha256 or "") if key is None else sha256(key.encode()).digest()
-    if known == sha256(b"").digest():  # who sends no key would have it
-        raise ConfigError(f"{path}.sha256 is that of an empty key", param=f"{path}.sha256", hint="hash a key")
-    return known, Tenant(
-        name=tenant.name,
-        is_operator=tenant.operator,
-        max_open_requests=tenant.max_open_requests,
-        requests_per_minute=tenant.requests_per_minute,
-        tokens_per_minute=tenant.tokens_per_minute,
-    )

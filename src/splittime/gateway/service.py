@@ -15,7 +15,7 @@ from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import EMBEDDER, TRACING, Secrets
+from splittime.gateway.config_keys import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.learnt_use import LearntUse
@@ -82,7 +82,7 @@ class GatewayService:
         self.config, self.ledger, self.version, self._before = config, ledger, version, before
         self.versions: GatewayVersions | None = None
         self.num_open = 0
-        self.keys = ApiKeys(holders=secrets.holders)
+        self.keys = ApiKeys(holders=secrets.holders, metrics_digest=secrets.metrics_key)
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
         self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)

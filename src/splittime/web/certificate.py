@@ -3,6 +3,7 @@
 import ssl
 
 from splittime.core.errors import ConfigError
+from splittime.core.small_file import read_small
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
@@ -13,6 +14,8 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
     if certfile is None:
         return
     try:
+        for file in filter(None, (certfile, keyfile)):
+            read_small(file)  # which no pipe makes wait
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
     except (OSError, ValueError) as error:  # SSLError is an OSError
         files = certfile if keyfile is None else f"{certfile} with {keyfile}"

@@ -29,13 +29,13 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from splittime.core.errors import ConfigError, RequestError
+from splittime.core.small_file import read_small
 from splittime.web.http import Scope
 
 TENANT = "splittime.tenant"  # key in an ASGI scope: who asks
@@ -120,8 +120,9 @@ class ApiKeys:
         api_keys_file: str | None = None,
         metrics_api_key: str | None = None,
         holders: Sequence[tuple[bytes, Tenant]] = (),
+        metrics_digest: bytes | None = None,
     ) -> None:
-        """holders: digests of keys, and whose they are, from elsewhere (the gateway's config)."""
+        """holders, metrics_digest: digests of keys, and whose they are, from elsewhere (the gateway's config)."""
         self._holders: list[tuple[bytes, Tenant]] = []
         for known, tenant in holders:
             self._add(known, tenant, "tenant")
@@ -132,7 +133,7 @@ class ApiKeys:
         if api_keys_file is not None:
             for known, tenant in _read_keys_file(api_keys_file):
                 self._add(known, tenant, "api_keys_file")
-        self._metrics_digest = _digest(metrics_api_key) if metrics_api_key is not None else None
+        self._metrics_digest = _digest(metrics_api_key) if metrics_api_key is not None else metrics_digest
 
     @property
     def tenants(self) -> list[Tenant]:
@@ -210,7 +211,7 @@ class KeysFile(msgspec.Struct, forbid_unknown_fields=True):
 def _read_keys_file(path: str) -> list[tuple[bytes, Tenant]]:
     """The digest of each key, and whose it is. Raises `ConfigError`."""
     try:
-        read = msgspec.convert(tomllib.loads(Path(path).read_text(encoding="utf-8")), KeysFile)
+        read = msgspec.convert(tomllib.loads(read_small(path).decode()), KeysFile)
         return [(entry.known(), entry.tenant()) for entry in read.key]
     except (OSError, ValueError, ConfigError) as error:  # TOML's, msgspec's and UTF-8's errors are ValueErrors
         hint = 'a table for each: [[key]], name = "search", key = "..." or sha256 = "..."'

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.small_file import read_small
 from splittime.gateway.endpoints import CHAT, MESSAGES, RESPONSES
 
 MAX_BYTES = 16 * 2**20
@@ -49,14 +50,10 @@ class LabelledFile(msgspec.Struct, frozen=True):
 def read_labels(path: Path, param: str) -> LabelledFile:
     """Returns what the file says. Raises `ConfigError` that names `param` for one that cannot be read or used."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_small(path, MAX_BYTES)
     except OSError as error:
         hint = "docs/guides/gateway-difficulty.md says what stands in it"
         raise ConfigError(f"{param}: cannot read {path}: {error}", param=param, value=str(path), hint=hint) from error
-    if len(data) > MAX_BYTES:
-        message = f"{param}: {path} has more than {MAX_BYTES} bytes"
-        raise ConfigError(message, param=param, value=str(path), limit=MAX_BYTES, hint="take a sample of its lines")
     prompts = tuple(_prompts(data, param))
     if not LEAST_PROMPTS <= len(prompts) <= MAX_PROMPTS:
         message, limit = f"{param}: {path} has {len(prompts)} prompts", [LEAST_PROMPTS, MAX_PROMPTS]

@@ -3,12 +3,15 @@ state, so a swap forgets no request in flight, no open breaker and no used-up li
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from splittime.core.errors import ConfigError
 from splittime.gateway.budgets import budgets_of
-from splittime.gateway.config import GatewayConfig
+from splittime.gateway.config import GatewayConfig, MetricsConfig, TenantConfig, UpstreamConfig
 from splittime.gateway.upstreams import Upstream
 from splittime.web.quota import Quota
 from splittime.web.tenants import Tenant
+from splittime.wire.target import Target
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
@@ -43,6 +46,42 @@ def check_change(old: GatewayConfig, new: GatewayConfig) -> None:
 def _fixed(name: str) -> ConfigError:
     hint = "leave it as it is, or restart the gateway with the new file"
     return ConfigError(f"{name} cannot change while the gateway runs", code="needs_restart", param=name, hint=hint)
+
+
+def check_reach(known: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` for a config from elsewhere that points at a file or a variable of this host that `known`, a
+    config of this host, does not point at, or has its key sent to another address. Nothing is looked at: not even
+    whether there is such a file is told."""
+    upstreams = {(one.key_env, one.key_file, Target(url=one.url).address) for one in known.upstream}
+    for number, one in enumerate(new.upstream):
+        if _points(one) and (one.key_env, one.key_file, Target(url=one.url).address) not in upstreams:
+            raise _beyond(f"upstream[{number}].key_env or key_file")
+    tenants = {(one.name, one.key_env, one.key_file) for one in known.tenant}
+    for number, tenant in enumerate(new.tenant):
+        if _points(tenant) and (tenant.name, tenant.key_env, tenant.key_file) not in tenants:
+            raise _beyond(f"tenant[{number}].key_env or key_file")
+    labels = _labels(known)
+    for number, graded in enumerate(new.difficulty):
+        if not _labels(msgspec.structs.replace(new, difficulty=(graded,))) <= labels:
+            raise _beyond(f"difficulty[{number}].labels")
+    if new.metrics is not None and _points(new.metrics) and new.metrics != known.metrics:
+        raise _beyond("metrics.key_env or key_file")
+
+
+def _points(table: UpstreamConfig | TenantConfig | MetricsConfig) -> bool:
+    return table.key_env is not None or table.key_file is not None
+
+
+def _labels(config: GatewayConfig) -> set[str]:
+    """Returns the files of labels that a config names."""
+    tables = [table for one in config.difficulty for table in (one, one.escalate) if table is not None]
+    return {table.labels for table in tables if table.labels is not None}
+
+
+def _beyond(name: str) -> ConfigError:
+    hint = "write it into the file that the gateway was started with, and send SIGHUP; tenants may have sha256"
+    message = f"{name} points at something of this host that its own config does not use there"
+    return ConfigError(message, code="needs_own_file", param=name, hint=hint)
 
 
 def check_canary(old: GatewayConfig, new: GatewayConfig) -> None:

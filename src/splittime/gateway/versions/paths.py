@@ -1,5 +1,6 @@
 """What an operator may ask of the config: which version serves, another one, and the one before again."""
 
+import asyncio
 import tomllib
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +9,7 @@ import msgspec
 from splittime.api.decode import decode_once
 from splittime.core.errors import ConfigError, RequestError
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import config_of
+from splittime.gateway.config_file import config_unread
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
@@ -38,7 +39,7 @@ async def apply(gateway: "GatewayService", scope: http.Scope, receive: http.Rece
     data = await http.read_body_in_time(scope, receive, MAX_BODY_BYTES, BODY_TIMEOUT_S)
     try:
         body = decode_once(data, ApplyBody)
-        config = _config(body.toml)
+        config = await asyncio.get_running_loop().run_in_executor(gateway.pool, _config, body.toml)
         await _versions(gateway).apply(config, by, body.canary)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # a ValidationError is one
         raise RequestError(f"the body: {error}", code="invalid_json") from error
@@ -58,7 +59,7 @@ async def rollback(gateway: "GatewayService", scope: http.Scope, receive: http.R
 
 def _config(text: str) -> GatewayConfig:
     try:
-        return config_of(tomllib.loads(text))
+        return config_unread(tomllib.loads(text))
     except ValueError as error:
         raise ConfigError(f"the config is no TOML: {error}", param="toml", hint="--check says what is wrong") from None
 

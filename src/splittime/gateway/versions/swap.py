@@ -19,11 +19,12 @@ import msgspec
 from splittime.core.errors import Conflict, RequestError, SplittimeError
 from splittime.gateway.audit.log import AuditLog
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import Secrets, read_config, secrets_of
+from splittime.gateway.config_file import read_config
+from splittime.gateway.config_keys import Secrets, secrets_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions.canary import CanaryDecision, CanaryTrial, CompareArms, chosen
 from splittime.gateway.versions.canary_mark import CanaryMark
-from splittime.gateway.versions.carried import check_canary, check_change
+from splittime.gateway.versions.carried import check_canary, check_change, check_reach
 from splittime.gateway.versions.version import ConfigChange, numbered
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
@@ -61,6 +62,7 @@ class GatewayVersions:
     ) -> None:
         self._ledger, self._path, self._compare = ledger, path, compare
         self._applied, self._previous = Applied(config, secrets), list[Applied]()  # at most one
+        self._own = config  # the latest that came from this host
         self._number = 1
         self.current = GatewayService(config, secrets, ledger, str(numbered(1, config)))
         self.canary: GatewayService | None = None
@@ -96,9 +98,10 @@ class GatewayVersions:
 
     # ---- changes
 
-    async def apply(self, config: GatewayConfig, by: str, share: float | None = None) -> None:
-        """Change to this config: for all, or for a share of the tenants first. Raises `ConfigError` and changes
-        nothing where it cannot be, and `Conflict` while a canary runs."""
+    async def apply(self, config: GatewayConfig, by: str, share: float | None = None, *, is_own: bool = False) -> None:
+        """Change to this config: for all, or for a share of the tenants first. is_own: it comes from a file of this
+        host, and may point at others of its files. Raises `ConfigError` and changes nothing where it cannot be, and
+        `Conflict` while a canary runs."""
         async with self._lock:
             if self.trial is not None:
                 hint = "splittime gateway rollback ends it; then apply"
@@ -107,6 +110,8 @@ class GatewayVersions:
                 check_change(self._applied.config, config)
                 if share is not None:
                     check_canary(self._applied.config, config)
+                if not is_own:
+                    check_reach(self._own, config)
                 loop = asyncio.get_running_loop()
                 secrets = await loop.run_in_executor(self.current.pool, secrets_of, config)
                 made = self._made(Applied(config, secrets))
@@ -114,6 +119,7 @@ class GatewayVersions:
                     await self._swap(made, Applied(config, secrets), "applied", by)
                 else:
                     await self._try(made, Applied(config, secrets), share, by)
+                self._own = config if is_own else self._own
             except SplittimeError as error:
                 self._note("refused", "", by, error.info.message)
                 raise
@@ -127,7 +133,7 @@ class GatewayVersions:
             self._note("refused", "", "SIGHUP", error.info.message)
             return
         try:
-            await self.apply(config, "SIGHUP")
+            await self.apply(config, "SIGHUP", is_own=True)
         except Conflict as error:
             self._note("refused", "", "SIGHUP", error.info.message)
         except SplittimeError:
