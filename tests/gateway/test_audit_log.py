@@ -31,11 +31,37 @@ def lines(count: int, end: ChainEnd = ChainEnd()):  # noqa: B008
 def test_a_chain_that_is_whole():
     made, end = lines(5)
     found = verify(made)
-    assert (found.lines, found.end, found.broken_line, found.begins_after) == (5, end, None, FIRST)
+    assert (found.lines, found.end, found.broken_line) == (5, end, None)
     more, last = lines(3, end)
     assert verify(made + more).end == last
-    assert verify(more).begins_after == end.digest  # a file that goes on where another ended
-    assert verify([]).lines == 0
+    found = verify(more, after=end.digest)  # a file that goes on where another ended
+    assert (found.broken_line, found.end) == (None, last)
+    assert verify(more, after="a" * 64).broken_line == 1
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_a_missing_beginning_is_told(cut):
+    found = verify(lines(5)[0][cut:])
+    assert (found.lines, found.broken_line) == (0, 1)
+    assert f"its beginning is missing: it is line {cut + 1} of the log" in found.why
+    again = [link(ChainEnd(cut, FIRST), {"kind": "forged"})[0]]
+    assert verify(again).why == "it is no beginning"
+
+
+def test_a_file_without_a_line_is_not_whole():
+    found = verify([])
+    assert (found.lines, found.broken_line, "empty" in found.why) == (0, 1, True)
+
+
+def test_a_hash_that_was_kept_shows_what_was_taken_off_the_end_or_made_anew():
+    made, end = lines(5)
+    third = ChainEnd(3, json.loads(made[2])["hash"]).digest
+    assert verify(made, holds=third).broken_line is None
+    assert verify(made, holds=end.digest).broken_line is None
+    assert verify(made[:4], holds=end.digest).broken_line == 5
+    anew = [*made[:2], link(verify(made[:2]).end, {"kind": "other"})[0]]
+    found = verify(anew, holds=third)
+    assert (found.lines, found.broken_line, third in found.why) == (3, 4, True)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +108,27 @@ def test_it_goes_on_where_it_ended_and_cuts_a_line_that_was_not_finished(tmp_pat
     assert (found.lines, found.broken_line, kinds(path)) == (3, None, ["x", "x", "torn"])
     assert found.end == ChainEnd(log.stats()["last_number"], log.stats()["last_hash"])
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"n":', b'{"n":3,"pr', lines(3)[0][2][:-1], b'{"n":3,' + b"x" * 100_000])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_torn_tail_is_cut_and_told_and_nothing_else_is(torn, count, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    whole = b"".join(lines(count)[0])
+    path.write_bytes(whole + torn)
+    assert verify_file(path).broken_line == count + 1
+    log = opened(path)
+    log.note("x", {})
+    log.close()
+    assert path.read_bytes().startswith(whole)
+    told = [json.loads(line) for line in path.read_bytes()[len(whole) :].splitlines()]
+    assert [(one["n"], one["kind"], one.get("bytes")) for one in told] == [
+        (count + 1, "torn", len(torn)),
+        (count + 2, "x", None),
+    ]
+    assert (verify_file(path).lines, verify_file(path).broken_line) == (count + 2, None)
+    opened(path).close()
+    assert verify_file(path).lines == count + 2  # nothing was torn
 
 
 def test_a_file_that_is_no_log_or_is_written_by_another_is_left_as_it_is(tmp_path):
@@ -208,3 +255,14 @@ def test_prompts_are_kept_where_the_config_says_so(hostile, tmp_path):
     (body,) = [told["body"] for told in map(json.loads, data.splitlines()) if told["kind"] == "request"]
     assert json.loads(body)["messages"][0]["content"] == "the-prompt"
     assert "told-nobody" not in data
+
+
+def test_no_name_that_a_client_writes_makes_a_line_too_long_to_go_on_from(hostile, tmp_path):
+    """Four bytes of a body are twelve of a line: 4 MB of them were a line that the next start refused."""
+    text = text_of(hostile).replace("port = 0\n", "")
+    with gateway_of(tmp_path, text, **KEYS, UP_KEY="of-upstream") as gateway:
+        raw = json.dumps({"model": "\U0001f600" * 100_000, "prompt": "a"}, ensure_ascii=False).encode()
+        assert gateway.ask("", bearer("of-a"), path="/v1/completions", raw=raw)[0] == 404
+    told = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
+    assert [len(one["model"]) for one in told if one["kind"] == "request"] == [256]
+    assert verify_file(tmp_path / "audit.jsonl").broken_line is None

@@ -11,6 +11,7 @@ from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wri
 EXAMPLES = f"""\b
 Examples:
   splittime gateway audit verify audit.jsonl
+  splittime gateway audit verify audit.jsonl --holds HASH     which was kept elsewhere
 
 {EXIT_CODES}"""
 
@@ -26,12 +27,18 @@ def audit() -> None:
 @fails_clearly
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file of [audit] in the config.")],
+    after: Annotated[
+        str, typer.Option("--after", metavar="HASH", help="The last hash of the file before, where it is a later part.")
+    ] = "",
+    holds: Annotated[
+        str, typer.Option("--holds", metavar="HASH", help="A hash that it had: nothing up to there has been taken off.")
+    ] = "",
     json: JsonFlag = False,
 ) -> None:
-    """Follow the chain of hashes, and tell the first line that is broken (exit code 1)."""
-    from splittime.gateway.audit.chain import verify_file
+    """Follow the chain of hashes, and tell the first line that is broken or missing (exit code 1)."""
+    from splittime.gateway.audit.chain import FIRST, verify_file
 
-    found = verify_file(file)
+    found = verify_file(file, after=after or FIRST, holds=holds)
     if json:
         told = {**found._asdict(), "end": found.end._asdict()}
         write_data(orjson.dumps(told))

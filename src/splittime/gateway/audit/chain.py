@@ -3,8 +3,9 @@
     {"n": 7, "prev": "<64 hex>", "at": "2026-11-27T06:41:02.123456Z", "kind": "request", ..., "hash": "<64 hex>"}
 
 `hash` is the SHA-256 of the line without it, as it stands in the file. A line that is changed, taken out, put in or
-moved breaks the chain there. Lines taken off the end do not, and who may write the file can make all of it anew: keep
-`last_hash` (`gateway status`, `audit verify`) elsewhere to see that.
+moved breaks the chain there, and a first line that is not number 1 says that its beginning is missing. Lines taken off
+the end break nothing, and who may write the file can make all of it anew: a `last_hash` that was kept elsewhere
+(`gateway status`, `audit verify`) shows that, since the chain must hold it still.
 """
 
 import json
@@ -28,15 +29,13 @@ class ChainEnd(NamedTuple):
 
 
 class AuditVerdict(NamedTuple):
-    """lines: good ones from the file's beginning. broken_line: the first that is not, from 1; None: none. begins_after:
-    `prev` of the first line: all zeros, unless the file goes on where another ended. dropped: lines that the log itself
-    says are missing."""
+    """lines: good ones from the file's beginning. broken_line: the first that is not, from 1; None: the file is whole.
+    why: what is wrong there. dropped: lines that the log itself says are missing."""
 
     lines: int
     end: ChainEnd
     broken_line: int | None
     why: str
-    begins_after: str
     dropped: int
 
 
@@ -63,28 +62,43 @@ def unlink(line: bytes) -> dict[str, Any]:
     return {**told, "hash": digest}
 
 
-def verify(lines: Iterable[bytes]) -> AuditVerdict:
-    """Follow the chain to the first line that is broken."""
-    end, count, begins_after, dropped = ChainEnd(), 0, FIRST, 0
+def verify(lines: Iterable[bytes], *, after: str = FIRST, holds: str = "") -> AuditVerdict:
+    """Follow the chain to the first line that is broken. after: the last hash of the file that this one goes on from;
+    by default it begins the log. holds: a hash that the chain must have; "" for none."""
+    end, count, dropped, is_held = ChainEnd(digest=after), 0, 0, not holds
     for line in lines:
         try:
-            told = unlink(line.removesuffix(b"\n"))
-            if count == 0:
-                begins_after, end = told["prev"], ChainEnd(told["n"] - 1, told["prev"])
-                _require_begin(told)
-            _require_next(told, end)
-            if not line.endswith(b"\n"):
-                raise ValueError("it has no end")
+            told = _linked(line, end, is_first=count == 0)
         except (ValueError, RecursionError) as error:
-            return AuditVerdict(count, end, count + 1, str(error), begins_after, dropped)
+            return AuditVerdict(count, end, count + 1, str(error), dropped)
         count, end = count + 1, ChainEnd(told["n"], told["hash"])
+        is_held = is_held or end.digest == holds
         dropped += int(told.get("dropped", 0)) if told.get("kind") == "dropped" else 0
-    return AuditVerdict(count, end, None, "", begins_after, dropped)
+    if not count:
+        return AuditVerdict(0, end, 1, "it is not there: the file is empty", 0)
+    if not is_held:
+        return AuditVerdict(count, end, count + 1, f"no line up to here has the hash {holds}", dropped)
+    return AuditVerdict(count, end, None, "", dropped)
 
 
-def _require_begin(told: dict[str, Any]) -> None:
-    if (told["n"] == 1) != (told["prev"] == FIRST):
+def _linked(line: bytes, end: ChainEnd, *, is_first: bool) -> dict[str, Any]:
+    """Returns what a line says that follows this end. Raises `ValueError`, which says why, for any other."""
+    told = unlink(line.removesuffix(b"\n"))
+    if is_first:
+        _require_begin(told, end.digest)
+        end = ChainEnd(told["n"] - 1, end.digest)
+    _require_next(told, end)
+    if not line.endswith(b"\n"):
+        raise ValueError("it has no end")
+    return told
+
+
+def _require_begin(told: dict[str, Any], after: str) -> None:
+    number = told["n"]
+    if (number == 1) != (told["prev"] == FIRST):
         raise ValueError("it is no beginning")
+    if after == FIRST and number != 1:
+        raise ValueError(f"its beginning is missing: it is line {number} of the log, and those before it are not here")
 
 
 def _require_next(told: dict[str, Any], end: ChainEnd) -> None:
@@ -94,11 +108,11 @@ def _require_next(told: dict[str, Any], end: ChainEnd) -> None:
         raise ValueError(f"its number is {told['n']}, and {end.number + 1} is next")
 
 
-def verify_file(path: Path) -> AuditVerdict:
-    """Raises `NotFound` for no file, `ConfigError` for one that cannot be read."""
+def verify_file(path: Path, *, after: str = FIRST, holds: str = "") -> AuditVerdict:
+    """As `verify`. Raises `NotFound` for no file, `ConfigError` for one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return verify(iter(lambda: file.readline(MAX_LINE_BYTES), b""))
+            return verify(iter(lambda: file.readline(MAX_LINE_BYTES), b""), after=after, holds=holds)
     except FileNotFoundError:
         raise NotFound(f"no audit log at {path}", param="file", value=str(path)) from None
     except OSError as error:
