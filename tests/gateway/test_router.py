@@ -40,7 +40,7 @@ def test_requests_that_do_not_stream_are_work_before_a_first_byte():
     streams.waits.sent(1000, 0)
     streams.waits.begun(1000, 1)
     plain.enter(10)
-    plain.plain_tokens += 10
+    plain.in_flight.plain_tokens += 10
     assert all(router.choose("m", 2).upstream is streams for _ in range(20))
 
 

@@ -61,6 +61,10 @@ class Breaker:
         self._busy_until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
         self._is_trying = False
 
+    def take_over(self, other: "Breaker") -> None:
+        """Go on from what another has seen of the same upstream, by this one's config."""
+        vars(self).update(vars(other) | {"config": self.config, "_is_trying": False})
+
     def note_nothing(self) -> None:
         """The request ended without saying anything of the upstream: its client left, or its deadline passed."""
         self._is_trying = False

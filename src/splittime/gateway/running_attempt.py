@@ -54,7 +54,7 @@ class RunningAttempt:
         if is_stream:
             routed.upstream.waits.sent(tokens, begin_ns)
         else:
-            routed.upstream.plain_tokens += self._plain_tokens
+            routed.upstream.in_flight.plain_tokens += self._plain_tokens
         gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
 
     async def open(self) -> None:
@@ -104,7 +104,7 @@ class RunningAttempt:
         self.relay.tell_nobody()
         upstream = self.routed.upstream
         if not self._is_stream:
-            upstream.plain_tokens -= self._plain_tokens
+            upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
         if failure is not None:

@@ -37,7 +37,7 @@ from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Router, Upstream
-from splittime.gateway.versions.carried import quota_of, upstream_of
+from splittime.gateway.versions.carried import quota_of, upstreams_of
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.store import Ledger
 from splittime.web.quota import Quota
@@ -87,7 +87,7 @@ class GatewayService:
         self.policy = RoutePolicy(config)
         self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)
         made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
-        upstreams = [upstream_of(before, one) for one in made]
+        upstreams = upstreams_of(before, made)
         self.affinity = self._affinity(before)
         regions = regions_of(config)
         self.router = Router(upstreams, pools=self.policy.pools, affinity=self.affinity, regions=regions)
@@ -171,6 +171,8 @@ class GatewayService:
         self._queue_polls.begin(self.connections)
         if self._before is not None:
             self._before = None  # no chain of them is kept
+            for tenant in (ANYBODY, *self.keys.tenants):
+                self.quotas[tenant.name].change(tenant)
             return
         self.budgets.open()
         if self.shared_limits is not None:

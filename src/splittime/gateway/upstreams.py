@@ -36,22 +36,56 @@ MAX_CONSIDERED = 8  # in an account
 HELD_BY = "responses kept by "  # begins the name of a line
 
 
+class UpstreamLoad:
+    """What an address has of this gateway, whichever version of the config gave it. plain_tokens: of the requests whose
+    answer is no text: their end is their first byte. waits: how long until a first byte."""
+
+    def __init__(self) -> None:
+        self.requests = self.tokens = self.plain_tokens = 0
+        self.waits = FirstByteWaits()
+
+
 class Upstream:
-    """One upstream. requests, tokens: in flight, given by this gateway. in_flight_limit: how many it is given at
-    once, where that is found from its queue. waits, round_trip: how long until a first byte, and how far."""
+    """One upstream. in_flight: given by this gateway. in_flight_limit: how many it is given at
+    once, where that is found from its queue. round_trip: how far it is."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
         target = Target(url=config.url)
         self.address, self.key = target.address, key
         self.breaker = Breaker(breaker)
-        self.requests = self.tokens = 0
+        self.in_flight = UpstreamLoad()
         wait_s = config.queue_wait_s
         most = config.max_in_flight
         self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
-        self.waits, self.round_trip = FirstByteWaits(), RoundTrip()
-        self.plain_tokens = 0  # of the requests in flight whose answer is no text: their end is their first byte
+        self.round_trip = RoundTrip()
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
+
+    def take_over(self, old: "Upstream") -> None:
+        """Go on from what an earlier config's upstream of this address has in flight, and from what it has shown."""
+        self.in_flight = old.in_flight
+        if old.key != self.key:  # what the address said of that key is nothing of this one
+            return
+        self._lacks_until_ns = old._lacks_until_ns
+        if old.breaker.config == self.breaker.config:
+            self.breaker = old.breaker
+        else:
+            self.breaker.take_over(old.breaker)
+        told = (self.config.max_in_flight, self.config.queue_wait_s)
+        if told == (old.config.max_in_flight, old.config.queue_wait_s):
+            self.in_flight_limit = old.in_flight_limit
+
+    @property
+    def requests(self) -> int:
+        return self.in_flight.requests
+
+    @property
+    def tokens(self) -> int:
+        return self.in_flight.tokens
+
+    @property
+    def waits(self) -> FirstByteWaits:
+        return self.in_flight.waits
 
     @property
     def limit(self) -> int:
@@ -65,7 +99,7 @@ class Upstream:
     @property
     def tokens_unbegun(self) -> int:
         """How many tokens have no first byte yet."""
-        return self.waits.tokens + self.plain_tokens
+        return self.waits.tokens + self.in_flight.plain_tokens
 
     @property
     def keeps_accounts(self) -> bool:
@@ -80,14 +114,14 @@ class Upstream:
 
     def enter(self, tokens: int) -> None:
         self.breaker.begin()
-        self.requests += 1
-        self.tokens += tokens
+        self.in_flight.requests += 1
+        self.in_flight.tokens += tokens
         if self.in_flight_limit is not None and not self.has_room:
             self.in_flight_limit.note_full()
 
     def leave(self, tokens: int) -> None:
-        self.requests -= 1
-        self.tokens -= tokens
+        self.in_flight.requests -= 1
+        self.in_flight.tokens -= tokens
 
     def considered(self, cost: DistanceCost) -> Considered:
         return Considered(self.name, self.requests, self.tokens, *cost)

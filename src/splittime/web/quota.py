@@ -26,6 +26,11 @@ class Bucket:
         self.level = float(per_minute or 0)
         self._filled_ns = 0
 
+    def change(self, per_minute: int | None) -> None:
+        """Go on with another limit: what was used of the last minute stays used."""
+        more = (per_minute or 0) - (self.per_minute or 0)
+        self.per_minute, self.level = per_minute, min(float(per_minute or 0), self.level + more)
+
     def take(self, amount: int, now_ns: int) -> None:
         """amount: below nothing, to put back what was taken and not used."""
         if self.per_minute is not None:
@@ -66,6 +71,12 @@ class Quota:
         self.reserved_tokens = 0  # taken, and not settled
         self.expected_output_tokens = float(ASSUMED_OUTPUT_TOKENS)
         self._requests, self._tokens = Bucket(tenant.requests_per_minute), Bucket(tenant.tokens_per_minute)
+
+    def change(self, tenant: Tenant) -> None:
+        """Go on with other limits: what is open, reserved and used stays so."""
+        self.tenant = tenant
+        self._requests.change(tenant.requests_per_minute)
+        self._tokens.change(tenant.tokens_per_minute)
 
     def check(self, now_ns: int, requests: int = 1) -> None:
         """Raises `Refused` if so many more may not come in now, `RequestError` if they never may. Takes nothing."""

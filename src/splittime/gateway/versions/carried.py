@@ -1,6 +1,7 @@
 """What a new version takes over from the one before: upstreams, limits and retries that are configured alike keep their
 state, so a swap forgets no request in flight, no open breaker and no used-up limit."""
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +12,7 @@ from splittime.gateway.config import GatewayConfig, MetricsConfig, TenantConfig,
 from splittime.gateway.upstreams import Upstream
 from splittime.web.quota import Quota
 from splittime.web.tenants import Tenant
-from splittime.wire.target import Target
+from splittime.wire.target import Address, Target
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
@@ -96,15 +97,34 @@ def check_canary(old: GatewayConfig, new: GatewayConfig) -> None:
         raise ConfigError(message, code="canary_tenants", param="canary", value=len(old.tenant), limit=2, hint=hint)
 
 
-def upstream_of(before: "GatewayService | None", made: Upstream) -> Upstream:
-    """Returns the earlier version's where that is configured alike, key included; else the new one."""
-    for old in before.router.upstreams if before is not None else ():
-        if (old.config, old.key) == (made.config, made.key) and old.breaker.config == made.breaker.config:
-            return old
+def upstreams_of(before: "GatewayService | None", made: Sequence[Upstream]) -> list[Upstream]:
+    """Returns the upstreams of a new version: those of living ones where they are configured alike, key included. Who
+    is configured otherwise takes over what its address has in flight, under whichever name it had that."""
+    old = _living(before)
+    kept = {(one.name, one.address) for one in made}
+    return [_carried(one, old, kept) for one in made]
+
+
+def _living(before: "GatewayService | None") -> list[Upstream]:
+    if before is None:
+        return []
+    services = [before, *(before.versions.living if before.versions is not None else [])]
+    return list(dict.fromkeys(one for service in services for one in service.router.upstreams))
+
+
+def _carried(made: Upstream, old: Sequence[Upstream], kept: Collection[tuple[str, Address]]) -> Upstream:
+    same = [one for one in old if one.address == made.address]
+    of_name = [one for one in same if one.name == made.name]
+    for one in of_name:
+        if (one.config, one.key) == (made.config, made.key) and one.breaker.config == made.breaker.config:
+            return one
+    for one in of_name or [one for one in same if (one.name, one.address) not in kept]:
+        made.take_over(one)
+        break
     return made
 
 
 def quota_of(before: "GatewayService | None", tenant: Tenant) -> Quota:
-    """Returns the earlier version's where its limits are the same; one whose limits have changed begins anew."""
+    """Returns the earlier version's, which goes on with other limits when this version begins (`Quota.change`)."""
     old = None if before is None else before.quotas.get(tenant.name)
-    return old if old is not None and old.tenant == tenant else Quota(tenant)
+    return old if old is not None else Quota(tenant)
