@@ -122,9 +122,20 @@ def test_each_alert_fires_and_is_silent(group):
 
 
 def test_prometheus_and_its_alertmanager_take_the_configs():
-    run("promtool", "check", "config", "--syntax-only", "prometheus.yml")
     run("promtool", "check", "rules", *(f"{group}.rules.yml" for group in GROUPS))
     run("amtool", "check-config", "alertmanager.yml")
+
+
+def test_the_commands_of_the_guide_pass():
+    """As they stand there, but for the rules' tests, each of which has a test of its own."""
+    guide = (FOLDER.parent / "docs" / "guides" / "operate.md").read_text()
+    (block,) = re.findall(r"```sh\n(promtool .*?)```", guide, re.DOTALL)
+    commands = [line.replace("deploy/prometheus/", "").split() for line in block.splitlines()]
+    assert {words[0] for words in commands} == {"promtool", "amtool"}
+    for words in commands:
+        assert (PROMETHEUS / words[-1]).is_file()
+        if words[:2] != ["promtool", "test"]:
+            run(*words)
 
 
 def test_commands_of_the_runbooks_are_commands():
