@@ -219,6 +219,7 @@ def test_a_status_beyond_all_is_a_bad_answer(typed):
 def test_an_unknown_response_is_a_clear_error(typed, response_id):
     status, told = call(typed, "GET", f"{RESPONSES}/{response_id}")
     assert (status, told["error"]["code"]) == (404, "not_found")
+    assert re.search(r"started at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, and knows none from before", told["error"]["hint"])
     status, answer, account = ask(typed, RESPONSES, "kept", previous_response_id="resp_unknown")
     assert (status, json.loads(answer)["error"]["code"]) == (404, "previous_response_not_found")
     assert account.attempts == ()

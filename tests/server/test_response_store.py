@@ -110,6 +110,14 @@ def test_a_store_of_none_keeps_none() -> None:
     assert refused.value.info.code == "previous_response_not_found"
 
 
+def test_who_asks_for_what_a_restart_took_is_told_when_the_store_was_empty() -> None:
+    store = ResponseStore(9, MANY, 9)
+    store._begun_unix_s = 1_795_896_660.9
+    with pytest.raises(NotFound) as refused:
+        store.get("a", "0", "previous_response_id")
+    assert "from before 2026-11-28T20:11:00Z, when it started with an empty store" in (refused.value.info.hint or "")
+
+
 steps = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 900), st.integers(0, 400)), max_size=60
 )

@@ -5,6 +5,7 @@ compare readings. `VirtualClock` is moved by hand: the simulator and the law tes
 """
 
 import time
+from datetime import UTC, datetime
 from typing import Protocol
 
 
@@ -33,3 +34,8 @@ class VirtualClock:
     def advance_to(self, at_ns: int) -> None:
         """Unless it is later already."""
         self._now_ns = max(self._now_ns, at_ns)
+
+
+def utc_text(unix_s: float) -> str:
+    """Returns an instant to the second, as 2026-11-28T20:11:00Z."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

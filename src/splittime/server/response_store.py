@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound
 
 ENTRY_BYTES = 512  # for what an entry takes beside its texts
@@ -57,7 +58,7 @@ class ResponseStore:
         self, most_responses: int, most_bytes: int, for_s: float, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._most_responses, self._most_bytes, self._for_s = most_responses, most_bytes, for_s
-        self._clock = clock
+        self._clock, self._begun_unix_s = clock, time.time()
         self._shelves: dict[str, Shelf] = {}
 
     @property
@@ -115,7 +116,8 @@ class ResponseStore:
     def _not_found(self, response_id: str, param: str) -> NotFound:
         if self.is_on:
             bounds = f"{self._most_responses} responses and {self._most_bytes} bytes, each for {self._for_s:g} s"
-            hint = f"the server keeps {bounds}, and none with store false; send the conversation as input"
+            empty = f"from before {utc_text(self._begun_unix_s)}, when it started with an empty store"
+            hint = f"the server keeps {bounds}, and none with store false or {empty}; send the conversation as input"
         else:
             hint = "this server keeps no responses (--max-stored-responses 0); send the conversation as input"
         return NotFound(

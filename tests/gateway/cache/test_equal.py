@@ -1,6 +1,7 @@
 """Equal requests: what is given again, to whom, and what the account, the headers and the counts say of it."""
 
 import json
+import re
 import time
 import uuid
 
@@ -253,6 +254,12 @@ def test_what_cannot_be_purged_is_said(caching, path, raw, status, code):
     told, _, data = caching.ask("", path=path, raw=raw)
     assert told == status
     assert code is None or json.loads(data)["error"]["code"] == code
+
+
+def test_who_asks_for_what_is_gone_is_told_since_when_answers_are_kept(caching):
+    raw = b'{"entry": "equal-' + b"1" * 64 + b'"}'
+    hint = json.loads(caching.ask("", path="/cache/wrong", raw=raw)[2])["error"]["hint"]
+    assert re.search(r"the store has none from before \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ, when it was empty", hint)
 
 
 def test_a_gateway_that_keeps_nothing_says_so(gateway):

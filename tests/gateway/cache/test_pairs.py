@@ -123,7 +123,6 @@ def test_what_is_one_value_of_json_is_one_request(one, other):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ('{"best_of": true}', "{}"),
         ('{"echo": 0}', "{}"),
         ('{"seed": true}', '{"seed": 1}'),
         ('{"seed": "1"}', '{"seed": 1}'),

@@ -1,11 +1,13 @@
 """Both stores keep, give back, bound and purge alike; a server that is not there is a miss."""
 
+import time
+
 import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.gateway.cache.kept import KeptAnswer, KeptPiece
 from splittime.gateway.cache.stores import PART, Purge, SqliteAnswers
-from splittime.gateway.cache.valkey import ValkeyAnswers
+from splittime.gateway.cache.valkey import BEGUN, ValkeyAnswers
 from splittime.gateway.valkey_connection import address_of
 
 from ..conftest import gateway_of
@@ -61,6 +63,35 @@ def test_what_is_purged_is_gone(store, which, gone):
         store.put(one, 10**6)
     assert set(purged(store, which)) == gone
     assert {key for key in "abc" if store.get(key) is None} == gone
+
+
+def test_it_is_known_since_when_answers_are_kept(store):
+    """Also after a purge, which takes what it was asked to take."""
+    if isinstance(store, ValkeyAnswers):
+        store._connection.ask(b"DEL", BEGUN)
+        assert store.begun_unix_s() is None
+    store.put(answer("a"), 60)
+    begun_s = store.begun_unix_s()
+    assert time.time() - 60 < begun_s <= time.time() + 0.001
+    purged(store, Purge())
+    store.put(answer("b"), 60)
+    assert store.begun_unix_s() == begun_s
+
+
+def test_a_file_keeps_when_it_began_and_one_of_another_format_begins_anew(tmp_path):
+    path = str(tmp_path / "answers.db")
+    first = SqliteAnswers(path, 2**20)
+    first.put(answer("a"), 60)
+    begun_s = first.begun_unix_s()
+    first.close()
+    second = SqliteAnswers(path, 2**20)
+    assert (second.begun_unix_s(), second.num_answers) == (begun_s, 1)
+    second._rows.execute("PRAGMA user_version = 1")
+    second.close()
+    third = SqliteAnswers(path, 2**20)
+    assert third.begun_unix_s() > begun_s
+    assert (third.num_answers, third.get("a")) == (0, None)
+    third.close()
 
 
 def test_a_purge_goes_by_parts(store):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from splittime.api.decode import decode_once
+from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound, RequestError
 from splittime.gateway.cache.kept import KINDS
 from splittime.gateway.cache.stores import STORE_ERRORS, Purge
@@ -57,10 +58,15 @@ async def wrong(gateway: "GatewayService", scope: http.Scope, receive: http.Rece
     entry = (await _body(scope, receive, WrongBody)).entry
     kind, key = _parted(entry)
     if not await _purged(cache, Purge(tenant=tenant.sees, key=key)):
-        hint = "X-Cache-Entry of the hit names it; it may have been taken out since"
+        hint = f"X-Cache-Entry of the hit names it; it may have been taken out since{await _since(cache)}"
         raise NotFound("no such answer is kept", code="no_such_entry", param="entry", hint=hint)
     cache.wrong[kind] += 1
     await http.respond_json(send, {"removed": True})
+
+
+async def _since(cache: "ResponseCache") -> str:
+    begun_s = await cache.begun_unix_s()
+    return "" if begun_s is None else f", and the store has none from before {utc_text(begun_s)}, when it was empty"
 
 
 def _cache(gateway: "GatewayService") -> "ResponseCache":

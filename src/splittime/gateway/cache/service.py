@@ -209,6 +209,14 @@ class ResponseCache:
             self._purging = tuple(others)
         return count
 
+    async def begun_unix_s(self) -> float | None:
+        """Returns since when the store keeps what it was given; None where that is not known."""
+        try:
+            return await self._in_thread(self.store.begun_unix_s)  # type: ignore[no-any-return]
+        except STORE_ERRORS:
+            self.num_errors += 1
+            return None
+
     def _purge_part(self, parts: Iterator[list[str]]) -> int | None:
         """Returns how many went; None when there are no more parts."""
         gone = next(parts, None)

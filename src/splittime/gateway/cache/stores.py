@@ -8,6 +8,7 @@ more answers there are: a purge goes by parts, so that what is looked up meanwhi
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from splittime.core.errors import ConfigError
 from splittime.gateway.cache.kept import KeptAnswer, from_bytes, to_bytes
 
 STORE_ERRORS = (sqlite3.Error, OSError, ValueError)
-FORMAT = 1  # of a row; a file of another is emptied
+FORMAT = 2  # of a row; a file of another is emptied
 LAST_ROW = 2**63 - 1
 PART = 64  # answers that are looked at, or go, in one turn of the thread
 
@@ -62,6 +63,9 @@ class AnswerStore(Protocol):
 
     def each(self) -> Iterator[KeptAnswer]:
         """Yields every answer that an index at the start needs, the oldest first."""
+
+    def begun_unix_s(self) -> float | None:
+        """Returns when it was empty last: nothing from before is in it. None where that is not known."""
 
     def close(self) -> None:
         """Let go of the file or the connection."""
@@ -124,6 +128,10 @@ class SqliteAnswers:
             with contextlib.suppress(ValueError):
                 yield from_bytes(body)
 
+    def begun_unix_s(self) -> float | None:
+        (begun,) = self._rows.execute("SELECT min(unix_s) FROM begun").fetchone()
+        return None if begun is None else float(begun)
+
     def close(self) -> None:
         self._rows.close()
 
@@ -152,7 +160,7 @@ def _opened(path: str | None) -> sqlite3.Connection:
         rows.execute("PRAGMA journal_mode = WAL")
         rows.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is asked again
         if rows.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
-            rows.execute("DROP TABLE IF EXISTS answers")
+            _begin(rows)
         rows.execute(
             "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, tenant TEXT, model TEXT, created_unix_s REAL, "
             "expires_unix_s REAL, used INTEGER, size INTEGER, body BLOB)"
@@ -166,6 +174,14 @@ def _opened(path: str | None) -> sqlite3.Connection:
             f"cache.file: cannot use {path}: {error}", param="cache.file", value=path, hint=hint
         ) from error
     return rows
+
+
+def _begin(rows: sqlite3.Connection) -> None:
+    """Empty it, and write down when that was."""
+    for table in ("answers", "begun"):
+        rows.execute(f"DROP TABLE IF EXISTS {table}")
+    rows.execute("CREATE TABLE begun (unix_s REAL)")
+    rows.execute("INSERT INTO begun VALUES (?)", (time.time(),))
 
 
 def _refuse_others(rows: sqlite3.Connection) -> None:

@@ -6,6 +6,7 @@ finds by likeness what it has kept itself. A server that does not answer is a mi
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from itertools import islice
 
@@ -14,6 +15,7 @@ from splittime.gateway.cache.stores import PART, Purge
 from splittime.gateway.valkey_connection import ValkeyConnection, address_of
 
 PREFIX = b"splittime:answer:1:"
+BEGUN = b"splittime:answers-since"
 SCANNED = b"256"
 
 
@@ -30,7 +32,8 @@ class ValkeyAnswers:
 
     def put(self, answer: KeptAnswer, max_age_s: float) -> list[str]:
         life_ms = b"%d" % max(1, int(max_age_s * 1000))
-        self._connection.ask(b"SET", PREFIX + answer.key.encode(), to_bytes(answer), b"PX", life_ms)
+        begun = (b"SET", BEGUN, b"%.3f" % time.time(), b"NX")  # once, in a server that has lost what it had
+        self._connection.ask_all(begun, (b"SET", PREFIX + answer.key.encode(), to_bytes(answer), b"PX", life_ms))
         self.num_answers += 1
         self.num_bytes += answer.size
         return []
@@ -51,6 +54,10 @@ class ValkeyAnswers:
     def each(self) -> Iterator[KeptAnswer]:
         """Yields none: whose questions they are, each gateway knows of itself."""
         return iter(())
+
+    def begun_unix_s(self) -> float | None:
+        found = self._connection.ask(b"GET", BEGUN)
+        return float(found) if isinstance(found, bytes) else None
 
     def close(self) -> None:
         self._connection.close()

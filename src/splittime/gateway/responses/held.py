@@ -6,11 +6,13 @@ tenant first that has most.
 """
 
 import re
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound, RequestError
 from splittime.gateway.endpoints import RESPONSES
 from splittime.gateway.forwarded import ForwardedRequest, with_model
@@ -32,10 +34,11 @@ class HeldResponse(NamedTuple):
 
 
 class HeldResponses:
-    """What is known of every tenant's responses."""
+    """What is known of every tenant's responses. begun_unix_s: since when."""
 
     def __init__(self, most: int = MAX_RESPONSES) -> None:
         self._most, self._num = most, 0
+        self.begun_unix_s = time.time()
         self._by_tenant: dict[str, OrderedDict[str, HeldResponse]] = {}
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) 
     held = gateway.held.get(tenant.name, request.previous_id)
     if held is None:
         if _is_shared(gateway, request):
-            raise not_found(request.previous_id, "previous_response_id", "previous_response_not_found")
+            raise _not_found(gateway, request.previous_id, "previous_response_id", "previous_response_not_found")
         return request
     route = gateway.difficulty.route(request)
     if route is not None and held.model in (route.small, route.large):
@@ -99,7 +102,7 @@ def keeper_of(gateway: "GatewayService", tenant: Tenant, response_id: str) -> Up
     is_only = held is None and not gateway.config.tenant and len(upstreams) == 1
     found = next((one for one in upstreams if is_only or (held is not None and one.name == held.upstream)), None)
     if found is None or not _ID.fullmatch(response_id):
-        raise not_found(response_id, "response_id", "not_found")
+        raise _not_found(gateway, response_id, "response_id", "not_found")
     return found
 
 
@@ -109,7 +112,10 @@ def _unknown_item(param: str) -> RequestError:
     return RequestError(message, code="unsupported_field", param=param, hint=hint)
 
 
-def not_found(response_id: str, param: str, code: str) -> NotFound:
-    hint = f"POST {RESPONSES} with the conversation as input: what an upstream keeps is known until the gateway ends"
+def _not_found(gateway: "GatewayService", response_id: str, param: str, code: str) -> NotFound:
+    began = utc_text(gateway.held.begun_unix_s)
+    hint = (
+        f"POST {RESPONSES} with the conversation as input: the gateway started at {began}, and knows none from before"
+    )
     message = f"no response {response_id[:64]!r} of this key is known"
     return NotFound(message, code=code, param=param, value=response_id[:64], hint=hint)
