@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks.server_process import free_port, wait_until_ready
 from patience import until
-from splittime.gateway.resume.request import TOKEN_IDS
-from splittime.gateway.resume.story import StreamStory
+from splittime.gateway.forwarded import forwarded
+from splittime.gateway.resume.request import TEXT, TOKEN_IDS, continued
+from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, prompt_of
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
@@ -274,3 +275,72 @@ def test_a_chat_that_has_not_begun_its_content_does_not_go_on(deltas: list[dict]
     if goes_on:  # what another upstream says is content
         story.note({"choices": [{"index": 0, "text": "c", "token_ids": [9]}]})
         assert story.is_known
+
+
+# ---- how many tokens there were, by text
+
+
+def words(number: int, **more) -> dict:
+    return {"id": "x", "choices": [{"index": 0, "text": "w " * number}], **more}
+
+
+def broken_story(*chunks: dict) -> StreamStory:
+    story = StreamStory(COMPLETIONS, TEXT, "Count: ", False)
+    recorder = StreamRecorder(story)
+    for chunk in chunks:
+        recorder.edit(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    return story
+
+
+def counted(tokens: int) -> dict:
+    return {"usage": {"prompt_tokens": 5, "completion_tokens": tokens}}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens"),
+    [
+        ([words(10)] * 5, 50),  # events of ten tokens counted as five
+        ([words(1)] * 7, 7),
+        ([words(3, **counted(12)), words(3, **counted(24))], 24),
+        ([words(3, **counted(12)), words(2)], 14),
+        ([words(3, usage=None), words(3, timings={"predicted_n": 9})], 9),
+        ([{"id": "x", "choices": [{"index": 0, "text": "x" * 400}]}], 100),
+        ([{"id": "x", "choices": [{"index": 0, "text": ""}]}], 0),
+    ],
+)
+def test_tokens_by_text_are_those_that_are_told_or_seem_to_be_there(chunks, tokens):
+    story = broken_story(*chunks)
+    assert story.num_tokens == tokens
+    body = {"model": "m", "prompt": "Count: ", "max_tokens": 100}
+    request = forwarded(COMPLETIONS, json.dumps(body).encode(), 16)
+    asked = json.loads(continued(request, body, TEXT, prompt_of(story), story.num_tokens).body)
+    assert asked["max_tokens"] == 100 - tokens or tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("chunks", "usage", "whole"),
+    [
+        ([words(10)] * 5, (55, 48), (5, 98)),
+        ([words(10)] * 5, (10, 48), (10, 98)),  # it counts nobody's tokens but its own: not 0
+        ([words(10, **counted(20))], (30, 4), (5, 24)),  # the first one said how long the prompt is
+    ],
+)
+def test_usage_counts_what_both_wrote(chunks, usage, whole):
+    story = broken_story(*chunks)
+    told = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
+    splicer = Splicer(story, {})
+    end = splicer.edit(b"data: " + json.dumps({"choices": [], "usage": told}).encode() + b"\n\n")
+    assert json.loads(end.removeprefix(b"data: "))["usage"] == {
+        "prompt_tokens": whole[0],
+        "completion_tokens": whole[1],
+        "total_tokens": sum(whole),
+    }
+
+
+def test_a_third_upstream_goes_on_after_both():
+    story = broken_story(words(4, **counted(6)))
+    splicer = Splicer(story, {})
+    splicer.edit(b"data: " + json.dumps(words(2, usage={"completion_tokens": 3})).encode() + b"\n\n")
+    assert story.num_tokens == 9
+    Splicer(story, {})
+    assert story.num_tokens == 9

@@ -3,6 +3,9 @@
 Each chunk of a stream that may be continued is read. Its client sees it as the upstream wrote it, without the token ids
 that only the gateway asked for. Chunks of the second upstream get the first one's id, model and form (a chat's, if it
 was one), the first of them says `resumed`, and `usage` counts the answer as one.
+
+By text an answer's tokens are those that the upstream tells in its chunks. Where it tells none they are estimated: a
+chunk is a token, unless it has several words.
 """
 
 from typing import Any
@@ -10,11 +13,13 @@ from typing import Any
 import msgspec
 
 from splittime.gateway.endpoints import CHAT
+from splittime.gateway.forwarded import BYTES_PER_TOKEN
 from splittime.gateway.resume.request import TEXT, TOKEN_IDS
 from splittime.wire.sse import EventLines
 
 MAX_TOKENS = 2**18  # of an answer that is remembered; a longer one is not continued
 MAX_CHARS = 2**22
+LONG_TOKEN_CHARS = 32  # no token of a text is longer, but for runs of one character
 HEAD = ("id", "object", "created", "model", "system_fingerprint")
 DONE = b"[DONE]"
 Fields = dict[str, Any]
@@ -31,7 +36,10 @@ class StreamStory:
         self.prompt_ids: list[int] | None = None if way == TOKEN_IDS else []
         self.token_ids: list[int] = []
         self._texts: list[str] = []
-        self._num_chars = self._num_pieces = 0
+        self._num_chars = 0
+        self._before_tokens = self._told_tokens = 0  # of earlier upstreams; of this one, as it told
+        self._estimated_tokens = 0  # of its chunks since then
+        self.prompt_tokens: int | None = None  # as the first one told them
         self.head: Fields = {}
         self.is_ended = False  # a finish reason was told
         self.is_lost = False  # it cannot be told any more where the stream stands
@@ -39,8 +47,10 @@ class StreamStory:
 
     @property
     def num_tokens(self) -> int:
-        """The answer's tokens so far; by `text` its pieces, for want of anything better."""
-        return len(self.token_ids) if self.way == TOKEN_IDS else self._num_pieces
+        """The answer's tokens so far; by `text` as they were told, or as estimated."""
+        if self.way == TOKEN_IDS:
+            return len(self.token_ids)
+        return self._before_tokens + self._told_tokens + self._estimated_tokens
 
     @property
     def text(self) -> str:
@@ -50,11 +60,26 @@ class StreamStory:
     def is_known(self) -> bool:
         return bool(self.head) and self.prompt_ids is not None and not self.is_lost and self._is_in_content
 
+    def go_on(self) -> None:
+        """What comes now is another upstream's."""
+        self._before_tokens, self._told_tokens, self._estimated_tokens = self.num_tokens, 0, 0
+
     def note(self, chunk: Fields) -> None:
         """A chunk that the client is about to have."""
         self.head = self.head or {name: chunk[name] for name in HEAD if name in chunk}
         for choice in chunk.get("choices") or ():
             self._note_choice(choice)
+        self._note_told(chunk.get("usage"), chunk.get("timings"))
+
+    def _note_told(self, usage: object, timings: object) -> None:
+        told = usage if isinstance(usage, dict) else {}
+        tokens = told.get("completion_tokens")
+        if tokens is None and isinstance(timings, dict):  # of llama.cpp
+            tokens = timings.get("predicted_n")
+        if type(tokens) is int and tokens >= self._told_tokens:
+            self._told_tokens, self._estimated_tokens = tokens, 0
+        if self.prompt_tokens is None and not self._before_tokens and type(told.get("prompt_tokens")) is int:
+            self.prompt_tokens = told["prompt_tokens"]
 
     def _note_choice(self, choice: Fields) -> None:
         self.is_ended = self.is_ended or choice.get("finish_reason") is not None
@@ -67,9 +92,17 @@ class StreamStory:
             self.is_lost = self.is_lost or (not told and bool(choice.get("text"))) or len(self.token_ids) > MAX_TOKENS
         elif text := choice.get("text"):
             self._texts.append(text)
-            self._num_pieces += 1
+            self._estimated_tokens += text_tokens(text)
             self._num_chars += len(text)
             self.is_lost = self.is_lost or self._num_chars > MAX_CHARS
+
+
+def text_tokens(text: str) -> int:
+    """Returns about how many tokens a chunk's text has: one, unless it has several words or is too long for one."""
+    words = len(text.split())
+    if words <= 1 and len(text) <= LONG_TOKEN_CHARS:
+        return 1
+    return max(words, len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 class StreamRecorder:
@@ -114,6 +147,7 @@ class Splicer(StreamRecorder):
 
     def __init__(self, story: StreamStory, mark: Fields) -> None:
         super().__init__(story)
+        story.go_on()
         self._before, self._mark = story.num_tokens, mark
 
     def _shown(self, chunk: Fields) -> Fields:
@@ -131,9 +165,14 @@ class Splicer(StreamRecorder):
 
     def _whole_usage(self, usage: Fields) -> Fields:
         """The first upstream's prompt, and the answer of both."""
-        moved = min(self._before, usage.get("prompt_tokens", 0))
-        prompt = usage.get("prompt_tokens", 0) - moved
-        usage |= {"prompt_tokens": prompt, "completion_tokens": usage.get("completion_tokens", 0) + moved}
+        told, before = usage.get("prompt_tokens", 0), self._before
+        prompt = told - before if told >= before else told  # else it was not counted as this one counts
+        if self._story.way == TEXT and self._story.prompt_tokens is not None:
+            prompt = self._story.prompt_tokens
+        output = usage.get("completion_tokens", 0) + before
+        usage |= {"prompt_tokens": prompt, "completion_tokens": output}
+        if "total_tokens" in usage:
+            usage["total_tokens"] = prompt + output
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             details["cached_tokens"] = min(details["cached_tokens"], prompt)
