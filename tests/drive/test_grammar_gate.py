@@ -1,6 +1,7 @@
 """Grammars that are compiled beside the loop: who waits for one is held, and nobody else."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -22,21 +23,25 @@ class SlowCompiler:
     """Knows "known"; compiles others when it is let, and refuses "bad"."""
 
     def __init__(self) -> None:
-        self.may_go, self.asked = threading.Event(), []
+        self.may_go, self.asked, self.changed = threading.Event(), [], threading.Condition()
 
-    def is_known(self, grammar: str) -> bool:
+    def is_known(self, grammar: str, cache_salt: str = "") -> bool:
         return grammar == "known"
 
-    def compile(self, grammar: str) -> None:
-        self.asked.append(grammar)
-        assert self.may_go.wait(20)
+    def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
+        with self.changed:
+            self.asked.append(grammar)
+            self.changed.notify_all()
+        while not self.may_go.wait(0.01):
+            if not is_wanted():
+                raise LookupError
         if grammar == "bad":
             raise RequestError("no such grammar", param="grammar")
 
 
-def request_of(name: str, grammar: str = "") -> Request:
+def request_of(name: str, grammar: str = "", salt: str = "") -> Request:
     sampling = SamplingParams(max_tokens=2, seed=0, grammar=grammar)
-    return Request(request_id=name, prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=0)
+    return Request(request_id=name, prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=0, cache_salt=salt)
 
 
 def crank_of(grammars: SlowCompiler | None) -> Crank:
@@ -44,15 +49,25 @@ def crank_of(grammars: SlowCompiler | None) -> Crank:
     return Crank(EngineParts(engine, FakeRunner(), grammars=grammars), VirtualClock())
 
 
+class Told(list):
+    """What an engine's loop is given. wait_for: returns when there are so many messages."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Condition()
+
+    def put(self, message: object) -> None:
+        with self.arrived:
+            self.append(message)
+            self.arrived.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self) >= count, timeout=20)
+
+
 def test_only_who_asks_for_an_unknown_grammar_is_held() -> None:
-    compiler, told, arrived = SlowCompiler(), [], threading.Condition()
-
-    def put(message: object) -> None:
-        with arrived:
-            told.append(message)
-            arrived.notify_all()
-
-    gate = GrammarGate(compiler, put)
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
     submits = [Submit(request_of(name, name)) for name in ("good", "known", "", "bad", "last")]
     for message in submits:
         gate.let_in(message)
@@ -60,42 +75,73 @@ def test_only_who_asks_for_an_unknown_grammar_is_held() -> None:
     held = [Submit(one.request, Cause.GRAMMAR) for one in submits]
     assert told == [held[0], submits[1], submits[2], held[3], held[4], Abort("good")]
     compiler.may_go.set()
-    with arrived:
-        assert arrived.wait_for(lambda: len(told) == 8, timeout=20)
-    assert isinstance(told[6], Fail)
-    assert (told[6].request_id, told[6].error.message) == ("bad", "no such grammar")
-    assert told[7] == Release("last")
-    assert compiler.asked == ["good", "bad", "last"]
+    told.wait_for(8)
+    ends = {one.request_id: one for one in told[6:]}
+    assert isinstance(ends["bad"], Fail)
+    assert ends["bad"].error.message == "no such grammar"
+    assert ends["last"] == Release("last")
+    assert sorted(compiler.asked) == ["bad", "good", "last"]
 
 
 def test_who_has_gone_is_not_compiled_for_and_its_id_may_come_again() -> None:
-    compiler, told = SlowCompiler(), []
-    gate = GrammarGate(compiler, told.append)
-    for message in (Submit(request_of("a", "first")), Submit(request_of("x", "old")), Abort("x")):
+    """Not begun, where it waited; else its compiler hears that it is not wanted."""
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for message in (*(Submit(request_of(name, name)) for name in "abx"), Abort("x"), Abort("a")):
         gate.let_in(message)
     again = request_of("x", "new")
     gate.let_in(Submit(again))
+    with compiler.changed:  # "a" makes room without being let go
+        assert compiler.changed.wait_for(lambda: "new" in compiler.asked, timeout=20)
     compiler.may_go.set()
-    gate._pool.shutdown(wait=True)
-    assert compiler.asked == ["first", "new"]
-    assert told[-3:] == [Submit(again, Cause.GRAMMAR), Release("a"), Release("x")]
+    told.wait_for(8)
+    assert sorted(compiler.asked) == ["a", "b", "new"]
+    assert told[5] == Submit(again, Cause.GRAMMAR)
+    assert {one.request_id for one in told[6:]} == {"b", "x"}
 
 
 def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(monkeypatch) -> None:
     class Broken(SlowCompiler):
-        def compile(self, grammar: str) -> None:
+        def compile(self, *of: object) -> None:
             assert self.may_go.wait(20)
             raise MemoryError
 
     monkeypatch.setattr("splittime.drive.grammar_gate.MOST_WAITING", 1)
-    compiler, told = Broken(), []
-    gate = GrammarGate(compiler, told.append)
-    gate.let_in(Submit(request_of("one", "a")))
-    gate.let_in(Submit(request_of("two", "b")))
-    assert (told[-1].request_id, told[-1].error.status) == ("two", 429)
+    compiler, told = Broken(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for name in ("one", "two"):
+        gate.let_in(Submit(request_of(name, name)))
+    gate.let_in(Submit(request_of("other", "other", "another tenant\0")))
+    assert [(one.request_id, one.error.status) for one in told if isinstance(one, Fail)] == [("two", 429)]
     compiler.may_go.set()
-    gate._pool.shutdown(wait=True)
-    assert (told[-1].request_id, told[-1].error.status) == ("one", 500)
+    told.wait_for(6)
+    assert {(one.request_id, one.error.status) for one in told[-2:]} == {("one", 500), ("other", 500)}
+
+
+def test_one_tenants_forms_leave_threads_for_anothers() -> None:
+    """Sixty that never end of one; one of another is compiled at once, whatever salts the requests name."""
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for number in range(60):
+        gate.let_in(Submit(request_of(f"a{number}", f"a{number}", f"a\0{number}")))
+    gate.let_in(Submit(request_of("b", "of b", "b\0")))
+    with compiler.changed:
+        assert compiler.changed.wait_for(lambda: "of b" in compiler.asked, timeout=20)
+    assert len(compiler.asked) == 3
+    compiler.may_go.set()
+    told.wait_for(122)
+    assert {type(one) for one in told[61:]} == {Release}
+
+
+def test_tenants_take_turns(monkeypatch) -> None:
+    monkeypatch.setattr("splittime.drive.grammar_gate.THREADS", 1)
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for name in ("a1", "a2", "a3", "b1", "b2"):
+        gate.let_in(Submit(request_of(name, name, name[0] + "\0")))
+    compiler.may_go.set()
+    told.wait_for(10)
+    assert compiler.asked == ["a1", "a2", "b1", "a3", "b2"]
 
 
 def test_without_a_compiler_nothing_is_held_here() -> None:

@@ -242,7 +242,8 @@ def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
 
 def test_a_draft_that_is_too_much_for_the_parser_does_not_end_its_request(known: Grammars) -> None:
     words = " | ".join(f'"0{number:04}"' for number in range(4000))
-    walk = known.walk(grammars.of_lark(f'start: "x" | w\nw: {words}', "g"))
+    grammar = grammars.of_lark(f'start: "x" | w\nw: {words}', "g")
+    walk = GrammarWalk(compiled._compile(known._known_tokenizer(), grammar))
     zero, x = ids("0")[0], ids("x")[0]
     assert allowed(walk, [zero, zero], 0) is None
     assert x in allowed(walk, [], 0)
@@ -255,20 +256,6 @@ def test_the_end_may_come_only_where_the_answer_could_end(known: Grammars) -> No
     assert 0 not in allowed(walk, [], 0)
     assert {0, b} <= set(allowed(walk, [a], 1))
     assert allowed(walk, [a, b], 2) == [0]
-
-
-def test_grammars_are_kept_up_to_a_bound(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_KEPT", 2)
-    few = Grammars(load_tokenizer(locate(None)).to_json, 4096)
-    names = [grammars.of_choice([word], "choice") for word in ("a", "b", "c")]
-    few.compile(names[0])
-    few.compile(names[1])
-    few.compile(names[0])  # is the latest again
-    few.compile(names[2])
-    assert [few.is_known(name) for name in names] == [True, False, True]
-    with pytest.raises(RequestError, match="cannot be held"):
-        few.compile("nothing that is one")
-    assert few.is_known("nothing that is one")
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said() -> None:

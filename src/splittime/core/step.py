@@ -117,6 +117,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
         the machine's byte order, not normalised. A runner that computes no model leaves it empty.
     error: this row alone failed, sampling or not (say, its logits are not finite); its request ends, the others go on.
         What the request itself is to blame for comes whole, as its client is to be told.
+    is_late: what may come was not known in time, so that the row, which was to sample, gave no token. The request gets
+        no row until the driver hears that it is known.
     """
 
     request_id: str
@@ -127,6 +129,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):
     error: str | ErrorInfo | None = None
     draft_survival: tuple[float, ...] = ()
     pooled: bytes = b""
+    is_late: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -141,7 +141,7 @@ class Crank:
         if self._grammars is None:
             return RequestError("this engine cannot hold answers to a form", code="grammar", param="grammar")
         try:
-            self._grammars.compile(grammar)
+            self._grammars.compile(grammar, request.cache_salt)
         except SplittimeError as error:
             return error
         return None
@@ -223,6 +223,11 @@ class Crank:
     def has_work(self) -> bool:
         """A turn would have something to do (or to say)."""
         return self.engine.has_work or self.falls_asleep_next
+
+    @property
+    def is_awaiting(self) -> bool:
+        """All who run wait for what may come in their answers."""
+        return bool(self.engine.scheduler.running) and not self.engine.scheduler.may_run
 
     def seconds_to_deadline(self) -> float | None:
         """How long until a turn has something to do though nothing comes in; None: it never has."""

@@ -39,6 +39,7 @@ from splittime.drive.messages import (
 
 Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | AdapterLoaded | Exported], None]
 QUIET_S = 0.1
+AWAITING_S = 0.001
 
 
 class Arrivals(Protocol):
@@ -103,6 +104,8 @@ def run_loop(crank: Crank, arrivals: Arrivals, send: Send) -> None:
         output = crank.turn()
         if output is not None:
             send(output)
+        elif crank.is_awaiting:  # somebody queues, and those who run wait for what may come in their answers
+            arrivals.wait(AWAITING_S)
 
 
 def _wait(crank: Crank, arrivals: Arrivals, send: Send) -> None:

@@ -36,8 +36,11 @@ from splittime.runner.reasoning_bound import bound_of
 from splittime.runner.row_checks import check_drafts, check_row
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
-    from splittime.runner.form_masks import FormMasks
-    from splittime.runner.form_walk import GrammarWalk
+    from concurrent.futures import Future
+
+    from splittime.runner.far_forms import FarWalk
+    from splittime.runner.form_masks import FormMasks, FoundMasks
+    from splittime.runner.form_walk import GrammarWalk, Key
     from splittime.runner.grammars import Grammars
 
 
@@ -50,6 +53,8 @@ class Slot:
     dead_end: the position of the first draft of its row behind which nothing may come.
     pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
     adapter: what is added to the model's products for it; None: nothing.
+    is_late: nothing is sampled for it in this step, as what may come is not known in time. late_mask: where that was
+        so last, which place, and the look at it.
     """
 
     __slots__ = (
@@ -60,6 +65,8 @@ class Slot:
         "dead_end",
         "error",
         "grammar",
+        "is_late",
+        "late_mask",
         "listed_at_all",
         "max_tokens",
         "num_known",
@@ -82,7 +89,9 @@ class Slot:
         self.tokens[:known] = admitted.token_ids
         self.num_known = known
         self.pooled: Tensor | None = None
-        self.grammar: GrammarWalk | None = None
+        self.grammar: GrammarWalk | FarWalk | None = None
+        self.is_late = False
+        self.late_mask: tuple[Key, Future[FoundMasks]] | None = None
         self.adapter: Adapter | None = None
         self.reasoning_bound = bound_of(admitted.sampling)
         self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
@@ -102,7 +111,7 @@ class Slot:
     def learn(self, row: Row) -> None:
         """Take in what a row brings: its blocks, its tokens if it has them, and its drafts."""
         self.block_ids.extend(row.new_block_ids)
-        self.dead_end = self.max_tokens
+        self.dead_end, self.is_late = self.max_tokens, False
         if row.token_ids != (PENDING,):
             self._learn(row.start, row.token_ids)
         if row.draft_token_ids:
@@ -227,7 +236,7 @@ class Slots:
         Raises `SplittimeError` where there is no such thing."""
         adapter, grammar = slot.admitted.adapter, slot.admitted.sampling.grammar
         if grammar and self.grammars is not None:
-            slot.grammar = self.grammars.walk(grammar)
+            slot.grammar = self.grammars.walk(grammar, slot.admitted.cache_salt)
             self.masks = self.masks or self.grammars.masks()
         if adapter and self.adapters is None:
             slot.error = "this runner has no adapters"

@@ -251,6 +251,11 @@ class Launched:
         if slot.error is not None:
             self.results[request_id] = RowResult(request_id, error=slot.error)
             return
+        if slot.is_late:
+            self.results[request_id] = RowResult(
+                request_id, prompt_logprobs=found.prompt_scores.get(request_id, ()), is_late=True
+            )
+            return
         pooled = found.pooled.get(request_id)
         vector, scores = b"" if pooled is None else pooled.numpy().tobytes(), found.prompt_scores.get(request_id, ())
         self.results[request_id] = RowResult(request_id, tokens, logprobs, scores, pooled=vector)
@@ -271,14 +276,17 @@ def _accepted(
     if not batch.has_drafts:
         for line in lines:
             index = sampling[line]
-            batch.slots[index].learn_sampled(contexts[index], tokens[line])
+            if not batch.slots[index].is_late:
+                batch.slots[index].learn_sampled(contexts[index], tokens[line])
             yield batch.slots[index], [line]
         return
     accepted: dict[Slot, list[int]] = {}
     for line in sorted(lines, key=lambda line: contexts[sampling[line]]):
         index = sampling[line]
         slot = batch.slots[index]
-        if slot.knows(contexts[index] - 1, batch.rows[index].token_ids[-1]):  # else a draft was wrong
+        if slot.is_late:
+            accepted.setdefault(slot, [])
+        elif slot.knows(contexts[index] - 1, batch.rows[index].token_ids[-1]):  # else a draft was wrong
             slot.learn_sampled(contexts[index], tokens[line])
             accepted.setdefault(slot, []).append(line)
     for slot, num_rows in Counter(batch.slots).items():

@@ -14,8 +14,9 @@ come where it must.
 
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import llguidance
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Exception, and none of these
 QUICK_NS = 1_000_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
 SLOW_NS = 2 * QUICK_NS  # for one place: a look as long as this counts, though it may have been interrupted
+LATE_NS = QUICK_NS // 2  # which a step waits for masks, of all its answers together
+LATE_ALONE_NS = 5 * QUICK_NS  # where all of its answers wait for one
 
 
 class FoundMask(NamedTuple):
@@ -45,11 +48,15 @@ FoundMasks = dict[Key, FoundMask]
 
 
 class FormMasks:
-    """The masks of one model's answers. eos_token_id: what the parser takes for the end. num_threads: the parser's."""
+    """The masks of one model's answers. eos_token_id: what the parser takes for the end. num_threads: the parser's.
+    on_found: is told the id of a request whose mask was late, when it is there; None: no step goes on without one."""
 
-    def __init__(self, vocab_size: int, eos_token_id: int, num_threads: int) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_id: int, num_threads: int, on_found: Callable[[str], None] | None = None
+    ) -> None:
         self._vocab_size, self._eos_token_id, self._num_threads = vocab_size, eos_token_id, num_threads
-        self._thread, self._parser = ThreadPoolExecutor(1, "masks"), llguidance.LLExecutor(num_threads)
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._on_found = on_found
         self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, Key]] = (), (), {}  # last, and by line
         self._found: FoundMasks = {}
         self._begun: dict[Key, Future[FoundMasks]] = {}
@@ -66,7 +73,9 @@ class FormMasks:
             if slot.grammar is not None:
                 outputs, num_sure = _outputs(slot, count)
                 keys[line] = key = key_of(slot.grammar, outputs, num_sure)
-                if key not in self._found:
+                if slot.late_mask is not None and slot.late_mask[0] == key:
+                    self._begun[key] = slot.late_mask[1]
+                elif key not in self._found:
                     new.append(FormPlace(slot.grammar, outputs, num_sure, slot.admitted.stop_token_ids))
         self._submit(new)
         self._asked = slots, counts, keys
@@ -75,15 +84,26 @@ class FormMasks:
         """Has the thread look at those of these places where nobody looks yet and what may come is not known."""
         new = [place for place in places if place.key not in self._found and place.key not in self._begun]
         self._found |= (known := self._known(new))
-        if new := [place for place in new if place.key not in known]:
-            looking = self._thread.submit(self.look, new, self._parser)
-            self._begun |= dict.fromkeys([place.key for place in new], looking)
+        new = [place for place in new if place.key not in known]
+        if near := [place for place in new if isinstance(place.walk, GrammarWalk)]:
+            looking = self._thread.submit(self._look_together, near)
+            self._begun |= dict.fromkeys([place.key for place in near], looking)
+        if len(near) < len(new):
+            self._begun |= {
+                place.key: place.walk.look(place) for place in new if not isinstance(place.walk, GrammarWalk)
+            }
 
     def look_ahead(self, slots: "Sequence[Slot]", finds_forced: bool) -> list[tuple[int, ...]]:
         """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
         look behind that; where this is quick, it has looked. finds_forced: otherwise it takes it that nothing must, as
         it does of those whose turn does not come in time."""
         end_ns = time.perf_counter_ns() + QUICK_NS
+        far = [slot for slot in slots if not isinstance(slot.grammar, GrammarWalk)]
+        if far:
+            self._submit([_place(slot, slot.num_known - slot.prompt_len) for slot in far])
+            near = [slot for slot in slots if isinstance(slot.grammar, GrammarWalk)]
+            of_near = dict(zip(near, self.look_ahead(near, finds_forced), strict=True))
+            return [of_near.get(slot, ()) for slot in slots]
         forced = self._go_on(slots, end_ns, finds_forced)
         if left := [line for line, told in enumerate(forced) if told is None]:
             places = [_place(slots[line], slots[line].num_known - slots[line].prompt_len) for line in left]
@@ -177,7 +197,12 @@ class FormMasks:
         allowed, begin_ns = {}, time.monotonic_ns()
         if self._asked[:2] != (slots, counts):
             self.begin(slots, counts)
-        for line, key in self._asked[2].items():
+        keys = self._asked[2]
+        is_late = self._late([key for key in keys.values() if key not in self._found], len(keys) == len(slots))
+        for line, key in keys.items():
+            if key in is_late:
+                self._sit_out(slots[line], counts[line], key)
+                continue
             found = self._found.get(key) or self._begun[key].result()[key]
             if found.allowed is None:
                 slots[line].end_behind(counts[line], found.error)
@@ -186,6 +211,24 @@ class FormMasks:
         self.forget()
         self._waited_ns += time.monotonic_ns() - begin_ns
         return allowed
+
+    def _late(self, keys: Sequence[Key], is_alone: bool) -> set[Key]:
+        """Returns those of these masks for which the step does not wait. is_alone: nobody in it waits for none."""
+        looks = {self._begun[key] for key in keys}
+        if not looks or self._on_found is None:
+            return set()
+        _, late = wait(looks, (LATE_ALONE_NS if is_alone else LATE_NS) / 1e9)
+        return {key for key in keys if self._begun[key] in late}
+
+    def _sit_out(self, slot: "Slot", num_outputs: int, key: Key) -> None:
+        """Nothing comes behind so many outputs in this step; what was guessed so far counts as wrong."""
+        assert self._on_found is not None
+        if num_outputs > slot.num_known - slot.prompt_len:
+            slot.end_behind(num_outputs, None)
+            return
+        request_id, on_found, look = slot.admitted.request_id, self._on_found, self._begun[key]
+        slot.is_late, slot.late_mask = True, (key, look)
+        look.add_done_callback(lambda look: on_found(request_id))
 
     def forget(self) -> None:
         """Forgets what was found and begun, and with it the walks of requests that have ended."""
@@ -196,6 +239,14 @@ class FormMasks:
         """Returns how long `take` waited since this was asked last."""
         waited_ns, self._waited_ns = self._waited_ns, 0
         return waited_ns
+
+    @cached_property
+    def _parser(self) -> llguidance.LLExecutor:
+        """Has threads of its own, which whoever forks must not have."""
+        return llguidance.LLExecutor(self._num_threads)
+
+    def _look_together(self, places: Sequence[FormPlace]) -> FoundMasks:
+        return self.look(places, self._parser)
 
     def look(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None = None) -> FoundMasks:
         """Returns what may come at these places, looking now. parser: looks at several at once; it takes as long to ask
@@ -278,7 +329,8 @@ class MaskLines:
 
 
 def _place(slot: "Slot", num_outputs: int) -> FormPlace:
-    return FormPlace(_walk(slot), *_outputs(slot, num_outputs), slot.admitted.stop_token_ids)
+    assert slot.grammar is not None, "it is held to no form"
+    return FormPlace(slot.grammar, *_outputs(slot, num_outputs), slot.admitted.stop_token_ids)
 
 
 def _outputs(slot: "Slot", num_outputs: int) -> tuple[np.ndarray, int]:
@@ -287,7 +339,7 @@ def _outputs(slot: "Slot", num_outputs: int) -> tuple[np.ndarray, int]:
 
 
 def _walk(slot: "Slot") -> GrammarWalk:
-    assert slot.grammar is not None, "it is held to no form"
+    assert isinstance(slot.grammar, GrammarWalk), "its form walks elsewhere, or it is held to none"
     return slot.grammar
 
 

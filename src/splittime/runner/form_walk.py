@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
+from typing import Any, Protocol
 
 import llguidance
 import numpy as np
@@ -11,7 +12,15 @@ from splittime.core.errors import RequestError
 SHOWN_CHARS = 500  # of what the parser says
 MOST_FORCED = 16  # tokens of a row; what comes behind is told with the next
 MOST_KEPT = 4096  # forced tokens: to ask the parser again takes as long as all of a forced text
-Key = tuple["GrammarWalk", int, tuple[int, ...]]  # of a place: who, behind how many outputs, and which drafts
+Key = tuple["Walk", int, tuple[int, ...]]  # of a place: who, behind how many outputs, and which drafts
+
+
+class Walk(Protocol):
+    """Where one request's answer stands in its form."""
+
+    def must_come(self, outputs: np.ndarray) -> Sequence[int]:
+        """Returns what is known to have to follow these outputs, without asking; of a row."""
+        ...
 
 
 class GrammarWalk:
@@ -89,7 +98,7 @@ class GrammarWalk:
         self.matcher, self._num_sure, self._guesses = self._begin.deep_copy(), 0, []
 
 
-def key_of(walk: GrammarWalk, outputs: np.ndarray, num_sure: int) -> Key:
+def key_of(walk: "Walk", outputs: np.ndarray, num_sure: int) -> Key:
     """Returns the key of the place behind these outputs, of which so many are known and the others drafts."""
     return walk, len(outputs), tuple(outputs[num_sure:].tolist()) if len(outputs) > num_sure else ()
 
@@ -100,8 +109,9 @@ class FormPlace:
 
     __slots__ = ("end_token_ids", "key", "num_sure", "outputs", "walk")
 
-    def __init__(self, walk: GrammarWalk, outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> None:
-        self.walk, self.outputs, self.num_sure, self.end_token_ids = walk, outputs, num_sure, end_token_ids
+    def __init__(self, walk: "Walk", outputs: np.ndarray, num_sure: int, end_token_ids: tuple[int, ...]) -> None:
+        self.walk: Any = walk  # where it is looked at here, a `GrammarWalk`
+        self.outputs, self.num_sure, self.end_token_ids = outputs, num_sure, end_token_ids
         self.key = key_of(walk, outputs, num_sure)
 
     def behind(self, tokens: Sequence[int]) -> "FormPlace":

@@ -1,34 +1,47 @@
 """Answers that a grammar holds to a form: which tokens may come next, by llguidance's parser (derivatives of regular
 expressions under an Earley parser; Microsoft's guidance project).
 
-A grammar is text in llguidance's own form; `text.grammars` writes it. It is compiled once, in whatever thread asks
-(`drive.grammar_gate` asks in one of its own, before the request is queued), and the latest are kept. Each request walks
-a copy (`form_walk.GrammarWalk`), which follows its outputs: those that are known, and the drafts behind them, of which
-the wrong ones are taken back.
+A grammar is text in llguidance's own form; `text.grammars` writes it. A stranger wrote the form, so it is tried first
+in a process with limits (`form_process`), in whatever thread asks (`drive.grammar_gate` asks in some of its own, before
+the request is queued). One that is small by its text (`form_size`) and was quick there is compiled once more here, and
+each request walks a copy (`form_walk.GrammarWalk`), which follows its outputs: those that are known, and the drafts
+behind them, of which the wrong ones are taken back. Any other walks in its process (`far_forms`).
 
-The compiler calls itself as deep as a grammar's rules refer to each other, and ends the process where its stack ends:
-it has a thread with a stack of its own.
+Forms are kept for who asked for them, by what they weigh (`kept_forms`); what failed is kept too, as its words.
 """
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 
-from splittime.core.errors import EngineError, RequestError
+from splittime.core.errors import EngineError, ErrorInfo, RequestError, error_from_info
+from splittime.core.request import owner_of
+from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
+from splittime.runner.form_process import STACK_BYTES, FormLimits, Tried, compiled
+from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
+from splittime.runner.form_workers import FormProcess, FormProcesses
+from splittime.runner.kept_forms import KeptForms
 from splittime.runner.machine import num_cores
 
 log = logging.getLogger("splittime.runner")
-MOST_KEPT = 256  # compiled grammars
-COMPILER_STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
-MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
-MAX_STEP_ITEMS = 20_000  # of the parser, for a mask: some tens of milliseconds
+SLOW_NS = 10_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process
+MOST_GROWN_BYTES = 2 << 20  # when it was tried, likewise
+WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
+MOST_WALKS = 256  # of a form that was compiled once: then it is compiled anew, and what they left is gone
 _starts = threading.Lock()  # the stack's size is the process's, and is set for the start of a thread
+
+
+class NearForm(NamedTuple):
+    """A form that walks here."""
+
+    begin: llguidance.LLMatcher
+    num_bytes: int
+    walks: list[None]
 
 
 class Grammars:
@@ -37,50 +50,80 @@ class Grammars:
     tokenizer: returns the tokenizer's JSON; called once, when the first grammar comes. vocab_size: width of the logits.
     """
 
-    def __init__(self, tokenizer: Callable[[], str], vocab_size: int) -> None:
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: FormLimits | None = None) -> None:
         self._read_tokenizer, self._vocab_size = tokenizer, vocab_size
         self._tokenizer: Any = None
-        self._kept: OrderedDict[str, llguidance.LLMatcher | str] = OrderedDict()  # or what the compiler said
-        self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._processes = FormProcesses(tokenizer, vocab_size, limits or FormLimits())
+        self.far = FarForms(self._processes)
+        self.kept: KeptForms[NearForm | FarForm | ErrorInfo] = KeptForms()
+        self._on_found: Callable[[str], None] | None = None
 
-    def is_known(self, grammar: str) -> bool:
+    def tell_found(self, on_found: Callable[[str], None]) -> None:
+        """From now on no step waits long for a mask: a request whose mask is late sits steps out, and this is told its
+        id when the mask is there."""
+        self._on_found = on_found
+
+    def is_known(self, grammar: str, cache_salt: str = "") -> bool:
         """Whether `compile` would answer at once."""
-        with self._lock:
-            return grammar in self._kept
+        return self.kept.has(owner_of(cache_salt), grammar)
 
-    def compile(self, grammar: str) -> None:
-        """Raises RequestError for a grammar that cannot be. Takes from a millisecond to a second."""
-        self._compiled(grammar)
+    def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Raises RequestError for a grammar that cannot be. Takes from some milliseconds to some seconds. is_wanted:
+        where it says no, this ends soon, whatever it was doing."""
+        self._form(grammar, owner_of(cache_salt), is_wanted)
 
-    def walk(self, grammar: str) -> GrammarWalk:
+    def walk(self, grammar: str, cache_salt: str = "") -> GrammarWalk | FarWalk:
         """Returns a walk that begins. Raises RequestError as `compile` does."""
-        if not self.is_known(grammar):
-            log.warning("a form is compiled in a step: more than %d others came since its request did", MOST_KEPT)
-        return GrammarWalk(self._compiled(grammar))
+        owner = owner_of(cache_salt)
+        if not self.kept.has(owner, grammar):
+            log.warning("a form is compiled in a step: more came since its request did than are kept")
+        form = self._form(grammar, owner, lambda: True)
+        if isinstance(form, FarForm):
+            return form.walk()
+        self._note_walk(form, grammar, owner)
+        return GrammarWalk(form.begin)
+
+    def _note_walk(self, form: NearForm, grammar: str, owner: str) -> None:
+        form.walks.append(None)
+        if len(form.walks) >= MOST_WALKS:
+            self.kept.drop(owner, grammar)
+        elif len(form.walks) % 16 == 0:  # not each time: this looks through all that are kept
+            self.kept.keep(owner, grammar, form, form.num_bytes + len(form.walks) * WALKED_BYTES)
 
     def masks(self) -> FormMasks:
         """Returns what looks where its walks are. Raises RequestError for a tokenizer that cannot be read."""
         num_threads = max(1, num_cores() // 2)
-        return FormMasks(self._vocab_size, self._known_tokenizer().eos_token, num_threads)
+        return FormMasks(self._vocab_size, self._known_tokenizer().eos_token, num_threads, self._on_found)
 
-    def _compiled(self, grammar: str) -> llguidance.LLMatcher:
-        with self._lock:
-            found = self._kept.get(grammar)
-            if found is not None:
-                self._kept.move_to_end(grammar)
+    def close(self) -> None:
+        """Ends all processes."""
+        self._processes.close()
+
+    def _form(self, grammar: str, owner: str, is_wanted: Callable[[], bool]) -> NearForm | FarForm:
+        found = self.kept.get(owner, grammar)
         if found is None:
-            made = _compile(self._known_tokenizer(), grammar)
-            found = said(made) if made.is_error() else made
-            self._keep(grammar, found)
-        if isinstance(found, str):
-            raise RequestError(f"the answer cannot be held to this form: {found}", code="grammar", param="grammar")
+            found, num_bytes = self._made(grammar, owner, is_wanted)
+            self.kept.keep(owner, grammar, found, num_bytes)
+        if isinstance(found, ErrorInfo):
+            raise error_from_info(found)
         return found
 
-    def _keep(self, grammar: str, made: llguidance.LLMatcher | str) -> None:
-        with self._lock:
-            self._kept[grammar] = made
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+    def _made(
+        self, grammar: str, owner: str, is_wanted: Callable[[], bool]
+    ) -> tuple[NearForm | FarForm | ErrorInfo, int]:
+        """Returns the form, or why there is none, and what it weighs here."""
+        tokenizer = self._known_tokenizer()
+        process = self._processes.start()
+        try:
+            tried = process.compile(grammar, is_wanted)
+        except RequestError as error:
+            return error.info, 0
+        if tried.said:
+            return _refused(tried.said), 0
+        if not is_small(grammar) or tried.slowest_ns > SLOW_NS or tried.num_grown_bytes > MOST_GROWN_BYTES:
+            return FarForm(grammar, owner, self.far, process), 0
+        return _near(tokenizer, grammar, tried, process)
 
     def _known_tokenizer(self) -> Any:
         with self._tokenizer_lock:
@@ -97,15 +140,24 @@ class Grammars:
         return self._tokenizer
 
 
+def _near(tokenizer: Any, grammar: str, tried: Tried, process: FormProcess) -> tuple[NearForm | ErrorInfo, int]:
+    process.end()
+    begin = _compile(tokenizer, grammar)
+    if begin.is_error():
+        return _refused(said(begin)), 0
+    return NearForm(begin, tried.num_bytes, []), tried.num_bytes
+
+
+def _refused(words: str) -> ErrorInfo:
+    return RequestError(f"the answer cannot be held to this form: {words}", code="grammar", param="grammar").info
+
+
 def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
     """Compiles in a thread with a stack of its own, and waits for it."""
-    limits = llguidance.LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, step_max_items=MAX_STEP_ITEMS)
     made: list[llguidance.LLMatcher] = []
-    work = threading.Thread(
-        target=lambda: made.append(llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)), name="grammar"
-    )
+    work = threading.Thread(target=lambda: made.append(compiled(tokenizer, grammar)), name="grammar")
     with _starts:
-        before = threading.stack_size(COMPILER_STACK_BYTES)
+        before = threading.stack_size(STACK_BYTES)
         try:
             work.start()
         finally:

@@ -149,11 +149,11 @@ class TorchRunner:
             return
         begin_ns = time.monotonic_ns()
         slots = dict.fromkeys([batch.slots[index] for index in step.computed.sampling])
-        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on]
+        held = [slot for slot in slots if slot.grammar is not None and slot.goes_on and not slot.is_late]
         forced = masks.look_ahead(held, self._drafts_forced) if masks is not None and held else ()
         told = dict(zip(held, forced, strict=True))
         for slot in slots:
-            if slot.reasoning_bound is not None and slot.goes_on:
+            if slot.reasoning_bound is not None and slot.goes_on and not slot.is_late:
                 told[slot] = must_come(slot, slot.num_known - slot.prompt_len) or told.get(slot, ())
         for slot, token_ids in told.items():
             if token_ids and self._drafts_forced:

@@ -90,6 +90,7 @@ class Requests:
         self.prompts_ahead = AheadSet()
         self.running: list[RequestState] = []
         self.by_id: dict[str, RequestState] = {}
+        self._awaiting: set[RequestState] = set()  # they run, and get no rows until it is known what may come
         self.counts = Counts()
         self.speculation = Speculation(self.cache, self.counts)
         self._released: dict[str, bool] = {}  # whom the runner is to forget; whether it was preempted
@@ -174,9 +175,28 @@ class Requests:
             self._released[state.request_id] = is_preempted
             state.is_known_to_runner = False
         self.speculation.forget(state)
+        self._awaiting.discard(state)
         for flight in self._in_flight.values():
             if state in flight:
                 flight[flight.index(state)] = None
+
+    def wait_for_form(self, state: RequestState) -> None:
+        """Give it no row until `go_on`."""
+        self._awaiting.add(state)
+        state.plan_until = 0
+
+    def go_on(self, state: RequestState) -> bool:
+        """Give it rows again; returns whether it had to wait."""
+        had_to_wait = state in self._awaiting
+        if had_to_wait:
+            self._awaiting.remove(state)
+            state.plan_until = state.max_num_tokens
+        return had_to_wait
+
+    @property
+    def may_run(self) -> bool:
+        """Whether one of the running may get a row."""
+        return len(self.running) > len(self._awaiting)
 
     @property
     def running_prompt_ahead(self) -> RequestState | None:
@@ -216,7 +236,8 @@ class Requests:
         assert {state.request_id for state in everybody} == set(self.by_id)
         assert len(everybody) == len(self.by_id)
         assert self.running == sorted(self.running, key=rank_of)
-        assert self.speculation.active <= set(self.running)
+        assert self.speculation.active | self._awaiting <= set(self.running)
+        assert all(state.plan_until == 0 and state.num_pending == 1 for state in self._awaiting)
         self.queue.check()
         self.held.check()
         self.adapter_slots.check()

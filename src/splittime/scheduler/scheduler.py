@@ -95,8 +95,10 @@ class Scheduler:
         return True
 
     def release(self, request_id: str, received_ns: int) -> bool:
-        """What it was held for is there: it queues, with its rank. Returns whether it was held."""
+        """What it was held for is there: it queues, with its rank, or gets rows again. Returns whether it was held."""
         state = self._states.get(request_id)
+        if state is not None and self._requests.go_on(state):
+            return True
         if state is None or state not in self.held or self._requests.adapter_slots.is_waiting(state):
             return False
         self.held.remove(state)
@@ -165,7 +167,9 @@ class Scheduler:
             if row_result.error is not None:
                 outputs.append(self._requests.end(state, FinishReason.ERROR, now_ns, row_error(row_result)))
                 continue
-            if row.num_samples:
+            if row_result.is_late:
+                outputs.append(self._sit_out(state, row, row_result, now_ns))
+            elif row.num_samples:
                 outputs.append(self._take_tokens(state, row, row_result, now_ns))
             elif (output := self._take_chunk(state, row, row_result, now_ns)) is not None:
                 outputs.append(output)
@@ -212,6 +216,16 @@ class Scheduler:
         if row_result.draft_token_ids or self.speculation.active:
             self._settle_drafts(state, row, row_result, now_ns)
         return output
+
+    def _sit_out(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput:
+        """After a row that was to sample and could not yet: its last token is computed again once `release` says so."""
+        state.num_promised -= row.num_samples
+        self.speculation.settle(state, row, row_result)
+        state.num_computed = len(state.token_ids) - 1
+        self._requests.wait_for_form(state)
+        prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
+        state.stall(Cause.GRAMMAR, now_ns)
+        return progress_output(state, (), (), prompt_logprobs)
 
     def _settle_drafts(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> None:
         """For a request that goes on."""
@@ -262,8 +276,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Somebody waits in the queue, runs, or is to be computed ahead. Who is held gives nothing to do."""
-        return bool(self.running or self.prompts_ahead) or len(self.queue) > 0
+        """Somebody waits in the queue, runs, or is to be computed ahead. Who is held, or waits for what may come in its
+        answer, gives nothing to do."""
+        return self.may_run or bool(self.prompts_ahead) or len(self.queue) > 0
+
+    @property
+    def may_run(self) -> bool:
+        """Whether one of the running may get a row."""
+        return self._requests.may_run
 
     @property
     def num_waiting(self) -> int:

@@ -1,12 +1,9 @@
-"""The server's end of text workers: one worker process, the task that it is given, and who forks the workers."""
+"""The server's end of text workers: one worker process, and the task that it is given."""
 
 import asyncio
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
@@ -14,18 +11,9 @@ from typing import NamedTuple, Protocol, cast
 import msgspec
 
 from splittime.core.errors import RequestError, error_from_info
+from splittime.core.forked import HEAD, frame
 from splittime.ledger.stages import Cause
-from splittime.text.process import (
-    ENVIRONMENT,
-    HEAD,
-    Render,
-    TextAnswer,
-    TextDone,
-    TextFailed,
-    TextLimits,
-    TextWork,
-    frame,
-)
+from splittime.text.process import Render, TextAnswer, TextDone, TextFailed, TextLimits, TextWork
 
 SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 
@@ -168,74 +156,3 @@ class TextWorker(asyncio.Protocol):
             else:
                 task.done.set_result(answer)
         self._owner.is_idle_now(self, has_served=True)
-
-
-class TextParent:
-    """The server's hand on the process that text workers are forked from (`process`): starts it, asks it for workers.
-    It is started when the first worker is wanted, or before; when it has died, it is started anew for the next worker.
-
-    describe: gives what the process makes its tokenizer of.
-    """
-
-    def __init__(self, describe: Callable[[], bytes]) -> None:
-        self._describe = describe
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def start(self) -> None:
-        """Start the process, unless it runs."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        description = _in_memory(self._describe())
-        command = [sys.executable, "-m", "splittime.text.process", str(theirs.fileno()), str(description)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | ENVIRONMENT,
-                pass_fds=(theirs.fileno(), description),
-                start_new_session=True,  # Ctrl-C is the server's, and all of its children can be ended at once
-            )
-        finally:
-            theirs.close()
-            os.close(description)
-        self._control = ours
-
-    def new_worker(self, limits: TextLimits) -> socket.socket:
-        """Ask for one; its first message comes over this socket when it is there. If the process is gone, nothing but
-        the socket's end does."""
-        self.start()
-        assert self._control is not None
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            self._control.setblocking(False)
-            socket.send_fds(self._control, [msgspec.msgpack.encode(limits)], [theirs.fileno()])
-        ours.setblocking(False)
-        return ours
-
-    def stop(self) -> None:
-        """End it, and all that were forked from it."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-
-def _in_memory(content: bytes) -> int:
-    """A file descriptor to read it from."""
-    number = os.memfd_create("tokenizer")
-    with open(number, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(number, 0, os.SEEK_SET)
-    return number

@@ -1,0 +1,165 @@
+"""Processes with limits, for other people's programs: each is forked from a parent that holds what it works with.
+
+    who asks ──fork, please: a socket, words──▶ parent: holds what takes long to load, works for nobody
+                                                  │ fork
+             ───────────── a message ────────▶ worker: memory bounded by RLIMIT_AS,
+             ◀──────────── its answer ────────          each message's processor time by a timer of the kernel
+
+The parent stays single-threaded, so that it can be forked at any time: a worker begins in a few milliseconds, shares
+the parent's memory, and is replaced as quickly when it had to be ended. Nothing in a worker has to notice that it takes
+too long: SIGPROF ends it, in whatever library it is. When who asks is gone, its sockets are closed, and all end.
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+
+HEAD = struct.Struct("<Q")  # before each message: its length
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+MOST_WORDS_BYTES = 4096  # with which a worker is asked for
+
+
+def frame(message: bytes) -> bytes:
+    return HEAD.pack(len(message)) + message
+
+
+def read_message(channel: socket.socket) -> bytes | None:
+    """Returns one message, or None when there are no more."""
+    head = _read_exactly(channel, HEAD.size)
+    return None if head is None else _read_exactly(channel, HEAD.unpack(head)[0])
+
+
+def _read_exactly(channel: socket.socket, count: int) -> bytes | None:
+    received = bytearray(count)
+    view, at = memoryview(received), 0
+    while at < count:
+        got = channel.recv_into(view[at:])
+        if not got:
+            return None
+        at += got
+    return bytes(received)
+
+
+# ---- in the parent, and in those that are forked from it
+
+
+def serve(control: socket.socket, work: Callable[[socket.socket, bytes], None]) -> None:
+    """Forks a worker for each that is asked for, until nobody asks any more. work: what it does with its socket and the
+    words with which it was asked for."""
+    signal.signal(signal.SIGCHLD, _bury)
+    gc.freeze()
+    while True:
+        words, numbers, _, _ = socket.recv_fds(control, MOST_WORDS_BYTES, 1)
+        if not words:
+            return
+        if os.fork() == 0:
+            control.close()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a panic prints is in its answer too
+            work(socket.socket(fileno=numbers[0]), words)
+            os._exit(0)
+        os.close(numbers[0])
+
+
+def _bury(*_: object) -> None:
+    """Wait for the workers that have ended. If they were left to the kernel, nobody would have run their processor time
+    (proc(5), cutime), and `machine_time` would take it for other processes'."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Lets this process take so much besides what it has."""
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+
+
+def answer_each(channel: socket.socket, cpu_s: float, answer: Callable[[bytes], bytes]) -> None:
+    """Answers one message after the other until who asks closes the socket; each within so much processor time."""
+    while (message := read_message(channel)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        written = answer(message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.sendall(frame(written))
+
+
+# ---- who asks
+
+
+class ForkParent:
+    """The hand on the process that workers are forked from: starts it, asks it for workers. It is started when the
+    first worker is wanted, or before; when it has died, it is started anew for the next worker.
+
+    module: its program, whose arguments are the numbers of its socket and of a file with what `describe` gave.
+    """
+
+    def __init__(self, module: str, describe: Callable[[], bytes]) -> None:
+        self._module, self._describe = module, describe
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        description = _in_memory(self._describe())
+        command = [sys.executable, "-m", self._module, str(theirs.fileno()), str(description)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(theirs.fileno(), description),
+                start_new_session=True,  # Ctrl-C is the server's, and all of its children can be ended at once
+            )
+        finally:
+            theirs.close()
+            os.close(description)
+        self._control = ours
+
+    def new_worker(self, words: bytes) -> socket.socket:
+        """Ask for one; its first message comes over this socket when it is there. If the process is gone, nothing but
+        the socket's end does."""
+        self.start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):
+            self._control.setblocking(False)
+            socket.send_fds(self._control, [words], [theirs.fileno()])
+        ours.setblocking(False)
+        return ours
+
+    def stop(self) -> None:
+        """End it, and all that were forked from it."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+def _in_memory(content: bytes) -> int:
+    """A file descriptor to read it from."""
+    number = os.memfd_create("description")
+    with open(number, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    return number

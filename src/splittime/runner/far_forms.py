@@ -1,0 +1,189 @@
+"""Forms that walk in processes of their own, as they are large or slow: what such a walk is asked, and which processes
+are alive.
+
+A process may be ended at any time, and its form goes on in another: what a look needs comes with it. So their number
+and their memory have bounds whatever forms there are. Where one must make room, it is one that nobody asks now, of the
+owner who has most, the one that was asked longest ago; or, of an owner who has more than who needs it, any.
+"""
+
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from splittime.core.errors import SplittimeError
+from splittime.runner.form_masks import FoundMask, FoundMasks
+from splittime.runner.form_process import FormLook, Looked
+from splittime.runner.form_walk import FormPlace
+from splittime.runner.form_workers import FormGone, FormProcess, FormProcesses
+
+MOST_ALIVE = 16  # processes
+MOST_BYTES = 512 << 20  # of all of them, by their last answers
+MOST_ASKED = 64  # at once, of different forms
+ROOM_S = 0.05  # how often who waits for room looks again
+TRIES = 3  # of a look, each with another process
+
+
+class FarForms:
+    """The processes that walk."""
+
+    def __init__(self, processes: FormProcesses) -> None:
+        self.processes = processes
+        self.threads = ThreadPoolExecutor(MOST_ASKED, "far-forms")
+        self._alive: OrderedDict[FarForm, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, form: "FarForm") -> None:
+        """This form is to have a process. Waits until there is room for one."""
+        while not self._makes_room(form):
+            time.sleep(ROOM_S)
+
+    def note(self, form: "FarForm") -> None:
+        """This form's process has answered."""
+        with self._lock:
+            if form in self._alive:
+                self._alive.move_to_end(form)
+
+    def _makes_room(self, form: "FarForm") -> bool:
+        with self._lock:
+            while self._is_full():
+                other = self._dispensable(form)
+                if other is None:
+                    return False
+                del self._alive[other]
+                other.put_away()
+            self._alive[form] = None
+            return True
+
+    def _is_full(self) -> bool:
+        return len(self._alive) >= MOST_ALIVE or sum(one.num_bytes for one in self._alive) > MOST_BYTES
+
+    def _dispensable(self, form: "FarForm") -> "FarForm | None":
+        """Returns whose process is to make room for this form's; None for nobody's, now."""
+        count = Counter(one.owner for one in self._alive)
+        for one in sorted(self._alive, key=lambda one: -count[one.owner]):
+            if not one.is_asked or count[one.owner] > count[form.owner] + 1:
+                return one
+        return None
+
+    def forget(self, form: "FarForm") -> None:
+        with self._lock:
+            self._alive.pop(form, None)
+
+    @property
+    def num_alive(self) -> int:
+        return len(self._alive)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns what all processes take, by their last answers."""
+        return sum(one.num_bytes for one in list(self._alive))
+
+
+class FarForm:
+    """One form. begin: a process that has compiled it."""
+
+    def __init__(self, grammar: str, owner: str, all_: FarForms, begin: FormProcess) -> None:
+        self._grammar, self.owner, self._all = grammar, owner, all_
+        self._process: FormProcess | None = begin
+        self._asked: deque[tuple[FormLook, Future[Looked]]] = deque()
+        self._is_asking = False
+        self._lock = threading.Lock()
+        self._num_walks, self._ended = 0, list[int]()
+        all_.begin(self)
+
+    @property
+    def is_asked(self) -> bool:
+        return self._is_asking
+
+    @property
+    def num_bytes(self) -> int:
+        process = self._process
+        return 0 if process is None else process.num_bytes
+
+    def put_away(self) -> None:
+        """Ends its process; the next look has another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def walk(self) -> "FarWalk":
+        self._num_walks += 1
+        walk = FarWalk(self, self._num_walks)
+        weakref.finalize(walk, self._ended.append, walk.number)
+        return walk
+
+    def ask(self, look: FormLook) -> "Future[Looked]":
+        """Has a thread ask; of one form one after the other."""
+        told: Future[Looked] = Future()
+        with self._lock:
+            self._asked.append((look, told))
+            begins, self._is_asking = not self._is_asking, True
+        if begins:
+            self._all.threads.submit(self._ask_all)
+        return told
+
+    def _ask_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._asked:
+                    self._is_asking = False
+                    return
+                look, told = self._asked.popleft()
+            try:
+                told.set_result(self._answered(look))
+            except SplittimeError as error:
+                told.set_result(Looked(None, error.info, 0))
+            except BaseException as failure:
+                told.set_result(Looked(None, f"the form that the answer is held to: {type(failure).__name__}", 0))
+
+    def _answered(self, look: FormLook) -> Looked:
+        """Asks its process, and another one if that was put away meanwhile."""
+        ended, self._ended[:] = tuple(self._ended), []
+        for tried in range(TRIES):
+            process = self._process
+            try:
+                if process is None:
+                    self._all.begin(self)
+                    process = self._process = self._all.processes.start()
+                    process.compile(self._grammar)
+                answer = process.ask(
+                    FormLook(look.walk, look.outputs, look.num_sure, look.end_token_ids, ended), Looked
+                )
+                self._all.note(self)
+                return answer
+            except (SplittimeError, FormGone):
+                was_put_away = self._process is not process
+                if not was_put_away:
+                    self._process = None
+                    self._all.forget(self)
+                if not was_put_away or tried == TRIES - 1:
+                    raise
+        raise AssertionError("the last try raises")
+
+
+class FarWalk:
+    """Where one answer stands in such a form: as `form_walk.GrammarWalk`, but that it is asked and answers later."""
+
+    def __init__(self, form: FarForm, number: int) -> None:
+        self._form, self.number = form, number
+
+    def must_come(self, outputs: np.ndarray) -> Sequence[int]:
+        """Nothing is known of what must come."""
+        return ()
+
+    def look(self, place: FormPlace) -> "Future[FoundMasks]":
+        """Begins to look at a place."""
+        look = FormLook(self.number, place.outputs.tobytes(), place.num_sure, place.end_token_ids)
+        told: Future[FoundMasks] = Future()
+        self._form.ask(look).add_done_callback(lambda asked: told.set_result({place.key: _found(asked.result())}))
+        return told
+
+
+def _found(looked: Looked) -> FoundMask:
+    allowed = None if looked.allowed is None else np.frombuffer(looked.allowed, np.uint32)
+    return FoundMask(allowed, looked.error)

@@ -1,0 +1,206 @@
+"""How large a form is, written out: bounded from its text alone, before anything is built of it.
+
+The library writes repetitions out as it walks, looks at all of a text that must come at once, and goes through the
+product of what must hold together. So the size counts the characters of names, texts and patterns, each as often as it
+is repeated, and is `math.inf` where patterns must hold together. A form below `SMALL` walks beside the engine's steps,
+once it was tried (`form_process`); all others walk in processes of their own. It is a bound, not a judgement: a large
+form is served too.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from re import _constants as codes  # type: ignore[attr-defined]
+from re import _parser as patterns  # type: ignore[attr-defined]
+from typing import Any
+
+SMALL = 20_000
+MOST_MULTIPLE = 1000  # of multipleOf: the library counts remainders
+MOST_ALTERNATIVES = 512  # of a form: answers of each are followed at once
+MOST_RULES = 256
+MOST_HELD_TOGETHER = 8  # `&` and `~` of a form in Lark's: each of our own calls of tools has some
+_AT_ONCE = ("pattern", "format", "multipleOf", "minLength", "maxLength", "minimum", "maximum", "allOf", "$ref")
+_LARK = re.compile(
+    r"//[^\n]*|%json\s*(?P<json>\{)|(?P<text>\"(?:[^\"\\\n]|\\.)*\")|/(?P<regex>(?:[^/\\\n]|\\.)+)/"
+    r"|[{~]\s*(?P<least>\d*)\s*(?:(?:,|\.\.)\s*(?P<most>\d*))?|(?P<held>&)|(?P<or>\|)|(?P<name>!?\w+)"
+)
+_DEFINED = re.compile(r"^\s*[!?]?(\w+)(?:\[[^\]]*\])?(?:\.\d+)?\s*:", re.MULTILINE)
+
+
+def is_small(grammar: str) -> bool:
+    """Whether the form is so small that each of its masks takes little. grammar: in the form of `text.grammars`."""
+    try:
+        parts = json.loads(grammar)["grammars"]
+        return sum(_size_of_part(part) for part in parts) <= SMALL
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _size_of_part(part: Mapping[str, Any]) -> float:
+    return _Schema(part["json_schema"]).size() if "json_schema" in part else _size_of_lark(part["lark_grammar"])
+
+
+# ---- JSON schemas
+
+
+class _Schema:
+    """root: the whole schema, in which references are looked up."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, float] = {}  # of references
+        self._num_alternatives = 0
+
+    def size(self) -> float:
+        size = self._of(self._root)
+        return size if self._num_alternatives <= MOST_ALTERNATIVES else math.inf
+
+    def _of(self, schema: Any) -> float:
+        if not isinstance(schema, Mapping):
+            return 1
+        size = self._own(schema) + sum(self._of(part) for part in _parts(schema))
+        size += sum(len(name) + 4 for name in _mapping(schema, "properties"))
+        size += self._referred(schema.get("$ref"))
+        return size * max(1, _number(schema.get("minItems")), _number(schema.get("minProperties")))
+
+    def _own(self, schema: Mapping[str, Any]) -> float:
+        """Returns the size of what the schema itself says of a value."""
+        alternatives = [part for name in ("anyOf", "oneOf", "type") for part in _listed(schema, name)]
+        self._num_alternatives += len(alternatives)
+        if _holds_together(schema) or _number(schema.get("multipleOf")) > MOST_MULTIPLE:
+            return math.inf
+        texts = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
+        size = sum(len(json.dumps(text)) for text in texts) + _number(schema.get("minLength"))
+        names = (schema.get("pattern"), *_mapping(schema, "patternProperties"))
+        return size + sum(size_of_regex(pattern) for pattern in names if isinstance(pattern, str))
+
+    def _referred(self, reference: Any) -> float:
+        if not isinstance(reference, str):
+            return 0
+        if reference not in self._known:
+            self._known[reference] = 1  # it refers to itself: what must come is written out once
+            found = _behind(self._root, reference)
+            self._known[reference] = math.inf if found is None else self._of(found)
+        return self._known[reference]
+
+
+def _holds_together(schema: Mapping[str, Any]) -> bool:
+    """Whether more than one thing is said of the same text or number, so that the library builds their product."""
+    each = [part for part in _listed(schema, "allOf") if isinstance(part, Mapping)]
+    said = [
+        part
+        for part in (*each, schema)
+        if any(name in part for name in _AT_ONCE if part is not schema or name != "allOf")
+    ]
+    texts = [name for name in ("pattern", "format", "maxLength", "minLength") if name in schema]
+    is_cut = bool({"pattern", "format"} & set(texts)) and len(texts) > 1
+    return (bool(each) and len(said) > 1) or (is_cut and max(_number(schema.get(name)) for name in texts) > 256)
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterable[Any]:
+    """Yields the schemas in this one, but for those that are only referred to."""
+    for name in ("properties", "patternProperties"):
+        yield from _mapping(schema, name).values()
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        yield from _listed(schema, name)
+    for name in ("items", "additionalProperties", "additionalItems", "not", "if", "contains"):
+        yield from (schema[name] if isinstance(schema.get(name), list) else [schema.get(name)])
+
+
+def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _mapping(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = schema.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _behind(root: Any, reference: str) -> Any:
+    """Returns the part of the schema that this leads to; None where it leads out of it, or nowhere."""
+    found = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        if name:
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
+
+
+# ---- regular expressions
+
+
+def size_of_regex(pattern: str) -> float:
+    """Returns how many characters the pattern has where each is written as often as it may be repeated, and once where
+    that has no end; `math.inf` of one that Python cannot read."""
+    try:
+        return _size_of_nodes(patterns.parse(pattern))
+    except (re.error, RecursionError, OverflowError, ValueError):
+        return math.inf
+
+
+def _size_of_nodes(nodes: Iterable[Any]) -> float:
+    size = 0.0
+    for kind, value in nodes:
+        if kind in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
+            least, most, inner = value
+            size += max(1, least if most is codes.MAXREPEAT else most) * _size_of_nodes(inner)
+        elif kind is codes.SUBPATTERN:
+            size += _size_of_nodes(value[-1])
+        elif kind is codes.BRANCH:
+            size += sum(_size_of_nodes(branch) for branch in value[1])
+        else:
+            size += 1
+    return size
+
+
+# ---- Lark's grammars
+
+
+def _size_of_lark(written: str) -> float:
+    """Returns a bound of a grammar's size: each rule counts as often as all of its repetitions together could say, and
+    each name as all that it stands for."""
+    begins = [(found.start(), found.end(), found[1]) for found in _DEFINED.finditer(written)]
+    ends = [begin for begin, _, _ in begins[1:]] + [len(written)]
+    rules = {name: written[begin:end] for (_, begin, name), end in zip(begins, ends, strict=True)}
+    if not rules or len(rules) > MOST_RULES or written.count("|") > MOST_ALTERNATIVES:
+        return math.inf
+    lark = _Lark(rules)
+    size = sum(lark.size_of(name) for name in rules)
+    return size if lark.num_held <= MOST_HELD_TOGETHER else math.inf
+
+
+class _Lark:
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules, self.num_held = rules, 0
+        self._known: dict[str, float] = {}
+
+    def size_of(self, name: str) -> float:
+        if name not in self._known:
+            self._known[name] = 1  # it refers to itself
+            self._known[name] = self._written(self._rules[name])
+        return self._known[name]
+
+    def _written(self, rule: str) -> float:
+        size, times, at = 0.0, 1.0, 0
+        while (found := _LARK.search(rule, at)) is not None:
+            at = found.end()
+            if found["json"]:
+                schema, at = json.JSONDecoder().raw_decode(rule, found.start("json"))
+                size += _Schema(schema).size()
+            elif found["regex"]:
+                size += size_of_regex(found["regex"].replace("\\/", "/"))
+            elif found["name"]:
+                size += self.size_of(found["name"]) if found["name"] in self._rules else 1
+            elif found["text"]:
+                size += len(found["text"])
+            elif found["held"] or found[0] == "~":
+                self.num_held += 1
+            else:
+                times *= max(1, *(int(found[name] or 1) for name in ("least", "most")))
+        return size * times
