@@ -141,6 +141,20 @@ def test_a_name_twice_is_found_wherever_it_stands(long_bytes: int, value, space:
     assert caught.value.info.code == "duplicate_field"
 
 
+@pytest.mark.parametrize(
+    ("body", "twice"),
+    [
+        (b'{"a": 1, "\\u0061": 2}', "a"),
+        (b'{"\\"a\\":": 1, "b": {"\\"a\\":": 2}, "\\"a\\":": 3}', '"a":'),
+        (b'[{"a": 1}, {"a": 2}, {"b": {"a": 1}, "a": 2}]', None),
+        (b'{"%b": 1, "%b": 2}' % (b"x" * 20 + b"y" + b"x" * 20, b"x" * 20 + b"z" + b"x" * 20), None),
+        (b'{"x": {"a": 1}, "y": [{"a": 1}, [{"c": 1}]], "x" :2}', "x"),
+    ],
+)
+def test_a_shape_knows_which_name_stands_twice(body: bytes, twice: str | None) -> None:
+    assert JsonShape(body).repeated_name() == twice
+
+
 @given(st.binary(max_size=300) | st.text(st.sampled_from('{}[]":,\\ 1'), max_size=300).map(str.encode))
 def test_a_shape_is_made_of_any_bytes(body: bytes) -> None:
     JsonShape(body).repeated_name()

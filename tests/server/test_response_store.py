@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittime.api.conversation import Conversation
 from splittime.core.errors import NotFound
 from splittime.server.response_store import ENTRY_BYTES, ResponseStore
 
 MANY = 10**9
+NOTHING = Conversation()
 
 
 class Clock:
@@ -34,11 +36,11 @@ def found(store: ResponseStore, tenant: str, name: str) -> bool:
 def test_the_oldest_go_where_there_are_too_many() -> None:
     store = ResponseStore(3, MANY, 9)
     for name in range(5):
-        assert store.put("a", str(name), b"x", ())
+        assert store.put("a", str(name), b"x", NOTHING)
     assert ids(store) == ["2", "3", "4"]
-    assert store.put("a", "3", b"yy", ())
+    assert store.put("a", "3", b"yy", NOTHING)
     assert store.get("a", "3", "response_id").body == b"yy"
-    assert store.put("a", "5", b"x", ())
+    assert store.put("a", "5", b"x", NOTHING)
     assert ids(store) == ["3", "4", "5"]  # what is stored again is new
 
 
@@ -46,20 +48,20 @@ def test_the_oldest_go_where_they_are_too_large_and_one_too_large_alone_is_not_k
     room = 2 * (ENTRY_BYTES + 10)
     store = ResponseStore(99, room, 9)
     for name in range(3):
-        assert store.put("a", str(name), b"x" * 4, (b"y" * 6,))
+        assert store.put("a", str(name), b"x" * 4, Conversation(num_bytes=3))
     assert (ids(store), store.num_bytes) == (["1", "2"], room)
-    assert not store.put("a", "3", b"x" * (room - ENTRY_BYTES), (b"y",))
+    assert not store.put("a", "3", b"x" * (room - ENTRY_BYTES - 1), Conversation(num_bytes=1))
     assert ids(store) == ["1", "2"]
-    assert store.put("a", "3", b"x" * (room - ENTRY_BYTES - 1), (b"y",))
+    assert store.put("a", "3", b"x" * (room - ENTRY_BYTES - 2), Conversation(num_bytes=1))
     assert (ids(store), store.num_bytes) == (["3"], room)
 
 
 def test_each_is_kept_for_its_time() -> None:
     clock = Clock()
     store = ResponseStore(9, MANY, 1.5, clock)
-    store.put("a", "0", b"x", ())
+    store.put("a", "0", b"x", NOTHING)
     clock.now_ns = 1_000_000_000
-    store.put("a", "1", b"x", ())
+    store.put("a", "1", b"x", NOTHING)
     clock.now_ns = 1_499_999_999
     assert ids(store) == ["0", "1"]
     clock.now_ns = 1_500_000_000
@@ -70,7 +72,7 @@ def test_each_is_kept_for_its_time() -> None:
 
 def test_another_keys_is_told_as_an_unknown_one() -> None:
     store = ResponseStore(9, MANY, 9)
-    store.put("a", "0", b"x", ())
+    store.put("a", "0", b"x", NOTHING)
     said = []
     for tenant, name in (("b", "0"), ("a", "1")):
         for ask in (
@@ -88,22 +90,22 @@ def test_another_keys_is_told_as_an_unknown_one() -> None:
 def test_whoever_stores_much_loses_its_own() -> None:
     store = ResponseStore(8, MANY, 9)
     for name in range(3):
-        store.put("quiet", str(name), b"x", ())
+        store.put("quiet", str(name), b"x", NOTHING)
     for name in range(20):
-        store.put("loud", str(name), b"x", ())
+        store.put("loud", str(name), b"x", NOTHING)
     assert ids(store, "quiet") == ["0", "1", "2"]
     assert ids(store, "loud") == ["15", "16", "17", "18", "19"]
     large = ResponseStore(99, 10 * ENTRY_BYTES, 9)
-    large.put("quiet", "0", b"x" * ENTRY_BYTES, ())
+    large.put("quiet", "0", b"x" * ENTRY_BYTES, NOTHING)
     for name in range(20):
-        large.put("loud", str(name), b"x", ())
+        large.put("loud", str(name), b"x", NOTHING)
     assert ids(large, "quiet") == ["0"]
 
 
 def test_a_store_of_none_keeps_none() -> None:
     store = ResponseStore(0, MANY, 9)
     assert not store.is_on
-    assert not store.put("a", "0", b"x", ())
+    assert not store.put("a", "0", b"x", NOTHING)
     with pytest.raises(NotFound, match="no stored response") as refused:
         store.get("a", "0", "previous_response_id")
     assert "max-stored-responses" in (refused.value.info.hint or "")
@@ -129,7 +131,7 @@ def test_no_bound_is_ever_passed_and_nothing_is_found_that_was_not_stored(steps)
     store = ResponseStore(5, 4000, 1e-6, clock)
     for tenant, name, size, wait_ns in steps:
         clock.now_ns += wait_ns
-        is_kept = store.put(tenant, str(name), b"x" * size, (b"y" * size,))
+        is_kept = store.put(tenant, str(name), b"x" * size, Conversation(num_bytes=size))
         last[tenant][str(name)] = (size, clock.now_ns)
         assert found(store, tenant, str(name)) is is_kept
         assert store.num_responses <= 5

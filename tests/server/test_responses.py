@@ -533,7 +533,7 @@ def test_going_on_is_sending_everything_again(caller: LiveServer, stream: bool) 
 
 
 def test_a_response_that_has_no_room_says_that_it_is_not_stored() -> None:
-    small = start("ok", max_stored_response_bytes=2500)
+    small = start("ok", max_stored_response_bytes=4500)
     try:
         assert ask(small, input="x")["store"] is True
         made, told = ask(small, input="x" * 3000), streamed(small, input="x" * 3000)

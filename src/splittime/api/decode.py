@@ -54,13 +54,13 @@ def decode_body(body: bytes, kind: type[Body], *, is_strict: bool = False) -> Bo
 
 def convert_part(value: Any, kind: type[Body], at: str, *, is_strict: bool = False) -> Body:
     """Returns a part of a body, which has been read as plain values, as a value of its class. at: its place in the
-    body. Raises `RequestError` as `decode_body` does."""
+    body; "" for the whole. Raises `RequestError` as `decode_body` does."""
     try:
         part = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(
-            _PLACE.sub(lambda found: f" - at `$.{at}{found[1] or ''}`", str(error), count=1), kind
-        ) from error
+        place = f".{at}" if at else ""
+        said = _PLACE.sub(lambda found: f" - at `${place}{found[1] or ''}`", str(error), count=1)
+        raise _refusal(said, kind) from error
     if is_strict:
         _refuse_without_effect(part, at)
     return part

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from splittime.api.conversation import KeptItem
 from splittime.core.errors import RequestError
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
@@ -18,21 +19,22 @@ QUERY: tuple[dict[str, Any], ...] = (
 FIELDS = tuple(each["name"] for each in QUERY)
 
 
-def input_items(response_id: str, turns: Sequence[bytes], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a page. turns: the conversation before the output, lists of items in JSON. Raises RequestError for a
-    query that cannot be meant."""
+def input_items(response_id: str, items: Sequence[KeptItem], query: Mapping[str, str]) -> bytes:
+    """Returns a page in JSON. items: the conversation before the output, of which those of the page alone are read.
+    Raises RequestError for a query that cannot be meant."""
     limit, order = _limit(query), query.get("order", ORDERS[0])
     unknown = next((name for name in query if name not in FIELDS), None)
     if unknown is not None:
         raise RequestError(f"{unknown[:64]}: a list of items takes {', '.join(FIELDS)}", param=unknown[:64])
     if order not in ORDERS:
         raise RequestError("order is asc or desc", param="order", value=order[:64], limit=list(ORDERS))
-    given = [item for turn in turns for item in orjson.loads(turn)]
-    listed = [_listed(item, f"{response_id}_{index}") for index, item in enumerate(given)]
-    found = _behind(listed[:: -1 if order == "desc" else 1], query.get("after"))
-    page = found[:limit]
+    step = -1 if order == "desc" else 1
+    ids = [item.item_id or f"{response_id}_{index}" for index, item in enumerate(items)][::step]
+    begin = _behind(ids, query.get("after"))
+    shown = zip(items[::step][begin : begin + limit], ids[begin : begin + limit], strict=True)
+    page = [_listed(orjson.loads(item.body), item_id) for item, item_id in shown]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return {"object": "list", "data": page, **ends, "has_more": len(found) > limit}
+    return orjson.dumps({"object": "list", "data": page, **ends, "has_more": len(ids) - begin > limit})
 
 
 def _limit(query: Mapping[str, str]) -> int:
@@ -43,13 +45,13 @@ def _limit(query: Mapping[str, str]) -> int:
     return int(asked)
 
 
-def _behind(items: list[dict[str, Any]], after: str | None) -> list[dict[str, Any]]:
+def _behind(ids: list[str], after: str | None) -> int:
+    """Returns where a page begins."""
     if after is None:
-        return items
-    at = next((index for index, item in enumerate(items) if item["id"] == after), None)
-    if at is None:
+        return 0
+    if after not in ids:
         raise RequestError("after names no item of this response", param="after", value=after[:64])
-    return items[at + 1 :]
+    return ids.index(after) + 1
 
 
 def _listed(item: dict[str, Any], own_id: str) -> dict[str, Any]:

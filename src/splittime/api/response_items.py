@@ -6,7 +6,7 @@ those with instructions at the beginning become one, since templates take one; r
 each other are one message of the assistant's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -16,6 +16,7 @@ from splittime.api.foreign import RESPONSES_UNSUPPORTED
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import RequestError
 
+BETWEEN_SYSTEM = "\n\n"  # texts of instructions, of which templates take one
 TEXT_TYPES = ("input_text", "output_text")
 DESCRIBE_IT = "send texts as input_text; write into them what an image, a file or a sound holds"
 ITEM_WAYS_OUT = {
@@ -130,29 +131,49 @@ def items_of(given: str | Sequence[dict[str, Any]], *, is_strict: bool = False) 
     return [_item(each, f"input[{index}]", is_strict) for index, each in enumerate(given)]
 
 
-def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
-    """Returns the messages of a chat that has these items. A message's texts are gathered, and joined when all are
-    there: to copy what there is with each of 16,000 texts took seconds."""
-    chat: list[ChatMessage] = [{"role": "system", "content": [instructions]}] if instructions else []
+def chat_messages(
+    instructions: str | None, items: Sequence[Item], earlier: Sequence[ChatMessage] = ()
+) -> list[ChatMessage]:
+    """Returns the messages of a chat that has these items behind what was said earlier, which stays as it is. A
+    message's texts are gathered, and joined when all are there: to copy what there is with each of 16,000 texts took
+    seconds."""
+    chat = [*earlier[:-1], *map(_opened, earlier[-1:])]
     for item in items:
         item.add_to(chat)
-    for message in chat:
+    for message in chat[max(0, len(earlier) - 1) :]:
         if message["content"] is not None:
-            message["content"] = ("\n\n" if message["role"] == "system" else "").join(message["content"])
-    return chat
+            message["content"] = (BETWEEN_SYSTEM if message["role"] == "system" else "").join(message["content"])
+    return instructed(chat, instructions)
 
 
-def require_calls(items: Sequence[Item], num_earlier: int) -> None:
-    """Raises RequestError for an output of a call that no item before it makes. num_earlier: items that come from a
-    stored response."""
+def instructed(chat: Sequence[ChatMessage], instructions: str | None) -> list[ChatMessage]:
+    """Returns the chat with instructions before all of it: one message with those that it begins with."""
+    if not instructions:
+        return list(chat)
+    if chat and chat[0]["role"] == "system":
+        return [{"role": "system", "content": BETWEEN_SYSTEM.join((instructions, chat[0]["content"]))}, *chat[1:]]
+    return [{"role": "system", "content": instructions}, *chat]
+
+
+def _opened(message: ChatMessage) -> ChatMessage:
+    """Returns a copy of the message to which more can be added."""
+    opened = {**message, "content": None if message["content"] is None else [message["content"]]}
+    if "tool_calls" in message:
+        opened["tool_calls"] = list(message["tool_calls"])
+    return opened
+
+
+def require_calls(items: Sequence[Item], earlier: Sequence[Container[str]] = ()) -> None:
+    """Raises RequestError for an output of a call that no item before it makes. earlier: the calls of a stored
+    conversation that they go on from."""
     called = set()
     for index, item in enumerate(items):
         if isinstance(item, ItemCall):
             called.add(item.call_id)
-        elif isinstance(item, ItemCallOutput) and item.call_id not in called:
+        elif isinstance(item, ItemCallOutput) and not any(item.call_id in made for made in (called, *earlier)):
             raise RequestError(
-                f"input[{index - num_earlier}].call_id: no function_call before it has the id {item.call_id!r}",
-                param=f"input[{index - num_earlier}].call_id",
+                f"input[{index}].call_id: no function_call before it has the id {item.call_id!r}",
+                param=f"input[{index}].call_id",
                 value=item.call_id,
                 hint="send the function_call before its output, or name its response as previous_response_id",
             )

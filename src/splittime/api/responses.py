@@ -10,10 +10,10 @@ from msgspec import Meta
 from splittime.api.decode import convert_part
 from splittime.api.response_items import (
     KINDS,
-    Item,
+    ChatMessage,
     Nothing,
     ResponsesPart,
-    chat_messages,
+    instructed,
     refused,
 )
 from splittime.api.schema import FunctionTool, JsonObjectFormat, TextFormat, no_effect
@@ -123,11 +123,11 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     prompt: Annotated[None, refused("prompt")] = None
     context_management: Annotated[Nothing | None, refused("context_management")] = None
 
-    def to_chat(self, items: Sequence[Item], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
-        """Returns a chat's body of all items, those of earlier responses included. A stream counts its tokens at its
-        end."""
+    def to_chat(self, messages: Sequence[ChatMessage], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
+        """Returns a chat's body of these messages, those of earlier responses included. A stream counts its tokens at
+        its end."""
         chat = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
-        chat["messages"] = chat_messages(self.instructions, items)
+        chat["messages"] = instructed(messages, self.instructions)
         if self.max_output_tokens is not None:
             chat["max_tokens"] = self.max_output_tokens
         if functions:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from splittime.api.conversation import Conversation
 from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound
 
@@ -17,15 +18,16 @@ ENTRY_BYTES = 512  # for what an entry takes beside its texts
 
 
 class KeptResponse(NamedTuple):
-    """body: the response as it was answered. turns: the conversation up to its output, lists of items in JSON."""
+    """body: the response as it was answered. conversation: with its output. num_input: the items before that."""
 
     body: bytes
-    turns: tuple[bytes, ...]
+    conversation: Conversation
+    num_input: int
     until_ns: int
 
     @property
     def size(self) -> int:
-        return ENTRY_BYTES + len(self.body) + sum(map(len, self.turns))
+        return ENTRY_BYTES + len(self.body) + self.conversation.size
 
 
 class Shelf:
@@ -73,10 +75,10 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
-    def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> bool:
+    def put(self, tenant: str, response_id: str, body: bytes, conversation: Conversation, num_input: int = 0) -> bool:
         """Stores a response, in place of one of this id. Returns whether it is kept: one that has no room beside
         what is left of the others is not."""
-        entry = KeptResponse(body, turns, self._clock() + round(self._for_s * 1e9))
+        entry = KeptResponse(body, conversation, num_input, self._clock() + round(self._for_s * 1e9))
         if not self.is_on or entry.size > self._most_bytes:
             return False
         shelf = self._shelves.setdefault(tenant, Shelf())

@@ -2,6 +2,8 @@
 the body as it is read (`api.messages`) and of the answer as it is sent (`api.message_answers`). What the account says
 of a chat, it says of a message."""
 
+from functools import partial
+
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
 from splittime.api.limits import ModelInfo
@@ -12,8 +14,8 @@ from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
 from splittime.server.routes_info import worked_on
 from splittime.server.service import Service
-from splittime.server.translation import TranslatedAnswer, TranslatedBody
-from splittime.server.visit import Visit
+from splittime.server.translation import TranslatedAnswer, TranslatedVisit
+from splittime.server.visit import GivenBody
 from splittime.text.process import Render
 from splittime.text.worker import FramedWork, framed
 from splittime.web import http
@@ -22,8 +24,8 @@ from splittime.web.short_turns import read_beside
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a message, whole or streamed."""
-    body = TranslatedBody(receive, MessageExchange(service, scope, receive).read_chat)
-    await Visit(service, "chat", scope, body, _as_message(send)).serve()
+    exchange = MessageExchange(service, scope)
+    await TranslatedVisit(service, scope, receive, _as_message(send), exchange.chat_of).serve()
 
 
 async def count_tokens(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -40,7 +42,7 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
-        await http.respond_json(send, {"input_tokens": len(done.ids[0])})
+        await http.respond_json(send, {"input_tokens": done.whole_lens[0]})
 
 
 def _counted_work(body: bytes, service: Service, model: ModelInfo) -> FramedWork:
@@ -49,7 +51,7 @@ def _counted_work(body: bytes, service: Service, model: ModelInfo) -> FramedWork
     chat = decode_body(messages.chat_body(given), ChatBody)
     tool_use = tool_use_of(chat, service.marks)
     options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
-    return framed(Render(as_template_reads(chat, service.marks), options))
+    return framed(Render(as_template_reads(chat, service.marks), options, counts_only=True))
 
 
 def _check_version(scope: http.Scope) -> None:
@@ -65,21 +67,19 @@ def _check_version(scope: http.Scope) -> None:
 class MessageExchange:
     """One message, from its body to its answer."""
 
-    def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
-        self._config, self._scope, self._receive = service.config, scope, receive
-        self._marks = service.marks
+    def __init__(self, service: Service, scope: http.Scope) -> None:
+        self._config, self._scope, self._marks = service.config, scope, service.marks
 
-    async def read_chat(self) -> bytes:
-        """Returns a chat's body that asks for this message. Raises what the client must be told."""
+    async def chat_of(self, body: bytes) -> GivenBody:
+        """Returns what reads a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
-        body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
-        return await read_beside(len(body), self._chat_of, body)
+        return GivenBody(len(body), partial(self._chat_of, body))
 
-    def _chat_of(self, body: bytes) -> bytes:
+    def _chat_of(self, body: bytes) -> ChatBody:
         given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
         if given.thinking is not None and not can_be_bound(self._marks, has_tools=bool(given.tools)):
             given.thinking.budget_tokens = None  # it says what to aim at, and here nothing can hold to it
-        return messages.chat_body(given)
+        return decode_body(messages.chat_body(given), ChatBody, is_strict=self._config.strict)
 
 
 def _as_message(send: http.Send) -> http.Send:

@@ -2,30 +2,33 @@
 `api.response_answers`, `api.response_events`), and what is kept of responses (`response_store`). What the account says
 of a chat, it says of a response."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
-import orjson
 
 from splittime.api import response_answers, response_events, responses
-from splittime.api.decode import decode_body
+from splittime.api.conversation import MOST_BODIES, Conversation
+from splittime.api.decode import convert_part, decode_body
 from splittime.api.input_items import input_items
-from splittime.api.response_items import Item, items_of, require_calls
+from splittime.api.response_items import Item, items_of
 from splittime.api.responses import ResponsesBody, functions_of
+from splittime.api.schema import ChatBody
 from splittime.core.errors import RequestError
 from splittime.server.service import Service
-from splittime.server.translation import TranslatedAnswer, TranslatedBody
-from splittime.server.visit import Visit
+from splittime.server.translation import TranslatedAnswer, TranslatedVisit
+from splittime.server.visit import GivenBody
 from splittime.web import http
+from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
 
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a response, whole or streamed."""
-    exchange = ResponseExchange(service, scope, receive)
+    exchange = ResponseExchange(service, scope)
     answer = TranslatedAnswer(send, exchange.whole, exchange.stream)
-    await Visit(service, "chat", scope, TranslatedBody(receive, exchange.read_chat), answer.send).serve()
+    await TranslatedVisit(service, scope, receive, answer.send, exchange.chat_of).serve()
 
 
 async def retrieve(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -39,7 +42,9 @@ async def list_input(service: Service, scope: http.Scope, receive: http.Receive,
     """Answers with what a stored response had as input."""
     response_id = scope[http.PATH_REST]
     kept = service.responses.get(tenant_of(scope).name, response_id, "response_id")
-    await http.respond_json(send, input_items(response_id, kept.turns[:-1], http.query(scope)))
+    items = kept.conversation.items[: kept.num_input]
+    page = await read_beside(kept.size, input_items, response_id, items, http.query(scope))
+    await http.respond(send, page)
 
 
 async def delete(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -63,26 +68,32 @@ def _refuse_query(scope: http.Scope) -> None:
 class ResponseExchange:
     """One response, from its body to what is kept of it."""
 
-    def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
+    def __init__(self, service: Service, scope: http.Scope) -> None:
         self._config, self._model, self._store = service.config, service.model, service.responses
-        self._scope, self._receive = scope, receive
         self._tenant = tenant_of(scope).name
         self._asked: dict[str, Any] = {}
-        self._turns: tuple[bytes, ...] = ()  # the conversation up to the answer
+        self._conversation = Conversation()  # up to the answer
 
-    async def read_chat(self) -> bytes:
-        """Returns a chat's body that asks for this response. Raises what the client must be told."""
-        is_strict = self._config.strict
-        body = await http.read_body(self._scope, self._receive, self._config.max_body_bytes)
-        given = decode_body(body, ResponsesBody, is_strict=is_strict)
-        functions = functions_of(given, is_strict=is_strict)
-        is_kept = self._is_kept(given)
-        earlier, own = self._earlier(given), items_of(given.input, is_strict=is_strict)
-        require_calls([*earlier, *own], len(earlier))
-        self._turns = (*self._turns, msgspec.json.encode(own))
+    async def chat_of(self, body: bytes) -> GivenBody:
+        """Returns what reads a chat's body that asks for this response. Raises what the client must be told."""
+        given, own = await read_beside(len(body), self._given_in, body)
+        is_kept, earlier = self._is_kept(given), self._earlier(given)
+        return GivenBody(len(body) + earlier.size, partial(self._chat, given, own, earlier, is_kept))
+
+    def _given_in(self, body: bytes) -> tuple[ResponsesBody, list[Item]]:
+        given = decode_body(body, ResponsesBody, is_strict=self._config.strict)
+        return given, items_of(given.input, is_strict=self._config.strict)
+
+    def _chat(self, given: ResponsesBody, own: list[Item], earlier: Conversation, is_kept: bool) -> ChatBody:
+        functions = functions_of(given, is_strict=self._config.strict)
+        conversation = self._conversation = earlier.gone_on(own)
+        if earlier.items:
+            conversation.require_at_most(MOST_BODIES * self._config.max_body_bytes)
         defaults = {} if self._model is None else self._model.default_sampling
         self._asked = response_answers.asked_fields(given, functions, defaults, is_kept=is_kept)
-        return msgspec.json.encode(given.to_chat([*earlier, *own], functions))
+        return convert_part(
+            given.to_chat(conversation.messages, functions), ChatBody, "", is_strict=self._config.strict
+        )
 
     def _is_kept(self, given: ResponsesBody) -> bool:
         if given.store and not self._store.is_on:
@@ -90,13 +101,11 @@ class ResponseExchange:
             raise RequestError(message, code="unsupported_field", param="store", value=True, hint=hint)
         return given.store is not False and self._store.is_on
 
-    def _earlier(self, given: ResponsesBody) -> Sequence[Item]:
-        """Returns the items of the conversation that is gone on from."""
+    def _earlier(self, given: ResponsesBody) -> Conversation:
+        """Returns the conversation that is gone on from."""
         if given.previous_response_id is None:
-            return ()
-        kept = self._store.get(self._tenant, given.previous_response_id, "previous_response_id")
-        self._turns = kept.turns
-        return [item for turn in kept.turns for item in items_of(orjson.loads(turn))]
+            return Conversation()
+        return self._store.get(self._tenant, given.previous_response_id, "previous_response_id").conversation
 
     # ---- out
 
@@ -114,5 +123,10 @@ class ResponseExchange:
     def _keep(self, response: dict[str, Any]) -> None:
         """Stores a response that is to be kept. One for which there is no room says that it is not."""
         if response["store"]:
-            turns, written = (*self._turns, msgspec.json.encode(response["output"])), msgspec.json.encode(response)
-            response["store"] = self._store.put(self._tenant, response["id"], written, turns)
+            written, asked = msgspec.json.encode(response), self._conversation
+            try:
+                whole = asked.gone_on(items_of(response["output"]))
+            except RequestError:  # it has as many items as there may be
+                response["store"] = False
+            else:
+                response["store"] = self._store.put(self._tenant, response["id"], written, whole, len(asked.items))

@@ -4,21 +4,24 @@ its own as it is sent. The account, the queue and every limit are those of a cha
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from splittime.server.service import Service
+from splittime.server.visit import GivenBody, Visit
 from splittime.web import http
 
+ChatOf = Callable[[bytes], Awaitable[GivenBody]]
 
-class TranslatedBody:
-    """What a chat's visit receives: `read` makes the chat's body, and the rest is what comes after it."""
 
-    def __init__(self, receive: http.Receive, read: Callable[[], Awaitable[bytes]]) -> None:
-        self._receive, self._read = receive, read
-        self._is_read = False
+class TranslatedVisit(Visit):
+    """chat_of: makes a chat's body of this API's. Raises what the client must be told."""
 
-    async def __call__(self) -> http.Message:
-        if self._is_read:
-            return await self._receive()
-        self._is_read = True
-        return {"type": "http.request", "body": await self._read(), "more_body": False}
+    def __init__(
+        self, service: Service, scope: http.Scope, receive: http.Receive, send: http.Send, chat_of: ChatOf
+    ) -> None:
+        super().__init__(service, "chat", scope, receive, send)
+        self._chat_of = chat_of
+
+    async def _given_by(self, body: bytes) -> GivenBody:
+        return await self._chat_of(body)
 
 
 class TranslatedAnswer:

@@ -10,15 +10,16 @@ is free once the engine has let go.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, check_model
+from splittime.api.schema import Strict
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Overloaded, Refused, SplittimeError
 from splittime.core.request import FinishReason, Request, adapter_name
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
@@ -35,6 +36,13 @@ from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
+
+
+class GivenBody(NamedTuple):
+    """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread."""
+
+    num_bytes: int
+    read: Callable[[], Strict]
 
 
 class Visit:
@@ -148,14 +156,18 @@ class Visit:
     async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        return await read_beside(len(body), self._asked_by, body, model)
+        given = await self._given_by(body)
+        return await read_beside(given.num_bytes, self._asked_by, given.read, model)
 
-    def _asked_by(self, body: bytes, model: ModelInfo) -> tuple[Ask, Prompts]:
-        """Returns what a body asks for. In a thread: it changes nothing of the server."""
-        config, endpoint = self.service.config, ENDPOINTS[self.endpoint]
-        given = decode_body(body, endpoint.body, is_strict=config.strict)
+    async def _given_by(self, body: bytes) -> "GivenBody":
+        kind, is_strict = ENDPOINTS[self.endpoint].body, self.service.config.strict
+        return GivenBody(len(body), partial(decode_body, body, kind, is_strict=is_strict))
+
+    def _asked_by(self, read: Callable[[], Strict], model: ModelInfo) -> tuple[Ask, Prompts]:
+        """Returns what is asked for. In a thread: it changes nothing of the server."""
         include_timing = http.flag(self.scope, "X-Include-Timing")
-        ask = endpoint.ask_of(given, model, config, include_timing, self.service.marks)
+        ask_of, marks = ENDPOINTS[self.endpoint].ask_of, self.service.marks
+        ask = ask_of(read(), model, self.service.config, include_timing, marks)
         return ask, Prompts(ask, model, self.service, self.account)
 
     # ---- to the engine

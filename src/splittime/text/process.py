@@ -50,8 +50,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Render(msgspec.Struct, frozen=True, tag=True):
-    """A chat to a text by the model's template, and that to token ids. options: of the template. The others are those
-    of `Encode`."""
+    """A chat to a text by the model's template, and that to token ids. options: of the template. counts_only: how many
+    ids there are is wanted, and not they. The others are those of `Encode`."""
 
     messages: tuple[dict[str, Any], ...]
     options: dict[str, Any] = {}
@@ -60,6 +60,7 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     answer_max_model_len: int | None = None
     wants_strings: bool = False
     keep_last: int | None = None
+    counts_only: bool = False
 
     @property
     def size(self) -> int:
@@ -169,7 +170,8 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
     each = tuple(_encoded_each(work, texts, tokenizer))
     ids, size = tuple(one.ids for one in each), sum(map(num_bytes, texts))
     if work.answer_max_model_len is None:
-        return TextDone(ids, tuple(one.whole_len for one in each), size)
+        counts_only = isinstance(work, Render) and work.counts_only
+        return TextDone(() if counts_only else ids, tuple(one.whole_len for one in each), size)
     strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
     answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
     return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))

@@ -1,0 +1,63 @@
+"""No body holds up the event loop, whatever stands in it: it is read beside the loop, and what is left is short."""
+
+import pytest
+
+from hostile_bodies import hostile_bodies
+from loop_meter import LoopMeter
+from splittime.api.limits import ModelInfo
+from splittime.server.config import ServerConfig
+
+from .conftest import EOS, LiveServer, say
+from .fake_engine import FakeEngine
+
+MOST_MS = 25  # of a turn: the goal is 10, and what these bodies took before was 25 to 130
+ROUTES = {
+    "/v1/completions": lambda text: {"prompt": text, "max_tokens": 1},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 1},
+    "/v1/messages": lambda text: {"max_tokens": 1, "messages": [{"role": "user", "content": text}]},
+    "/v1/messages/count_tokens": lambda text: {"model": "fake", "messages": [{"role": "user", "content": text}]},
+    "/v1/embeddings": lambda text: {"input": text},
+    "/v1/rerank": lambda text: {"query": "a", "documents": [text]},
+    "/v1/score": lambda text: {"text_1": "a", "text_2": text},
+    "/v1/prefill": lambda text: {"prompt": text},
+    "/tokenize": lambda text: {"prompt": text},
+    "/detokenize": lambda text: {"tokens": [1], "model": text},
+    "/ledger/hops": lambda text: {"hops": [], "x": text},
+    "/ledger/what-if": lambda text: {"x": text},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    info = ModelInfo(names=("fake",), max_model_len=100_000, vocab_size=257, eos_token_ids=(EOS,))
+    live = LiveServer(FakeEngine(say("hello")), ServerConfig(port=0, tokenize_cpu_s=0.2), info)
+    live.start()
+    live.call(live.service.texts.start)
+    yield live
+    live.stop()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_no_body_holds_up_the_loop(server, path: str) -> None:
+    server.post(path, ROUTES[path]("a"))
+    meter, taken_ms = LoopMeter(server.loop), {}
+    for name, body in hostile_bodies(ROUTES[path]).items():
+        meter.begin()
+        server.post(path, body)
+        taken_ms[name] = meter.longest_ms()
+    assert {name: ms for name, ms in taken_ms.items() if ms > MOST_MS} == {}
+
+
+def test_a_small_turn_behind_a_large_conversation_costs_what_is_new(server) -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": '"[' * 20}] * 4000}
+    asked, stored = {"input": [thoughts, {"role": "user", "content": "hi"}], "max_output_tokens": 1}, {}
+    for _ in range(12):
+        status, _, stored = server.post("/v1/responses", asked | stored)
+        assert status == 200
+        stored = {"previous_response_id": stored["id"]}
+    meter = LoopMeter(server.loop)
+    meter.begin()
+    assert server.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, **stored})[0] == 200
+    assert server.get(f"/v1/responses/{stored['previous_response_id']}/input_items?limit=1")[0] == 200
+    assert meter.longest_ms() < MOST_MS
