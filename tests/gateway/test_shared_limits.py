@@ -94,6 +94,21 @@ def test_requests_and_tokens_count_at_every_gateway(empty):
     exchanging(empty, play, one, other)
 
 
+def test_what_is_reserved_at_one_gateway_is_reserved_at_all(empty):
+    one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
+
+    async def play():
+        use = one.enter(time.monotonic_ns())
+        use.reserve(1000, time.monotonic_ns())
+        await until(lambda: refusal(other) == "tokens_per_minute")
+        use.settle(300, time.monotonic_ns())
+        await until(lambda: other._tokens.level > 600)
+        assert other._tokens.level == pytest.approx(700, abs=20)
+        assert one._tokens.level == pytest.approx(700, abs=20)
+
+    exchanging(empty, play, one, other)
+
+
 def test_what_was_used_before_a_gateway_came_is_not_taken(empty):
     early = quota(requests_per_minute=10)
 

@@ -3,8 +3,10 @@
 Each gateway counts its own tenants' use and lets requests in by its own buckets, so that no request waits for the
 store. Every `EXCHANGE_S` it adds their use since the last exchange to the store's totals, and takes from its buckets
 what the totals have grown beyond its own part, which is the others' use. So `requests_per_minute` and
-`tokens_per_minute` are those of all gateways together. They are overdrawn by what the others let in within one
-exchange, and by the full buckets that a gateway starts with; then nobody is let in until the buckets have filled again.
+`tokens_per_minute` are those of all gateways together. What open requests have reserved is told as used, and given back
+when it is known what they used; what a gateway that was killed had reserved fills up again like all else. Limits are
+overdrawn by what the others let in within one exchange, and by the full buckets that a gateway starts with; then nobody
+is let in until the buckets have filled again.
 
 A gateway whose store is away goes on by its own buckets, and tells later what was used; no bucket falls further than a
 minute below nothing for that. `max_open_requests` is each gateway's own: what runs at a gateway that was killed would
@@ -56,11 +58,14 @@ class TenantUse:
             total = total.plus(_use_of(quota))
         return total
 
-    def hear(self, elsewhere: Use) -> Use:
-        """Returns how much more the others have used; less than before, where the store was emptied, is nothing."""
-        more = elsewhere.plus(self.elsewhere or elsewhere, sign=-1)
-        self.elsewhere = elsewhere
-        return Use(max(0, more.requests), max(0, more.tokens))
+    def hear(self, total: Use) -> Use:
+        """Returns how much more the others have used, tokens below 0 where they gave back what they had reserved. A
+        store that was emptied gives nothing: it tells nothing, or less than what was told to it here."""
+        elsewhere = total.plus(self.own, sign=-1)
+        before = self.elsewhere or elsewhere
+        more, self.elsewhere = elsewhere.plus(before, sign=-1), elsewhere
+        is_emptied = not total.tokens or elsewhere.tokens < 0 <= before.tokens
+        return Use(max(0, more.requests), max(0, more.tokens) if is_emptied else more.tokens)
 
 
 class SharedLimits:
@@ -105,7 +110,7 @@ class SharedLimits:
         for name, quota in self._limited().items():
             tenant = self._tenants.setdefault(name, TenantUse())
             total = Use(totals.get(REQUESTS + name, 0), totals.get(TOKENS + name, 0))
-            quota.use_elsewhere(*tenant.hear(total.plus(tenant.own, sign=-1)), now_ns)
+            quota.use_elsewhere(*tenant.hear(total), now_ns)
 
 
 def _has_limit(quota: Quota) -> bool:
@@ -113,4 +118,4 @@ def _has_limit(quota: Quota) -> bool:
 
 
 def _use_of(quota: Quota) -> Use:
-    return Use(quota.used_requests, quota.used_tokens)
+    return Use(quota.used_requests, quota.used_tokens + quota.reserved_tokens)

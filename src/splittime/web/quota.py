@@ -39,10 +39,11 @@ class Bucket:
 
     def take_elsewhere(self, amount: int, now_ns: int) -> None:
         """Takes what others took of the same limit, but no more than to a minute below nothing: what they used long
-        ago, and what is told only now, is not to be waited for."""
+        ago, and what is told only now, is not to be waited for. amount: below nothing, for what they put back."""
         if self.per_minute is not None:
             self._fill(now_ns)
-            self.level = max(self.level - amount, min(self.level, -float(self.per_minute)))
+            most = float(self.per_minute)
+            self.level = min(most, max(self.level - amount, min(self.level, -most)))
 
     def wait_s(self, wanted: int, now_ns: int) -> float:
         """Until it holds so much; 0.0 if it does."""
