@@ -38,6 +38,7 @@ from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http
 from splittime.web.quota import QuotaUse
+from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
 
 now_ns = time.monotonic_ns
@@ -117,7 +118,8 @@ class GatewayVisit:
         self.account.on_read = self._settle
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        told, policy = forwarded(self._path, body, config.queue.assumed_max_tokens), self.gateway.policy
+        assumed = config.queue.assumed_max_tokens
+        told, policy = await read_beside(len(body), forwarded, self._path, body, assumed), self.gateway.policy
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
         policy.require(request)
         request = self.account.request = self._estimated(bound(self.gateway, request, self.tenant))
