@@ -98,6 +98,9 @@ class Hostile:
                 headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 name = first.split("/")[1]
+                if first.startswith("GET ") and "/v1/models" in first:  # a gateway looks whether it lives
+                    writer.write(whole(200, {"object": "list", "data": []}))
+                    continue
                 self.asked[name].append((headers, body))
                 self.open[name] += 1
                 self.most_open[name] = max(self.most_open[name], self.open[name])

@@ -63,7 +63,7 @@ def test_an_account_that_does_not_sum_is_not_taken(timing, fault):
 def test_an_error_inside_the_stream_is_noticed():
     events = AnswerEvents()
     events.feed(event(CHUNK) + event({"error": {"message": "out of memory"}}) + event(b"[DONE]"))
-    assert events.error == "out of memory"
+    assert events.error.message == "out of memory"
     assert events.is_done
 
 

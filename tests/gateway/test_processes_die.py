@@ -70,7 +70,7 @@ def test_a_killed_upstream_ends_its_streams_and_no_others(tmp_path):
             while breakers(gateway)["first"] or breakers(gateway)["first-endless"]:
                 assert time.monotonic() < deadline_s
                 gateway.ask("fine")
-                gateway.ask("endless")
+                gateway.ask("endless", stream=True)
                 time.sleep(0.05)
 
 

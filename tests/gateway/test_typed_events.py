@@ -57,13 +57,13 @@ def test_a_message_that_breaks_off_has_told_its_prompt_and_not_its_answer():
 def test_an_error_is_the_end_of_a_stream(path):
     told = {"type": "error", "error": {"type": "overloaded_error", "message": "too much"}}
     events = read(path, stream(path, [TOLD[path][0], told]))
-    assert (events.is_done, events.error) == (True, "too much")
+    assert (events.is_done, events.error.message) == (True, "too much")
 
 
 def test_a_response_that_failed_says_why():
     failed = {"type": "response.failed", "response": {"id": "r", "status": "failed", "error": {"message": "no memory"}}}
     events = read(RESPONSES, stream(RESPONSES, [failed]))
-    assert (events.is_done, events.error) == (True, "no memory")
+    assert (events.is_done, events.error.message) == (True, "no memory")
 
 
 def test_words_of_an_answer_are_no_end():

@@ -9,10 +9,9 @@ import uvloop
 from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.sent_request import NoConnection
+from splittime.gateway.upstream_answer import MAX_UNREAD_BYTES, UpstreamAnswer
 from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
-    MAX_UNREAD_BYTES,
-    UpstreamAnswer,
     UpstreamConnections,
 )
 from splittime.gateway.whole_answers import ask_status

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from splittime.gateway.told_error import ToldError, decoded, event_error
 from splittime.ledger.attempts import NestedStage
 from splittime.ledger.stages import Cause, Stage
-from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, body_text, text_bytes_of
+from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, text_bytes_of
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 DONE = b"[DONE]"
-ERROR_BEGINS = (b'{"error":', b'{"error" :', b'{"object":"error"')
 
 
 class ToldStage(msgspec.Struct):
@@ -96,9 +96,9 @@ def ignored(*told: object) -> None:
 
 
 class AnswerEvents:
-    """One answer, as it is read. num_pieces: of its events, those that may have a token of the answer; num_bytes: of
-    those, with all that stands around their texts. on_id: told by
-    which id the upstream keeps it, as soon as it says so."""
+    """One answer, as it is read. first: its first event. num_pieces: of its events, those that may have a token of the
+    answer; num_bytes: of those, with all that stands around their texts. on_id: told by which id the upstream keeps
+    it, as soon as it says so. error: that it told of itself, and in which event."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
@@ -107,10 +107,14 @@ class AnswerEvents:
         self.num_events = self.num_pieces = self.num_bytes = 0
         self.on_id: Callable[[str], None] = ignored
         self.is_done = False
-        self.error: str | None = None  # told inside the stream
+        self.first: bytes | None = None
+        self.error: ToldError | None = None
+        self.error_data, self.is_error_first = b"", False
 
     def feed(self, piece: bytes) -> None:
         for data in self._lines.feed(piece):
+            if self.first is None:
+                self.first = data
             self._take(data)
 
     def _take(self, data: bytes) -> None:
@@ -121,8 +125,11 @@ class AnswerEvents:
         self.num_pieces += 1
         self.num_bytes += len(data)
         self._latest.append(data)
-        if data.startswith(ERROR_BEGINS):
-            self.error = self.error or body_text(data)
+        self._note_error(event_error(data), data)
+
+    def _note_error(self, error: ToldError | None, data: bytes) -> None:
+        if error is not None and self.error is None:
+            self.error, self.error_data, self.is_error_first = error, data, self.num_events == 1
 
     def take_whole(self, body: bytes) -> None:
         """An answer that is no stream."""
@@ -151,6 +158,12 @@ class AnswerEvents:
             if b'"timing"' in data:
                 return _nested(data)
         return NestedAccount(fault="the answer told no timing")
+
+
+def readable(piece: bytes) -> bytes:
+    """Returns the events of this end of a stream that can be read: the last may have been cut."""
+    whole = [one for one in EventLines().feed(piece) if one == DONE or isinstance(decoded(one), dict)]
+    return b"".join(b"data: %b\n\n" % one for one in whole)
 
 
 def _nested(data: bytes) -> NestedAccount:

@@ -1,8 +1,8 @@
 """Whether an upstream may be asked now: closed, open after failures in a row, then open for one request that tries.
 
-A failure says something about the upstream: no connection, no first byte in time, a stream that breaks off, 5xx. An
-answer of 4xx says something about the request, and never opens a breaker: else one oversized prompt after the other
-would close the gateway for everybody. 429 says that the upstream is busy: it is left alone for its Retry-After.
+What counts as a failure, a success or a pause, `verdict` says; `Upstream.hear` tells it here. An upstream that has a
+checker (`health_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds out
+whether it lives again. A pause is never cut short by a later, shorter one.
 """
 
 from splittime.gateway.config import BreakerConfig
@@ -11,7 +11,8 @@ LEAST_BACKOFF_S = 1.0  # where a 429 does not say for how long
 
 
 class Breaker:
-    """Times are ns of one monotonic clock, given by the caller."""
+    """Times are ns of one monotonic clock, given by the caller. has_checker: somebody asks it while it is open.
+    num_successes: since the start."""
 
     def __init__(self, config: BreakerConfig) -> None:
         self.config = config
@@ -19,6 +20,14 @@ class Breaker:
         self._open_until_ns: int | None = None
         self._busy_until_ns = 0
         self._is_trying = False
+        self._is_checked = True
+        self.has_checker = False
+        self.num_successes = 0
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is known against it since its latest success."""
+        return self._failures == 0 and self._open_until_ns is None
 
     @property
     def is_open(self) -> bool:
@@ -32,7 +41,19 @@ class Breaker:
     def allows(self, now_ns: int) -> bool:
         if self.is_busy(now_ns):
             return False
-        return self._open_until_ns is None or (now_ns >= self._open_until_ns and not self._is_trying)
+        if self._open_until_ns is None:
+            return True
+        return self._is_checked and now_ns >= self._open_until_ns and not self._is_trying
+
+    def is_to_be_checked(self, now_ns: int) -> bool:
+        """Whether it is open, and has been left alone for as long as it should."""
+        return self._open_until_ns is not None and not self._is_checked and now_ns >= self._open_until_ns
+
+    def note_checked(self, now_ns: int, *, is_well: bool) -> None:
+        """The gateway has asked it itself."""
+        if self._open_until_ns is not None:
+            self._is_checked = is_well
+            self._open_until_ns = now_ns if is_well else self._until_ns(now_ns)
 
     def wait_ns(self, now_ns: int) -> int:
         """Returns how long until it may allow a request."""
@@ -48,17 +69,23 @@ class Breaker:
             self._failures, self._open_until_ns, self._is_trying = self.config.failures - 1, None, False
 
     def note_success(self) -> None:
+        self.num_successes += 1
         self._failures, self._open_until_ns, self._is_trying = 0, None, False
 
     def note_failure(self, now_ns: int) -> None:
         self._failures += 1
         if self._failures >= self.config.failures:  # as it is, where one tried an open breaker
-            self._open_until_ns = now_ns + int(self.config.open_s * 1e9)
+            self._open_until_ns = self._until_ns(now_ns)
+            self._is_checked = not self.has_checker
         self._is_trying = False
+
+    def _until_ns(self, now_ns: int) -> int:
+        return now_ns + int(self.config.open_s * 1e9)
 
     def note_busy(self, now_ns: int, retry_after_s: float | None) -> None:
         asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
-        self._busy_until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
+        until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
+        self._busy_until_ns = max(self._busy_until_ns, until_ns)
         self._is_trying = False
 
     def take_over(self, other: "Breaker") -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 from splittime.core.errors import DeadlineExceeded, Overloaded, Refused
+from splittime.gateway.breaks import Deadline
 from splittime.gateway.degrade.lesser import MarkedAnswer
-from splittime.gateway.failures import Interrupted, LacksEndpoint, UpstreamFailure
+from splittime.gateway.failures import Interrupted, UpstreamFailure
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest
-from splittime.gateway.relay import Deadline, Relay
+from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.resume.resumption import Resumption
@@ -30,6 +31,7 @@ from splittime.gateway.service import GatewayService
 from splittime.gateway.sign_of_life import SignOfLife
 from splittime.gateway.tied import TiedRace
 from splittime.gateway.upstreams import Routed, Upstream
+from splittime.gateway.verdict import Whose
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 
@@ -111,11 +113,10 @@ class Forwarding:
                 return
             except UpstreamFailure as latest:
                 failure = latest
-            if not (failure.is_retryable and self._may_retry(request, len(tried), failure)):
+            if not (failure.verdict.is_retryable and self._may_retry(request, len(tried), failure)):
                 break
-            if isinstance(failure, Interrupted):
-                self._sign.has_begun = True  # the head, and tokens behind it
-            elif not isinstance(failure, LacksEndpoint):
+            self._sign.has_begun |= self.relay is not None and self.relay.has_begun
+            if not isinstance(failure, Interrupted) and failure.verdict.whose is not Whose.PATH:
                 await self._pause(len(tried))
         await self._tell_failure(failure)
 
@@ -159,18 +160,26 @@ class Forwarding:
         return routed
 
     def _may_retry(self, request: ForwardedRequest, num_attempts: int, failure: UpstreamFailure) -> bool:
-        """A path that an upstream does not have is asked of another, and not counted by the budget of retries: that is
-        known afterwards."""
-        gateway, at_ns = self._gateway, now_ns()
+        """What is not counted by the budget of retries: a stream that goes on, a path that an upstream does not have
+        (that is known afterwards), and a request that leaves an upstream which nobody has an answer of for one that
+        answers. The breaker bounds those; what the budget is against, upstreams that fail since they have too many
+        requests, fail and answer by turns. A refusal that the request brought about is asked of one other, and takes
+        nothing from what others may need."""
+        gateway, at_ns, whose = self._gateway, now_ns(), failure.verdict.whose
         if not gateway.router.may_ask(request.pool, at_ns):
             return False
-        is_resumed, deadline_ns = isinstance(failure, Interrupted), self._account.deadline_ns
-        is_lacking = isinstance(failure, LacksEndpoint)
-        if is_lacking:
-            allowed, lacking = gateway.router.allowed(request.pool, at_ns), self._without(request, at_ns)
-            if all(one.name in lacking for one in allowed if one.limit):
-                return False
-        return gateway.retry_budget.may_retry(num_attempts, at_ns, deadline_ns, is_free=is_resumed or is_lacking)
+        without = self._without(request, at_ns)
+        others = [one for one in gateway.router.allowed(request.pool, at_ns) if one.limit and one.name not in without]
+        if (not others and not failure.verdict.is_passing) or (whose is Whose.REQUEST and num_attempts > 1):
+            return False
+        is_failover = failure.is_outright and any(one.breaker.is_well for one in others)
+        return gateway.retry_budget.may_retry(
+            num_attempts,
+            at_ns,
+            self._account.deadline_ns,
+            is_free=whose is Whose.PATH or isinstance(failure, Interrupted),
+            is_failover=is_failover or whose is Whose.REQUEST,
+        )
 
     def _without(self, request: ForwardedRequest, at_ns: int) -> list[str]:
         """Returns the upstreams that have been asked, or do not have the path."""
@@ -292,9 +301,10 @@ class Forwarding:
         """No attempt was answered: tell what the last upstream said itself, or else why there is no answer."""
         assert failure is not None, "an attempt has failed"
         self._account.enter(Stage.DELIVER, now_ns())
-        if failure.answer is None or self.relay is None or self.relay.has_begun:
+        answer = failure.verdict.answer
+        if answer is None or self.relay is None or self.relay.has_begun:
             raise failure.error
-        await self.relay.give_answer(failure.answer)
-        if isinstance(failure, LacksEndpoint):
+        await self.relay.give_answer(answer)
+        if failure.verdict.whose is Whose.PATH:
             return self._account.close_answered(self.relay, None)
         self._account.close(reason_of(failure.error), failure.error.info)

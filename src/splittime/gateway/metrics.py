@@ -41,6 +41,12 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure; upstream_401 and upstream_403: of its key",
     ),
     MetricSpec(
+        "splittime_gateway_verdicts_total",
+        "counter",
+        ("upstream", "whose"),
+        "Attempts ended, by whose doing: nobody (an answer), request, busy, health, key, model, path, client, own",
+    ),
+    MetricSpec(
         "splittime_gateway_retries_total",
         "counter",
         (),
@@ -108,6 +114,7 @@ _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram"
 _COUNTED = (
     "requests",
     "attempts",
+    "verdicts",
     "refusals",
     "resumes",
     "degraded",
@@ -136,8 +143,9 @@ class GatewayMetrics(Collector):
     def count_refusal(self, reason: str, upstream: str = "") -> None:
         self._count("splittime_gateway_refusals_total", reason, upstream)
 
-    def count_attempt(self, upstream: str, result: str) -> None:
+    def count_attempt(self, upstream: str, result: str, whose: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
+        self._count("splittime_gateway_verdicts_total", upstream, whose)
 
     def keep(self, upstreams: Collection[str]) -> None:
         """Drops the series of all others: upstreams that come and go leave none behind."""

@@ -5,7 +5,8 @@
 Until the first byte has gone to the client a failure is an `UpstreamFailure`, and another attempt may be made. After it
 the stream goes on at another upstream where that is configured and possible (`Interrupted`), or ends with an error
 event and without `[DONE]` (`BrokenStream`): the tokens before it stay true, and nobody takes half an answer for a whole
-one. A stream that ends without `[DONE]` has broken off, however politely.
+one. A stream that ends cleanly and has told a finish reason is whole; its client gets the `[DONE]` that it left out.
+What an answer is worth, `verdict` says: here its bytes are read and passed on.
 An answer that is no stream is given to the client when all of it is there, so one that breaks off is an error, not half
 a body.
 
@@ -13,44 +14,38 @@ Nothing is buffered beyond the event that is not yet whole: while the client doe
 and TCP tells the upstream.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
-from splittime.core.errors import DeadlineExceeded, SplittimeError, UpstreamError
-from splittime.gateway.answer_events import WholeEvents, ignored
+from splittime.gateway.answer_events import DONE, WholeEvents, ignored, readable
+from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
+from splittime.gateway.decoded_answer import Answer, begun, drain
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
-from splittime.gateway.failures import BrokenStream, Interrupted, PassedAnswer, UpstreamFailure, failure_of
-from splittime.gateway.judged import is_for_client, judged
+from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
+from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
 from splittime.gateway.resume.resumption import BREAKS, Resumption
-from splittime.gateway.sent_request import NoConnection
+from splittime.gateway.sent_headers import SLO_HEADER
+from splittime.gateway.told_error import decoded, event_error
 from splittime.gateway.typed_events import events_of
-from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
+from splittime.gateway.verdict import (
+    ANSWERED,
+    GOOD,
+    AnswerVerdict,
+    AttemptAsked,
+    bad_answer,
+    of_answer,
+    of_event,
+    of_late_head,
+)
 from splittime.web import http
-from splittime.wire.sse import body_text
+from splittime.wire.sse import EventLines
 
 now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
-CLOSING_S = 1.0  # for an upstream to end an answer after its last event
-EVENT_STREAM = "text/event-stream"
-PASSED_ON = (b"content-type", b"content-encoding", b"retry-after", b"x-splittime-notice")
-BROKEN = (OSError, ValueError)
-
-
-class Deadline(NamedTuple):
-    """The instant at which a request is given up. is_clients: its client said so, else the config."""
-
-    at_ns: int
-    is_clients: bool
-
-    def within(self, seconds: float) -> tuple[float, bool]:
-        """Returns how long something may take that may take so long at most, and whether the deadline says so. An event
-        loop's timers are a millisecond coarse: what has run out is not asked of a clock afterwards."""
-        left_s = max(0.0, (self.at_ns - now_ns()) / 1e9)
-        return (left_s, True) if left_s <= seconds else (seconds, False)
+DONE_EVENT = b"data: %b\n\n" % DONE
 
 
 class Relay:
@@ -61,7 +56,7 @@ class Relay:
     has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
     mark: what the answer says of itself if it is a lesser one.
-    is_refused: an answer has begun that says "try another" or is a fault, which the client is not given.
+    verdict: on the answer that the client has had.
     """
 
     def __init__(
@@ -93,12 +88,28 @@ class Relay:
         self.blocked_ns, self.is_answered = 0, False
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
-        self._opened: tuple[UpstreamAnswer, bytes] | None = None
+        self.verdict: AnswerVerdict = GOOD
+        is_timed = deadline.is_clients or SLO_HEADER in headers
+        self._asked = AttemptAsked(upstream.name, self.path, self.model, is_timed=is_timed)
+        self._mask, self._breaks = KeyMask(upstream.key), AttemptBreaks(upstream.config, deadline)
+        self._opened: tuple[Answer, bytes] | None = None
+        self._whole_verdict: AnswerVerdict | None = None
+        self._is_judged = False  # the first event of a stream
 
     async def open(self) -> None:
-        """Returns when the first byte of an answer is there: for who waits to see whether it comes. Raises
-        `UpstreamFailure`."""
-        self._opened = await self._open()
+        """Returns when an answer that the client shall have is there, or the first byte of a stream: for who waits to
+        see whether it comes. Raises `UpstreamFailure`, for an answer that says "try another" too."""
+        self._opened = response, first = await self._open()
+        try:
+            if not is_stream(response, first, self._request.is_stream):
+                self._whole_verdict = await self._judged(response, first)
+                return
+            for data in EventLines().feed(self._mask.masked(first))[:1]:
+                if (told := event_error(data)) is not None:
+                    raise UpstreamFailure(of_event(self._asked, told, data))
+        except UpstreamFailure:
+            response.close()
+            raise
 
     @property
     def path(self) -> str:
@@ -107,10 +118,6 @@ class Relay:
     @property
     def model(self) -> str:
         return self._request.model
-
-    @property
-    def is_refused(self) -> bool:
-        return self.status is not None and not is_for_client(self.status)
 
     def tell_nobody(self) -> None:
         """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
@@ -125,22 +132,22 @@ class Relay:
         """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
         response, first = self._opened or await self._open()
         try:
-            if response.status == 200 and response.content_type == EVENT_STREAM:
+            if self._whole_verdict is None and is_stream(response, first, self._request.is_stream):
                 await self._stream(response, first)
             else:
-                await self._whole(response, first)
+                await self._whole(self._whole_verdict or await self._judged(response, first))
         finally:
             response.close()
 
     # ---- the upstream
 
-    async def _open(self) -> tuple[UpstreamAnswer, bytes]:
+    async def _open(self) -> tuple[Answer, bytes]:
         """Returns the answer, whose head is there, and its first piece, b"" if it has no body."""
         config, request, begin_ns = self._upstream.config, self._request, now_ns()
         limit_s, is_deadline = self._deadline.within(config.first_byte_s)
-        response: UpstreamAnswer | None = None
+        response: Answer | None = None
         try:
-            response = await self._connections.ask(
+            response = answer = await self._connections.ask(
                 "POST",
                 self._upstream.address,
                 self.path,
@@ -148,109 +155,114 @@ class Relay:
                 request.body,
                 connect_s=min(config.connect_s, limit_s),
             )
-            first = await response.piece(max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
-            self.status = response.status
+            response, first = await begun(answer, max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
+            self.status = answer.status
         except BaseException as error:
             if response is not None:
                 response.close()
-            raise self._not_begun(error, limit_s, is_deadline) from error
+            verdict = self._breaks.before(error, limit_s, is_deadline=is_deadline)
+            if verdict is None:
+                raise
+            raise UpstreamFailure(verdict) from error
         self.first_byte_ns = now_ns()
         self.on_first_byte()
         return response, first
 
-    def _not_begun(self, error: BaseException, limit_s: float, is_deadline: bool) -> BaseException:
-        name, config = self._upstream.name, self._upstream.config
-        if isinstance(error, NoConnection):
-            if not error.is_too_late:
-                return failure_of(f"no connection to upstream {name!r}", "upstream_unreachable", 502)
-            if config.connect_s < limit_s:
-                words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
-                return failure_of(words, "upstream_connect_timeout", 504)
-        if isinstance(error, NoConnection | TimeoutError):
-            if is_deadline:
-                return UpstreamFailure(self._too_late(), is_fault=False)
-            words = f"no byte of an answer from upstream {name!r} within {config.first_byte_s:g} s"
-            return failure_of(words, "upstream_first_byte_timeout", 504)
-        if isinstance(error, BROKEN):
-            return failure_of(f"upstream {name!r} broke off before its answer", "upstream_broke_off", 502)
-        return error
-
-    def _too_late(self) -> SplittimeError:
-        if self._deadline.is_clients:
-            return DeadlineExceeded.before("its answer was complete")
-        total_s = self._upstream.config.total_s
-        message = f"the answer took longer than {total_s:g} s (total_s of upstream {self._upstream.name!r})"
-        return UpstreamError(message, code="upstream_total_timeout", status=504, limit=total_s)
-
-    async def _next(self, response: UpstreamAnswer) -> bytes:
+    async def _next(self, response: Answer) -> bytes:
         """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
-        name, between_s = self._upstream.name, self._upstream.config.between_s
-        limit_s, is_deadline = self._deadline.within(between_s)
+        limit_s, is_deadline = self._deadline.within(self._upstream.config.between_s)
         try:
             return await response.piece(limit_s)
-        except TimeoutError:
-            if is_deadline:
-                raise BrokenStream(self._too_late(), is_fault=False) from None
-            words = f"upstream {name!r} sent nothing for {between_s:g} s"
-            raise BrokenStream(UpstreamError(words, code="upstream_stalled", status=504)) from None
         except BROKEN as error:
-            raise self._died() from error
-
-    def _died(self) -> BrokenStream:
-        words = f"upstream {self._upstream.name!r} broke off in the middle of its answer"
-        return BrokenStream(UpstreamError(words, code="upstream_died"))
+            raise BrokenStream(self._breaks.within(error, is_deadline=is_deadline)) from error
 
     # ---- a stream
 
-    async def _stream(self, response: UpstreamAnswer, piece: bytes) -> None:
-        self._upstream.breaker.note_begun()
+    async def _stream(self, response: Answer, piece: bytes) -> None:
         try:
+            if not self._request.is_stream:
+                raise BrokenStream(bad_answer(self._asked, "answered with a stream, and none was asked for"))
             while piece:
-                if await self._pass_on(response, piece):
+                if await self._pass_on(response, self._editor.edit(piece)):
                     return
                 piece = await self._next(response)
-            raise self._died()
+            await self._end_without_done(response)
         except BrokenStream as broken:
             await self._break_off(broken)
 
     async def _break_off(self, broken: BrokenStream) -> None:
         """Raises what it comes to; a stream that nobody goes on with is told its end first."""
-        error, code = broken.error, broken.error.info.code
+        verdict, code = broken.verdict, broken.verdict.code
         if not self.has_given:
-            is_retryable = code in BREAKS
-            raise UpstreamFailure(error, is_retryable=is_retryable, is_fault=broken.is_fault) from broken
+            await self._tell_refusal(verdict)
+            return
         if self._resumption.may_go_on(code):
-            raise Interrupted(error, is_retryable=True, is_fault=broken.is_fault) from broken
+            raise Interrupted(verdict) from broken
         if code in BREAKS and self._resumption.reason:
-            words = f"{error.info.message}; it does not go on at another: {self._resumption.reason}"
-            broken = BrokenStream(UpstreamError(words, code=code, status=error.info.status), is_fault=broken.is_fault)
+            broken = BrokenStream(self._breaks.not_resumed(verdict, self._resumption.reason))
         self._on_read(self)
         await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
 
-    async def _pass_on(self, response: UpstreamAnswer, piece: bytes) -> bool:
-        """Give a piece of a stream to the client. Returns whether it was the last."""
-        piece = self._mark.in_events(self._editor.edit(piece))
-        self.events.feed(piece)
+    async def _tell_refusal(self, verdict: AnswerVerdict) -> None:
+        """The first event is an error: give it where it is about the request, as the answer that it should have been.
+        Raises `UpstreamFailure` otherwise."""
+        if not verdict.is_given:
+            raise UpstreamFailure(verdict)
+        await self._whole(verdict)
+
+    async def _pass_on(self, response: Answer, events: bytes) -> bool:
+        """Give whole events of a stream to the client. Returns whether they were the last."""
+        events = self._mask.masked(events)
+        self.events.feed(events)
         if self._editor.is_too_long:
-            words = f"upstream {self._upstream.name!r} sent an event without an end"
-            raise BrokenStream(UpstreamError(words, code="upstream_bad_answer"))
+            raise BrokenStream(bad_answer(self._asked, "sent an event without an end"))
+        self._require_good_begin()
         if self.events.is_done:
             self._on_read(self)
-        if piece:
+        if events:
             await self._begin(response)
-            await self._give(piece)
+            await self._give(self._mark.in_events(events))
         if self.events.is_done:
             await self._end()
-            await self._drain(response)
+            self._take_note()
+            await drain(response)
         return self.events.is_done
 
-    async def _begin(self, response: UpstreamAnswer) -> None:
-        self.has_given = True
+    def _require_good_begin(self) -> None:
+        """Raises `BrokenStream` where the first event is an error, or none that can be read."""
+        events, first = self.events, self.events.first
+        if self._is_judged or first is None:
+            return
+        if events.error is not None and events.is_error_first:
+            raise BrokenStream(of_event(self._asked, events.error, events.error_data))
+        if not isinstance(decoded(first), dict):
+            raise BrokenStream(bad_answer(self._asked, "began a stream with what is no event"))
+        self._is_judged = self.has_given = True
+        self._upstream.breaker.note_begun()
+
+    async def _end_without_done(self, response: Answer) -> None:
+        """The upstream ended it cleanly, and the last event may lack the line that ends one. Raises `BrokenStream`
+        where it is not whole."""
+        tail = readable(self._editor.edit(b"\n\n"))
+        if tail and await self._pass_on(response, tail):
+            return
+        if not self._asked.has_choices or self.events.read().finish_reason is None:
+            raise BrokenStream(self._breaks.died())
+        await self._pass_on(response, DONE_EVENT)
+
+    def _take_note(self) -> None:
+        """The answer is whole: what of itself did it tell?"""
+        if self.events.error is not None:
+            self.verdict = of_event(self._asked, self.events.error, self.events.error_data)
+
+    async def _begin(self, response: Answer) -> None:
         if not self.has_begun:
             self.has_begun = True
-            headers = [*_passed_on(response), *self._answer_headers(), (b"cache-control", b"no-store")]
+            kind = (b"content-type", EVENT_STREAM.encode())
+            headers = [kind, *self._mask.headers(response.headers), *self._answer_headers()]
+            headers.append((b"cache-control", b"no-store"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _give(self, piece: bytes) -> None:
@@ -264,56 +276,47 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ended_ns = now_ns()
 
-    async def _drain(self, response: UpstreamAnswer) -> None:
-        """Read the end behind the last event, so that the connection can be used again; what else comes is dropped."""
-        try:
-            async with asyncio.timeout(CLOSING_S):
-                while await response.piece(CLOSING_S):
-                    pass
-        except (TimeoutError, *BROKEN):
-            pass  # the client has its answer; the connection is closed
-
     # ---- an answer that is no stream
 
-    async def _whole(self, response: UpstreamAnswer, first: bytes) -> None:
+    async def _judged(self, response: Answer, first: bytes) -> AnswerVerdict:
+        """Returns the verdict on an answer that the client shall have. Raises `UpstreamFailure`."""
         body = await self._read(response, first)
-        answer = PassedAnswer(response.status, _passed_on(response), body)
-        failure = judged(self._upstream.name, self._request, answer)
+        verdict = of_answer(self._asked, self._mask.passed(response, body))
         self.events.take_whole(body)
-        edited = answer if failure is not None else answer._replace(body=self._editor.edit_whole(body))
-        if failure is None and self.has_begun:
-            words = f"upstream {self._upstream.name!r} answered {answer.status} and no stream: {body_text(answer.body)}"
-            failure = UpstreamFailure(UpstreamError(words, code=f"upstream_{answer.status}"), is_fault=False)
-        if failure is not None:
-            raise failure
+        if not verdict.is_given:
+            raise UpstreamFailure(verdict)
+        return verdict
+
+    async def _whole(self, verdict: AnswerVerdict) -> None:
+        assert verdict.answer is not None, "it is given"
+        self.status, self.verdict = verdict.answer.status, verdict
+        edited = verdict.answer._replace(body=self._editor.edit_whole(verdict.answer.body))
+        if self.has_begun:
+            raise UpstreamFailure(of_late_head(self._asked, verdict))
+        if verdict.whose is GOOD.whose:
+            self._take_note()
         self._on_read(self)
         await self.give_answer(edited)
 
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""
         self.has_begun = True
-        is_plain = 200 <= answer.status < 300 and b"content-encoding" not in dict(answer.headers)
-        body = self._mark.in_body(answer.body) if is_plain else answer.body
+        body = self._mark.in_body(answer.body) if answer.status in ANSWERED else answer.body
         headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
         if body:
             await self._give(body)
         await self._end()
 
-    async def _read(self, response: UpstreamAnswer, piece: bytes) -> bytes:
-        pieces, size = [], 0
+    async def _read(self, response: Answer, piece: bytes) -> bytes:
+        pieces, size, most = [], 0, self._max_answer_bytes
         try:
             while piece:
                 pieces.append(piece)
                 size += len(piece)
-                if size > self._max_answer_bytes:
-                    words = f"upstream {self._upstream.name!r} answered more than {self._max_answer_bytes} bytes"
-                    raise BrokenStream(UpstreamError(words, code="upstream_bad_answer", limit=self._max_answer_bytes))
+                if size > most:
+                    raise BrokenStream(bad_answer(self._asked, f"answered more than {most} bytes", limit=most))
                 piece = await self._next(response)
         except BrokenStream as broken:
-            raise UpstreamFailure(broken.error, is_fault=broken.is_fault) from broken
+            raise UpstreamFailure(broken.verdict) from broken
         return b"".join(pieces)
-
-
-def _passed_on(response: UpstreamAnswer) -> http.Headers:
-    return [(name, response.headers[name]) for name in PASSED_ON if name in response.headers]

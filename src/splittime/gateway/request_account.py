@@ -206,7 +206,8 @@ class RequestAccount:
         elif error is not None:
             self.close(reason_of(error), error.info, at_ns, usage)
         elif events.error is not None:
-            told = UpstreamError(f"an error inside the stream: {events.error}", code="upstream_error_event")
+            words = f"an error inside the stream: {events.error.message}"
+            told = UpstreamError(words, code="upstream_error_event")
             self.close(FinishReason.ERROR, told.info, at_ns, usage)
         elif status >= 400:
             refused = UpstreamError(f"the upstream answered {status}", code=f"upstream_{status}", status=status)

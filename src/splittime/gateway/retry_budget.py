@@ -1,6 +1,8 @@
 """How many retries there may be: a share of the requests of the latest window, and a few for a quiet gateway.
 
-Without a bound every retry is one more request for upstreams that fail because they have too many.
+Without a bound every retry is one more request for upstreams that fail because they have too many. What is no such
+request is free (`forwarding`): one that goes on with a stream, as an upstream that dies has done its part of the work,
+and all its streams break off at once; and one that leaves an upstream that answers nobody for one that answers.
 """
 
 from collections import deque
@@ -19,21 +21,27 @@ class RetryBudget:
         self._part_ns = max(1, int(config.window_s * 1e9) // PARTS)
         self._parts: deque[list[int]] = deque()  # [number of the part, requests, retries]
         self._requests = self._retries = 0  # of all parts
-        self.num_taken = 0  # retries since the start
+        self.num_taken = 0  # retries since the start, failovers among them
 
     def note_request(self, now_ns: int) -> None:
         self._part(now_ns)[1] += 1
         self._requests += 1
 
     def may_retry(
-        self, num_attempts: int, now_ns: int, deadline_ns: int | None = None, *, is_free: bool = False
+        self,
+        num_attempts: int,
+        now_ns: int,
+        deadline_ns: int | None = None,
+        *,
+        is_free: bool = False,
+        is_failover: bool = False,
     ) -> bool:
-        """Returns whether a request may have another attempt after so many, which is then counted. is_free: within
-        `max_attempts`, and not counted by the budget. So is one that goes on with a stream: an upstream that dies has
-        done its part of the work, and all its streams break off at once."""
+        """Returns whether a request may have another attempt after so many, which is then counted. is_free: it is no
+        retry, and bounded by `max_attempts` alone; is_failover: a retry, and not held against the budget."""
         if num_attempts >= self._config.max_attempts or (deadline_ns is not None and now_ns >= deadline_ns):
             return False
-        return is_free or self.take(now_ns)
+        self.num_taken += is_failover and not is_free
+        return is_free or is_failover or self.take(now_ns)
 
     def take(self, now_ns: int) -> bool:
         """Returns whether one more retry may be had, which is then counted."""

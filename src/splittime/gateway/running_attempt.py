@@ -5,9 +5,8 @@ It ends once, however many say so, and then its place is free, the breaker and t
 
 import time
 
-from splittime.gateway.blame import blame
-from splittime.gateway.failures import BrokenStream, LacksEndpoint, UpstreamFailure
-from splittime.gateway.judged import KEY_REFUSED
+from splittime.core.errors import SplittimeError
+from splittime.gateway.failures import AttemptFailure, UpstreamFailure
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -15,6 +14,7 @@ from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
+from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, AnswerVerdict, Whose, or_own
 from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
@@ -46,7 +46,7 @@ class RunningAttempt:
         self._tokens, self._prompt_tokens, self._prefix = tokens, prompt_tokens, prefix
         self.routed, self.relay, self.resumption = routed, relay, resumption
         self.attempt_id, self.begin_ns, self.tied_to = attempt_id, begin_ns, ""
-        self.is_ended = False
+        self.is_ended, self._successes = False, routed.upstream.breaker.num_successes
         self._is_stream = is_stream
         self._plain_tokens = 0 if is_written else tokens  # what writes a whole answer is soon in no prompt's way
         self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
@@ -62,28 +62,27 @@ class RunningAttempt:
         `UpstreamFailure`, and has ended then."""
         try:
             await self.relay.open()
-            if self.relay.is_refused:
-                await self.relay.run()  # which raises what it is told
         except UpstreamFailure as failure:
-            self.end(failure.error.info.code, failure)
+            self._end_failed(failure)
             raise
 
     async def run(self) -> None:
         """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`, or
         `AskedAnew` where that is not given."""
-        ending, error, failure = CANCELLED, None, None
+        error: SplittimeError | None = None
         try:
             await self.relay.run()
-            ending = ""
-        except (UpstreamFailure, BrokenStream) as caught:
-            failure, error, ending = caught, caught.error, caught.error.info.code
-            if isinstance(caught, UpstreamFailure):
+            self._end_answered(self.relay.verdict)
+        except AttemptFailure as failure:
+            error = failure.error
+            self._end_failed(failure)
+            if isinstance(failure, UpstreamFailure):
                 raise
         except AskedAnew as asked:
-            ending = asked.verdict
+            self.end(asked.verdict, GOOD if asked.verdict == UNSURE else LEFT)
             raise
         finally:
-            self.end(ending, failure)
+            self.end(CANCELLED)
         self._account.close_answered(self.relay, error)
 
     def give_up(self, ending: str) -> None:
@@ -92,12 +91,23 @@ class RunningAttempt:
         self.end(ending)
 
     def _begun(self) -> None:
-        if not (self.relay.is_refused or self._has_begun or self.is_ended):
+        is_answer = self.relay.status is None or self.relay.status in ANSWERED
+        if is_answer and not (self._has_begun or self.is_ended):
             self._has_begun = True
             self.routed.upstream.waits.begun(self._tokens, now_ns())
 
-    def end(self, ending: str, failure: UpstreamFailure | BrokenStream | None = None) -> None:
-        """ending: "" for an answer, or else a code. failure: where it failed by itself."""
+    def _end_failed(self, failure: AttemptFailure) -> None:
+        code, successes = failure.error.info.code, self.routed.upstream.breaker.num_successes
+        if isinstance(failure, UpstreamFailure):
+            failure.is_outright = failure.verdict.is_upstreams and successes == self._successes
+        self.end(code, or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))
+
+    def _end_answered(self, verdict: AnswerVerdict) -> None:
+        """A refusal that is the request's own is an answer; an error inside a stream is none."""
+        self.end(verdict.code if verdict.answer is None else "", verdict)
+
+    def end(self, ending: str, verdict: AnswerVerdict = LEFT) -> None:
+        """ending: "" for an answer, or else a code."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -107,19 +117,11 @@ class RunningAttempt:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
-        if failure is not None:
-            if failure.is_fault:
-                self._gateway.affinity.note_failed(self._prefix, upstream.name)
-            if isinstance(failure, LacksEndpoint):
-                upstream.note_lacks(self.relay.path, self.relay.model, now_ns())
-            blame(upstream.breaker, failure, is_own=self._gateway.lag.explains(ending, self.begin_ns))
-        elif ending and ending != UNSURE:
-            upstream.breaker.note_nothing()
-        else:
-            upstream.breaker.note_success()
+        upstream.hear(verdict, self.relay.path, self.relay.model, now_ns())
+        if verdict.is_against:
+            self._gateway.affinity.note_failed(self._prefix, upstream.name)
+        elif verdict.whose is Whose.NOBODY:
             self._gateway.affinity.note_answered(self._prefix, upstream.name)
-        if not ending and self.relay.status in KEY_REFUSED:
-            ending = f"upstream_{self.relay.status}"
         self._account.keep_attempt(
             self.routed,
             self.relay,
@@ -130,5 +132,5 @@ class RunningAttempt:
             lost_tokens=self._prompt_tokens if ending in (TIED_LOST, UNSURE) else 0,
             first_tokens=self.resumption.first_tokens if self.relay.first_byte_ns else None,
         )
-        self._gateway.metrics.count_attempt(upstream.name, ending or "answered")
+        self._gateway.metrics.count_attempt(upstream.name, ending or "answered", verdict.whose)
         self._gateway.queue.leave(self.routed, self._tenant, self._tokens)

@@ -18,6 +18,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_keys import EMBEDDER, TRACING, Secrets
 from splittime.gateway.degrade.ladder import Ladder
 from splittime.gateway.fair_queue import FairQueue
+from splittime.gateway.health_checks import HealthChecks
 from splittime.gateway.learnt_use import LearntUse
 from splittime.gateway.lint.sampler import PromptLint
 from splittime.gateway.loop_lag import LoopLag
@@ -95,6 +96,7 @@ class GatewayService:
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget, self.tied = self._retries(before)
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
+        self._health_checks = HealthChecks(self.router.upstreams)
         if before is None:
             self._begin(secrets.upstream_keys)
         else:
@@ -169,6 +171,7 @@ class GatewayService:
     async def open(self) -> None:
         """Begin what runs beside requests."""
         self._queue_polls.begin(self.connections)
+        self._health_checks.begin(self.connections)
         if self._before is not None:
             self._before = None  # no chain of them is kept
             for tenant in (ANYBODY, *self.keys.tenants):
@@ -292,12 +295,13 @@ class GatewayService:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def retire(self) -> None:
-        """Another version has taken its place: it asks nobody any more how long their queues are."""
+        """Another version has taken its place: it asks nobody any more how they are."""
         await self._queue_polls.end()
+        await self._health_checks.end()
 
     async def close(self) -> None:
         self.lag.end()
-        await self._queue_polls.end()
+        await self.retire()
         if self.audit is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         await self.budgets.close()

@@ -12,7 +12,8 @@ import msgspec
 from splittime.core.request import FinishReason
 from splittime.gateway import endpoints
 from splittime.gateway.answer_events import AnswerEvents
-from splittime.wire.sse import AnswerReader, body_text, possible
+from splittime.gateway.told_error import decoded, refusal_of, told_error
+from splittime.wire.sse import AnswerReader, possible
 
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 FILTERED = "content_filter"
@@ -126,7 +127,8 @@ class _TypedEvents(AnswerEvents):
         self.num_events += 1
         self.num_pieces += kind.endswith("delta")
         if kind == "error":
-            self.error, self.is_done = body_text(data), True
+            self._note_error(refusal_of(decoded(data)), data)
+            self.is_done = True
 
 
 class PassedResponse(_TypedEvents):
@@ -161,7 +163,8 @@ class PassedResponse(_TypedEvents):
         self._note_usage(answer.usage)
         details = answer.incomplete_details
         if answer.status == "failed":
-            self.error = body_text(msgspec.json.encode({"error": answer.error}))
+            told = {"error": answer.error or {"type": "failed"}}
+            self._note_error(told_error(told), msgspec.json.encode(told))
         elif answer.status == "incomplete":
             is_filtered = details is not None and details.reason == FILTERED
             self._usage.finish_reason = FILTERED if is_filtered else FinishReason.LENGTH

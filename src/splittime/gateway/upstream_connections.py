@@ -5,156 +5,68 @@ its waits), no chunk object, no copy. A general client took twice as long for a 
 
 An answer is whole by its length, by its last chunk, or by the connection's close if it has neither; not so over TLS,
 where a close does not tell whether somebody on the way cut it. A connection is used again only after an answer that was
-whole and allows it, and for `KEEPALIVE_S` at most. What the client has not taken is read up to `MAX_UNREAD_BYTES` and
-the end of that read, which may bring 256 KiB; then TCP tells the upstream. A head, or what stands between two pieces of
-a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment, no decompression.
+whole and allows it, and for `KEEPALIVE_S` at most; an upstream may close it at the same moment, so that a request that
+finds one closed before any byte of an answer is sent again, once, over a new one. A head, or what stands between two
+pieces of a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment.
 """
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.sent_request import NoConnection, request_bytes
+from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.wire.target import Address
 
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 MAX_HEAD_BYTES = 256 * 1024
-MAX_UNREAD_BYTES = 64 * 1024
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
-class UpstreamAnswer:
-    """One answer, as it is read. status, headers: known once `piece` or `head` has returned; names in lower case, the
-    first of each name counts."""
+class AskedBytes(NamedTuple):
+    """A request as it is sent, and how long a connection for it may take."""
 
-    def __init__(self, connection: "UpstreamConnection") -> None:
-        self.status, self.headers = 0, dict[bytes, bytes]()
-        self._connection = connection
-        self._pieces: list[bytes] = []
-        self._num_unread = 0
-        self._is_whole = self._is_for_head = False
-        self._error: OSError | ValueError | None = None
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        self._until_s = 0.0  # of the loop's clock: when the wait has lasted too long
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-
-    async def head(self, within_s: float) -> None:
-        """Return when status and headers are known. Raises what `piece` does."""
-        if not (self.status or self._error):
-            self._is_for_head = True
-            try:
-                await self._wait(within_s)
-            finally:
-                self._is_for_head = False
-        if not self.status and self._error is not None:
-            raise self._error
-
-    async def piece(self, within_s: float) -> bytes:
-        """Returns all that has been read and not returned yet, as soon as there is any; b"" at the end. Raises
-        `TimeoutError`, `OSError` for a connection that broke off, `ValueError` for what is not HTTP."""
-        if not (self._pieces or self._is_whole or self._error):
-            await self._wait(within_s)
-        if self._pieces:
-            return self._taken()
-        if self._error is not None:
-            raise self._error
-        return b""
-
-    def close(self) -> None:
-        """Nobody reads on: a connection in the middle of an answer is cut."""
-        self._stop()
-        if not self._is_whole:
-            self._connection.cut()
-
-    def _taken(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
-        if self._num_unread > MAX_UNREAD_BYTES:
-            self._connection.resume(self)
-        self._num_unread = 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    async def _wait(self, within_s: float) -> None:
-        self._until_s = self._loop.time() + within_s
-        if self._watch is None or self._watch.when() > self._until_s:
-            self._stop()
-            self._watch = self._loop.call_later(within_s, self._look)
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _look(self) -> None:
-        """The timer of an earlier wait, which later ones leave as it is."""
-        self._watch = None
-        if self._waiter is None or self._waiter.done():
-            return
-        left_s = self._until_s - self._loop.time()
-        if left_s > 0:
-            self._watch = self._loop.call_later(left_s, self._look)
-        else:
-            self._waiter.set_exception(TimeoutError())
-
-    def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-
-    # ---- what its connection tells
-
-    def begin(self, status: int) -> None:
-        """Takes note that the head is there, for which `piece` does not wait."""
-        self.status = status
-        if self._is_for_head:
-            self._wake()
-
-    def feed(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        before, self._num_unread = self._num_unread, self._num_unread + len(piece)
-        if before <= MAX_UNREAD_BYTES < self._num_unread:
-            self._connection.pause()
-        self._wake()
-
-    def end(self, error: OSError | ValueError | None = None) -> None:
-        """Takes note that it is whole, or, with an error, that nothing more of it comes."""
-        self._is_whole, self._error = error is None, error
-        self._stop()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    request: bytes
+    connect_s: float
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, one request at a time. idle: where it waits for another, by its address. idle_since_s: of the
-    loop's clock."""
+    """One connection, one request at a time. idle: where it waits for another, by its address. ask_again: given what a
+    kept connection was asked that had been closed. idle_since_s: of the loop's clock."""
 
     transport: Any
     _parser: Any
     _answer: UpstreamAnswer | None
+    _unanswered: AskedBytes | None  # of a connection that was kept, until a byte of the answer is there
 
-    def __init__(self, idle: "dict[Address, list[UpstreamConnection]]", address: Address) -> None:
-        self._idle, self._address = idle, address
+    def __init__(
+        self,
+        idle: "dict[Address, list[UpstreamConnection]]",
+        ask_again: Callable[[Address, AskedBytes, UpstreamAnswer], None],
+        address: Address,
+    ) -> None:
+        self._idle, self._ask_again, self._address = idle, ask_again, address
         self._answer, self._parser, self.transport = None, None, None
+        self._was_asked, self._unanswered = False, None
         self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
         self.is_open, self.idle_since_s = False, 0.0
 
-    def ask(self, request: bytes) -> UpstreamAnswer:
-        """Send a request. Returns its answer, of which nothing is there yet."""
-        answer, self._parser = UpstreamAnswer(self), httptools.HttpResponseParser(self)
-        self._answer, self._has_length, self._is_head_read, self._num_head_bytes = answer, False, False, 0
-        self.transport.write(request)
+    def ask(self, asked: AskedBytes, answer: UpstreamAnswer | None = None) -> UpstreamAnswer:
+        """Send a request. Returns its answer, of which nothing is there yet. answer: one that was to come from another
+        connection."""
+        if answer is None:
+            answer = UpstreamAnswer(self)
+        else:
+            answer.come_from(self)
+        self._answer, self._parser = answer, httptools.HttpResponseParser(self)
+        self._has_length, self._is_head_read, self._num_head_bytes = False, False, 0
+        self._was_asked, self._unanswered = True, asked if self._was_asked else None
+        self.transport.write(asked.request)
         return answer
 
     def cut(self) -> None:
@@ -176,7 +88,11 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open, waiting = False, self._idle.get(self._address, [])
         if self in waiting:
             waiting.remove(self)
-        if self._answer is not None:
+        answer, asked = self._answer, self._unanswered
+        if answer is not None and asked is not None:
+            self._answer = self._unanswered = self._parser = None
+            self._ask_again(self._address, asked, answer)
+        elif answer is not None:
             is_end = exc is None and self._is_head_read and not (self._has_length or self._address.is_tls)
             self._end(None if is_end else ConnectionResetError(str(exc or "the connection was closed")))
 
@@ -184,6 +100,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._answer is None:  # more than was asked for
             self.transport.abort()
             return
+        self._unanswered = None
         self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -255,6 +172,7 @@ class UpstreamConnections:
     def __init__(self, round_trips: RoundTrips) -> None:
         self._round_trips = round_trips
         self._idle: dict[Address, list[UpstreamConnection]] = {}
+        self._asking: set[asyncio.Task[None]] = set()  # again; the loop itself keeps no tasks alive
         self._tls: ssl.SSLContext | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -272,13 +190,33 @@ class UpstreamConnections:
         headers: without line ends. Raises `NoConnection`."""
         connection = self._kept(address) or await self._connected(address, connect_s)
         self._round_trips.note(address.host, address.port, connection.transport.get_extra_info("socket"))
-        return connection.ask(request_bytes(method, address, path, headers, body))
+        return connection.ask(AskedBytes(request_bytes(method, address, path, headers, body), connect_s))
 
     def close(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in [one for some in self._idle.values() for one in some]:
             connection.transport.abort()
+        for task in self._asking:
+            task.cancel()
+
+    def _begin_again(self, address: Address, asked: AskedBytes, answer: UpstreamAnswer) -> None:
+        """The upstream had closed a kept connection, and read nothing of a request: send it over a new one."""
+        if not answer.is_given_up:
+            task = asyncio.get_running_loop().create_task(self._over_new(address, asked, answer))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _over_new(self, address: Address, asked: AskedBytes, answer: UpstreamAnswer) -> None:
+        try:
+            connection = await self._connected(address, asked.connect_s)
+        except NoConnection as error:
+            answer.end(error)
+            return
+        if answer.is_given_up:
+            connection.transport.abort()
+        else:
+            connection.ask(asked, answer)
 
     def _kept(self, address: Address) -> UpstreamConnection | None:
         """Returns the connection that was used last and is idle, if it is not too old."""
@@ -292,7 +230,7 @@ class UpstreamConnections:
         return None
 
     async def _connected(self, address: Address, within_s: float) -> UpstreamConnection:
-        loop, made = asyncio.get_running_loop(), partial(UpstreamConnection, self._idle, address)
+        loop, made = asyncio.get_running_loop(), partial(UpstreamConnection, self._idle, self._begin_again, address)
         if address.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
         tls = self._tls if address.is_tls else None

@@ -25,6 +25,7 @@ from splittime.gateway.routing.first_byte_waits import FirstByteWaits
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.routing.regions import NOWHERE, DistanceCost, Regions
 from splittime.gateway.routing.round_trips import RoundTrip
+from splittime.gateway.verdict import AnswerVerdict, Whose
 from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
@@ -111,6 +112,21 @@ class Upstream:
 
     def note_lacks(self, path: str, model: str, now_ns: int) -> None:
         self._lacks_until_ns[path, model] = now_ns + LACKS_NS
+
+    def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int) -> None:
+        """Take note of what an attempt's end says of this upstream."""
+        breaker, has_others = self.breaker, len(set(self.config.models)) > 1
+        if verdict.whose is Whose.PATH or (verdict.whose is Whose.MODEL and has_others):
+            self.note_lacks(path, model, now_ns)
+            breaker.note_nothing()
+        elif verdict.is_against:
+            breaker.note_failure(now_ns)
+        elif verdict.whose is Whose.BUSY:
+            breaker.note_busy(now_ns, verdict.pause_s)
+        elif verdict.whose is Whose.NOBODY:
+            breaker.note_success()
+        else:
+            breaker.note_nothing()
 
     def enter(self, tokens: int) -> None:
         self.breaker.begin()

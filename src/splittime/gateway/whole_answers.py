@@ -3,7 +3,8 @@
 import asyncio
 
 from splittime import __version__
-from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
+from splittime.gateway.upstream_answer import UpstreamAnswer
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.wire.target import Address
 
 USER_AGENT = f"splittime-gateway/{__version__}"

@@ -8,7 +8,7 @@ import time
 
 from splittime.core.errors import NotFound, RequestError, UpstreamError
 from splittime.gateway.endpoints import RESPONSES
-from splittime.gateway.failures import PassedAnswer
+from splittime.gateway.passed_answer import PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService

@@ -1,0 +1,70 @@
+"""An upstream that failed again and again is asked by the gateway itself whether it lives, before any request is.
+
+Asked is `GET /v1/models` of the config's address, with its key: it costs an upstream nothing, and tells a key that is
+refused, a page of a proxy, and a server that is not there. Who answers it is tried by one request, which another
+upstream may still have; who does not stays alone. A server that does not have the path tells nothing, and is tried.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from splittime.gateway.told_error import decoded
+from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstreams import Upstream
+from splittime.gateway.whole_answers import ask_whole
+
+PATH = "/v1/models"
+PERIOD_S = 0.1  # between two looks at which are to be asked
+MOST_S = 5.0
+MAX_BYTES = 2**20
+TELLS_NOTHING = (404, 405, 429, 501)
+
+
+class HealthChecks:
+    """All of the upstreams of one version of the config. `begin` and `end` inside the event loop."""
+
+    def __init__(self, upstreams: Sequence[Upstream]) -> None:
+        self._upstreams = upstreams
+        self._looking: asyncio.Task[None] | None = None
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, connections: UpstreamConnections) -> None:
+        for upstream in self._upstreams:
+            upstream.breaker.has_checker = True
+        self._looking = asyncio.create_task(self._look(connections))
+
+    async def end(self) -> None:
+        tasks = [*self._asking.values(), *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, connections: UpstreamConnections) -> None:
+        while True:
+            at_ns = time.monotonic_ns()
+            for upstream in self._upstreams:
+                if upstream.breaker.is_to_be_checked(at_ns) and upstream.name not in self._asking:
+                    self._asking[upstream.name] = asyncio.create_task(self._check(connections, upstream))
+            await asyncio.sleep(PERIOD_S)
+
+    async def _check(self, connections: UpstreamConnections, upstream: Upstream) -> None:
+        try:
+            is_well = await lives(connections, upstream)
+            upstream.breaker.note_checked(time.monotonic_ns(), is_well=is_well)
+        finally:
+            del self._asking[upstream.name]
+
+
+async def lives(connections: UpstreamConnections, upstream: Upstream) -> bool:
+    """Returns whether an upstream may be tried."""
+    within_s = min(MOST_S, upstream.config.first_byte_s)
+    try:
+        status, body = await ask_whole(
+            connections, upstream.address, PATH, upstream.key, within_s=within_s, max_bytes=MAX_BYTES
+        )
+    except (OSError, ValueError):
+        return False
+    if status in TELLS_NOTHING:
+        return True
+    return status == 200 and body is not None and isinstance(decoded(body), dict) and b'"error"' not in body[:64]

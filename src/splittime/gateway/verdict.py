@@ -1,0 +1,289 @@
+"""What an attempt's end says: whose doing it is, what its client is told, whether another may be asked, who is paused.
+
+This is the only place that decides it. `of_answer` looks at an answer that is all there, `of_event` at an error inside
+a stream, and `breaks` at what broke off or came too late; all make one `AnswerVerdict`, and nobody asks a status again.
+
+    whose     the upstream's breaker                  another is asked      the client is told
+    nobody    a success                               no                    the answer
+    request   nothing                                 where it was a 429    the answer: it is about what was asked
+    busy      a pause, by Retry-After                 yes                   the 429
+    health    a failure                               yes                   a 5xx of its own, or 502
+    key       a failure                               yes                   502, and nothing that the upstream said
+    model     a failure; of one with several models   yes                   502, likewise
+              that model alone is kept from it
+    path      nothing; the path is kept from it       yes                   the 404
+    client    nothing: it left, or another won
+    own       nothing: this process stood still       as health
+
+A request can bring a refusal about by itself: by a deadline, a size, a form, a text that is not allowed. Such a refusal
+says nothing of what others would get. Our own servers say the reason; of others, a 429 to a request with a deadline of
+its client's own is taken to be about that deadline.
+"""
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from splittime.core.errors import RequestError, SplittimeError, UpstreamError
+from splittime.gateway.endpoints import WITH_CHOICES
+from splittime.gateway.passed_answer import JSON, PassedAnswer, pause_of
+from splittime.gateway.told_error import ToldError, decoded, refusal_of, says_no_such_path, told_error
+from splittime.wire.sse import body_text
+
+ANSWERED = (200, 201)
+BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 502, 429, 504
+KEY_REFUSED = (401, 402, 403, 407)  # no client can mend that: the key, and who pays for it, is the gateway's
+KEY_CODES = frozenset(
+    {
+        *("invalid_api_key", "api_key_invalid", "authentication_error", "account_deactivated"),
+        *("insufficient_quota", "billing_not_active", "billing_hard_limit_reached"),
+    }
+)
+FLAGGED = frozenset({"content_policy_violation", "content_filter", "moderation_blocked"})
+NO_SUCH_PATH = (405, 501)
+PASSING = (408, 425, 429, 502, 503, 504, 529)
+UPSTREAM_MAY_TRY = (408, 421, 425)  # 4xx that are about the exchange
+OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not meet
+    {
+        *("deadline", "slo_ttft", "deadline_exceeded", "grammars_queue_full", "queued_prompt_tokens", "queued_texts"),
+        *("open_prefills", "request_too_large", "context_length_exceeded", "string_above_max_length"),
+    }
+)
+OF_THE_UPSTREAM = frozenset(  # reasons that any request of this key meets
+    {
+        *("queued_requests", "queue_full", "shed", "upstreams_busy", "max_open_requests", "requests_per_minute"),
+        *("tokens_per_minute", "tokens_per_day", "tokens_per_month"),
+    }
+)
+MAX_TOLD_BYTES = 64 * 1024  # of a refusal that is read
+MAX_CHECKED_BYTES = 2**20  # of an answer that is read through; of a longer one the ends are looked at
+
+
+class Whose(StrEnum):
+    """Whose doing an attempt's end is."""
+
+    NOBODY = "nobody"
+    REQUEST = "request"
+    BUSY = "busy"
+    HEALTH = "health"
+    KEY = "key"
+    MODEL = "model"
+    PATH = "path"
+    CLIENT = "client"
+    OWN = "own"
+
+
+AGAINST = frozenset({Whose.HEALTH, Whose.KEY, Whose.MODEL})  # the upstream
+
+
+class AttemptAsked(NamedTuple):
+    """What an upstream was asked. is_timed: for a client with a deadline or a bound of its own for the first token."""
+
+    upstream: str
+    path: str
+    model: str
+    is_timed: bool = False
+
+    @property
+    def has_choices(self) -> bool:
+        return self.path in WITH_CHOICES
+
+
+class AnswerVerdict(NamedTuple):
+    """code: of a failure, in metrics and accounts; "" for an answer that is given. error: what the client is told if
+    nobody does better; answer: what it has in its place, as the upstream said it. is_retryable: another upstream may be
+    asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for."""
+
+    whose: Whose
+    code: str = ""
+    error: SplittimeError | None = None
+    answer: PassedAnswer | None = None
+    is_retryable: bool = False
+    is_passing: bool = False
+    pause_s: float | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the client has the answer whatever others would say."""
+        return self.answer is not None and not self.is_retryable
+
+    @property
+    def is_upstreams(self) -> bool:
+        """Whether it is the upstream's state, and not the request's doing."""
+        return self.whose in AGAINST or self.whose in (Whose.BUSY, Whose.OWN)
+
+    @property
+    def is_against(self) -> bool:
+        """Whether it speaks against the upstream."""
+        return self.whose in AGAINST
+
+
+GOOD = AnswerVerdict(Whose.NOBODY)
+LEFT = AnswerVerdict(Whose.CLIENT)
+
+
+def or_own(verdict: AnswerVerdict, *, is_own: bool) -> AnswerVerdict:
+    """Returns the verdict on a failure that may be this process's own."""
+    return verdict._replace(whose=Whose.OWN) if is_own and verdict.whose is Whose.HEALTH else verdict
+
+
+def failed(words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool = True, **more: Any) -> AnswerVerdict:
+    """Returns the verdict on an upstream that did not do what it should."""
+    error = UpstreamError(words, code=code, status=status, **more)
+    return AnswerVerdict(Whose.HEALTH, code, error, is_retryable=True, is_passing=is_passing)
+
+
+def bad_answer(asked: AttemptAsked, words: str, **more: Any) -> AnswerVerdict:
+    """Returns the verdict on an answer that is none."""
+    return failed(f"upstream {asked.upstream!r} {words}", "upstream_bad_answer", is_passing=False, **more)
+
+
+# ---- an answer that is all there
+
+
+def of_answer(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
+    """Returns the verdict on an answer that is no stream."""
+    status, size = answer.status, len(answer.body)
+    if status in ANSWERED:
+        return _of_whole(asked, answer)
+    if not 400 <= status < 600:
+        return bad_answer(asked, f"answered {status}")
+    told = decoded(answer.body) if size <= MAX_TOLD_BYTES else None
+    if status == 404 and says_no_such_path(told):
+        whose = Whose.HEALTH if asked.has_choices else Whose.PATH
+        return _refused(asked, answer, whose, is_told=isinstance(told, dict))
+    return _refused(asked, answer, _whose(asked, status, refusal_of(told)), is_told=isinstance(told, dict))
+
+
+def _of_whole(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
+    body = answer.body
+    if len(body) > MAX_CHECKED_BYTES:
+        is_whole = body[:64].lstrip()[:1] + body[-64:].rstrip()[-1:] in (b"{}", b"[]")
+        return GOOD._replace(answer=answer) if is_whole else bad_answer(asked, "answered what is no JSON")
+    told = _shape_of(body)
+    if told is None:
+        return bad_answer(asked, "answered what is no JSON" if body.strip() else "answered nothing")
+    found = told_error(decoded(body)) if told.is_error else None
+    if found is not None:
+        return _of_error_within(asked, answer, found)
+    if asked.has_choices and not told.choices.lstrip().startswith(b"["):
+        return bad_answer(asked, "answered without choices")
+    return GOOD._replace(answer=answer)
+
+
+class WholeShape(msgspec.Struct, gc=False):
+    """What tells an answer from something else."""
+
+    error: msgspec.Raw = msgspec.Raw(b"")
+    object: Any = None
+    type: Any = None
+    raw_choices: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="choices")
+
+    @property
+    def choices(self) -> bytes:
+        return bytes(self.raw_choices)
+
+    @property
+    def is_error(self) -> bool:
+        return bytes(self.error) not in (b"", b"null") or "error" in (self.object, self.type)
+
+
+def _shape_of(body: bytes) -> WholeShape | None:
+    """Returns what tells an answer; None for what is no object, nor a list, as some rankings are."""
+    try:
+        return msgspec.json.decode(body, type=WholeShape)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return WholeShape() if isinstance(decoded(body), list) else None
+
+
+def _of_error_within(asked: AttemptAsked, answer: PassedAnswer, told: ToldError) -> AnswerVerdict:
+    """Returns the verdict on an error under the status of a success, which its client would take for an answer."""
+    status = told.status or BAD_GATEWAY
+    return _refused(asked, answer._replace(status=status), _whose_within(asked, status, told), is_told=True)
+
+
+def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told: bool) -> AnswerVerdict:
+    """is_told: the body is an object, which a client may read."""
+    status, code = answer.status, f"upstream_{answer.status}"
+    if whose in (Whose.KEY, Whose.MODEL):
+        return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True)
+    words = f"upstream {asked.upstream!r} answered {status}"
+    if whose is Whose.PATH:
+        words = f"upstream {asked.upstream!r} has no {asked.path}"
+    kind = RequestError if whose is Whose.REQUEST and status != BUSY_STATUS else UpstreamError
+    pause_s = pause_of(dict(answer.headers)) if whose is Whose.BUSY else None
+    return AnswerVerdict(
+        whose,
+        code,
+        kind(words, code=code, status=status, retry_after_s=pause_s),
+        answer if is_told else None,
+        is_retryable=whose is not Whose.REQUEST or status == BUSY_STATUS,
+        is_passing=whose in (Whose.HEALTH, Whose.BUSY) and status in PASSING,
+        pause_s=pause_s,
+    )
+
+
+def _not_for_clients(asked: AttemptAsked, whose: Whose, code: str) -> tuple[str, UpstreamError]:
+    if whose is Whose.KEY:
+        words, hint = "refuses the gateway", "its operator can mend that: the key of the upstream, or its account there"
+    else:
+        words, hint = f"does not have {asked.model!r}", "its operator can mend that: `models` of the upstream"
+        code = "upstream_lacks_model"
+    return code, UpstreamError(f"upstream {asked.upstream!r} {words}", code=code, status=BAD_GATEWAY, hint=hint)
+
+
+def _whose(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
+    if told.is_flagged or told.codes & FLAGGED:
+        return Whose.REQUEST
+    if status in KEY_REFUSED or (status < 500 and told.codes & KEY_CODES):
+        return Whose.KEY
+    if status == 404:
+        return Whose.MODEL if told.names_a_model else Whose.REQUEST
+    if status in NO_SUCH_PATH:
+        return Whose.HEALTH if asked.has_choices else Whose.PATH
+    if status == BUSY_STATUS:
+        return _whose_refusal(asked, told)
+    if status == TOO_LATE and "deadline_exceeded" in told.codes and asked.is_timed:
+        return Whose.REQUEST
+    return Whose.HEALTH if status >= 500 or status in UPSTREAM_MAY_TRY else Whose.REQUEST
+
+
+def _whose_within(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
+    """Returns whose an error is that comes as an answer. A server that has too much to do says so by its status: who
+    does not is asked by others as if it were well."""
+    whose = _whose(asked, status, told)
+    return Whose.HEALTH if whose is Whose.BUSY else whose
+
+
+def _whose_refusal(asked: AttemptAsked, told: ToldError) -> Whose:
+    """Returns whose a 429 is."""
+    if told.codes & OF_THE_REQUEST or told.message.startswith("Request too large"):
+        return Whose.REQUEST
+    if told.codes & OF_THE_UPSTREAM or not asked.is_timed:
+        return Whose.BUSY
+    return Whose.REQUEST
+
+
+# ---- an error inside a stream
+
+
+def of_event(asked: AttemptAsked, told: ToldError, data: bytes) -> AnswerVerdict:
+    """Returns the verdict on a stream with an event that is an error; its answer is for who has nothing of it yet."""
+    status, code = told.status or BAD_GATEWAY, "upstream_error_event"
+    found = _refused(
+        asked, PassedAnswer(status, [(b"content-type", JSON)], data), _whose_within(asked, status, told), is_told=True
+    )
+    if found.whose in (Whose.KEY, Whose.MODEL, Whose.REQUEST):
+        return found
+    words = f"an error inside the stream of upstream {asked.upstream!r}: {told.message}"
+    error = UpstreamError(words, code=code, status=status)
+    return found._replace(code=code, error=error, answer=None)
+
+
+def of_late_head(asked: AttemptAsked, verdict: AnswerVerdict) -> AnswerVerdict:
+    """Returns the verdict on a whole answer to a client that has the head of a stream: an event tells it."""
+    assert verdict.answer is not None, "it would be given"
+    status, text = verdict.answer.status, body_text(verdict.answer.body)
+    words = f"upstream {asked.upstream!r} answered {status} and no stream: {text}"
+    return verdict._replace(error=UpstreamError(words, code=f"upstream_{status}"), answer=None)
