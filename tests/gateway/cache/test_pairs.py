@@ -29,6 +29,9 @@ LIKE = PLAIN + 'semantic = true\n[embedder]\nurl = "http://127.0.0.1:9"\nmodel =
 ANSWER = {"id": "x", "choices": [{"index": 0, "message": {"content": "so it is"}, "finish_reason": "stop"}]}
 
 
+HALF = [{"role": "user", "content": "\ud800 is a half"}]
+
+
 class AllNear:
     """An embedder for which every text is the same: nothing but the verifier tells them apart."""
 
@@ -137,6 +140,16 @@ def test_what_is_one_value_of_json_is_one_request(one, other):
 def test_what_an_upstream_may_read_otherwise_is_another_request(one, other):
     found = [asked_key(raw(told), "t", takes_sampled=False) for told in (one, other)]
     assert found[0].why_not or found[0].key != found[1].key
+
+
+def test_what_no_embedder_could_be_sent_is_no_question():
+    """A half of a pair of surrogates, which JSON can write: held against no other question."""
+    request = msgspec.structs.replace(
+        chat("x"), body=json.dumps(json.loads(chat("x").body) | {"messages": HALF}).encode()
+    )
+    found = asked_key(request, "t", takes_sampled=False)
+    assert (found.question, bool(found.key)) == ("", True)
+    assert asked_key(chat("x"), "t", takes_sampled=False).question == "x"
 
 
 def test_a_false_temperature_is_not_zero():

@@ -116,7 +116,16 @@ def _question(body: dict[str, Any]) -> str:
     if not isinstance(last, dict) or last.get("role") != "user" or not isinstance(last.get("content"), str):
         return ""
     text: str = last["content"]
-    return text if text.strip() and len(text) <= MAX_QUESTION_CHARS else ""
+    return text if text.strip() and len(text) <= MAX_QUESTION_CHARS and _is_whole(text) else ""
+
+
+def _is_whole(text: str) -> bool:
+    """Returns whether it can be sent on: a body may have halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _digest(value: list[Any]) -> str:

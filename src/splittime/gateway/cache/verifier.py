@@ -12,12 +12,12 @@ answer.
 
 import asyncio
 import math
+import re
 from collections import Counter
 from typing import Any
 
 import msgspec
 
-from splittime.api.decode import decode_once
 from splittime.gateway.cache.left_alone import LeftAlone
 from splittime.gateway.config import BreakerConfig, VerifierConfig
 from splittime.gateway.spare_room import SpareRoom
@@ -55,8 +55,7 @@ ANSWERS = (
 TOLD_FORM = ' Answer with {"same": "yes"} or {"same": "no"} and nothing else.'
 
 
-class ToldVerdict(msgspec.Struct, forbid_unknown_fields=True):
-    same: str
+_VERDICT = re.compile(rf'\s*\{{\s*"same"\s*:\s*"({YES}|{NO})"\s*\}}\s*')
 
 
 class ToldToken(msgspec.Struct):
@@ -135,15 +134,27 @@ class Verifier:
     def _read(self, told: bytes) -> str:
         """Returns the verdict of an answer. Raises `ValueError` for one that is neither word."""
         (choice,) = msgspec.json.decode(told, type=ToldChat).choices
-        word = decode_once(choice.message.content.encode(), ToldVerdict).same
-        if word not in (YES, NO) or choice.finish_reason not in ("stop", None):
+        found = _VERDICT.fullmatch(choice.message.content)
+        if found is None or choice.finish_reason not in ("stop", None):
             raise ValueError("the verifier says neither yes nor no")
+        word = found[1]
         return NO if word == YES and self._is_unsure(choice.logprobs) else word
 
     def _is_unsure(self, logprobs: ToldLogprobs | None) -> bool:
-        """Returns whether the token of the word is less likely than the config asks for, or nobody says how likely."""
+        """Returns whether the word is less likely than the config asks for, or nobody says how likely it is."""
         if self._config.min_probability is None:
             return False
         tokens = logprobs.content or [] if logprobs is not None else []
-        likely = [math.exp(min(0.0, one.logprob)) for one in tokens if one.token.strip(' "}').lower() == YES]
-        return not likely or likely[-1] < self._config.min_probability
+        return math.exp(min(0.0, _logprob_of_yes(tokens))) < self._config.min_probability
+
+
+def _logprob_of_yes(tokens: list[ToldToken]) -> float:
+    """Returns the sum of the log-probabilities of the tokens that have a piece of the last "yes"; -inf if none have."""
+    begin = "".join(one.token for one in tokens).rfind(YES)
+    if begin < 0:
+        return -math.inf
+    total, at = 0.0, 0
+    for one in tokens:
+        total += one.logprob if at < begin + len(YES) and at + len(one.token) > begin else 0.0
+        at += len(one.token)
+    return total
