@@ -56,6 +56,22 @@ GATEWAY_ALERTS = [
         {**_AT, "upstream": "b"},
     ),
     Alert(
+        "SplittimeGatewayUpstreamRefuses",
+        'increase(splittime_gateway_verdicts_total{whose=~"key|model"}[10m]) > 0',
+        "1m",
+        TICKET,
+        GATEWAYS,
+        "upstreams",
+        "An upstream refuses the gateway's key, or does not have a model of the config.",
+        {f'splittime_gateway_verdicts_total{{{_ON},upstream="b",whose="key"}}': "0x5 0+5x55"},
+        {
+            f'splittime_gateway_verdicts_total{{{_ON},upstream="b",whose="key"}}': "7x60",
+            f'splittime_gateway_verdicts_total{{{_ON},upstream="b",whose="request"}}': "0+5x60",
+        },
+        "15m",
+        {**_AT, "upstream": "b", "whose": "key"},
+    ),
+    Alert(
         "SplittimeGatewayRetries",
         f"{_rate('retries')} - ({_rate('tied')} or {_rate('retries')} * 0) > 0.05 * {_rate('requests')}",
         "10m",

@@ -10,8 +10,9 @@ from splittime.gateway.retry_budget import RetryBudget
 S = 10**9
 
 
-def opened() -> Breaker:
+def opened(*, has_checker: bool = False) -> Breaker:
     breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.has_checker = has_checker
     for at_s in (0, 1, 2):
         assert breaker.allows(at_s * S)
         breaker.begin()
@@ -76,6 +77,49 @@ def test_a_busy_upstream_is_left_alone_and_not_open():
     assert breaker.allows(101 * S)
 
 
+def test_a_pause_is_not_cut_short_by_a_later_shorter_one():
+    breaker = Breaker(BreakerConfig())
+    breaker.note_busy(0, 30.0)
+    breaker.note_busy(S, 1.0)
+    assert breaker.is_busy(30 * S - 1)
+    breaker.note_busy(2 * S, 40.0)
+    assert breaker.is_busy(42 * S - 1)
+    assert not breaker.is_busy(42 * S)
+
+
+def test_one_with_a_checker_is_tried_after_a_check_alone():
+    breaker = opened(has_checker=True)
+    assert not breaker.is_to_be_checked(12 * S - 1)
+    assert breaker.is_to_be_checked(12 * S)
+    assert not breaker.allows(10**6 * S)
+    breaker.note_checked(13 * S, is_well=False)
+    assert not (breaker.allows(22 * S))
+    assert not (breaker.is_to_be_checked(23 * S - 1))
+    assert breaker.is_to_be_checked(23 * S)
+    breaker.note_checked(23 * S, is_well=True)
+    assert breaker.allows(23 * S)
+    assert not breaker.is_to_be_checked(23 * S)
+    breaker.begin()
+    assert not breaker.allows(24 * S)  # one tries
+    breaker.note_failure(24 * S)
+    assert not breaker.allows(34 * S)
+    assert breaker.is_to_be_checked(34 * S)
+    breaker.note_success()
+    breaker.note_checked(35 * S, is_well=False)  # of one that lives again nothing is held against it
+    assert breaker.allows(35 * S)
+
+
+def test_what_is_known_against_it():
+    breaker = Breaker(BreakerConfig(failures=3))
+    assert (breaker.is_well, breaker.num_successes) == (True, 0)
+    breaker.note_failure(0)
+    assert not breaker.is_well
+    breaker.note_nothing()
+    assert not breaker.is_well
+    breaker.note_success()
+    assert (breaker.is_well, breaker.num_successes) == (True, 1)
+
+
 @given(
     asked=st.lists(st.tuples(st.integers(0, 3 * S), st.booleans()), max_size=300),
     ratio=st.sampled_from([0.0, 0.1, 0.5]),
@@ -104,3 +148,24 @@ def test_a_retry_is_to_be_had_while_requests_come():
         budget.note_request(0)
     assert [budget.take(S) for _ in range(3)] == [True, True, False]
     assert not budget.take(60 * S)  # the window is over
+
+
+def test_a_window_that_is_over_gives_back_what_it_had():
+    budget = RetryBudget(RetryConfig(ratio=0, spare=2, window_s=60))
+    for window in range(5):
+        at_ns = window * 60 * S
+        assert [budget.take(at_ns) for _ in range(3)] == [True, True, False]
+        assert not budget.take(at_ns + 59 * S)
+        assert budget.used(at_ns + 59 * S) == (2, 2)
+    assert budget.used(10**6 * S) == (0, 2)
+
+
+def test_what_is_free_and_what_is_a_failover_is_bounded_by_attempts_alone():
+    budget = RetryBudget(RetryConfig(ratio=0, spare=0, max_attempts=3))
+    assert not budget.may_retry(1, 0)
+    assert budget.may_retry(1, 0, is_free=True)
+    assert budget.num_taken == 0
+    assert budget.may_retry(2, 0, is_failover=True)
+    assert (budget.num_taken, budget.used(0)) == (1, (0, 0))
+    assert not budget.may_retry(3, 0, is_free=True, is_failover=True)
+    assert not budget.may_retry(1, 5, 5, is_failover=True)  # its client's time is over

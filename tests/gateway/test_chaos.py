@@ -143,7 +143,9 @@ def test_a_storm(hostile, tmp_path):
 def assert_each_attempt_is_asked_once(hostile, accounts, before) -> None:
     known = {attempt.request_id for account in accounts for attempt in account.attempts}
     asked = Counter(h["x-request-id"] for name in STORM for h, _ in hostile.asked[name][before[name] :])
-    assert set(asked.values()) == {1}
+    assert max(asked.values()) <= 2
+    twice = {name for name in STORM for h, _ in hostile.asked[name][before[name] :] if asked[h["x-request-id"]] > 1}
+    assert twice <= {"hangup"}  # on a connection that was kept, which it closes without a byte
     assert set(asked) <= known
 
 

@@ -381,3 +381,110 @@ def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
         assert await all_of(await ask(connections, address)) == b"abcdefg"
 
     upstream(serve, asked)
+
+
+# ---- kept connections that the upstream has closed
+
+
+async def answer_once(reader, writer) -> None:
+    await read_request(reader)
+    writer.write(LENGTH)
+
+
+def test_a_kept_connection_that_was_closed_costs_nothing() -> None:
+    """The upstream reads the second request and closes without a word: it is sent again over a new connection."""
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        await answer_once(reader, writer)
+        await read_request(reader)
+        writer.transport.abort()
+
+    async def asked(connections, address):
+        for _ in range(5):
+            assert await all_of(await ask(connections, address)) == b"abcdefg"
+            assert await all_of(await ask(connections, address)) == b"abcdefg"
+
+    upstream(serve, asked)
+    assert len(served) == 10
+
+
+@pytest.mark.parametrize("said", [b"H", WHOLE, LENGTH[:-1]])
+def test_of_which_a_byte_came_is_not_sent_again(said: bytes) -> None:
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        await answer_once(reader, writer)
+        await read_request(reader)
+        writer.write(said)
+        writer.close()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        with pytest.raises(ConnectionError):
+            await all_of(await ask(connections, address))
+
+    upstream(serve, asked)
+    assert len(served) == 1
+
+
+def test_it_is_sent_again_once() -> None:
+    """A request that ends its server is no stale connection: over a new one it fails."""
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        if len(served) == 1:
+            await answer_once(reader, writer)
+        await read_request(reader)
+        writer.transport.abort()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        with pytest.raises(ConnectionError):
+            await all_of(await ask(connections, address))
+
+    upstream(serve, asked)
+    assert len(served) == 2
+
+
+def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
+    servers = []
+
+    async def serve(reader, writer):
+        await answer_once(reader, writer)
+        await read_request(reader)
+        servers[0].close()
+        writer.transport.abort()
+
+    async def run() -> None:
+        servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+        connections = UpstreamConnections(RoundTrips())
+        address = Address(False, "127.0.0.1", servers[0].sockets[0].getsockname()[1], "/at")
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        with pytest.raises(NoConnection):
+            await all_of(await ask(connections, address))
+        connections.close()
+
+    uvloop.run(run())
+
+
+def test_who_has_left_meanwhile_is_not_asked_for_again() -> None:
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        await answer_once(reader, writer)
+        await read_request(reader)
+        writer.transport.abort()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        answer = await ask(connections, address)
+        answer.close()
+        await asyncio.sleep(0.05)
+
+    upstream(serve, asked)
+    assert len(served) == 1

@@ -154,8 +154,10 @@ class AffinityConfig(Strictly, frozen=True, kw_only=True):
 class BreakerConfig(Strictly, frozen=True, kw_only=True):
     """`[breaker]`: an upstream that fails again and again is left alone for a while."""
 
-    failures: Annotated[int, Doc("Failures in a row that open it. Answers of 4xx are none.", 1)] = 5
-    open_s: Annotated[float, Doc("How long it stays open, until one request tries again.", 0.001, 3600)] = 10.0
+    failures: Annotated[int, Doc("Failures in a row that open it; what is the request's own fault is none.", 1)] = 5
+    open_s: Annotated[
+        float, Doc("How long it stays open, until the gateway asks it whether it lives.", 0.001, 3600)
+    ] = 10.0
     max_backoff_s: Annotated[float, Doc("The longest that Retry-After of a 429 is obeyed.", 0.001, 3600)] = 60.0
 
 

@@ -74,7 +74,7 @@ NOT_BUILT = {
     "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file or limits_valkey",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "requests for them are passed on as others are; [embedder] names who makes vectors for the cache",
-    "health_check": "upstreams are not probed; requests and the breaker tell",
+    "health_check": "requests tell how an upstream is; one that fails is asked by the gateway itself (breaker.open_s)",
     "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "root_path": "the gateway's paths begin at /",

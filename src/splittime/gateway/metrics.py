@@ -69,7 +69,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_refusals_total",
         "counter",
         ("reason", "upstream"),
-        "Requests refused by the gateway (no upstream), or to it by one: upstream_401, upstream_403, upstream_429",
+        "Requests refused by the gateway (no upstream), or by an upstream that asked for a pause: upstream_429",
     ),
     MetricSpec(
         "splittime_gateway_routed_total", "counter", ("rule",), "Requests that a rule decided; empty where none did"
@@ -109,7 +109,7 @@ GATEWAY_METRICS = (
     *DIFFICULTY_METRICS,
     *VERSION_METRICS,
 )
-NOT_THE_CLIENTS = frozenset({"upstream_401", "upstream_403", "upstream_429"})  # refusals that no client can mend
+NOT_THE_CLIENTS = frozenset({"upstream_429"})  # refusals that no client can mend
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
 _COUNTED = (
     "requests",

@@ -196,6 +196,10 @@ class Relay:
         if not self.has_given:
             await self._tell_refusal(verdict)
             return
+        if self.events.error is not None:  # the client has been told
+            self._on_read(self)
+            await self._end()
+            return
         if self._resumption.may_go_on(code):
             raise Interrupted(verdict) from broken
         if code in BREAKS and self._resumption.reason:
@@ -226,7 +230,6 @@ class Relay:
             await self._give(self._mark.in_events(events))
         if self.events.is_done:
             await self._end()
-            self._take_note()
             await drain(response)
         return self.events.is_done
 
@@ -252,11 +255,6 @@ class Relay:
             raise BrokenStream(self._breaks.died())
         await self._pass_on(response, DONE_EVENT)
 
-    def _take_note(self) -> None:
-        """The answer is whole: what of itself did it tell?"""
-        if self.events.error is not None:
-            self.verdict = of_event(self._asked, self.events.error, self.events.error_data)
-
     async def _begin(self, response: Answer) -> None:
         if not self.has_begun:
             self.has_begun = True
@@ -272,6 +270,8 @@ class Relay:
         self.blocked_ns += lasted_ns if lasted_ns > CLIENT_WAIT_NS else 0
 
     async def _end(self) -> None:
+        if self.events.error is not None and self.verdict.whose is GOOD.whose:
+            self.verdict = of_event(self._asked, self.events.error, self.events.error_data)
         self.is_answered = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ended_ns = now_ns()
@@ -293,8 +293,6 @@ class Relay:
         edited = verdict.answer._replace(body=self._editor.edit_whole(verdict.answer.body))
         if self.has_begun:
             raise UpstreamFailure(of_late_head(self._asked, verdict))
-        if verdict.whose is GOOD.whose:
-            self._take_note()
         self._on_read(self)
         await self.give_answer(edited)
 

@@ -1,0 +1,129 @@
+"""A gateway and its upstreams in one event loop: upstreams say the bytes of a test, and clients have no sockets."""
+
+import asyncio
+import contextlib
+import json
+import tomllib
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from splittime.gateway.app import GatewayApp
+from splittime.gateway.config_file import config_of
+from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.service import GatewayService
+from splittime.gateway.versions.swap import GatewayVersions
+from splittime.ledger.store import Ledger
+
+from .conftest import upstream
+from .hostile import whole
+
+CHAT = "/v1/chat/completions"
+PATIENT = "[retries]\npause_s = 0.0\n"
+
+
+class Told(NamedTuple):
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+    @property
+    def code(self) -> str | None:
+        """Of an error, as an answer or as the last event."""
+        data = self.body.rstrip().split(b"data: ")[-1] if b"data: " in self.body else self.body
+        if data == b"[DONE]":
+            return None
+        error = json.loads(data).get("error")
+        return None if error is None else error["code"]
+
+
+class Saying:
+    """An upstream that answers each POST with these bytes, and ends the connection where it `hangs_up`. asked: heads
+    and bodies. models: what it answers to the gateway's own question."""
+
+    def __init__(self, said: bytes, hangs_up: bool = False, models: bytes | None = None) -> None:
+        self.said, self.hangs_up, self.asked = said, hangs_up, list[tuple[bytes, bytes]]()
+        self.models = whole(200, {"object": "list", "data": []}) if models is None else models
+        self.num_checks = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await self._answer(reader, writer):
+                pass
+        writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET "):
+            self.num_checks += 1
+            writer.write(self.models)
+            return True
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        self.asked.append((head, await reader.readexactly(length)))
+        writer.write(self.said)
+        await writer.drain()
+        return not self.hangs_up
+
+
+async def asked(app: GatewayApp, headers: dict[str, str] | None = None, path: str = CHAT, **fields) -> Told:
+    """Ask the application itself."""
+    body = json.dumps({"model": "m", "messages": [], "max_tokens": 3, **fields}).encode()
+    given = {"host": "127.0.0.1", "content-length": str(len(body)), **(headers or {})}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1"}
+    scope |= {
+        "headers": [(k.lower().encode(), v.encode()) for k, v in given.items()],
+        "scheme": "http",
+        "extensions": {},
+    }
+    waiting, told = [{"type": "http.request", "body": body, "more_body": False}], list[dict]()
+
+    async def receive():
+        return waiting.pop() if waiting else await asyncio.Event().wait()
+
+    async def send(message):
+        told.append(message)
+
+    async with asyncio.timeout(20):
+        await app(scope, receive, send)
+    return Told(told[0]["status"], dict(told[0]["headers"]), b"".join(one.get("body", b"") for one in told[1:]))
+
+
+Asking = Callable[[GatewayApp, GatewayService], Awaitable[None]]
+
+
+def gateway_before(upstreams: dict[str, Saying | str], ask: Asking, text: str = PATIENT, **more) -> None:
+    """Runs a gateway in front of these, by name, and what asks it. Of two, the first in the dict is asked first. more:
+    keys of each `[[upstream]]`."""
+
+    async def run() -> None:
+        told = text
+        for name, one in upstreams.items():
+            told += upstream(name, one if isinstance(one, str) else await one.start(), "m", **more)
+        config = config_of(tomllib.loads(told))
+        versions = GatewayVersions(config, secrets_of(config), Ledger())
+        await versions.open()
+        for number, one in enumerate(versions.current.router.upstreams):
+            one.in_flight.plain_tokens += number
+        try:
+            await ask(GatewayApp(versions), versions.current)
+        finally:
+            await versions.close()
+            for one in upstreams.values():
+                one.stop() if isinstance(one, Saying) else None
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def counted(gateway: GatewayService, name: str, **labels: str) -> float:
+    """Returns the sum of a metric's series with these labels."""
+    lines = gateway.metrics.render().decode().splitlines()
+    found = [line for line in lines if line.startswith(f"splittime_gateway_{name}{{")]
+    found = [line for line in found if all(f'{key}="{value}"' in line for key, value in labels.items())]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)

@@ -1,0 +1,270 @@
+"""What an upstream does, and what comes of it: for the client, with and without another upstream, for the breaker, and
+in the metrics. A row says all of it."""
+
+import gzip
+import json
+import time
+from typing import NamedTuple
+
+import pytest
+
+from .hostile import CHUNK, LAST, STREAM_HEAD, USAGE, WHOLE, chunk, event, whole
+from .in_process import Saying, asked, counted, gateway_before
+
+KEY = "sk-of-the-upstream"
+GOOD_BODY = json.dumps(WHOLE).encode()
+
+
+def http(status: int, body: bytes, *headers: str, kind: str = "application/json", length: int | None = None) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status} X",
+        f"content-type: {kind}",
+        f"content-length: {len(body) if length is None else length}",
+    ]
+    return "\r\n".join([*lines, *headers]).encode() + b"\r\n\r\n" + body
+
+
+def stream(*events, end: bytes = b"0\r\n\r\n", head: bytes = STREAM_HEAD) -> bytes:
+    return head + b"".join(chunk(event(one)) for one in events) + end
+
+
+def error(message: str = "no", **more) -> dict:
+    return {"error": {"message": message, **more}}
+
+
+OK_EVENTS = (CHUNK, LAST, USAGE, b"[DONE]")
+OOM = error("CUDA OOM", type="server_error", code=500)
+GZIP = "content-encoding: gzip"
+ZIPPED_HEAD = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
+BOMB = gzip.compress(b" " * 2**22 + GOOD_BODY)
+
+
+class Row(NamedTuple):
+    """An upstream that says this; what a client has where it is alone, by status and code (None: the answer); whose
+    doing it is; and whether another upstream answers in its place."""
+
+    name: str
+    said: bytes
+    status: int
+    code: str | None
+    whose: str
+    is_elsewhere: bool = True
+    is_stream: bool = False
+    hangs_up: bool = False
+
+
+STATUSES = [
+    Row(
+        "400 of the prompt",
+        whole(400, error(code="context_length_exceeded")),
+        400,
+        "context_length_exceeded",
+        "request",
+        False,
+    ),
+    Row("401", whole(401, error(f"Incorrect key {KEY}", code="invalid_api_key")), 502, "upstream_401", "key"),
+    Row("401 without a word", http(401, b""), 502, "upstream_401", "key"),
+    Row("402", whole(402, error()), 502, "upstream_402", "key"),
+    Row("403", whole(403, error(type="permission_error")), 502, "upstream_403", "key"),
+    Row("403 of a text", whole(403, error(code="x", metadata={"flagged_input": "y"})), 403, "x", "request", False),
+    Row("400 of the key", whole(400, error(code="API_KEY_INVALID")), 502, "upstream_400", "key"),
+    Row(
+        "404 of the model, vLLM",
+        whole(404, error("The model `m` does not exist.", code=404)),
+        502,
+        "upstream_lacks_model",
+        "model",
+    ),
+    Row("404 of the model, OpenAI", whole(404, error(code="model_not_found")), 502, "upstream_lacks_model", "model"),
+    Row("404 of a file", whole(404, error("file-1 not found", code="f")), 404, "f", "request", False),
+    Row("404 of everything", http(404, b"<html>", kind="text/html"), 404, "upstream_404", "health"),
+    Row("404 of the route", whole(404, {"detail": "Not Found"}), 404, None, "health"),
+    Row("405", whole(405, error(code="c")), 405, "c", "health"),
+    Row("408", whole(408, error(code="c")), 408, "c", "health"),
+    Row("413, a page", http(413, b"<html>", kind="text/html"), 413, "upstream_413", "request", False),
+    Row("422", whole(422, error(code="c")), 422, "c", "request", False),
+    Row("429", whole(429, error(code="c"), "retry-after: 3"), 429, "c", "busy"),
+    Row("429 of the account", whole(429, error(code="insufficient_quota")), 502, "upstream_429", "key"),
+    Row("429 of a size", whole(429, error("Request too large for m", code="c")), 429, "c", "request"),
+    Row("500", whole(500, error(code="c")), 500, "c", "health"),
+    Row("500, a page", http(500, b"<script>", kind="text/html"), 500, "upstream_500", "health"),
+    Row("502", whole(502, error(code="c")), 502, "c", "health"),
+    Row("503", whole(503, error(code="c")), 503, "c", "health"),
+    Row("504", whole(504, error(code="c")), 504, "c", "health"),
+    Row("529", whole(529, error(code="c")), 529, "c", "health"),
+]
+BAD = "upstream_bad_answer"
+BROKE = "upstream_broke_off"
+WHOLES = [
+    Row("an answer", http(200, GOOD_BODY), 200, None, "nobody", False),
+    Row("one named HTML", http(200, GOOD_BODY, kind="text/html"), 200, None, "nobody", False),
+    Row(
+        "1xx before it",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nlink: a\r\n\r\n" + http(200, GOOD_BODY),
+        200,
+        None,
+        "nobody",
+        False,
+    ),
+    Row("101", b"HTTP/1.1 101 X\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n", 502, BROKE, "health"),
+    Row("204", b"HTTP/1.1 204 X\r\n\r\n", 502, BAD, "health"),
+    Row("206", http(206, GOOD_BODY), 502, BAD, "health"),
+    Row("302", http(302, b"", "location: http://127.0.0.1:9/"), 502, BAD, "health"),
+    Row("307", http(307, b"", "location: http://127.0.0.1:9/"), 502, BAD, "health"),
+    Row("999", http(999, GOOD_BODY), 502, BAD, "health"),
+    Row("nothing", http(200, b""), 502, BAD, "health"),
+    Row("a page", http(200, b"<html>proxy</html>", kind="text/html"), 502, BAD, "health"),
+    Row("half of an answer", http(200, GOOD_BODY[:-9]), 502, BAD, "health"),
+    Row("a cut answer", http(200, GOOD_BODY, length=999), 502, "upstream_died", "health", hangs_up=True),
+    Row("no choices", http(200, b"{}"), 502, BAD, "health"),
+    Row("an error as an answer", http(200, json.dumps(OOM).encode()), 500, 500, "health"),
+    Row("a refusal as an answer", http(200, json.dumps(error(code=429)).encode()), 429, 429, "health"),
+    Row(
+        "one's own fault as an answer",
+        http(200, json.dumps(error(code="c", type="invalid_request_error")).encode()),
+        400,
+        "c",
+        "request",
+        False,
+    ),
+    Row("a stream that nobody asked for", stream(*OK_EVENTS), 502, BAD, "health"),
+    Row("gzip", http(200, gzip.compress(GOOD_BODY), GZIP), 200, None, "nobody", False),
+    Row("gzip, cut", http(200, gzip.compress(GOOD_BODY)[:-9], GZIP), 502, "upstream_died", "health"),
+    Row("gzip that is none", http(200, GOOD_BODY, GZIP), 502, BROKE, "health"),
+    Row("gzip without a name", http(200, gzip.compress(GOOD_BODY)), 502, BAD, "health"),
+    Row("gzip that grows", http(200, BOMB, GZIP), 502, BAD, "health"),
+    Row("brotli", http(200, GOOD_BODY, "content-encoding: br"), 502, BROKE, "health"),
+    Row("two lengths", http(200, GOOD_BODY, "content-length: 3"), 502, BROKE, "health"),
+    Row("a length below nothing", http(200, GOOD_BODY, length=-5), 502, BROKE, "health"),
+    Row("a length beyond all", http(200, GOOD_BODY, length=10**20), 502, BROKE, "health"),
+    Row("a length and chunks", http(200, b"", "transfer-encoding: chunked", length=5), 502, BROKE, "health"),
+    Row("no HTTP", b"SSH-2.0-x\r\n\r\n", 502, BROKE, "health", hangs_up=True),
+    Row("silence", b"", 502, BROKE, "health", hangs_up=True),
+]
+GIVEN = 200
+STREAMS = [
+    Row("a stream", stream(*OK_EVENTS), GIVEN, None, "nobody", False),
+    Row("without [DONE]", stream(CHUNK, LAST), GIVEN, None, "nobody", False),
+    Row("without [DONE], cut", stream(CHUNK, LAST, end=b""), GIVEN, "upstream_died", "health", False, hangs_up=True),
+    Row("without an end", stream(CHUNK), GIVEN, "upstream_died", "health", False),
+    Row(
+        "its last line open",
+        stream(CHUNK, LAST, end=chunk(b"data: [DONE]") + b"0\r\n\r\n"),
+        GIVEN,
+        None,
+        "nobody",
+        False,
+    ),
+    Row(
+        "its last event cut",
+        stream(CHUNK, LAST, end=chunk(b'data: {"usa') + b"0\r\n\r\n"),
+        GIVEN,
+        None,
+        "nobody",
+        False,
+    ),
+    Row(
+        "its type unnamed",
+        stream(*OK_EVENTS, head=STREAM_HEAD.replace(b"text/event-stream", b"text/plain")),
+        GIVEN,
+        None,
+        "nobody",
+        False,
+    ),
+    Row("no event", stream(), 502, "upstream_died", "health"),
+    Row("[DONE] alone", stream(b"[DONE]"), 502, BAD, "health"),
+    Row("a page as an event", stream(b"<html>"), 502, BAD, "health"),
+    Row("a page", http(200, b"<html>", kind="text/html"), 502, BAD, "health"),
+    Row("nothing", http(200, b""), 502, BAD, "health"),
+    Row("a whole answer", http(200, GOOD_BODY), GIVEN, None, "nobody", False),
+    Row("an error first", stream(OOM), 500, "upstream_error_event", "health"),
+    Row(
+        "an error first, named",
+        STREAM_HEAD + chunk(b"event: error\n" + event(error("x", type="overloaded_error"))),
+        529,
+        "upstream_error_event",
+        "health",
+    ),
+    Row(
+        "an error first, in pieces",
+        STREAM_HEAD + chunk(event(OOM)[:9]) + chunk(event(OOM)[9:]),
+        500,
+        "upstream_error_event",
+        "health",
+    ),
+    Row("a refusal first", stream(error("x", type="rate_limit_error")), 429, "upstream_error_event", "health"),
+    Row(
+        "the key first",
+        stream(error(KEY, code="invalid_api_key", type="authentication_error")),
+        502,
+        "upstream_401",
+        "key",
+    ),
+    Row("one's own fault first", stream(error("long", code=400)), 400, 400, "request", False),
+    Row("an error inside", stream(CHUNK, OOM), GIVEN, 500, "health", False),
+    Row(
+        "gzip",
+        ZIPPED_HEAD + chunk(gzip.compress(b"".join(event(one) for one in OK_EVENTS))) + b"0\r\n\r\n",
+        GIVEN,
+        None,
+        "nobody",
+        False,
+    ),
+    Row("a bad chunk first", STREAM_HEAD + b"ZZ\r\n", 502, BROKE, "health"),
+    Row("a bad chunk later", stream(CHUNK, end=b"ZZ\r\n"), GIVEN, "upstream_died", "health", False),
+    Row("429", whole(429, error(code="c"), "retry-after: 3"), 429, "c", "busy"),
+    Row("401", whole(401, error()), 502, "upstream_401", "key"),
+    Row("500", whole(500, error(code="c")), 500, "c", "health"),
+]
+ROWS = [*STATUSES, *WHOLES, *(row._replace(is_stream=True) for row in STREAMS)]
+IDS = [f"{'stream' if row.is_stream else 'whole'}: {row.name}" for row in ROWS]
+CONFIG = "max_answer_bytes = 100000\n[retries]\nspare = 0\nratio = 0.0\npause_s = 0.0\n"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("UPSTREAM_KEY", KEY)
+
+
+def check_breaker(gateway, row: Row) -> None:
+    """The breaker has heard of it what it says, and nothing else."""
+    breaker = gateway.router.upstreams[0].breaker
+    seen = (not breaker.is_well, breaker.is_busy(time.monotonic_ns()), breaker.num_successes)
+    against = row.whose in ("health", "key", "model")
+    assert seen == (against, row.whose == "busy", int(row.whose == "nobody"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_an_upstream_alone(row):
+    async def ask(app, gateway):
+        told = await asked(app, stream=row.is_stream)
+        assert (told.status, told.code) == (row.status, row.code), told
+        assert KEY.encode() not in told.body + b"".join(told.headers.values())
+        assert not {b"set-cookie", b"location", b"content-encoding"} & told.headers.keys()
+        assert told.headers[b"content-type"].split(b";")[0] in (b"application/json", b"text/event-stream")
+        assert counted(gateway, "verdicts_total", upstream="bad", whose=row.whose) == len(bad.asked) >= 1
+        assert counted(gateway, "verdicts_total") == len(bad.asked)
+        check_breaker(gateway, row)
+
+    bad = Saying(row.said, row.hangs_up)
+    gateway_before({"bad": bad}, ask, CONFIG, key_env="UPSTREAM_KEY")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_beside_one_that_answers(row):
+    """Nothing that the client may still have elsewhere is a failure, and no budget of retries is needed for it."""
+
+    async def ask(app, gateway):
+        told = await asked(app, stream=row.is_stream)
+        if row.is_elsewhere:
+            assert (told.status, told.code, len(good.asked)) == (200, None, 1), told
+            assert b"tick" in told.body
+        else:
+            assert (told.status, told.code, len(good.asked)) == (row.status, row.code, 0), told
+        assert len(bad.asked) == 1
+        assert counted(gateway, "verdicts_total", upstream="bad", whose=row.whose) == 1
+        check_breaker(gateway, row)
+
+    bad = Saying(row.said, row.hangs_up)
+    good = Saying(stream(*OK_EVENTS) if row.is_stream else http(200, GOOD_BODY))
+    gateway_before({"bad": bad, "good": good}, ask, CONFIG, key_env="UPSTREAM_KEY")

@@ -1,0 +1,256 @@
+"""Whose a refusal is: one request's own doing pauses, opens and costs nothing for anybody else."""
+
+import json
+import time
+
+import pytest
+
+from splittime.gateway.config import BreakerConfig, UpstreamConfig
+from splittime.gateway.endpoints import EMBEDDINGS
+from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
+from splittime.gateway.upstreams import Upstream
+from splittime.gateway.verdict import AttemptAsked, Whose, of_answer
+
+from .hostile import WHOLE, whole
+from .in_process import CHAT, PATIENT, Saying, asked, counted, gateway_before
+
+REFUSALS = {
+    "deadline": Whose.REQUEST,
+    "slo_ttft": Whose.REQUEST,
+    "grammars_queue_full": Whose.REQUEST,
+    "queued_prompt_tokens": Whose.REQUEST,
+    "queued_texts": Whose.REQUEST,
+    "queued_requests": Whose.BUSY,
+    "queue_full": Whose.BUSY,
+    "max_open_requests": Whose.BUSY,
+    "tokens_per_minute": Whose.BUSY,
+    "upstreams_busy": Whose.BUSY,
+}
+
+
+def verdict(status: int, body: object, *, is_timed: bool = False, path: str = CHAT, headers=()):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return of_answer(AttemptAsked("a", path, "m", is_timed), PassedAnswer(status, list(headers), raw))
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_our_own_servers_say_why(reason, is_timed):
+    told = {"error": {"message": "no", "code": reason, "reason": reason, "type": "overloaded_error"}}
+    assert verdict(429, told, is_timed=is_timed).whose is REFUSALS[reason]
+
+
+@pytest.mark.parametrize("body", [b"", {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}, {"x": 1}])
+def test_of_others_a_deadline_explains_it(body):
+    assert verdict(429, body).whose is Whose.BUSY
+    assert verdict(429, body, is_timed=True).whose is Whose.REQUEST
+
+
+@pytest.mark.parametrize(
+    ("is_timed", "code", "whose"),
+    [
+        (True, "deadline_exceeded", Whose.REQUEST),
+        (False, "deadline_exceeded", Whose.HEALTH),  # it is the gateway's own total_s
+        (True, "timeout", Whose.HEALTH),
+    ],
+)
+def test_a_deadline_that_has_passed_upstream(is_timed, code, whose):
+    assert verdict(504, {"error": {"message": "late", "code": code}}, is_timed=is_timed).whose is whose
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>no</html>",
+        b"404 page not found",
+        {"detail": "Not Found"},
+        {"error": {"message": "no such path: /v1/embeddings", "code": "not_found", "param": None}},
+    ],
+)
+def test_a_path_that_is_not_there(body):
+    assert verdict(404, body, path=EMBEDDINGS).whose is Whose.PATH
+    assert verdict(404, body).whose is Whose.HEALTH  # every upstream has chats
+
+
+@pytest.mark.parametrize("status", [405, 501])
+def test_a_method_that_is_not_there(status):
+    assert verdict(status, b"", path=EMBEDDINGS).whose is Whose.PATH
+    assert verdict(status, b"").whose is Whose.HEALTH
+
+
+@pytest.mark.parametrize(
+    ("error", "whose"),
+    [
+        ({"message": "model 'x' not found", "type": "not_found_error"}, Whose.MODEL),
+        ({"message": "The model `x` does not exist.", "code": 404}, Whose.MODEL),
+        ({"message": "x", "code": "model_not_found"}, Whose.MODEL),
+        ({"message": "x", "param": "model"}, Whose.MODEL),
+        ({"message": "File not found: the model x"}, Whose.REQUEST),
+        ({"message": "no such response", "code": "not_found", "param": "previous_response_id"}, Whose.REQUEST),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, EMBEDDINGS])
+def test_what_was_asked_for_is_not_there(error, whose, path):
+    assert verdict(404, {"error": error}, path=path).whose is whose
+    bare = verdict(404, {"object": "error", **error}, path=path)
+    assert bare.whose is whose
+
+
+def test_words_of_a_request_say_nothing_of_the_key_or_the_model():
+    """A message may quote what a client wrote."""
+    quoted = {"error": {"message": "bad value: 'invalid_api_key: The model `m` does not exist. insufficient_quota'"}}
+    for status in (400, 404, 409, 413, 422):
+        found = verdict(status, quoted)
+        assert (found.whose, found.is_given) == (Whose.REQUEST, True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "pause_s"),
+    [
+        ({b"retry-after": b"7"}, 7.0),
+        ({b"retry-after": b"1.5"}, 1.5),
+        ({b"retry-after": b"0"}, 0.0),
+        ({b"retry-after": b"-1"}, None),
+        ({b"retry-after": b"soon"}, None),
+        ({b"retry-after": b"9" * 400}, 10.0**7),
+        ({b"retry-after": b"Wed, 21 Oct 2015 07:28:00 GMT"}, 0.0),
+        ({b"retry-after-ms": b"250"}, 0.25),
+        ({b"retry-after-ms": b"x"}, None),
+        ({}, None),
+    ],
+)
+def test_how_long_an_upstream_asks_to_be_left_alone(headers, pause_s):
+    assert pause_of(headers) == pause_s
+
+
+# ---- through a gateway
+
+LATE = whole(429, {"error": {"message": "late", "code": "deadline", "reason": "deadline"}}, "retry-after: 30")
+BUSY = whole(429, {"error": {"message": "slow down"}}, "retry-after: 30")
+
+
+@pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-request-deadline-ms"])
+@pytest.mark.parametrize("said", [LATE, BUSY])
+def test_the_clients_own_bound_pauses_nobody(header, said):
+    """However often one client is refused for its own bound, all upstreams are there for the next."""
+
+    async def ask(app, gateway):
+        for _ in range(12):
+            told = await asked(app, {header: "5000"})
+            assert told.status == 429
+        assert len(one.asked) + len(two.asked) == 24  # each is asked once: another may have a shorter queue
+        assert gateway.retry_budget.used(time.monotonic_ns())[0] == 0
+        at_ns = time.monotonic_ns()
+        assert all(up.breaker.allows(at_ns) and up.breaker.is_well for up in gateway.router.upstreams)
+        one.said = two.said = whole(200, WHOLE)
+        assert (await asked(app)).status == 200
+
+    one, two = Saying(said), Saying(said)
+    gateway_before({"one": one, "two": two}, ask)
+
+
+def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():
+    async def ask(app, gateway):
+        assert (await asked(app)).status == 429
+        breaker = gateway.router.upstreams[0].breaker
+        assert 29 < breaker.wait_ns(time.monotonic_ns()) / 1e9 <= 30
+        breaker.note_busy(time.monotonic_ns(), 1.0)
+        assert 29 < breaker.wait_ns(time.monotonic_ns()) / 1e9 <= 30
+        told = await asked(app)
+        assert (told.status, told.code, len(one.asked)) == (429, "upstreams_busy", 1)
+
+    one = Saying(BUSY)
+    gateway_before({"one": one}, ask, "[retries]\nmax_attempts = 1\n")
+
+
+def test_a_model_that_one_of_several_is_not_there_keeps_nobody_from_the_others():
+    """An upstream of two models lacks one: only that is asked elsewhere."""
+    lacking = verdict(404, {"error": {"message": "x", "code": "model_not_found"}})
+    two = Upstream(UpstreamConfig(name="a", url="http://a", models=("m", "n")), BreakerConfig(failures=1))
+    two.hear(lacking, CHAT, "m", 5)
+    assert (two.breaker.is_open, two.lacks(CHAT, "m", 6), two.lacks(CHAT, "n", 6)) == (False, True, False)
+    one = Upstream(UpstreamConfig(name="a", url="http://a", models=("m",)), BreakerConfig(failures=1))
+    one.hear(lacking, CHAT, "m", 5)
+    assert one.breaker.is_open
+
+
+def test_a_key_is_taken_out_of_what_an_upstream_says():
+    mask = KeyMask("sk-12345678")
+    assert mask.masked(b'{"message": "key sk-12345678, not sk-1234"}') == b'{"message": "key ***, not sk-1234"}'
+    told = mask.headers({b"x-splittime-notice": b"sk-12345678 is old", b"retry-after": b"1.2", b"set-cookie": b"a=b"})
+    assert told == [(b"retry-after", b"2"), (b"x-splittime-notice", b"*** is old")]
+    assert mask.headers({b"x-splittime-notice": b"a\x01b", b"retry-after": b"x\r\na: b"}) == []
+    assert KeyMask(None).masked(b"as it is") == KeyMask("as it").masked(b"as it is") == b"as it is"  # a word is no key
+
+
+def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
+    """Keys, cookies and addresses of a client are the gateway's business; a list says what is passed on."""
+    sent = {"authorization": "Bearer leak", "x-api-key": "leak", "api-key": "leak", "x-goog-api-key": "leak"}
+    sent |= {"cookie": "leak", "proxy-authorization": "leak", "x-forwarded-for": "leak", "openai-organization": "leak"}
+
+    async def ask(app, gateway):
+        assert (await asked(app, sent)).status == 200
+        assert (await asked(app, sent | {"anthropic-version": "2023-06-01"}, "/v1/messages")).status == 200
+        for head, _ in one.asked:
+            assert b"leak" not in head
+            names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}
+            known = {b"host", b"content-type", b"content-length", b"accept-encoding", b"user-agent", b"x-request-id"}
+            assert names - {b"anthropic-version"} == known | {b"x-request-deadline-ms"}
+            assert b"accept-encoding: identity" in head
+
+    one = Saying(whole(200, WHOLE))
+    gateway_before({"one": one}, ask)
+
+
+# ---- quiet services
+
+QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT
+
+
+@pytest.mark.parametrize(
+    "models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), b"HTTP/1.1 401 X\r\n\r\n"]
+)
+def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
+    """The probes of an open breaker are the gateway's, so that all requests are answered."""
+
+    async def ask(app, gateway):
+        for _ in range(6):
+            assert (await asked(app)).status == 200
+        checks = bad.num_checks
+        while bad.num_checks < checks + 3:
+            assert (await asked(app)).status == 200
+        assert len(bad.asked) == 2
+        assert gateway.router.upstreams[0].breaker.is_open
+        assert counted(gateway, "breaker_open", upstream="bad") == 1
+
+    bad, good = Saying(whole(500, {"error": {}}), models=models), Saying(whole(200, WHOLE))
+    gateway_before({"bad": bad, "good": good}, ask, QUIET)
+
+
+def test_who_answers_it_is_tried_by_requests_that_another_may_have():
+    async def ask(app, gateway):
+        while bad.num_checks < 3:
+            assert (await asked(app)).status == 200
+        assert 2 < len(bad.asked) <= 2 + bad.num_checks + 1  # one request a check
+        bad.said = whole(200, WHOLE)
+        while gateway.router.upstreams[0].breaker.is_open:
+            assert (await asked(app)).status == 200
+        assert counted(gateway, "verdicts_total", upstream="bad", whose="nobody") == 1
+
+    bad, good = Saying(whole(500, {"error": {}})), Saying(whole(200, WHOLE))
+    gateway_before({"bad": bad, "good": good}, ask, QUIET)
+
+
+def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
+    """Leaving an upstream is free where nobody has an answer of it, and for one that answers; else retries count."""
+
+    async def ask(app, gateway):
+        budget = gateway.retry_budget
+        for _ in range(3):
+            await asked(app)  # both fail: the first finds nothing against the second
+        assert budget.num_taken == 1
+        assert len(one.asked) + len(two.asked) == 4
+
+    one, two = Saying(whole(503, {"error": {}})), Saying(whole(503, {"error": {}}))
+    gateway_before({"one": one, "two": two}, ask, "[retries]\nratio = 0.0\nspare = 0\npause_s = 0.0\n")
