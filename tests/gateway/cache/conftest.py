@@ -68,7 +68,10 @@ class Echoing(Hostile):
         return False
 
     async def do_vectors(self, reader, writer, body) -> bool:
-        """Of `/v1/embeddings`: a vector that depends on the first word alone."""
+        """Of `/v1/embeddings`: a vector that depends on the first word alone; none of a text that says so."""
+        if "refused" in body["input"]:
+            writer.write(whole(413, {"error": {"message": "too long"}}))
+            return False
         first = sum(body["input"].split()[0].encode())
         vector = [1.0, float(first % 7)]
         writer.write(whole(200, {"data": [{"index": 0, "embedding": vector}]}))

@@ -184,6 +184,7 @@ def test_a_verdict_is_charged_and_waits_for_nobodys_place(echoing, tmp_path):
     with gateway_of(tmp_path, text, E="a-key", K="one-key") as gateway:
         assert said(LONG) == "miss"
         until(lambda: said(LONG) == "hit")
+        assert [said(f"{LONG} refused {number}") for number in range(3)] == ["miss"] * 3  # held against no other
         before, _ = state()
         assert said(LONG + "!") == "hit"
         assert state() == (before + 106, {"yes": 1})

@@ -15,6 +15,7 @@ from splittime.core.errors import ConfigError
 from splittime.gateway.cache.asked import Wishes, asked_key
 from splittime.gateway.cache.flight import Flight
 from splittime.gateway.cache.service import ResponseCache
+from splittime.gateway.cache.stores import Purge
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
 from splittime.gateway.routing.round_trips import RoundTrips
@@ -106,6 +107,46 @@ def test_the_verifier_decides_on_what_is_near(verdict, kind):
     room = Scripted(verdict)
     assert given_for(LIKE, room) == [kind] * len(ALL)
     assert room.asked == [{"first": one, "second": other} for _, one, other in ALL]
+
+
+def test_an_answer_that_is_taken_out_while_the_verifier_thinks_is_not_given():
+    """Nor one that has come in its place for another question."""
+
+    class Thinking(Scripted):
+        async def ask(self, chat, within_s):
+            await cache.purge(Purge())
+            return await super().ask(chat, within_s)
+
+    async def all_of_it():
+        route, first = cache.route("m"), chat("one")
+        flight = Flight(10**6)
+        flight.headers, flight.raw = [(b"content-type", b"application/json")], [(1, json.dumps(ANSWER).encode())]
+        found = await cache.look_alike(
+            await cache.look_up(first, "t", route, Wishes()), route, Wishes(), Scripted("no")
+        )
+        await cache.keep(flight, found, first, "t")
+        second = await cache.look_up(chat("other"), "t", route, Wishes())
+        given = await cache.look_alike(second, route, Wishes(), Scripted("yes"))
+        return given.answer, (await cache.look_alike(second, route, Wishes(), Thinking("yes"))).answer
+
+    cache = ResponseCache(config_of(tomllib.loads(LIKE)), UpstreamConnections(RoundTrips()))
+    cache._embedder = AllNear()
+    try:
+        given, late = asyncio.run(all_of_it())
+    finally:
+        cache.close()
+    assert given is not None
+    assert late is None
+
+
+def test_what_was_not_judged_is_in_no_rate():
+    cache = ResponseCache(config_of(tomllib.loads(LIKE)), UpstreamConnections(RoundTrips()))
+    cache.shadowed.update(
+        {("like", "different"): 1, ("like", "same"): 2, ("like", "unjudged"): 5, ("equal", "same"): 7}
+    )
+    told = cache.stats()["shadow"]["like"]
+    cache.close()
+    assert (cache.false_hits("like"), told["unjudged"], told["false_hit_rate"]) == ((1, 3), 5, pytest.approx(1 / 3))
 
 
 # ---- what an equal request may differ in

@@ -87,6 +87,7 @@ def test_who_fails_or_is_late_twice_is_left_alone_and_who_is_asked_nonsense_is_n
     )
     assert verdict(said("x"), ValueError(), said("x"), said(YES))[:2] == (True, {"failed": 3, "yes": 1})
     assert verdict(ConnectionError(), None, None, said(YES))[0]
+    assert verdict(ConnectionError(), None, ConnectionError(), said(YES))[:2] == (False, {"failed": 2, "not_asked": 2})
     assert verdict(ConnectionError(), said(NO), ConnectionError(), said(YES))[0]
 
 
