@@ -155,6 +155,9 @@ class FarForm:
                     FormLook(look.walk, look.outputs, look.num_sure, look.end_token_ids, ended), Looked
                 )
                 self._all.note(self)
+                if answer.error is not None:  # what the copies of a form share may be at its end with one of them
+                    self.put_away()
+                    self._all.forget(self)
                 return answer
             except (SplittimeError, FormGone):
                 was_put_away = self._process is not process

@@ -112,8 +112,10 @@ class FormServer:
         self._begin = compiled(self._tokenizer, grammar)
         if self._begin.is_error():
             return Tried(said(self._begin))
-        num_bytes = self._num_bytes()
-        slowest_ns = self._slowest_ns(GrammarWalk(self._begin))
+        num_bytes, walk = self._num_bytes(), GrammarWalk(self._begin)
+        slowest_ns = self._slowest_ns(walk)
+        if walk.matcher.is_error():  # so may be what all copies share
+            self._begin = compiled(self._tokenizer, grammar)
         return Tried("", slowest_ns, self._num_bytes(), self._num_bytes() - num_bytes)
 
     def _slowest_ns(self, walk: GrammarWalk) -> int:

@@ -1,6 +1,6 @@
 """Where answers stand in the grammars that hold them, and what must follow there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 from typing import Any, Protocol
 
@@ -24,10 +24,11 @@ class Walk(Protocol):
 
 
 class GrammarWalk:
-    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies."""
+    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies. on_end:
+    called when the parser gives up; what all copies share may be at its end then."""
 
-    def __init__(self, begin: llguidance.LLMatcher) -> None:
-        self._begin, self.matcher = begin, begin.deep_copy()
+    def __init__(self, begin: llguidance.LLMatcher, on_end: Callable[[], None] = lambda: None) -> None:
+        self._begin, self.matcher, self._on_end = begin, begin.deep_copy(), on_end
         self._num_sure, self._guesses = 0, list[int]()  # it has consumed so many outputs that are known, and drafts
         self._forced, self._forced_begin = list[int](), 0  # tokens that must follow so many outputs
 
@@ -91,6 +92,7 @@ class GrammarWalk:
             return False
         if self.matcher.is_error() or self._num_sure + len(self._guesses) < min(num_sure, len(outputs)):
             words = said(self.matcher) or "it does not know this answer"
+            self._on_end()
             raise too_much(f"the form that the answer is held to: {words}")
         return True
 

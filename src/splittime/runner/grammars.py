@@ -13,6 +13,7 @@ Forms are kept for who asked for them, by what they weigh (`kept_forms`); what f
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import llguidance
@@ -82,7 +83,7 @@ class Grammars:
         if isinstance(form, FarForm):
             return form.walk()
         self._note_walk(form, grammar, owner)
-        return GrammarWalk(form.begin)
+        return GrammarWalk(form.begin, partial(self.kept.drop, owner, grammar))
 
     def _note_walk(self, form: NearForm, grammar: str, owner: str) -> None:
         form.walks.append(None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason
-from splittime.core.step import Admitted, Row, TokenLogprob
+from splittime.core.step import Admitted, Row, RowResult, TokenLogprob
 from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.adapter_slots import AdapterSlots
@@ -180,10 +180,12 @@ class Requests:
             if state in flight:
                 flight[flight.index(state)] = None
 
-    def wait_for_form(self, state: RequestState) -> None:
-        """Give it no row until `go_on`."""
+    def wait_for_form(self, state: RequestState, row: Row, row_result: RowResult) -> None:
+        """Give it no row until `go_on`, since this one, which was to sample, gave nothing."""
+        state.num_promised -= row.num_samples
+        self.speculation.settle(state, row, row_result)
+        state.num_computed, state.plan_until = len(state.token_ids) - 1, 0
         self._awaiting.add(state)
-        state.plan_until = 0
 
     def go_on(self, state: RequestState) -> bool:
         """Give it rows again; returns whether it had to wait."""

@@ -219,13 +219,9 @@ class Scheduler:
 
     def _sit_out(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput:
         """After a row that was to sample and could not yet: its last token is computed again once `release` says so."""
-        state.num_promised -= row.num_samples
-        self.speculation.settle(state, row, row_result)
-        state.num_computed = len(state.token_ids) - 1
-        self._requests.wait_for_form(state)
-        prompt_logprobs = state.new_prompt_logprobs(row, row_result) if row_result.prompt_logprobs else ()
+        self._requests.wait_for_form(state, row, row_result)
         state.stall(Cause.GRAMMAR, now_ns)
-        return progress_output(state, (), (), prompt_logprobs)
+        return progress_output(state, (), (), state.new_prompt_logprobs(row, row_result))
 
     def _settle_drafts(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> None:
         """For a request that goes on."""

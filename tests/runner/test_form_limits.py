@@ -1,0 +1,347 @@
+"""Forms of strangers: what they may take, where they walk, and what is kept of them."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future, wait
+
+import numpy as np
+import pytest
+
+from benchmarks.scenarios.form_schemas import schemas
+from splittime.assemble.model_source import load_tokenizer, locate
+from splittime.core.errors import RequestError
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import Admitted
+from splittime.kernels.draw import has_bits
+from splittime.runner import far_forms, form_masks
+from splittime.runner import grammars as compiled
+from splittime.runner.batch import Slot
+from splittime.runner.far_forms import FarWalk
+from splittime.runner.form_masks import FormMasks, FoundMasks
+from splittime.runner.form_process import FormLimits
+from splittime.runner.form_size import is_small
+from splittime.runner.form_walk import FormPlace, GrammarWalk
+from splittime.runner.form_workers import FormGone
+from splittime.runner.grammars import Grammars
+from splittime.text import grammars
+
+pytestmark = pytest.mark.timeout(120)
+PASSWORD = {
+    "type": "string",
+    "minLength": 8,
+    "maxLength": 64,
+    "allOf": [{"pattern": "[a-z]"}, {"pattern": "[A-Z]"}, {"pattern": "[0-9]"}, {"pattern": "[!@#$%]"}],
+}
+PRODUCTS = {"allOf": [{"type": "integer", "multipleOf": number} for number in (101, 103, 107, 109)]}
+SLOW_LATER = grammars.of_lark('start: X "!" A\nX: /x+/\nA: /(a{1000}b{1000}){90}/', "grammar")
+LARGE = grammars.of_regex("x*(ab){9000}", "regex")
+
+
+def of_schema(schema: object) -> str:
+    return grammars.of_json_schema(schema, "schema")
+
+
+@pytest.fixture(scope="module")
+def known() -> Grammars:
+    made = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=0.4, memory_bytes=192 << 20))
+    yield made
+    made.close()
+
+
+def ids(text: str) -> list[int]:
+    return load_tokenizer(locate(None)).encode(text, add_special_tokens=False)
+
+
+def slot_of(known: Grammars, grammar: str, outputs: list[int], name: str = "r") -> Slot:
+    slot = Slot(Admitted(name, (1, *outputs), len(outputs), SamplingParams(grammar=grammar), (0,)), 64, 4096, 0)
+    slot.grammar = known.walk(grammar)
+    return slot
+
+
+def looked(walk: FarWalk | GrammarWalk, outputs: list[int], num_sure: int) -> form_masks.FoundMask:
+    place = FormPlace(walk, np.array(outputs, np.int64), num_sure, (0,))
+    found = walk.look(place).result(60) if isinstance(walk, FarWalk) else FormMasks(4096, 0, 1).look([place])
+    return found[place.key]
+
+
+# ---- compiling
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        PRODUCTS,
+        {"type": "integer", "multipleOf": 5_000_011},
+        {"allOf": [{"type": "string", "pattern": f".*{number}.*"} for number in range(20)]},
+        {"properties": {"deep": {"items": PRODUCTS}}},
+    ],
+    ids=["products", "multiple", "patterns", "inside"],
+)
+def test_a_form_that_takes_too_much_is_refused_and_its_process_gone(known: Grammars, schema: dict) -> None:
+    with pytest.raises(RequestError, match=r"more than 0\.4 s of processor time or 192 MiB of memory") as caught:
+        known.compile(of_schema(schema))
+    assert (caught.value.info.code, bool(caught.value.info.hint)) == ("grammar", True)
+    begin_s = time.process_time()
+    with pytest.raises(RequestError, match="more than"):
+        known.compile(of_schema(schema))  # what was said is kept
+    assert time.process_time() - begin_s < 0.1
+    assert known.far.num_alive == 0
+
+
+def test_memory_has_a_limit_of_its_own() -> None:
+    few = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=30.0, memory_bytes=96 << 20))
+    with pytest.raises(RequestError, match="96 MiB"):
+        few.compile(of_schema(PRODUCTS))
+    few.close()
+
+
+def test_what_nobody_wants_any_more_ends_where_it_is(known: Grammars) -> None:
+    slow = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=60.0, memory_bytes=8 << 30))
+    wanted = threading.Event()
+    wanted.set()
+    processes = []
+    start = slow._processes.start
+    slow._processes.start = lambda: (processes.append(start()), wanted.clear())[0] or processes[0]
+    with pytest.raises(FormGone):
+        slow.compile(of_schema(PRODUCTS), "", wanted.is_set)
+    assert processes[0].is_ended
+    assert not slow.is_known(of_schema(PRODUCTS))
+    slow.close()
+
+
+def test_a_password_of_four_patterns_is_a_form(known: Grammars) -> None:
+    (quote,) = ids('"')
+    for text, may_end in (("aB3!aB3!", True), ("aB3aB3aB", False), ("aB3!aB3", False), ("ab3!ab3!", False)):
+        outputs = ids(f'"{text}')
+        found = looked(known.walk(of_schema(PASSWORD)), outputs, len(outputs))
+        assert bool(has_bits(found.allowed, 4096)[quote]) is may_end, text
+
+
+def test_no_drawn_schema_is_refused_or_large() -> None:
+    drawn = schemas(500)
+    assert all(is_small(of_schema(schema)) for schema in drawn)
+
+
+def test_large_schemas_of_the_usual_kind_are_compiled(known: Grammars) -> None:
+    """Some 100 KB, as of an API's description."""
+    parts = {
+        f"Resource{number}": {
+            "type": "object",
+            "description": "What stands for a thing that somebody may ask for. " * 3,
+            "properties": {
+                "id": {"type": "string", "pattern": "^[a-z0-9-]{8,36}$"},
+                "kind": {"enum": [f"kind_{number}_{other}" for other in range(6)]},
+                "count": {"type": "integer", "minimum": 0, "maximum": 10_000},
+                "next": {"$ref": f"#/$defs/Resource{(number + 1) % 150}"},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 64}, "maxItems": 16},
+            },
+            "required": ["id", "kind"],
+            "additionalProperties": False,
+        }
+        for number in range(150)
+    }
+    schema = {"$ref": "#/$defs/Resource0", "$defs": parts}
+    assert len(of_schema(schema)) > 90_000
+    known.compile(of_schema(schema))
+
+
+# ---- what is small
+
+
+@pytest.mark.parametrize(
+    ("grammar", "small"),
+    [
+        (grammars.of_regex("[a-z]{3,40}(foo|bar)*", "x"), True),
+        (grammars.of_regex("a{1000000}", "x"), False),
+        (grammars.of_regex("((a{50}b){50}c){50}", "x"), False),
+        (grammars.of_regex(r"\p{L}+", "x"), False),
+        (of_schema({"type": "string", "pattern": "^(x{300}){300}$"}), False),
+        (of_schema({"patternProperties": {"^(x{300}){300}$": True}}), False),
+        (of_schema({"type": "string", "format": "email", "pattern": "a"}), True),
+        (of_schema({"type": "string", "maxLength": 5000, "pattern": "a"}), False),
+        (of_schema({"type": "array", "minItems": 10**6, "items": {"const": 1}}), False),
+        (of_schema({"enum": ["a" * 100_000]}), False),
+        (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"const": "a" * 100_000}}}), False),
+        (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}}}), True),
+        (of_schema({"type": "integer", "multipleOf": 5_000_011}), False),
+        (of_schema({"type": "integer", "multipleOf": 5}), True),
+        (of_schema(PASSWORD), False),
+        (of_schema({"allOf": [{"properties": {"a": True}}, {"properties": {"b": True}}]}), True),
+        (of_schema({"anyOf": [{"const": str(number)} for number in range(600)]}), False),
+        (grammars.of_choice([f"choice {number}" for number in range(500)], "x"), True),
+        (grammars.of_lark('start: a{2000}\na: B{2000}\nB: "xy"', "x"), False),
+        (grammars.of_lark('start: B~1..200000\nB: "xy"', "x"), False),
+        (grammars.of_lark('start: "a" start "b" | %json {"const": "' + "a" * 30_000 + '"}', "x"), False),
+        (grammars.of_lark('start: "a" start "b" | "c"', "x"), True),
+        (grammars.of_lark("\n".join(["start: r1", *(f'r{one}: "a" r{one + 1}' for one in range(400))]), "x"), False),
+        ("no grammar", False),
+    ],
+)
+def test_a_form_is_small_where_its_text_bounds_what_it_takes(grammar: str, small: bool) -> None:
+    assert is_small(grammar) is small
+
+
+# ---- walking elsewhere
+
+
+def test_a_form_that_walks_elsewhere_has_the_masks_of_one_that_walks_here(known: Grammars) -> None:
+    near = _compiled(known, LARGE)
+    for text, num_drafts in (("", 0), ("x", 0), ("xab", 2), ("xa", 1), ("xxa", 0), ("xb", 1), ("ab", 0)):
+        outputs, far = ids(text), known.walk(LARGE)
+        assert isinstance(far, FarWalk)
+        num_sure = max(0, len(outputs) - num_drafts)
+        one, other = looked(far, outputs, num_sure), looked(GrammarWalk(near), outputs, num_sure)
+        assert one.error == other.error
+        assert (one.allowed is None) == (other.allowed is None)
+        assert one.allowed is None or (one.allowed == other.allowed).all()
+
+
+def test_a_walk_elsewhere_goes_on_from_look_to_look_with_drafts_and_without(known: Grammars) -> None:
+    outputs, walk = ids("xxab") + ids("a"), known.walk(LARGE)
+    for num_outputs in range(len(outputs) + 1):
+        for num_drafts in (1, 0):
+            num_sure = max(0, num_outputs - num_drafts)
+            anew = looked(known.walk(LARGE), outputs[:num_outputs], num_sure)
+            assert (looked(walk, outputs[:num_outputs], num_sure).allowed == anew.allowed).all()
+
+
+def _compiled(known: Grammars, grammar: str) -> object:
+    return compiled._compile(known._known_tokenizer(), grammar)
+
+
+def test_a_process_that_was_put_away_is_another_ones_place_and_its_form_goes_on(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(far_forms, "MOST_ALIVE", 1)
+    walks = [known.walk(grammars.of_regex("x*" + "(ab){9000}" + letter, "regex")) for letter in "cd"]
+    for _ in range(2):
+        for walk in walks:
+            assert looked(walk, ids("xa"), len(ids("xa"))).allowed is not None
+            assert known.far.num_alive == 1
+
+
+def test_a_process_that_ends_in_a_look_ends_its_request_and_the_next_has_another(known: Grammars) -> None:
+    """As the kernel ends one that takes too much."""
+    walk = known.walk(LARGE)
+    looked(walk, [], 0)
+    os.kill(walk._form._process._pid, signal.SIGKILL)
+    found = looked(walk, ids("x"), 1)
+    assert (found.allowed, found.error.status, found.error.code) == (None, 400, "grammar")
+    assert looked(known.walk(LARGE), ids("x"), 1).allowed is not None
+
+
+def test_a_form_that_is_slow_only_later_costs_its_request_alone(known: Grammars) -> None:
+    """Its masks are slow, or too much, behind what was tried; there is an answer, and another form's."""
+    walk = known.walk(SLOW_LATER)
+    assert isinstance(walk, FarWalk)
+    for text in ("x", "x!", "x!a"):
+        found = looked(walk, ids(text), len(ids(text)))
+        if found.error is not None:
+            assert found.error.status == 400
+            break
+    assert looked(known.walk(LARGE), ids("x"), 1).allowed is not None
+
+
+def test_a_form_whose_parser_gave_up_is_compiled_anew(known: Grammars) -> None:
+    grammar = grammars.of_choice(["a b", "b"], "choice")
+    walk = known.walk(grammar)
+    known.walk(grammar)
+    assert known.is_known(grammar)
+    assert looked(walk, ids("zz"), len(ids("zz"))).error is not None
+    assert not known.is_known(grammar)
+
+
+def test_processes_end_with_who_asked(known: Grammars) -> None:
+    other = Grammars(load_tokenizer(locate(None)).to_json, 4096)
+    walk = other.walk(LARGE)
+    looked(walk, [], 0)
+    pid = walk._form._process._pid
+    other.close()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}/statm") or not _is_running(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError("it still runs")
+
+
+def _is_running(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+
+
+# ---- masks that are late
+
+
+class HeldWalk:
+    """Looks when it is told to."""
+
+    def __init__(self) -> None:
+        self.looks: list[tuple[FormPlace, Future[FoundMasks]]] = []
+
+    def must_come(self, outputs: np.ndarray) -> tuple[int, ...]:
+        return ()
+
+    def look(self, place: FormPlace) -> Future:
+        self.looks.append((place, Future()))
+        return self.looks[-1][1]
+
+    def tell(self) -> None:
+        place, told = self.looks[-1]
+        told.set_result({place.key: form_masks.FoundMask(np.full(128, 7, np.uint32))})
+
+
+def test_a_late_mask_holds_up_its_own_row_alone_and_is_asked_for_once(known: Grammars) -> None:
+    found: list[str] = []
+    masks, held = FormMasks(4096, 0, 1, found.append), HeldWalk()
+    late, other = slot_of(known, of_schema({}), [], "late"), slot_of(known, of_schema({}), [], "other")
+    late.grammar = held
+    assert list(masks.take([late, other], [0, 0])) == [1]
+    assert (late.is_late, other.is_late, late.error) == (True, False, None)
+    late.is_late = False  # the next row begins
+    assert list(masks.take([late, other], [0, 0])) == [1]
+    assert (len(held.looks), found) == (1, [])
+    held.tell()
+    assert found == ["late", "late"]
+    assert list(masks.take([late], [0])) == [0]
+    assert len(held.looks) == 1
+
+
+def test_a_draft_whose_mask_is_late_counts_as_wrong_and_the_row_goes_on(known: Grammars) -> None:
+    masks, held = FormMasks(4096, 0, 1, [].append), HeldWalk()
+    slot = slot_of(known, of_schema({}), ids("{"))
+    slot.grammar, slot.tokens[2] = held, ids('"')[0]
+    masks.begin([slot, slot], [1, 2])
+    place, told = held.looks[0]
+    told.set_result({place.key: form_masks.FoundMask(np.full(128, 7, np.uint32))})
+    assert list(masks.take([slot, slot], [1, 2])) == [0]
+    assert (slot.is_late, slot.dead_end, slot.error) == (False, 2, None)
+
+
+def test_where_nobody_can_be_told_the_step_waits(known: Grammars) -> None:
+    masks, held = FormMasks(4096, 0, 1), HeldWalk()
+    slot = slot_of(known, of_schema({}), [])
+    slot.grammar = held
+    masks.begin([slot], [0])
+    timer = threading.Timer(0.05, held.tell)
+    timer.start()
+    assert list(masks.take([slot], [0])) == [0]
+    assert not slot.is_late
+
+
+def test_a_step_waits_for_all_late_masks_together_not_for_each(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        form_masks, "wait", lambda looks, timeout: asked.append((len(looks), timeout)) or wait(looks, 0)
+    )
+    masks = FormMasks(4096, 0, 1, [].append)
+    slots = [slot_of(known, of_schema({}), []) for _ in range(3)]
+    for slot in slots:
+        slot.grammar = HeldWalk()
+    free = Slot(Admitted("free", (1,), 0, SamplingParams(), (0,)), 64, 4096, 0)
+    assert not masks.take([*slots, free], [0] * 4)
+    assert not masks.take(slots, [0] * 3)
+    assert asked == [(3, form_masks.LATE_NS / 1e9), (3, form_masks.LATE_ALONE_NS / 1e9)]

@@ -1,0 +1,156 @@
+"""Rows that were to sample and could not yet (`RowResult.is_late`): their requests wait, with the cause, alone."""
+
+import msgspec
+import pytest
+
+from splittime.core.request import FinishReason, Request
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import StepPlan, StepResult
+from splittime.engine.engine import Engine
+from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+from splittime.simulate.fake import FakeRunner
+
+
+class LateRunner:
+    """late: of each request, how often its next row that samples gives nothing."""
+
+    def __init__(self, late: dict[str, int]) -> None:
+        self.late, self.rows, self._runner = late, list[tuple[str, ...]](), FakeRunner(block_size=4)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.rows.append(tuple(row.request_id for row in plan.rows))
+        result = self._runner.run(plan)
+        told = []
+        for row, one in zip(plan.rows, result.rows, strict=True):
+            is_late = bool(row.num_samples and self.late.get(row.request_id))
+            self.late[row.request_id] = self.late.get(row.request_id, 0) - is_late
+            told.append(msgspec.structs.replace(one, token_ids=(), is_late=True) if is_late else one)
+        return msgspec.structs.replace(result, rows=tuple(told))
+
+
+class Turned:
+    """An engine under a clock that ticks once a call. tokens: of each request so far."""
+
+    def __init__(self, late: dict[str, int], **config: object) -> None:
+        self.engine = Engine(
+            Scheduler(SchedulerConfig(**{"num_blocks": 64, "block_size": 4, "max_model_len": 20, **config}))
+        )
+        self.runner, self.now_ns = LateRunner(late), 0
+        self.tokens: dict[str, tuple[int, ...]] = {}
+        self.outputs: list[object] = []
+        self.marks: dict[str, list[tuple[Stage, Cause | None]]] = {}
+
+    def submit(self, name: str, max_tokens: int = 5, prompt: int = 6) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+        request = Request(
+            request_id=name, prompt_token_ids=tuple(range(1, prompt + 1)), sampling=sampling, submitted_ns=self.tick()
+        )
+        self.engine.submit(request, self.now_ns, self.now_ns)
+
+    def tick(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+    def step(self) -> bool:
+        plan = self.engine.begin(self.tick())
+        if plan is not None:
+            self.engine.end(self.runner.run(plan), self.tick())
+            self.engine._ended = None
+        self.engine.scheduler.check()
+        for one in self.engine.take_outputs():
+            self.tokens[one.request_id] = self.tokens.get(one.request_id, ()) + one.token_ids
+            self.marks.setdefault(one.request_id, []).extend((mark.stage, mark.cause) for mark in one.marks)
+            self.outputs.append(one)
+        return plan is not None
+
+    def run(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def release(self, name: str) -> bool:
+        return self.engine.release(name, self.now_ns, self.tick())
+
+
+def undisturbed(*names: str) -> dict[str, tuple[int, ...]]:
+    turned = Turned({})
+    for name in names:
+        turned.submit(name)
+    turned.run()
+    return turned.tokens
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["at the first token", "among the others"])
+def test_who_is_late_waits_and_others_go_on(before: int) -> None:
+    turned = Turned({})
+    turned.submit("late")
+    turned.submit("other")
+    for _ in range(before):
+        turned.step()
+    turned.runner.late["late"] = 1
+    turned.run()
+    assert turned.tokens["other"] == undisturbed("other")["other"]
+    assert len(turned.tokens["late"]) == before
+    assert turned.runner.rows[before + 1 :] == [("other",)] * (4 - before)
+    stage = Stage.DECODE_STALL if before else Stage.PREFILL_STALL
+    assert (stage, Cause.GRAMMAR) in turned.marks["late"]
+    assert turned.release("late")
+    assert not turned.release("late")
+    turned.run()
+    assert turned.tokens == undisturbed("late", "other")
+    assert not turned.engine.scheduler.has_requests
+
+
+def test_an_engine_whose_requests_are_all_late_has_no_work_until_one_may_go_on() -> None:
+    turned = Turned({"a": 3, "b": 1}, max_num_seqs=2)
+    for name in "ab":
+        turned.submit(name)
+    turned.run()
+    assert len(turned.runner.rows) == 1
+    turned.submit("waits")
+    assert turned.engine.has_work  # somebody queues: whoever turns it waits a little
+    assert not turned.step()
+    for _ in range(3):
+        assert turned.release("a")
+        while turned.step():
+            pass
+    turned.release("b")
+    turned.run()
+    assert turned.tokens == undisturbed("a", "b", "waits")
+
+
+def test_who_is_late_can_be_aborted_and_preempted() -> None:
+    turned = Turned({"gone": 1, "late": 1}, num_blocks=7)
+    turned.submit("late", max_tokens=16, prompt=4)
+    turned.step()
+    turned.submit("gone")
+    turned.step()
+    turned.engine.abort("gone", turned.tick())
+    turned.step()
+    assert not turned.release("gone")
+    other = Turned({}, num_blocks=7)
+    other.submit("late", max_tokens=16, prompt=4)
+    other.run()
+    assert turned.release("late")
+    turned.run()
+    assert turned.tokens["late"] == other.tokens["late"]
+    assert [one.finish_reason for one in turned.outputs if one.finish_reason] == [
+        FinishReason.ABORT, FinishReason.LENGTH
+    ]  # fmt: skip
+
+
+def test_who_was_preempted_while_it_waited_is_computed_anew_and_waits_no_more() -> None:
+    turned = Turned({}, num_blocks=6)
+    turned.submit("first", max_tokens=16, prompt=4)
+    turned.submit("late", max_tokens=8, prompt=4)
+    turned.step()
+    turned.runner.late["late"] = 1
+    turned.run()
+    turned.release("late")
+    turned.run()
+    alone = Turned({})
+    alone.submit("late", max_tokens=8, prompt=4)
+    alone.run()
+    assert turned.tokens["late"] == alone.tokens["late"]
+    assert turned.engine.scheduler.counts.num_preemptions == 1
