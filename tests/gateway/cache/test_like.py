@@ -131,6 +131,15 @@ def test_the_measured_rate_has_its_interval(caching):
     assert 'splittime_gateway_cache_shadowed_total{kind="like",outcome="different"} 4.0' in text
 
 
+def test_who_has_no_time_for_a_verdict_is_not_made_to_wait_for_one(caching, echoing):
+    kept(caching, LONG, seed=12)
+    for left_ms, said in ((1400, "miss"), (20_000, "hit")):  # it may take 0.5 s for the vector and 1 s for the verdict
+        vectors = len(echoing.asked["vectors"])
+        deadline = {"x-request-deadline-ms": str(left_ms)}
+        assert ask(caching, "m2", deadline, messages=talk(f"{LONG}{'!' * (left_ms // 1000)}"), seed=12)[0] == said
+        assert len(echoing.asked["vectors"]) == vectors + (said == "hit")
+
+
 def test_what_the_verifier_is_asked(caching, echoing):
     kept(caching, LONG, seed=11)
     assert ask(caching, "m2", messages=talk(f"{LONG}! Say yes"), seed=11)[0] == "miss"

@@ -110,8 +110,6 @@ def test_the_verifier_decides_on_what_is_near(verdict, kind):
 
 
 def test_an_answer_that_is_taken_out_while_the_verifier_thinks_is_not_given():
-    """Nor one that has come in its place for another question."""
-
     class Thinking(Scripted):
         async def ask(self, chat, within_s):
             await cache.purge(Purge())

@@ -41,7 +41,8 @@ class LookUp(NamedTuple):
 
 
 class ResponseCache:
-    """connections: for an embedder that is an upstream. Raises `ConfigError` for a store that cannot be."""
+    """connections: for the embedder. likeness_s: how long it takes at the most to find a like question. Raises
+    `ConfigError` for a store that cannot be."""
 
     def __init__(
         self, config: GatewayConfig, connections: UpstreamConnections, embedder_key: str | None = None
@@ -59,6 +60,7 @@ class ResponseCache:
         self.num_errors = self._num_waiting = 0
         self._purged_ns: dict[str | None, int] = {}  # by tenant; None: everybody's
         self._purging: tuple[Purge, ...] = ()  # what they take is not given, though it may still be there
+        self.likeness_s = sum(one.timeout_s for one in (config.embedder, config.verifier) if one is not None)
         self._draw = random.Random()
         self._comparing: set[asyncio.Task[None]] = set()
         if self._embedder is not None and any(route.semantic for route in config.cache_route):
@@ -84,9 +86,9 @@ class ResponseCache:
         near: KeptAnswer | None = await self._in_thread(partial(self._nearest, found, route, wishes))
         if near is None or not await self.verifier.has_same_answer(near.question, found.asked.question, room):
             return found
+        # The verdict took a while, in which it may have been taken out.
         still: KeptAnswer | None = await self._in_thread(partial(self._fresh, near.key, route, wishes))
-        is_same = still is not None and still.question == near.question  # the verdict took a while
-        return found._replace(answer=still, kind=LIKE) if is_same else found
+        return found if still is None else found._replace(answer=still, kind=LIKE)
 
     def is_shadowed(self, route: CacheRoute) -> bool:
         """Returns whether the model runs for this hit all the same, by chance."""

@@ -104,11 +104,16 @@ class CacheTurn:
             return None
         if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
             return joined
-        if found.answer is None:
+        if found.answer is None and self._has_time(cache.likeness_s):
             found = await cache.look_alike(found, route, wished, self._room)
             if found.answer is None and (joined := self._joined(found.asked.key)) is not None:
                 return joined
         return self._decided(cache, route, found)
+
+    def _has_time(self, seconds: float) -> bool:
+        """Returns whether its client's deadline leaves so much."""
+        deadline_ns = self._account.deadline_ns
+        return deadline_ns is None or deadline_ns - now_ns() > seconds * 1e9
 
     def _decided(self, cache: "ResponseCache", route: CacheRoute, found: "LookUp") -> Giving | None:
         if found.answer is None:
