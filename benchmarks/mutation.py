@@ -138,11 +138,21 @@ def is_found(tree: Path, part: str, drawn: Mutant) -> bool:
 
 def tested(tree: Path, part: str) -> int:
     """The exit status of the part's tests."""
-    folders = [f"tests/{folder}" for folder in PARTS[part][1].split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", AS_IN_CHECK, *folders]
+    return run_tests(tree, [f"tests/{folder}" for folder in PARTS[part][1].split()], LIMIT_S)
+
+
+def run_tests(tree: Path, places: list[str], limit_s: float) -> int:
+    """The exit status of pytest in this tree. Raises `subprocess.TimeoutExpired`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", AS_IN_CHECK, *places]
     environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=limit_s,
+        check=False,
     ).returncode
 
 

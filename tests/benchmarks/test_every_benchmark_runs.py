@@ -66,6 +66,7 @@ ALONE = {
     "scenarios.bench_golden": ["--seconds", "0.5", "--repeats", "1"],
     "scenarios.both_books": ["--requests", "30"],
     "scenarios.kv_use": ["--trace", "TRACE", "--seconds", "2"],
+    "mutants": ["--list"],
     "scenarios.innocents": ["--small", "--only", "disconnects", "black-hole-empty"],
     "scenarios.storm": ["--small"],
     "scenarios.overload": ["--seconds", "1", "--tokens", "8", "--no-file"],

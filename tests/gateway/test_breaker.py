@@ -169,3 +169,12 @@ def test_what_is_free_and_what_is_a_failover_is_bounded_by_attempts_alone():
     assert (budget.num_taken, budget.used(0)) == (1, (0, 0))
     assert not budget.may_retry(3, 0, is_free=True, is_failover=True)
     assert not budget.may_retry(1, 5, 5, is_failover=True)  # its client's time is over
+
+
+def test_who_says_nothing_of_the_upstream_takes_no_failure_back():
+    breaker = Breaker(BreakerConfig(failures=2, open_s=10))
+    breaker.note_failure(0)
+    breaker.begin()
+    breaker.note_nothing()
+    breaker.note_failure(0)
+    assert not breaker.allows(0)

@@ -191,3 +191,12 @@ def test_in_the_long_run_a_key_uses_what_its_minutes_allow(bodies) -> None:
         body.leave(spent, now_ns)
         longest = max(longest, spent)
         assert used.used_tokens <= per_minute + (now_ns - 1) * per_minute / MINUTE_NS + longest
+
+
+@pytest.mark.parametrize("limit", ["max_open_requests", "requests_per_minute"])
+def test_a_body_may_ask_for_as_many_answers_as_the_limit_and_for_not_one_more(limit: str) -> None:
+    used = quota(**{limit: 3})
+    used.check(1, 3)
+    with pytest.raises(RequestError, match="asks for 4 answers") as caught:
+        used.check(1, 4)
+    assert (caught.value.info.status, caught.value.info.limit) == (400, 3)
