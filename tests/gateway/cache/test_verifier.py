@@ -48,7 +48,7 @@ def verdict(*answers, **config):
 YES, NO = '{"same": "yes"}', '{"same": "no"}'
 
 
-@pytest.mark.parametrize("content", [YES, ' {"same":"yes"}\n'])
+@pytest.mark.parametrize("content", [YES, ' {"same":"yes"}\n', "yes", "yes\n"])
 def test_a_yes_is_exactly_that(content):
     assert verdict(said(content))[:2] == (True, {"yes": 1})
 
@@ -57,7 +57,12 @@ def test_a_yes_is_exactly_that(content):
     ("answer", "counted"),
     [
         (said(NO), "no"),
-        (said("yes"), "failed"),
+        (said("no"), "no"),
+        (said("Yes"), "failed"),
+        (said("yes."), "failed"),
+        (said("yes no"), "failed"),
+        (said('"yes"'), "failed"),
+        (said("yes" + YES), "failed"),
         (said('{"same": "Yes"}'), "failed"),
         (said('{"same": "yes", "why": "so"}'), "failed"),
         (said('{"same": "no", "same": "yes"}'), "failed"),
@@ -122,6 +127,7 @@ def test_what_it_is_asked_is_data_and_bounded():
     assert chat["response_format"]["json_schema"]["strict"] is True
     *_, room = verdict(said(YES), form=False)
     assert "response_format" not in room.asked[0][0]
+    assert "with one word, yes or no" in room.asked[0][0]["messages"][0]["content"]
 
 
 def test_a_question_cannot_leave_its_string():

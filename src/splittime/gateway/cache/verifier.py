@@ -52,10 +52,11 @@ ANSWERS = (
     "Compare two answers to one question. " + AS_DATA + "Answer yes only if both say the same: the same facts, "
     "numbers, names, code and advice, in whatever words. In doubt, answer no."
 )
-TOLD_FORM = ' Answer with {"same": "yes"} or {"same": "no"} and nothing else.'
+IN_THE_FORM = ' Answer with {"same": "yes"} or {"same": "no"} and nothing else.'
+IN_A_WORD = " Answer with one word, yes or no in small letters, and nothing else."
 
 
-_VERDICT = re.compile(rf'\s*\{{\s*"same"\s*:\s*"({YES}|{NO})"\s*\}}\s*')
+_VERDICT = re.compile(rf'\s*(?:({YES}|{NO})|\{{\s*"same"\s*:\s*"({YES}|{NO})"\s*\}})\s*')
 
 
 class ToldToken(msgspec.Struct):
@@ -122,9 +123,10 @@ class Verifier:
 
     def _chat(self, task: str, one: str, other: str) -> dict[str, Any]:
         pair = msgspec.json.encode({"first": one, "second": other}).decode()
+        task += IN_THE_FORM if self._config.form else IN_A_WORD
         chat: dict[str, Any] = {
             "model": self._config.model,
-            "messages": [{"role": "system", "content": task + TOLD_FORM}, {"role": "user", "content": pair}],
+            "messages": [{"role": "system", "content": task}, {"role": "user", "content": pair}],
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
         }
@@ -137,7 +139,7 @@ class Verifier:
         found = _VERDICT.fullmatch(choice.message.content)
         if found is None or choice.finish_reason not in ("stop", None):
             raise ValueError("the verifier says neither yes nor no")
-        word = found[1]
+        word = found[1] or found[2]
         return NO if word == YES and self._is_unsure(choice.logprobs) else word
 
     def _is_unsure(self, logprobs: ToldLogprobs | None) -> bool:
