@@ -104,6 +104,9 @@ def test_an_operators_key_has_no_file_of_the_host_sent_anywhere(hostile, tmp_pat
         assert admin(gateway, toml=f'ssl_certfile = "{pipe}"\n' + good)[1]["code"] == "needs_restart"
         assert admin(gateway, toml=good + f'[metrics]\nkey_file = "{pipe}"\n')[1]["code"] == "needs_own_file"
         assert hostile.asked["stolen"] == []
+        # What an operator leaves out for a while stays the host's to use: its own config says so.
+        assert admin(gateway, toml=good.partition('[[tenant]]\nname = "c"')[0])[0] == 200
+        assert admin(gateway, toml=good)[0] == 200
         assert gateway.ask("m", bearer("of-a"))[0] == 200
 
 

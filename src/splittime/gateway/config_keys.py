@@ -1,4 +1,4 @@
-"""The keys that a config points at, and what is made of other files that it names.
+"""Reads the keys that a config points at, and the files of labels that it names.
 
 Keys stand in no config. A file of one is small and regular, so nobody waits for it.
 """

@@ -1,4 +1,4 @@
-"""What the gateway asks a model on a request's behalf: in room that nobody else waits for, at that tenant's charge.
+"""Asks a model on a request's behalf, in room that nobody else waits for, at that tenant's charge.
 
 It is never queued. Where no upstream of the model has room at once, or others wait for it, it is not asked at all; a
 server of ours gets it with the lowest priority. Rules lead it as they lead the tenant's own requests, so a tenant's
@@ -16,6 +16,7 @@ from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.whole_answers import ask_whole
 from splittime.web import http
+from splittime.wire.sse import AnswerReader
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
@@ -24,23 +25,8 @@ MAX_ANSWER_BYTES = 256 * 1024
 LAST_PRIORITY = 2**31 - 1  # of a server of ours; a higher number waits longer
 
 
-class ToldUsage(msgspec.Struct):
-    total_tokens: int | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-    @property
-    def tokens(self) -> int | None:
-        parts = (self.prompt_tokens, self.completion_tokens)
-        return self.total_tokens if None in parts else sum(part or 0 for part in parts)
-
-
-class ToldAnswer(msgspec.Struct):
-    usage: ToldUsage | None = None
-
-
 class SpareRoom:
-    """Whose request it is for: its tenant and its headers decide where its text may go."""
+    """tenant, scope: of the request that it is for; they decide where its text may go, and who pays."""
 
     def __init__(self, gateway: "GatewayService", tenant: str, scope: http.Scope) -> None:
         self._gateway, self._tenant, self._scope = gateway, tenant, scope
@@ -83,5 +69,9 @@ class SpareRoom:
 
 
 def _used(told: bytes) -> int | None:
-    usage = msgspec.json.decode(told, type=ToldAnswer).usage
-    return None if usage is None else usage.tokens
+    """Returns the tokens that an answer says it took; None where it does not say both numbers."""
+    reader = AnswerReader()
+    reader.take(told, 0)
+    if reader.prompt_tokens is None or reader.output_tokens is None:
+        return None
+    return reader.prompt_tokens + reader.output_tokens

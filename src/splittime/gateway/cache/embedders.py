@@ -1,4 +1,4 @@
-"""What makes a question's vector: an upstream of the config that serves embeddings."""
+"""Makes the vectors of questions, by an upstream of the config that serves embeddings."""
 
 import msgspec
 import numpy as np

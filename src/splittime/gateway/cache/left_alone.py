@@ -1,4 +1,4 @@
-"""Asks that may fail without anybody's loss: whoever fails again and again is left alone for a while."""
+"""Asks those whose answer nobody needs, and leaves whoever fails again and again alone for a while."""
 
 import asyncio
 import time

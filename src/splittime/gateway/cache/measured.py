@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from splittime.gateway.cache.kept import KINDS
+from splittime.gateway.cache.verifier import VERDICTS
 from splittime.ledger.export.metrics import MetricSpec
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def cache_series(cache: "ResponseCache | None") -> dict[str, Series]:
         {(result, why): count for (result, why), count in cache.results.items()},
         {(kind,): cache.wrong[kind] for kind in KINDS},
         {(kind, found): count for (kind, found), count in cache.shadowed.items()},
-        {} if cache.verifier is None else {(verdict,): count for verdict, count in cache.verifier.counts.items()},
+        {} if cache.verifier is None else {(verdict,): cache.verifier.counts[verdict] for verdict in VERDICTS},
         {(): cache.num_errors},
         {(): cache.store.num_answers},
         {(): cache.store.num_bytes},

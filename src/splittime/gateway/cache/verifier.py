@@ -1,4 +1,4 @@
-"""Who says whether two questions have the same answer: a model of the upstreams, asked for one word in spare room.
+"""Asks a model of the upstreams for one word, in spare room: have two questions the same answer?
 
 Vectors say that two questions are near, and near questions are where wrong answers come from: a sign, a negation, a
 name, an order. So a like question is a hit only where this model says "yes" as well. Whatever else it says, and
