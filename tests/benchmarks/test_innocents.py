@@ -13,7 +13,7 @@ from benchmarks.scenarios.black_hole import KINDS, answer
 from benchmarks.scenarios.innocents import holds, scenes
 from benchmarks.scenarios.storm import checked_accounts, slope
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.sqlite_file import ACCOUNT_TABLES
+from splittime.ledger.sqlite_open import ACCOUNT_TABLES
 from splittime.ledger.store import Ledger
 
 QUIET = {name: {"p50": 10.0, "p99": 20.0, "max": 30.0} for name in ("ttft", "gap", "short", "form")}

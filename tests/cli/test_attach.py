@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splittime.attach import command, versions
-from splittime.attach.ledger_files import MAX_FILE_BYTES, config_of, ledger_of
+from splittime.attach.ledger_files import config_of, ledger_of
 from splittime.attach.mail import FOLDER
 from splittime.cli import attach
 from splittime.cli.main import app
@@ -46,7 +46,7 @@ def test_the_ledgers_file_is_named_in_the_environment(vllm, tmp_path, monkeypatc
 
 
 def test_a_file_is_bounded_in_bytes_unless_one_says_otherwise():
-    assert config_of({}) == LedgerConfig(max_file_bytes=MAX_FILE_BYTES)
+    assert config_of({}) == LedgerConfig()
     told = {"SPLITTIME_MAX_FILE_BYTES": "512MiB", "SPLITTIME_MAX_FILE_STEPS": "7", "SPLITTIME_VLLM_UNTESTED": "1"}
     assert config_of(told) == LedgerConfig(max_file_bytes=2**29, max_file_steps=7)
 

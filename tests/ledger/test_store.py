@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import books
@@ -19,7 +20,9 @@ from splittime.core.errors import ConfigError, ErrorInfo, NotFound
 from splittime.ledger import sqlite_file
 from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
+from splittime.ledger.ring import ACCOUNT_BYTES, weight_bytes
 from splittime.ledger.sqlite_file import FileWriter
+from splittime.ledger.sqlite_open import require_free
 from splittime.ledger.store import Ledger, Ran, open_readonly
 
 
@@ -43,6 +46,38 @@ def test_ring_is_bounded_and_its_index_too():
     assert [step.step_id for step in ledger.steps()] == [8, 9]
     assert ledger.account("cmpl-2-0") == []
     assert len(ledger._by_id) == 6
+
+
+def long_account(name: str, num_tokens: int):
+    tokens = tuple(range(10**15, 10**15 + num_tokens))
+    each = dict.fromkeys(("token_steps", "token_ready_ns", "token_written_ns"), tokens)
+    return msgspec.structs.replace(books.example(name), **each)
+
+
+def test_memory_is_bounded_in_bytes_whatever_answers_are_long():
+    ledger = Ledger(max_memory_bytes=2**20)
+    for number in range(100):
+        ledger.add_account(long_account(f"{number}", 400))
+        ledger.add_step(msgspec.structs.replace(books.step(number, number), rows=(("a", 0, 1),) * 300))
+    kept, steps = ledger.accounts(limit=999), ledger.steps(999)
+    assert 10 < len(kept) <= 2**20 / (3 * 400 * 40)
+    assert [account.request_id for account in kept] == [f"{n}" for n in range(100 - len(kept), 100)]
+    assert ledger.account("0") == []
+    assert 10 < len(steps) <= 2**20 / (300 * 200)
+    assert steps[-1].step_id == 99
+    ledger.add_account(long_account("large", 10_000))
+    assert [account.request_id for account in ledger.accounts(limit=999)] == ["large"]
+    assert len(ledger.account("large")) == 1
+
+
+def test_an_account_weighs_what_it_takes():
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    account = msgspec.json.decode(msgspec.json.encode(long_account("a", 5_000)), type=type(books.example("b")))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.7 * taken < weight_bytes(account) < 1.5 * taken
+    assert weight_bytes(books.example("b")) < 2 * ACCOUNT_BYTES
 
 
 def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
@@ -317,15 +352,58 @@ def test_a_failing_disk_is_logged_once_and_survived(tmp_path, caplog):
     other.commit()
     for i in range(3):
         ledger.add_step(books.step(i, i))
-        assert ledger.flush()
-    assert ledger.counts().unwritten == 3
-    assert caplog.text.count("records are lost") == 1
+        ledger.add_account(books.example(f"{i}", start_ns=i))
+        assert not ledger.flush(0.02)
+    assert caplog.text.count("records wait") == 1
     other.execute("ALTER TABLE away RENAME TO steps")
     other.commit()
     ledger.add_step(books.step(9, 9))
+    assert ledger.flush()
+    ledger.close()
+    assert (ledger.counts().unwritten, ledger.counts().dropped) == (0, 0)
+    assert [s.step_id for s in open_readonly(tmp_path / "l.sqlite").steps()] == [0, 1, 2, 9]
+    assert [a.request_id for a in open_readonly(tmp_path / "l.sqlite").accounts()] == ["0", "1", "2"]
+
+
+def test_who_ends_while_the_disk_fails_says_what_it_did_not_write(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    other = sqlite3.connect(tmp_path / "l.sqlite")
+    other.execute("ALTER TABLE steps RENAME TO away")
+    other.commit()
+    for i in range(3):
+        ledger.add_step(books.step(i, i))
     ledger.close()
     assert ledger.counts().unwritten == 3
-    assert [s.step_id for s in open_readonly(tmp_path / "l.sqlite").steps()] == [9]
+
+
+def test_what_waits_for_the_disk_is_bounded_in_bytes_and_room_comes_back(tmp_path, caplog):
+    one = weight_bytes(books.step(0, 0))
+    writer = FileWriter(tmp_path / "l.sqlite", 10, 10, max_queued_bytes=3 * one)
+    other = sqlite3.connect(tmp_path / "l.sqlite")
+    other.execute("ALTER TABLE steps RENAME TO away")
+    other.commit()
+    for i in range(5):
+        writer.put(books.step(i, i))
+    assert writer.num_dropped == 2
+    assert caplog.text.count("those that come are lost") == 1
+    other.execute("ALTER TABLE away RENAME TO steps")
+    other.commit()
+    assert writer.flush(10)
+    writer.put(books.step(6, 6))
+    writer.close()
+    assert [s.step_id for s in open_readonly(tmp_path / "l.sqlite").steps()] == [0, 1, 2, 6]
+
+
+def test_a_bad_record_costs_none_of_its_batch(tmp_path):
+    ledger = Ledger(tmp_path / "l.sqlite")
+    blocker = sqlite3.connect(tmp_path / "l.sqlite", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")  # so that all come in one batch
+    for name in ("before", "half of two codes \ud800", "behind"):
+        ledger.add_account(books.example(name, start_ns=0))
+    blocker.execute("ROLLBACK")
+    ledger.close()
+    assert ledger.counts().unwritten == 1
+    assert [account.request_id for account in open_readonly(tmp_path / "l.sqlite").accounts()] == ["before", "behind"]
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_start(tmp_path):
@@ -444,6 +522,20 @@ def test_a_file_has_one_writer_at_a_time_and_says_who(tmp_path):
     assert open_readonly(path).accounts() == [books.example()]
     ledger.close()
     Ledger(path).close()
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_file_has_one_writer_by_whatever_name(tmp_path, link):
+    path, alias = tmp_path / "l.sqlite", tmp_path / "other.sqlite"
+    ledger = Ledger(path)
+    link(path, alias)
+    for refused in (lambda: Ledger(alias), lambda: require_free(alias)):
+        with pytest.raises(ConfigError, match="is being written by another splittime"):
+            refused()
+    ledger.add_step(books.step(1, 1))
+    ledger.close()
+    Ledger(alias).close()
+    assert [step.step_id for step in open_readonly(alias).steps()] == [1]
 
 
 def test_a_file_is_locked_against_another_process_until_its_writer_ends_however(tmp_path):
@@ -629,12 +721,12 @@ def test_a_second_outage_is_logged_again(tmp_path, caplog):
         other.execute("ALTER TABLE steps RENAME TO away")
         other.commit()
         ledger.add_step(books.step(outage, outage))
-        assert ledger.flush()
+        assert not ledger.flush(0.02)
         other.execute("ALTER TABLE away RENAME TO steps")
         other.commit()
         ledger.add_step(books.step(outage + 10, outage))
         assert ledger.flush()
-    assert caplog.text.count("records are lost") == 2
+    assert caplog.text.count("records wait") == 2
     ledger.close()
 
 

@@ -1,8 +1,7 @@
 """The ledgers of an attached server: which file each has, and how much that keeps.
 
 The settings are those of our own server's file (`ledger.store.LedgerConfig`), by the same variables of the environment:
-so `splittime attach` hands them to vLLM's processes, and so they are set where vLLM is started by its own command. One
-default differs: a step of vLLM's may have very many rows, so its bytes are bounded too where nobody says otherwise.
+so `splittime attach` hands them to vLLM's processes, and so they are set where vLLM is started by its own command.
 """
 
 import os
@@ -15,12 +14,10 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import Setting, check, parse_bytes, settings_of
 from splittime.ledger.store import Ledger, LedgerConfig
 
-MAX_FILE_BYTES = 2 * 2**30
-
 
 def config_of(environment: Mapping[str, str]) -> LedgerConfig:
     """Raises ConfigError for what a setting cannot be."""
-    found: dict[str, Any] = {"max_file_bytes": MAX_FILE_BYTES}
+    found: dict[str, Any] = {}
     for setting in settings_of(LedgerConfig):
         if environment.get(setting.env):
             found[setting.name] = _value(setting, environment[setting.env])

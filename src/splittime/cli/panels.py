@@ -81,7 +81,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "stored_response_s",
         "prefill_ahead_s",
     ),
-    "The ledger file": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes"),
+    "The ledger": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes", "max_memory_bytes"),
 }
 _PLACES = {name: (panel, place) for panel, names in PANELS.items() for place, name in enumerate(names)}
 _ORDER = [*PANELS, OTHER]

@@ -14,6 +14,7 @@
 `to_body()` is the OpenAI-compatible JSON body of each; `ErrorInfo` is the same as plain data, to cross a process.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -33,6 +34,23 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     limit: Any = None
     hint: str | None = None
     retry_after_s: float | None = None
+
+
+OWN_WORDS = frozenset({"overloaded_error", "deadline_exceeded_error", "engine_error", "upstream_error", "slow_reader"})
+QUOTING = re.compile(r"tokenizer_failed|text_worker_failed|upstream_(?:error_event|bad_answer|\d+)")
+NAMED_BY_CLIENTS = frozenset({"unknown_field", "duplicate_field"})  # codes of errors whose `param` is the client's own
+_FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+def for_books(info: ErrorInfo) -> ErrorInfo:
+    """Returns what a ledger keeps of an error: no word of a request, nor of an upstream's answer to it."""
+    if info.kind in OWN_WORDS and not QUOTING.fullmatch(info.code):
+        return info
+    field = _FIELD.match(info.param or "") if info.code not in NAMED_BY_CLIENTS else None
+    param = field[0] if field else None
+    limit = info.limit if isinstance(info.limit, int | float) else None
+    message = info.code if param is None else f"{param}: {info.code}"
+    return ErrorInfo(info.kind, message, info.code, info.status, param, limit=limit, retry_after_s=info.retry_after_s)
 
 
 def _clipped(text: str) -> str:

@@ -3,9 +3,11 @@
 Promises: `put` never waits and never raises (a full queue drops the record and counts it); the file is readable at any
 moment, also after kill -9, and then lacks at most the last batch; what is beyond a bound, of rows or of bytes, is
 deleted, oldest first. The file holds at most `max_bytes` and a batch; beside it lies what is not folded in (`-wal`).
+While the disk takes nothing, records wait in the queue, and are written when there is room again.
 The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
 A path that cannot be written, or that another process writes (`sqlite_open`), is a `ConfigError` at once; a disk that
-fails later costs records (`num_unwritten`), logged once for each outage, and serving goes on.
+fails later is logged once for each outage, and serving goes on. `num_unwritten`: records that cannot be written at all,
+and those that still wait at the end.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
     refused(the same)                                      since format 3: of requests that never reached the engine
@@ -18,33 +20,33 @@ import logging
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Any, TypeVar
 
 import msgspec
 
-from splittime.core.errors import ConfigError, NotFound
+from splittime.core.errors import ConfigError
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop
-from splittime.ledger.sqlite_open import SCHEMA_VERSION, OwnFile
+from splittime.ledger.ring import weight_bytes
+from splittime.ledger.sqlite_open import ACCOUNT_TABLES, OwnFile
+from splittime.ledger.sqlite_read import LedgerFile, to_step
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
-Record = TypeVar("Record", ClosedAccount, StepRecord, Hop, ServerFacts)
 Queued = ClosedAccount | StepRecord | Hop
 
-ACCOUNT_TABLES = {"accounts": False, "refused": True}  # and whether it holds the refused ones
 FACTS_INTERVAL_S = 10.0
 MAX_FACTS = 100
 HOPS_PER_ACCOUNT = 4  # kept in the file, in the mean
 BATCH_INTERVAL_S = 0.1
 MAX_BATCH_RECORDS = 2_000
-MAX_FOUND_HOPS = 10_000
-MAX_QUEUED_RECORDS = 50_000
+MAX_QUEUED_RECORDS, MAX_QUEUED_BYTES = 50_000, 256 * 2**20
+RETRY_S = 1.0  # while the disk takes nothing
+OF_A_RECORD = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 DELETED_SHARE = 64  # of the rows, one in so many goes at a time where there are too many bytes
 DELETING_S = 0.5  # for a batch: of a file that is far too large the rest goes with later ones
 
@@ -60,6 +62,7 @@ class FileWriter:
         max_queued_records: int = MAX_QUEUED_RECORDS,
         tell_facts: Callable[[], ServerFacts | None] = lambda: None,
         max_bytes: int | None = None,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._max_rows = {"accounts": max_accounts, "refused": max_accounts, "steps": max_steps, "facts": MAX_FACTS}
@@ -68,9 +71,9 @@ class FileWriter:
         self._facts: ServerFacts | None = None  # the last ones written
         self._facts_due_s = 0.0
         self._queue: deque[Queued] = deque()
-        self._max_queued_records = max_queued_records
+        self._max_queued_records, self._max_queued_bytes = max_queued_records, max_queued_bytes
         self.num_dropped = self.num_unwritten = 0
-        self._num_put = self._num_done = 0
+        self._num_put = self._num_done = self._num_put_bytes = self._num_done_bytes = 0
         self._is_failing = False
         self._reader: LedgerFile | None = None
         self._file = OwnFile(path)
@@ -81,13 +84,21 @@ class FileWriter:
         self._thread.start()
 
     def put(self, record: Queued) -> None:
-        if len(self._queue) >= self._max_queued_records:
+        num_bytes = weight_bytes(record)
+        if len(self._queue) >= self._max_queued_records or self._queued_bytes + num_bytes > self._max_queued_bytes:
+            if not self.num_dropped:
+                log.error("ledger file %s: too many records wait to be written; those that come are lost", self._path)
             self.num_dropped += 1
             return
         self._num_put += 1
+        self._num_put_bytes += num_bytes
         self._queue.append(record)
 
-    def reader(self) -> "LedgerFile":
+    @property
+    def _queued_bytes(self) -> int:
+        return self._num_put_bytes - self._num_done_bytes  # each is counted up in one thread alone
+
+    def reader(self) -> LedgerFile:
         if self._reader is None:
             self._reader = LedgerFile(self._path)
         return self._reader
@@ -109,7 +120,7 @@ class FileWriter:
     def _last_step_id(self) -> int:
         row = self._connection.execute("SELECT body FROM steps ORDER BY seq DESC LIMIT 1").fetchone()
         try:
-            return 0 if row is None else _to_step(row[0]).step_id
+            return 0 if row is None else to_step(row[0]).step_id
         except msgspec.MsgspecError as error:
             self._file.close()
             hint = "Name another file, or move this one away."
@@ -120,28 +131,53 @@ class FileWriter:
         while not (self._stop.is_set() and not self._queue):
             self._wake.wait(BATCH_INTERVAL_S)
             self._wake.clear()
-            while self._queue:
-                self._write_batch()
+            is_ending = self._stop.is_set()
+            while self._queue and self._write_batch():
+                pass
+            if self._queue and is_ending:
+                self.num_unwritten += len(self._queue)
+                break
             if monotonic() >= self._facts_due_s:
                 self._keep_facts()
+            if self._is_failing:
+                self._wake.wait(RETRY_S)
         self._keep_facts()
         self._file.close()
 
-    def _write_batch(self) -> None:
+    def _write_batch(self) -> bool:
+        """Returns whether the disk takes anything: else the batch is at the head of the queue again."""
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_RECORDS))]
-        if not self._write(lambda: self._insert(batch)):
-            self.num_unwritten += len(batch)
+        try:
+            if not self._write(lambda: self._insert(batch)):
+                self._queue.extendleft(reversed(batch))
+                return False
+        except Exception:  # one of them can be no row
+            for record in batch:
+                self._write_alone(record)
         self._num_done += len(batch)
+        self._num_done_bytes += sum(map(weight_bytes, batch))
+        return True
+
+    def _write_alone(self, record: Queued) -> None:
+        try:
+            is_written = self._write(lambda: self._insert([record]))
+        except Exception as error:  # the thread goes on
+            log.error("ledger file %s: a record cannot be written: %s", self._path, error)
+            is_written = False
+        self.num_unwritten += not is_written
 
     def _write(self, insert: Callable[[], object]) -> bool:
+        """Returns whether the disk took it. Raises what is wrong with a record itself."""
         try:
             with self._connection:  # one transaction: committed whole, or rolled back whole
                 insert()
                 self._delete_oldest()
             self._is_failing = False
-        except Exception as error:  # also what a record cannot be encoded for: the thread goes on
+        except OF_A_RECORD:
+            raise
+        except sqlite3.Error as error:
             if not self._is_failing:
-                log.error("ledger file %s: %s; records are lost until it can be written again", self._path, error)
+                log.error("ledger file %s: %s; records wait until it can be written again", self._path, error)
             self._is_failing = True
         return not self._is_failing
 
@@ -209,104 +245,5 @@ class FileWriter:
         return (first or 0, last or 0)
 
 
-class LedgerFile:
-    """A ledger file for reading. Same questions as `Ledger`, same order of answers."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        if not path.is_file():
-            raise NotFound(f"no ledger file at {path}", param="ledger", value=str(path))
-        try:
-            self._connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
-            self._connection.execute("SELECT seq FROM accounts LIMIT 1")
-            tables = self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            found = {name for (name,) in tables}
-            self._has_facts, self._has_hops = "facts" in found, "hops" in found
-            self._account_tables = [table for table in ACCOUNT_TABLES if table in found]
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.Error as error:
-            hint = "A ledger is what `splittime serve --ledger-file FILE` writes."
-            raise ConfigError(f"{path} is not a readable ledger file: {error}", param="ledger", hint=hint) from error
-        if version > SCHEMA_VERSION:
-            hint = "Read it with the splittime that wrote it, or a later one."
-            words = f"ledger file {path} has format {version}, this splittime reads {SCHEMA_VERSION}"
-            raise ConfigError(words, param="ledger", value=version, limit=SCHEMA_VERSION, hint=hint)
-
-    def account(self, names: str | Iterable[str]) -> list[ClosedAccount]:
-        names = list(_spellings(names) if isinstance(names, str) else names)
-        marks = ", ".join("?" * len(names))
-        where = f"WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
-        return self._accounts(where, (*names, *names))
-
-    def accounts(self, slower_than_ms: float | None = None, limit: int = 100) -> list[ClosedAccount]:
-        slower_than_ns = -1 if slower_than_ms is None else int(slower_than_ms * 1e6)
-        found = self._accounts("WHERE e2e_ns > ? ORDER BY seq DESC LIMIT ?", (slower_than_ns, limit))
-        found.reverse()
-        return sorted(found, key=_ended_at_unix_ns)[-limit:] if limit else []
-
-    def _accounts(self, where: str, values: tuple[Any, ...]) -> list[ClosedAccount]:
-        queries = [f"SELECT body FROM {table} {where}" for table in self._account_tables]
-        return [account for query in queries for account in self._records(query, values, _to_account)]
-
-    def steps(self, limit: int = 100) -> list[StepRecord]:
-        query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
-        return self._records(query, (limit,), _to_step)[::-1]
-
-    def steps_between(self, begin_ns: int, end_ns: int) -> list[StepRecord]:
-        """The steps that began in this span of the host's monotonic clock."""
-        query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
-        return self._records(query, (begin_ns, end_ns), _to_step)
-
-    def hops(self, trace_id: str) -> list[Hop]:
-        """Returns the hops of a trace, of whichever tenant; none from a file that is older than hops are."""
-        query = "SELECT body FROM hops WHERE trace_id = ? ORDER BY seq LIMIT ?"
-        return self._records(query, (trace_id, MAX_FOUND_HOPS), _to_hop) if self._has_hops else []
-
-    def latest_hops(self, limit: int) -> list[Hop]:
-        """Returns the latest hops of all traces, oldest first."""
-        query = "SELECT body FROM hops ORDER BY seq DESC LIMIT ?"
-        return self._records(query, (limit,), _to_hop)[::-1] if self._has_hops else []
-
-    def facts(self) -> ServerFacts | None:
-        """The server's facts as they were last; None in a file of format 1, or of a server that never got ready."""
-        if not self._has_facts:
-            return None
-        return next(iter(self._records("SELECT body FROM facts ORDER BY seq DESC LIMIT 1", (), _to_facts)), None)
-
-    def _records(self, query: str, values: tuple[Any, ...], decode: Callable[[str], Record]) -> list[Record]:
-        try:
-            return [decode(body) for (body,) in self._connection.execute(query, values)]
-        except (sqlite3.Error, msgspec.MsgspecError) as error:  # a damaged file, or one that another tool wrote in
-            raise ConfigError(f"{self._path} is not a readable ledger file: {error}", param="ledger") from error
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _ended_at_unix_ns(account: ClosedAccount) -> int:
-    """The monotonic clock starts anew when the host does, and a file may hold accounts from before that."""
-    return account.started_at_unix_ns + account.end_ns - account.start_ns
-
-
-def _spellings(request_id: str) -> list[str]:
-    return [request_id, f"cmpl-{request_id}", f"chatcmpl-{request_id}"]
-
-
 def _to_json(record: Queued | ServerFacts) -> str:
     return msgspec.json.encode(record).decode()
-
-
-def _to_account(body: str) -> ClosedAccount:
-    return msgspec.json.decode(body, type=ClosedAccount)
-
-
-def _to_step(body: str) -> StepRecord:
-    return msgspec.json.decode(body, type=StepRecord)
-
-
-def _to_hop(body: str) -> Hop:
-    return msgspec.json.decode(body, type=Hop)
-
-
-def _to_facts(body: str) -> ServerFacts:
-    return msgspec.json.decode(body, type=ServerFacts)

@@ -1,8 +1,9 @@
 """A ledger file opened for writing: its owner's alone, one writer at a time, with the tables of the present format.
 
 The lock is on a file beside it (`FILE.lock`, with the writer's process id), which stays there when the writer ends: the
-system gives a lock back however a process dies. It cannot be on the ledger file itself, since to close a second handle
-of a file takes SQLite's own locks away.
+system gives a lock back however a process dies. A second one is on the ledger file itself, which may have another name
+by a hard link. Its handle is open before SQLite's and closed after it, since to close a second handle of a file takes
+SQLite's own locks away.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from splittime.core.errors import ConfigError
 
 SCHEMA_VERSION = 3
 OWNER_ONLY = 0o600
+ACCOUNT_TABLES = {"accounts": False, "refused": True}  # and whether it holds the refused ones
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS accounts(
@@ -40,23 +42,38 @@ class OwnFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._lock = _lock(path)
+            self._locks = _locked(path)
         except OSError as error:
             raise _cannot_write(path, error.strerror or str(error)) from error
         try:
             self.connection = _open(path)
         except BaseException:
-            os.close(self._lock)
+            self._give_back()
             raise
 
     def close(self) -> None:
         self.connection.close()  # the last connection to close also folds the WAL into the file
-        os.close(self._lock)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for handle in self._locks:
+            os.close(handle)
 
 
 def require_free(path: Path) -> None:
     """Raises what opening does for a file that another server is writing now."""
-    os.close(_lock(path))
+    for handle in _locked(path):
+        os.close(handle)
+
+
+def _locked(path: Path) -> tuple[int, int]:
+    """Returns the handles that hold the locks: of the name, and of the file by whatever name."""
+    by_name = _lock(path)
+    try:
+        return by_name, _lock_file(path)
+    except BaseException:
+        os.close(by_name)
+        raise
 
 
 def _lock(path: Path) -> int:
@@ -68,15 +85,32 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.read(handle, 20).decode("ascii", "replace").strip()
         os.close(handle)
-        hint = "give each server a --ledger-file of its own, or end that one"
-        message = f"the ledger file {path} is being written by another splittime (process {holder or 'unknown'})"
-        raise ConfigError(message, param="ledger_file", value=str(path), hint=hint) from None
+        raise _is_written(path, f"(process {holder or 'unknown'})") from None
     except OSError:
         os.close(handle)
         raise
     os.truncate(handle, 0)
     os.write(handle, b"%d\n" % os.getpid())
     return handle
+
+
+def _lock_file(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise _is_written(path, "by another name of the file") from None
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _is_written(path: Path, how: str) -> ConfigError:
+    hint = "give each server a --ledger-file of its own, or end that one"
+    message = f"the ledger file {path} is being written by another splittime {how}"
+    return ConfigError(message, param="ledger_file", value=str(path), hint=hint)
 
 
 def _open(path: Path) -> sqlite3.Connection:

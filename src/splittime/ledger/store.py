@@ -17,7 +17,6 @@ Reads return the latest `limit`, oldest first. Safe to read from other threads w
 import heapq
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,11 +24,14 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from splittime.core.errors import for_books
 from splittime.core.settings import Doc
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop, HopBook
-from splittime.ledger.sqlite_file import FileWriter, LedgerFile
+from splittime.ledger.ring import Ring
+from splittime.ledger.sqlite_file import FileWriter
+from splittime.ledger.sqlite_read import LedgerFile
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
@@ -47,7 +49,8 @@ class Ran(NamedTuple):
 
 TellRan = Callable[[], Ran | None]
 MAX_FILE_ACCOUNTS, MAX_FILE_STEPS = 100_000, 1_000_000
-LEAST_FILE_BYTES = 2**20  # an empty one has some pages
+LEAST_BYTES = 2**20  # an empty file has some pages
+MAX_FILE_BYTES, MAX_MEMORY_BYTES = 2 * 2**30, 256 * 2**20
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "embd-", "rerank-", "score-", "prefill-")
 OTHER_PREFIXES = ("resp_", "msg_")  # of the same requests' ids in the answers of other APIs, which no account has
 ANSWER_PREFIXES = (*ID_PREFIXES, *OTHER_PREFIXES)
@@ -71,8 +74,11 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = MAX_FILE_ACCOUNTS
     max_file_steps: Annotated[int, Doc("Steps kept in the ledger file.", 1)] = MAX_FILE_STEPS
     max_file_bytes: Annotated[
-        int | None, Doc("Bytes of accounts and steps kept in the ledger file; the oldest go.", LEAST_FILE_BYTES)
-    ] = None
+        int, Doc("Bytes of accounts and steps kept in the ledger file; the oldest go.", LEAST_BYTES)
+    ] = MAX_FILE_BYTES
+    max_memory_bytes: Annotated[
+        int, Doc("Bytes of accounts kept in memory, and as many of steps; the oldest go.", LEAST_BYTES)
+    ] = MAX_MEMORY_BYTES
 
 
 class Ledger:
@@ -86,14 +92,14 @@ class Ledger:
         max_steps: int = 16384,
         max_file_accounts: int = MAX_FILE_ACCOUNTS,
         max_file_steps: int = MAX_FILE_STEPS,
-        max_file_bytes: int | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        max_memory_bytes: int = MAX_MEMORY_BYTES,
     ) -> None:
         self._lock = threading.Lock()
-        self._served: deque[ClosedAccount] = deque()
-        self._refused: deque[ClosedAccount] = deque()
-        self._max_accounts = max_accounts
+        self._served: Ring[ClosedAccount] = Ring(max_accounts, max_memory_bytes)
+        self._refused: Ring[ClosedAccount] = Ring(max_accounts, max_memory_bytes)
         self._by_id: dict[str, list[ClosedAccount]] = {}
-        self._steps: deque[StepRecord] = deque(maxlen=max_steps)
+        self._steps: Ring[StepRecord] = Ring(max_steps, max_memory_bytes)
         self._subscribers: list[Subscriber] = []
         self.hop_book = HopBook()
         self._num_accounts = self._num_steps = self._num_invalid = self._num_subscriber_errors = self._num_refused = 0
@@ -111,6 +117,8 @@ class Ledger:
         if self._num_steps_before:
             step_ids = tuple(step_id + self._num_steps_before for step_id in account.token_steps)
             account = msgspec.structs.replace(account, token_steps=step_ids)
+        if account.error is not None:
+            account = msgspec.structs.replace(account, error=for_books(account.error))
         try:
             account.verify()
         except ValueError as error:
@@ -126,7 +134,7 @@ class Ledger:
         record = self._completed(record)
         with self._lock:
             self._num_steps += 1
-            self._steps.append(record)
+            self._steps.add(record)
         self._pass_on(record)
 
     def _completed(self, record: StepRecord) -> StepRecord:
@@ -217,9 +225,8 @@ class Ledger:
 
     def _remember(self, account: ClosedAccount) -> None:
         ring = self._refused if account.is_refused else self._served
-        if len(ring) >= self._max_accounts:
-            self._forget(ring.popleft())
-        ring.append(account)
+        for gone in ring.add(account):
+            self._forget(gone)
         for name in {account.request_id, account.group_id}:
             self._by_id.setdefault(name, []).append(account)
 

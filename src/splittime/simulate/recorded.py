@@ -13,7 +13,7 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
 
-ALL = 10**9
+ALL, ANY_BYTES = 10**9, 2**60
 BATCH = 10_000  # records; the file's queue holds five times as many
 FLUSH_S = 60.0
 
@@ -114,7 +114,9 @@ def written_ledger(facts: ServerFacts, path: Path) -> Iterator[LedgerSink]:
     """Yields what takes the records of a new file. Raises ConfigError for one that is there already, or could not be
     written whole."""
     require_new(path)
-    ledger = Ledger(path, max_accounts=1, max_steps=1, max_file_accounts=ALL, max_file_steps=ALL)
+    ledger = Ledger(
+        path, max_accounts=1, max_steps=1, max_file_accounts=ALL, max_file_steps=ALL, max_file_bytes=ANY_BYTES
+    )
     ledger.describe_by(lambda: facts)
     try:
         yield LedgerSink(ledger)

@@ -250,7 +250,8 @@ def _answer(decoder: "msgspec.msgpack.Decoder[TextWork]", message: bytes, tokeni
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        return TextFailed(EngineError(f"a text worker failed: {type(error).__name__}: {str(error)[:200]}").info)
+        words = f"a text worker failed: {type(error).__name__}: {str(error)[:200]}"
+        return TextFailed(EngineError(words, code="text_worker_failed").info)
 
 
 if __name__ == "__main__":

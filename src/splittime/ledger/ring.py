@@ -1,0 +1,54 @@
+"""The latest records of a kind, bounded in number and in bytes: what a record takes is told by its length, since a long
+answer's account has three numbers for each of its tokens."""
+
+from collections import deque
+from collections.abc import Iterator, Reversible
+from typing import Generic, TypeVar
+
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.hops import Hop
+from splittime.ledger.steps import StepRecord
+
+ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 2048, 2048, 1024  # of one without tokens or rows
+TOKEN_BYTES = 40  # of one of its numbers: the number, and its place in a tuple
+INTERVAL_BYTES = 150
+ROW_BYTES = 200  # of a step: its name and its numbers
+
+Record = TypeVar("Record", ClosedAccount, StepRecord)
+
+
+def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
+    """Returns what a record takes in memory, roughly."""
+    if isinstance(record, ClosedAccount):
+        numbers = len(record.token_steps) + len(record.token_ready_ns) + len(record.token_written_ns)
+        parts = len(record.intervals) + len(record.attempts) + len(record.prompt_parts)
+        texts = len(record.prefixes) + len(record.answer_prefixes)
+        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + INTERVAL_BYTES * parts + texts
+    if isinstance(record, StepRecord):
+        return STEP_BYTES + ROW_BYTES * (len(record.rows) + len(record.verified) + len(record.told_drafts))
+    return HOP_BYTES
+
+
+class Ring(Generic[Record], Reversible[Record]):
+    """The latest one stays, however large it is."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._records: deque[Record] = deque()
+        self.num_bytes = 0
+
+    def add(self, record: Record) -> list[Record]:
+        """Returns those that had to go, oldest first."""
+        self._records.append(record)
+        self.num_bytes += weight_bytes(record)
+        gone: list[Record] = []
+        while len(self._records) > 1 and (len(self._records) > self._most or self.num_bytes > self._most_bytes):
+            gone.append(self._records.popleft())
+            self.num_bytes -= weight_bytes(gone[-1])
+        return gone
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __reversed__(self) -> Iterator[Record]:
+        return reversed(self._records)
