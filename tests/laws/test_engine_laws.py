@@ -71,7 +71,8 @@ class CheckedCrank(Crank):
 class World:
     """An engine on a fake runner in its loop under a virtual clock, and everything that came out of it.
 
-    at_ns: when the next event of the script comes. chance: what is told of each draft.
+    at_ns: when the next event of the script comes. chance: what is told of each draft. num_keys: that ask, each of
+    another weight.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class World:
         chance: float | None = None,
     ) -> None:
         self.config, self.plans_ahead, self.execution = config, plans_ahead, execution
+        self.num_keys = 1
         self.calls: list[tuple[int, Callable[[], object]]] = []  # of the scheduler, and from when on
         self.clock, self.at_ns = VirtualClock(), 0
         self.told: list[tuple[EngineStats, int]] = []  # and how many requests it had taken in
@@ -118,6 +120,8 @@ class World:
             priority=priority,
             deadline_ns=None if deadline_ns is None else self.at_ns + deadline_ns,
             cache_salt="even" if priority % 2 == 0 else "odd",
+            tenant=f"key-{priority % self.num_keys}" if self.num_keys > 1 else "",
+            weight=1.0 + priority % self.num_keys,
         )
         self.played.submit(request, self.at_ns + 7)
         self.at_ns += 8
@@ -157,19 +161,21 @@ class World:
     def overdue(self) -> list[RequestState]:
         """Who has waited longer than the starvation bound, the longest wait first; the expired do not count."""
         now_ns, bound_ns = self.clock.now_ns(), self.scheduler.config.starvation_bound_ms * 1e6
-        waiting = sorted(self.scheduler.queue._by_age)
+        waiting = sorted(entry for line in self.scheduler.queue._lines.values() for entry in line.by_age)
         alive = [e for e in waiting if e[2].request.deadline_ns is None or e[2].request.deadline_ns > now_ns]
         return [state for since_ns, _, state in alive if now_ns - since_ns > bound_ns]
 
     def verify_nobody_overtook(self, overdue: list[RequestState], waiting: set[str], output: StepOutput | None) -> None:
-        """The overdue are admitted in the order of their waiting, and nobody else before all of them."""
+        """The overdue of a key are admitted in the order of their waiting, and nobody else of it before all of them."""
         if output is None or output.record is None or self.scheduler.config.batching == "static":
             return
         began = {request_id for request_id, _, _ in output.record.rows if request_id in waiting}
-        was_admitted = [state.request_id in began for state in overdue]
-        assert was_admitted == sorted(was_admitted, reverse=True), "an overdue request overtook a longer waiting one"
-        if not all(was_admitted):
-            assert began <= {state.request_id for state in overdue}, "somebody overtook an overdue request"
+        for key in {state.share.name for state in overdue}:
+            of_key = [state.request_id for state in overdue if state.share.name == key]
+            was_admitted = [name in began for name in of_key]
+            assert was_admitted == sorted(was_admitted, reverse=True), "an overdue one overtook a longer waiting one"
+            others = {name for name in began if self.outcomes[name].request.tenant == key} - set(of_key)
+            assert all(was_admitted) or not others, "somebody overtook an overdue request"
 
     def verify(self) -> None:
         for request_id, outcome in self.outcomes.items():
@@ -359,13 +365,15 @@ def play(world: World, event: tuple) -> None:
     configs.map(shrink_cache),
     st.tuples(*[st.booleans()] * 3),
     st.sampled_from([None, 0.5, 0.95]),
+    st.integers(1, 3),
     st.lists(events, min_size=3, max_size=30),
 )
 def test_laws_hold_under_anything(
-    config: SchedulerConfig, kinds: tuple[bool, bool, bool], chance: float | None, script: list[tuple]
+    config: SchedulerConfig, kinds: tuple[bool, bool, bool], chance: float | None, num_keys: int, script: list[tuple]
 ) -> None:
     plans_ahead, is_apart, drafts = kinds
     world = World(config, plans_ahead, "eager" if is_apart else "host", drafts, chance)
+    world.num_keys = num_keys
     for event in script:
         play(world, event)
     play(world, ("knobs", {"paused": False}))

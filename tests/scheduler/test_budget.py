@@ -6,7 +6,7 @@ from test_scheduler import add, make_scheduler, shape, step
 
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
-from splittime.scheduler.planner import StepBudget
+from splittime.scheduler.prompt_pass import StepBudget
 
 
 @settings(max_examples=100, deadline=None)

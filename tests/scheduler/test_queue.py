@@ -159,7 +159,9 @@ def crowd(script: list[tuple[str, int, int]]) -> None:
             history.append(("admitted" if what == "admit" else "gone", name))
             queue.leave(here.pop(name), is_admitted=what == "admit")
             kept = 2 * len(here) + FEW
-            assert max(queue._by_rank.num_kept, queue._by_age.num_kept) <= kept
+            for line in queue._lines.values():
+                assert max(line.by_rank.num_kept, line.by_age.num_kept) <= kept
+            assert bool(queue._lines) == bool(here)
             assert queue._arrivals._order.num_kept <= kept + 2 * len(queue._arrivals._early)
         queue.check()
         assert {name for name, state in here.items() if state.is_overtaken} == turn_by_turn(history, arrived)

@@ -311,5 +311,6 @@ def test_what_has_ended_is_forgotten(policy: str) -> None:
         elif i > 0:  # two wait at each step, and the overdue goes first: its entry stays at the bottom of the heap
             step(scheduler, i * 20 + 1)
     queue = scheduler.queue
-    kept = [heap.num_kept for heap in (queue._by_rank, queue._by_age, scheduler._deadlines)]
+    lines = [heap for line in queue._lines.values() for heap in (line.by_rank, line.by_age)]
+    kept = [heap.num_kept for heap in (*lines, scheduler._deadlines)]
     assert max(*kept, len(queue._fresh), len(queue._log._entries)) < 200, kept

@@ -195,6 +195,8 @@ def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_
         computes_prompt=request.sampling.computes_prompt,
         max_tokens=request.sampling.max_tokens,
         priority=request.priority,
+        tenant=request.tenant,
+        weight=request.weight,
         deadline_ns=request.deadline_ns,
     )
 
@@ -212,11 +214,12 @@ def record_run(
     guess_ns: int | None = None,
     is_crowded: bool = False,
     embeds: float = 0.0,
+    num_keys: int = 1,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed. is_crowded:
     they come at once, their stop strings are found at once, and no such account waits for the engine's last word.
-    embeds: of what share of them no token is wanted."""
+    embeds: of what share of them no token is wanted. num_keys: of how many keys they are, each of another weight."""
     gaps_ns, after, lengths = BESIDE if is_crowded else APART
     rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after, embeds), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
@@ -247,6 +250,8 @@ def record_run(
             priority=rng.randrange(3),
             deadline_ns=deadline_ns,
             cache_salt=asked.salt(),
+            tenant=f"key-{crc32(name.encode()) % num_keys}" if num_keys > 1 else "",
+            weight=1.0 + crc32(name.encode()) % num_keys,
         )
         run.submit(request)
         run.stops_after[name] = asked.stops_after()

@@ -268,6 +268,7 @@ class Choice:
             computes_prompt=self.request.sampling.computes_prompt,
             max_tokens=self.request.sampling.max_tokens or 0,
             priority=self.request.priority,
+            weight=self.request.weight,
             deadline_ns=self.request.deadline_ns,
             lookup_guesses=looked_up.guesses,
             lookup_right=looked_up.right,

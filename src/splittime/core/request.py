@@ -31,6 +31,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cache_salt: requests share cached prefixes only with the same salt.
     adapter: the id of the adapter that computes it (`adapter_id`); "": the model alone. Requests share cached prefixes
         only with the same one.
+    tenant: the key that asks, and the weight of its share beside the others' (`core.shares`).
     """
 
     request_id: str
@@ -42,6 +43,8 @@ class Request(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     deadline_ns: int | None = None
     cache_salt: str = ""
     adapter: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 def adapter_id(name: str, number: int) -> str:

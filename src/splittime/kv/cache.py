@@ -102,10 +102,13 @@ class KVCache:
         lease.num_indexed = len(lease.block_ids)
         return len(lease.block_ids) * self.block_size
 
+    def num_new(self, lease: Lease, num_tokens: int) -> int:
+        """Returns how many blocks the lease needs to hold so many tokens, besides those that it has."""
+        return self.blocks_for(num_tokens) - len(lease.block_ids) + len(lease.in_host)
+
     def has_room(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
         """Whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
-        num_new = self.blocks_for(num_tokens) - len(lease.block_ids) + len(lease.in_host)
-        return self._pool.num_free - num_new >= keep_free
+        return self._pool.num_free - self.num_new(lease, num_tokens) >= keep_free
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Let the lease hold `num_tokens`; False, with nothing changed, if there are too few blocks."""

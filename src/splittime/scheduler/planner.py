@@ -10,6 +10,9 @@ up. A plan is made in five passes over one token budget:
     3. admission   from the queue, while there are slots, budget, and blocks for all its known tokens (so a prefill is
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
+                   Where several keys have requests, each does 2 and 3 for itself, in turns, and one that lacks a slot
+                   or blocks may take them from another that has more (`scheduler.turns`). Who waits for blocks is
+                   passed only by a key that would not have more of them than its own.
     4. ahead       one prompt that is computed ahead, if nobody waits any more (`scheduler.ahead`).
     5. drafts      decode rows are widened by the drafts that pay, with what is left (`scheduler.speculation`).
 
@@ -21,35 +24,10 @@ import math
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
 from splittime.scheduler.ahead import AHEAD_TOKENS
-from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.prompt_pass import PromptPass, StepBudget, take_row
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
-
-
-class StepBudget:
-    """What a step with so many decode rows may still compute: `tokens`. With chunking, a prompt takes what is left;
-    without, it goes whole or not at all, except that one prompt longer than the whole budget may go as the step's only
-    prefill."""
-
-    __slots__ = ("enable_chunked_prefill", "has_prefill", "tokens")
-
-    def __init__(self, config: SchedulerConfig, num_decodes: int) -> None:
-        self.tokens = max(config.max_num_batched_tokens - num_decodes, 0)
-        if config.max_prefill_tokens is not None:
-            self.tokens = min(self.tokens, config.max_prefill_tokens)
-        self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.has_prefill = False
-
-    def chunk(self, num_pending: int) -> int:
-        """How many of a request's pending tokens fit now; 0: none."""
-        if self.enable_chunked_prefill:
-            return min(num_pending, self.tokens)
-        fits = num_pending <= self.tokens or not self.has_prefill
-        return num_pending if fits and self.tokens > 0 else 0
-
-    def spend(self, num_tokens: int) -> None:
-        self.tokens = max(self.tokens - num_tokens, 0)
-        self.has_prefill = True
+from splittime.scheduler.turns import Holdings, blocks_of
 
 
 class Planner:
@@ -69,17 +47,17 @@ class Planner:
             self.stand_still(now_ns)
             return None
         self._has_made_way = False
-        may_admit = config.batching == "continuous" or not requests.num_served
         rows: list[Row] = []
         behind = self._plan_decodes(rows, now_ns)
-        num_decodes = len(rows)
-        budget = StepBudget(config, num_decodes)
-        self._plan_prefills(behind, rows, budget, now_ns)
-        admitted = self._plan_admissions(rows, budget, may_admit, now_ns)
-        admitted += self._plan_prompt_ahead(rows, budget, may_admit, now_ns)
+        budget = StepBudget(config, len(rows))
+        prompts = PromptPass(requests, rows, budget, now_ns)
+        admitted = prompts.run([state for state in behind if not state.is_ahead])
+        for victim in prompts.victims:
+            self._note_victim(victim)
+        admitted += self._plan_prompt_ahead(rows, budget, prompts, now_ns)
         if not rows:
             return None
-        sizes = (num_decodes, config.max_num_batched_tokens, len(requests.running))
+        sizes = (budget.num_decodes, config.max_num_batched_tokens, len(requests.running))
         least_survival = requests.speculation.plan(rows, *sizes, now_ns)
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
@@ -97,14 +75,14 @@ class Planner:
         first = queue.peek(now_ns, bound_ns)
         if first is None:
             return math.inf
-        cause = self._obstacle_behind_decodes()
+        cause = self._behind_decodes(now_ns).obstacle()
         said = (Cause.KV_BLOCKS, Cause.POLICY) if cause is None else (cause, cause)
         return queue.overdue_from_ns(now_ns, bound_ns) if queue.has_said(first, *said) else -math.inf
 
     def lacks_blocks(self, first: RequestState) -> bool:
         """Whether a plan of nothing but decodes, whose blocks are taken, finds too few for who waits first. What it
         tries leaves the cache as a plan that comes behind would."""
-        cause = self._find_blocks(first, StepBudget(self._requests.config, len(self._requests.running)))
+        cause = self._behind_decodes(0).find_blocks(first)
         if cause is None:
             self._requests.cache.free(first.lease)
             first.num_computed = 0
@@ -113,12 +91,12 @@ class Planner:
     def waits_for_blocks(self, now_ns: int) -> RequestState | None:
         """Returns who waits first, if nothing but blocks keeps it from being admitted behind decodes."""
         first = self._requests.queue.peek(now_ns, self._requests.config.starvation_bound_ms * 1e6)
-        return None if first is None or self._obstacle_behind_decodes() is not None else first
+        return None if first is None or self._behind_decodes(now_ns).obstacle() is not None else first
 
-    def _obstacle_behind_decodes(self) -> Cause | None:
-        """What keeps any request from being admitted into a step in which all that run decode."""
-        config = self._requests.config
-        return self._obstacle(StepBudget(config, len(self._requests.running)), config.batching == "continuous")
+    def _behind_decodes(self, now_ns: int) -> PromptPass:
+        """Returns what comes behind the decodes in a step in which all that run decode."""
+        budget = StepBudget(self._requests.config, len(self._requests.running))
+        return PromptPass(self._requests, [], budget, now_ns)
 
     def pass_steps(self, count: int) -> None:
         """Go on behind a number of steps that were taken without a plan."""
@@ -126,7 +104,7 @@ class Planner:
 
     def _plan_decodes(self, rows: list[Row], now_ns: int) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.
-        Returns those with more to catch up. A victim never has a row yet, and is none of those: best rank first."""
+        Returns those with more to catch up."""
         running, cache = self._requests.running, self._requests.cache
         block_size = cache.block_size
         behind: list[RequestState] = []
@@ -140,7 +118,7 @@ class Planner:
             elif num_tokens < state.plan_until:  # else its last token is being sampled, or its drafts are verified
                 lease = state.lease
                 if num_computed == len(lease.block_ids) * block_size and not cache.reserve(lease, num_tokens):
-                    self._preempt(running[-1], now_ns)
+                    position -= self._preempt_for_block(state, position, rows, behind, now_ns)
                     continue  # this one again; if it was the worst itself, that was the end
                 new_block_ids = lease.unsent() if lease.num_sent < len(lease.block_ids) else ()
                 if state.account.stage is not DECODE:
@@ -151,51 +129,31 @@ class Planner:
             position += 1
         return behind
 
-    def _plan_prefills(self, behind: list[RequestState], rows: list[Row], budget: StepBudget, now_ns: int) -> None:
-        """Chunks for those that have more than one token to catch up."""
-        for state in behind:
-            if state.is_ahead:
-                continue
-            num_tokens = budget.chunk(state.num_pending)
-            if num_tokens == 0:
-                state.stall(Cause.TOKEN_BUDGET, now_ns)
-                continue
-            state.account.enter(state.computing_stage, now_ns)
-            rows.append(state.next_row(num_tokens))
-            budget.spend(num_tokens)
+    def _preempt_for_block(
+        self, state: RequestState, position: int, rows: list[Row], behind: list[RequestState], now_ns: int
+    ) -> bool:
+        """Preempt who gives a running request a block: the worst-ranked, or where there are several keys, the
+        worst-ranked of the one that has most of them, if that has more than this one's. Returns whether that was one
+        before its position. Of one key none is, and so none has a row yet: best rank first."""
+        running = self._requests.running
+        victim = running[-1]
+        if self._requests.is_shared and not victim.is_ahead:
+            holdings = Holdings(running, blocks_of)
+            victim = holdings.who_gives(state.share, 1, 1) or holdings.worst_of(state.share)
+            take_row(victim, rows)
+            if victim in behind:
+                behind.remove(victim)
+        is_before = running.index(victim) < position
+        self._requests.preempt(victim, now_ns)
+        self._note_victim(victim)
+        return is_before
 
-    def _plan_admissions(
-        self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int
-    ) -> tuple[Admitted, ...]:
-        """Admit until something is missing, and say to all who stay what it was."""
-        admitted: list[Admitted] = []
-        bound_ns = self._requests.config.starvation_bound_ms * 1e6
-        while (state := self._requests.queue.peek(now_ns, bound_ns)) is not None:
-            cause = self._obstacle(budget, may_admit) or self._find_blocks(state, budget)
-            if cause in (Cause.BATCH_SLOTS, Cause.KV_BLOCKS) and self._make_way(now_ns):
-                continue
-            if cause is not None:
-                rest_cause = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
-                self._requests.queue.wait(now_ns, state, cause, rest_cause)
-                break
-            admitted.append(self._requests.admit(state))
-            self._plan_first_row(state, rows, budget, now_ns)
-        return tuple(admitted)
-
-    def _make_way(self, now_ns: int) -> bool:
-        """Put aside what is computed ahead, whose slot or blocks somebody lacks. Returns whether there was any."""
-        state = self._requests.running_prompt_ahead
-        if state is not None:
-            self._preempt(state, now_ns)
-        return state is not None
-
-    def _preempt(self, victim: RequestState, now_ns: int) -> None:
+    def _note_victim(self, victim: RequestState) -> None:
         self.victims.append(victim.request_id)
         self._has_made_way |= victim.is_ahead
-        self._requests.preempt(victim, now_ns)
 
     def _plan_prompt_ahead(
-        self, rows: list[Row], budget: StepBudget, may_admit: bool, now_ns: int
+        self, rows: list[Row], budget: StepBudget, prompts: PromptPass, now_ns: int
     ) -> tuple[Admitted, ...]:
         """A part of a prompt that is computed ahead, of what is left."""
         requests = self._requests
@@ -203,7 +161,7 @@ class Planner:
         state = requests.running_prompt_ahead
         if state is None:
             state = None if self._has_made_way or len(requests.queue) else requests.prompts_ahead.first()
-            if state is None or self._obstacle(budget, may_admit) or self._find_blocks(state, budget):
+            if state is None or prompts.obstacle() or prompts.find_blocks(state):
                 return ()
             admitted = (requests.admit(state),)
         if not state.num_pending:  # its last part runs
@@ -215,43 +173,6 @@ class Planner:
         state.account.enter(state.computing_stage, now_ns)
         rows.append(state.next_row(num_tokens))
         return admitted
-
-    def _obstacle(self, budget: StepBudget, may_admit: bool) -> Cause | None:
-        """What keeps any request from being admitted now."""
-        if not may_admit:
-            return Cause.POLICY
-        if len(self._requests.running) >= self._requests.config.max_num_seqs:
-            return Cause.BATCH_SLOTS
-        if budget.tokens == 0 and self._requests.config.batching == "continuous":
-            return Cause.TOKEN_BUDGET
-        return None
-
-    def _find_blocks(self, state: RequestState, budget: StepBudget) -> Cause | None:
-        """Lease the cached prefix, with room for all its known tokens; or why not, with nothing changed."""
-        keep_free = max(1, self._requests.config.num_blocks // 100) if self._requests.running else 0
-        if not state.request.sampling.computes_prompt:
-            state.num_computed = self._requests.cache.match(state.lease, state.token_ids)
-        cause = None
-        if not self._requests.cache.has_room(state.lease, len(state.token_ids), keep_free):
-            cause = Cause.KV_BLOCKS
-        elif self._requests.config.batching == "continuous" and budget.chunk(state.num_pending) == 0:
-            cause = Cause.TOKEN_BUDGET
-        if cause is not None:
-            self._requests.cache.free(state.lease)
-            state.num_computed = 0
-        elif state.num_cached_tokens is None:
-            state.num_host_tokens = len(state.lease.in_host) * self._requests.config.block_size
-        return cause
-
-    def _plan_first_row(self, state: RequestState, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
-        """Give a request its row in the step that admits it. Only a static batch may be admitted without one."""
-        num_tokens = budget.chunk(state.num_pending)
-        state.account.enter(state.computing_stage, now_ns)
-        if num_tokens == 0:
-            state.stall(Cause.TOKEN_BUDGET, now_ns)
-            return
-        rows.append(state.next_row(num_tokens))
-        budget.spend(num_tokens)
 
     def stand_still(self, now_ns: int) -> None:
         """Paused: say so to everybody in the queue, and to those who run but whose rows do not."""

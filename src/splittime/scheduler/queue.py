@@ -1,4 +1,5 @@
-"""The queue of waiting requests: best rank first, but the longest waiting first once it is overdue.
+"""The queue of waiting requests: of the key that has had least (`core.shares`), best rank first, but its longest
+waiting first once that is overdue.
 
 It also writes down why they wait without touching each of 10,000 waiting requests at each step. All but the first wait
 for one and the same cause, so each change of it goes into a log, (since when, cause), and a request copies its part of
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from splittime.core.shares import KeyShare, KeyShares
 from splittime.ledger.stages import Cause
 from splittime.scheduler.cause_log import CauseLog, leave_log
 from splittime.scheduler.heap import MortalHeap
@@ -78,12 +80,45 @@ class ArrivalOrder:
         return entry[2].pushed == entry[1] or entry[1] in self._early
 
 
-class WaitingQueue:
-    """All operations are O(log n), over many calls."""
+class KeyLine:
+    """The waiting of one key."""
 
     def __init__(self) -> None:
-        self._by_rank: MortalHeap[tuple[Rank, int, RequestState]] = MortalHeap(_waits)
-        self._by_age: MortalHeap[tuple[int, int, RequestState]] = MortalHeap(_waits)
+        self.by_rank: MortalHeap[tuple[Rank, int, RequestState]] = MortalHeap(_waits)
+        self.by_age: MortalHeap[tuple[int, int, RequestState]] = MortalHeap(_waits)
+
+    def push(self, state: RequestState, now_ns: int) -> None:
+        self.by_rank.push((state.rank, state.pushed, state))
+        self.by_age.push((now_ns, state.pushed, state))
+
+    def peek(self, now_ns: int, starvation_bound_ns: float) -> RequestState | None:
+        """Returns who goes first. An overdue request gets the overdue rank, and keeps it."""
+        best, oldest = self.by_rank.first(), self.by_age.first()
+        if best is None or oldest is None:
+            return None
+        since_ns, _, state = oldest
+        if now_ns - since_ns <= starvation_bound_ns:
+            return best[2]
+        state.rank = overdue_rank(state.arrival)
+        return state
+
+    def sweep(self, num_alive: int) -> None:
+        self.by_rank.sweep(num_alive)
+        self.by_age.sweep(num_alive)
+
+    def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
+        alive = [state for _, _, state in self.by_rank]
+        for state in alive:
+            state.rank = new_rank(state)
+        self.by_rank.fill((state.rank, state.pushed, state) for state in alive)
+
+
+class WaitingQueue:
+    """All operations are O(log n), over many calls, and grow with the keys that wait."""
+
+    def __init__(self) -> None:
+        self.shares = KeyShares()
+        self._lines: dict[str, KeyLine] = {}  # by key, of those that wait
         self._num_pushes = 0
         self._length = 0
         self._fresh: dict[RequestState, None] = {}  # pushed since the last plan, in order
@@ -98,29 +133,25 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (state for _, _, state in self._by_rank)
+        return (state for line in self._lines.values() for _, _, state in line.by_rank)
 
     def push(self, state: RequestState, now_ns: int) -> None:
         """From the next plan on, or from this one if it was preempted for it, `wait` says why."""
         self._num_pushes += 1
         state.pushed = self._num_pushes
-        self._by_rank.push((state.rank, state.pushed, state))
-        self._by_age.push((now_ns, state.pushed, state))
+        state.share = self.shares.of(state.request.tenant, state.request.weight)
+        self.shares.wait(state.share)
+        self._lines.setdefault(state.share.name, KeyLine()).push(state, now_ns)
         self._fresh[state] = None
         self._arrivals.join(state)
         self._length += 1
         self.num_tokens += state.num_pending
 
-    def peek(self, now_ns: int, starvation_bound_ns: float) -> RequestState | None:
-        """Who goes first. An overdue request gets the overdue rank, and keeps it."""
-        best, oldest = self._by_rank.first(), self._by_age.first()
-        if best is None or oldest is None:
-            return None
-        since_ns, _, state = oldest
-        if now_ns - since_ns <= starvation_bound_ns:
-            return best[2]
-        state.rank = overdue_rank(state.arrival)
-        return state
+    def peek(self, now_ns: int, starvation_bound_ns: float, share: KeyShare | None = None) -> RequestState | None:
+        """Returns who goes first: of this key, or of the one whose turn it is."""
+        share = share or self.shares.first()
+        line = None if share is None else self._lines.get(share.name)
+        return None if line is None else line.peek(now_ns, starvation_bound_ns)
 
     def leave(self, state: RequestState, is_admitted: bool) -> None:
         """Take a request out: to be computed, which may overtake another, or otherwise (aborted, expired, held). Its
@@ -137,9 +168,15 @@ class WaitingQueue:
         self.num_tokens -= state.num_pending
         if not self._length:  # else a server that never queues would remember everybody
             self._overtaken.clear()
-        self._by_rank.sweep(self._length)
-        self._by_age.sweep(self._length)
+        self._leave_line(state.share, is_admitted)
         self._arrivals.sweep(self._length)
+
+    def _leave_line(self, share: KeyShare, is_served: bool) -> None:
+        self.shares.leave(share, is_served=is_served)
+        if share.num_waiting:
+            self._lines[share.name].sweep(share.num_waiting)
+        else:
+            del self._lines[share.name]
 
     def wait(self, now_ns: int, first: RequestState, first_cause: Cause, rest_cause: Cause) -> None:
         """State why everybody still here waits from `now_ns` on: `first` for its own cause, the overtaken for the
@@ -166,8 +203,9 @@ class WaitingQueue:
         return is_same and not self._fresh and not self._overtaken
 
     def overdue_from_ns(self, now_ns: int, starvation_bound_ns: float) -> float:
-        """Up to which instant `peek` gives the same as now, while nobody comes or goes."""
-        oldest = self._by_age.first()
+        """Up to which instant `peek` gives the same as now, while nobody comes or goes and one key alone waits."""
+        share = self.shares.first()
+        oldest = None if share is None else self._lines[share.name].by_age.first()
         if oldest is None or now_ns - oldest[0] > starvation_bound_ns or math.isinf(starvation_bound_ns):
             return math.inf
         return oldest[0] + math.floor(starvation_bound_ns)
@@ -186,15 +224,16 @@ class WaitingQueue:
         waiting = list(self)
         assert len(waiting) == self._length
         assert self.num_tokens == sum(state.num_pending for state in waiting)
+        assert Counter(state.share.name for state in waiting) == {
+            name: share.num_waiting for name, share in self.shares.waiting.items()
+        }
         assert sum(self.waiting_for().values()) == self._length
         self._arrivals.check(waiting)
 
     def rerank(self, new_rank: Callable[[RequestState], Rank]) -> None:
         """Rank everybody anew: the policy has changed."""
-        alive = list(self)
-        for state in alive:
-            state.rank = new_rank(state)
-        self._by_rank.fill((state.rank, state.pushed, state) for state in alive)
+        for line in self._lines.values():
+            line.rerank(new_rank)
 
 
 def _waits(entry: tuple[Any, int, RequestState]) -> bool:

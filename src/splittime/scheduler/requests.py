@@ -91,10 +91,21 @@ class Requests:
         self.running: list[RequestState] = []
         self.by_id: dict[str, RequestState] = {}
         self._awaiting: set[RequestState] = set()  # they run, and get no rows until it is known what may come
+        self.keys: Counter[str] = Counter()  # of those in `by_id`
         self.counts = Counts()
         self.speculation = Speculation(self.cache, self.counts)
         self._released: dict[str, bool] = {}  # whom the runner is to forget; whether it was preempted
         self._in_flight: dict[int, list[RequestState | None]] = {}  # by step, whose rows it has; None: of no interest
+
+    def enter(self, state: RequestState) -> None:
+        """Take it in; where it waits is its caller's to say."""
+        self.by_id[state.request_id] = state
+        self.keys[state.request.tenant] += 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Several keys have requests here."""
+        return len(self.keys) > 1
 
     def admit(self, state: RequestState) -> Admitted:
         """From the queue to the running, with blocks for all its known tokens."""
@@ -125,6 +136,7 @@ class Requests:
         self._take_back(victim, is_preempted=True)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
+        victim.spared_until = len(victim.token_ids)
         if victim.is_ahead:  # that is its place, and nothing is lost to anybody: it does not count
             self.prompts_ahead.add(victim, now_ns)
             return
@@ -154,11 +166,17 @@ class Requests:
             self.running.remove(state)
         self._take_back(state)
         del self.by_id[state.request_id]
+        self._forget_key(state.request.tenant)
         if state.request.adapter:
             self._let_in(self.adapter_slots.leave(state), now_ns)
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
+
+    def _forget_key(self, tenant: str) -> None:
+        self.keys[tenant] -= 1
+        if not self.keys[tenant]:
+            del self.keys[tenant]
 
     def _let_in(self, states: list[RequestState], now_ns: int) -> None:
         """From the held to the queue: their adapters have places."""
@@ -237,6 +255,7 @@ class Requests:
         assert sum(state.is_ahead for state in self.running) <= 1
         assert {state.request_id for state in everybody} == set(self.by_id)
         assert len(everybody) == len(self.by_id)
+        assert self.keys == Counter(state.request.tenant for state in everybody)
         assert self.running == sorted(self.running, key=rank_of)
         assert self.speculation.active | self._awaiting <= set(self.running)
         assert all(state.plan_until == 0 and state.num_pending == 1 for state in self._awaiting)

@@ -69,7 +69,7 @@ class Scheduler:
         arrival = self._num_arrived
         state = RequestState(request, arrival, rank(self.config.policy, request, arrival), self.config.max_model_len)
         queued_ns = max(received_ns, request.submitted_ns)
-        self._states[request.request_id] = state
+        self._requests.enter(state)
         if state.is_ahead:
             self.prompts_ahead.add(state, queued_ns)
         elif held_for is None:
@@ -202,6 +202,7 @@ class Scheduler:
             accepted, logprobs, num_tokens = accepted[:num_kept], logprobs[:num_kept], len(token_ids)
         state.num_promised -= row.num_samples
         self.counts.output_tokens += len(accepted)
+        state.share.counter += len(accepted) * state.share.unit
         # of the last token nothing is computed
         if (num_tokens - 1) // self._block_size > lease.num_indexed and self.cache.enable_prefix_caching:
             self.cache.commit(lease, token_ids, num_tokens - 1)

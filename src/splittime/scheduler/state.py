@@ -14,6 +14,7 @@ import msgspec
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, RequestError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import AHEAD
+from splittime.core.shares import KeyShare
 from splittime.core.step import Row, RowResult, TokenLogprob
 from splittime.kv.cache import Lease
 from splittime.ledger.account import Account, Mark
@@ -40,6 +41,7 @@ class RequestState:
     plan_until: it gets no row while it has so many tokens, promised ones included. The most that it may have, since the
         last of them is never computed; 0 while its next row has to wait for what is accepted.
     recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
+    spared_until: with no more tokens than these it is not preempted for another key.
     """
 
     __slots__ = (
@@ -69,6 +71,8 @@ class RequestState:
         "recompute_until",
         "request",
         "request_id",
+        "share",
+        "spared_until",
         "stop_ids",
         "token_ids",
     )
@@ -93,6 +97,7 @@ class RequestState:
         self.plan_until = self.max_num_tokens
         self.recompute_until = 0
         self.num_preemptions = 0
+        self.spared_until = 0
         self.num_prompt_logprobs = 0  # entries passed on, for positions 1 to this
         self.num_cached_tokens: int | None = None
         self.num_host_tokens = 0  # of these, the ones that were in host memory
@@ -104,6 +109,9 @@ class RequestState:
         self.cause_log: CauseLog | None = None  # of the queue, which says why it waits; None: its account says it
         self.next_cause = 0  # the entry of that log to read next
         self.is_overtaken = False  # it waits, and a younger one has had its turn
+        self.share = KeyShare(
+            request.tenant, request.weight
+        )  # until it queues: then its key's, whose requests share one
         self.pushed = 0  # which push into the queue is the valid one; 0: not queued
 
     @property

@@ -74,6 +74,7 @@ class QuietStretch:
         for state in self._states:
             self._learn_tokens(state)
             state.num_computed += self.num_steps
+            state.share.charge(self.num_steps)
         self._requests.counts.output_tokens += self.num_steps * len(self._states)
         ended = [state for state in self._states if len(state.token_ids) == state.max_num_tokens]
         return [self._requests.end(state, FinishReason.LENGTH, committed_ns) for state in ended]
@@ -86,6 +87,8 @@ class QuietStretch:
 def num_undecided(requests: Requests) -> int:
     """Returns for how many steps from now on those who run do nothing but decode, if there are blocks for it, up to the
     one in which the first of them ends. 0 if the next step has more to do."""
+    if requests.is_shared:  # whose turn it is changes with each token
+        return 0
     if requests.prompts_ahead or not requests.running or requests.speculation.active or requests.has_step_in_flight:
         return 0
     left = []

@@ -208,6 +208,8 @@ class Visit:
                 deadline_ns=self._deadline_ns,
                 cache_salt=self.tenant.cache_salt(ask.cache_salt),
                 adapter=adapter,
+                tenant=self.tenant.name,
+                weight=self.tenant.weight,
             )
             account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
             account.extend(self.account.marks[1:])

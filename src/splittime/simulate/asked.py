@@ -51,6 +51,7 @@ def _request(name: str, asked: Asked, max_tokens: int, admitted_ns: int) -> Requ
         priority=asked.priority,
         deadline_ns=asked.deadline_ns,
         cache_salt=asked.tenant,
+        tenant=asked.tenant,
     )
 
 

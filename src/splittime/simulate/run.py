@@ -39,7 +39,7 @@ EngineLoop = Callable[[Door, Callable[[FromEngine], None]], None]  # an engine's
 OF_THE_REQUEST = (
     *("group_id", "model", "endpoint", "tenant", "started_at_unix_ns"),
     *("prompt_tokens", "prompt_parts", "prefixes", "answer_prefixes"),
-    *("cache_salt", "computes_prompt", "max_tokens", "priority"),
+    *("cache_salt", "computes_prompt", "max_tokens", "priority", "weight"),
 )
 
 

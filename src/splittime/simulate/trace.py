@@ -227,6 +227,8 @@ def _request(account: ClosedAccount, prompt: tuple[int, ...], max_model_len: int
         priority=account.priority,
         deadline_ns=account.deadline_ns,
         cache_salt=account.cache_salt,
+        tenant=account.tenant,
+        weight=account.weight,
     )
 
 

@@ -54,6 +54,7 @@ AS_THEY_ARE = (
     "most_reasoning_tokens",
     "max_tokens",
     "priority",
+    "weight",
     "deadline_ns",
     "lookup_guesses",
     "lookup_right",

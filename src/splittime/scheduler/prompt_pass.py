@@ -1,0 +1,238 @@
+"""The part of a plan that computes prompts: chunks for those that run, admissions from the queue.
+
+One key alone: the running first, then the queue, until something is missing; the first that does not fit ends the
+admission. Of several keys each does so for itself when it is its turn (`scheduler.turns`).
+"""
+
+from splittime.core.step import Admitted, Row
+from splittime.ledger.stages import Cause
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.requests import Requests
+from splittime.scheduler.state import RequestState
+from splittime.scheduler.turns import Holdings, Turns, blocks_of, one_slot
+
+
+class StepBudget:
+    """What a step with so many decode rows may still compute: `tokens`. With chunking, a prompt takes what is left;
+    without, it goes whole or not at all, except that one prompt longer than the whole budget may go as the step's only
+    prefill."""
+
+    __slots__ = ("_left", "_most_prefill", "_spent", "enable_chunked_prefill", "has_prefill", "num_decodes")
+
+    def __init__(self, config: SchedulerConfig, num_decodes: int) -> None:
+        self.num_decodes = num_decodes
+        self._left, self._spent = config.max_num_batched_tokens, 0
+        self._most_prefill = self._left if config.max_prefill_tokens is None else config.max_prefill_tokens
+        self.enable_chunked_prefill = config.enable_chunked_prefill
+        self.has_prefill = False
+
+    @property
+    def tokens(self) -> int:
+        return max(min(self._left - self.num_decodes, self._most_prefill) - self._spent, 0)
+
+    def chunk(self, num_pending: int) -> int:
+        """How many of a request's pending tokens fit now; 0: none."""
+        if self.enable_chunked_prefill:
+            return min(num_pending, self.tokens)
+        fits = num_pending <= self.tokens or not self.has_prefill
+        return num_pending if fits and self.tokens > 0 else 0
+
+    def spend(self, num_tokens: int) -> None:
+        self._spent += num_tokens
+        self.has_prefill = True
+
+
+class PromptPass:
+    """Plans prompts behind a plan's decodes. rows: the plan's so far, the first `budget.num_decodes` of them decodes.
+    victims: whom it has preempted."""
+
+    def __init__(self, requests: Requests, rows: list[Row], budget: StepBudget, now_ns: int) -> None:
+        config = requests.config
+        self._requests, self._config, self._rows, self._budget, self._now_ns = requests, config, rows, budget, now_ns
+        self.victims: list[RequestState] = []
+        self._bound_ns = config.starvation_bound_ms * 1e6
+        self._may_admit = config.batching == "continuous" or not requests.num_served
+        self._admitted: list[Admitted] = []
+        self._blocked: list[tuple[RequestState, Cause]] = []  # the first of each key that waits on, in turn
+        self._claim: float | None = None  # what the first that lacks blocks would hold with them, by weight
+        self._held: dict[Cause, Holdings] = {}  # of slots and of blocks, since somebody last came or went
+        self._num_new = 0  # blocks that the last one looked at needs
+
+    def run(self, behind: list[RequestState]) -> tuple[Admitted, ...]:
+        """behind: who runs and has prompts to compute, best rank first. Returns who was admitted. Whoever waits on is
+        told why."""
+        requests, queue = self._requests, self._requests.queue
+        self._turns = Turns(behind, queue.shares.waiting.values())
+        while (share := self._turns.next()) is not None:
+            state = self._turns.take_behind(share)
+            if state is not None:
+                self._plan_chunk(state)
+            elif (state := queue.peek(self._now_ns, self._bound_ns, share)) is not None:
+                cause = self.obstacle_to(state)
+                if cause is None:
+                    self._admitted.append(requests.admit(state))
+                    self._held.clear()
+                    self._plan_first_row(state)
+                else:
+                    self._blocked.append((state, cause))
+                    self._turns.close(share)
+            self._turns.go_on(share)
+        self._say_why()
+        return tuple(self._admitted)
+
+    def _say_why(self) -> None:
+        """Tell all who stay what was missing."""
+        queue = self._requests.queue
+        if not self._blocked and (state := queue.peek(self._now_ns, self._bound_ns)) is not None:
+            self._blocked.append((state, Cause.POLICY))  # it was preempted for another key
+        if self._blocked:
+            state, cause = self._blocked[0]
+            rest_cause = Cause.POLICY if cause is Cause.KV_BLOCKS else cause
+            queue.wait(self._now_ns, state, cause, rest_cause)
+
+    # ---- rows
+
+    def _plan_chunk(self, state: RequestState) -> None:
+        num_tokens = self._budget.chunk(state.num_pending)
+        if num_tokens == 0:
+            state.stall(Cause.TOKEN_BUDGET, self._now_ns)
+            return
+        state.account.enter(state.computing_stage, self._now_ns)
+        self._add_row(state, num_tokens)
+
+    def _plan_first_row(self, state: RequestState) -> None:
+        """Give a request its row in the step that admits it. Only a static batch may be admitted without one."""
+        num_tokens = self._budget.chunk(state.num_pending)
+        state.account.enter(state.computing_stage, self._now_ns)
+        if num_tokens == 0:
+            state.stall(Cause.TOKEN_BUDGET, self._now_ns)
+            return
+        self._add_row(state, num_tokens)
+
+    def _add_row(self, state: RequestState, num_tokens: int) -> None:
+        state.share.charge(_num_first_computed(state, state.num_computed, num_tokens))
+        self._rows.append(state.next_row(num_tokens))
+        self._budget.spend(num_tokens)
+
+    # ---- what is missing
+
+    def obstacle_to(self, state: RequestState) -> Cause | None:
+        """Returns what keeps the first of its key from being admitted now, even if others make way; else None, with its
+        cached prefix leased."""
+        while True:
+            cause = self.obstacle() or self.find_blocks(state)
+            if cause in (Cause.BATCH_SLOTS, Cause.KV_BLOCKS) and self._make_way(state, cause):
+                continue
+            if cause is Cause.KV_BLOCKS and self._claim is None:
+                self._claim = self._level_with(state)
+            elif cause is None and self._has_more(state):
+                self._let_go(state)
+                cause = Cause.POLICY
+            return cause
+
+    def obstacle(self) -> Cause | None:
+        """Returns what keeps any request from being admitted now."""
+        if not self._may_admit:
+            return Cause.POLICY
+        if len(self._requests.running) >= self._config.max_num_seqs:
+            return Cause.BATCH_SLOTS
+        if self._budget.tokens == 0 and self._config.batching == "continuous":
+            return Cause.TOKEN_BUDGET
+        return None
+
+    def find_blocks(self, state: RequestState) -> Cause | None:
+        """Lease the cached prefix, with room for all its known tokens; or why not, with nothing changed."""
+        cache, num_tokens = self._requests.cache, len(state.token_ids)
+        if not state.request.sampling.computes_prompt:
+            state.num_computed = cache.match(state.lease, state.token_ids)
+        self._num_new = cache.num_new(state.lease, num_tokens)
+        cause = None
+        if cache.num_free - self._num_new < self._keep_free:
+            cause = Cause.KV_BLOCKS
+        elif self._config.batching == "continuous" and self._budget.chunk(state.num_pending) == 0:
+            cause = Cause.TOKEN_BUDGET
+        if cause is not None:
+            self._let_go(state)
+        elif state.num_cached_tokens is None:
+            state.num_host_tokens = len(state.lease.in_host) * self._config.block_size
+        return cause
+
+    @property
+    def _keep_free(self) -> int:
+        return max(1, self._config.num_blocks // 100) if self._requests.running else 0
+
+    def _let_go(self, state: RequestState) -> None:
+        self._requests.cache.free(state.lease)
+        state.num_computed = 0
+
+    def _has_more(self, state: RequestState) -> bool:
+        """Whether its key would have more blocks with it than who lacks some would."""
+        return self._claim is not None and self._level_with(state) >= self._claim
+
+    def _level_with(self, state: RequestState) -> float:
+        """Returns what its key would hold of the blocks with it."""
+        return self._holdings(Cause.KV_BLOCKS).level(state.share, self._num_blocks(state))
+
+    def _num_blocks(self, state: RequestState) -> int:
+        """Returns how many it would hold: cached ones too, and that of its next token, for which it would be taken as
+        having more than it has now."""
+        return self._requests.cache.blocks_for(len(state.token_ids) + 1)
+
+    # ---- who makes way
+
+    def _make_way(self, state: RequestState, cause: Cause) -> bool:
+        """Put aside what is computed ahead, or who has more than its key's share, whose slot or blocks this one lacks.
+        Returns whether there was any."""
+        victim = self._requests.running_prompt_ahead
+        if victim is None and self._requests.is_shared:
+            victim = self._who_gives(state, cause)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _who_gives(self, state: RequestState, cause: Cause) -> RequestState | None:
+        holdings = self._holdings(cause)
+        if cause is Cause.KV_BLOCKS:
+            lacking = self._num_new + self._keep_free - self._requests.cache.num_free
+            return holdings.who_gives(state.share, self._num_blocks(state), lacking)
+        return holdings.who_gives(state.share, 1, 1) or holdings.whose_turn_ends(state.share)
+
+    def _holdings(self, cause: Cause) -> Holdings:
+        """Returns what the running hold; whom this plan has admitted it does not preempt."""
+        found = self._held.get(cause)
+        if found is None:
+            fresh = {admitted.request_id for admitted in self._admitted}
+            amount_of = blocks_of if cause is Cause.KV_BLOCKS else one_slot
+            found = self._held[cause] = Holdings(self._requests.running, amount_of, fresh)
+        return found
+
+    def _preempt(self, victim: RequestState) -> None:
+        """Take back the row that the plan has for it, too."""
+        self._take_row(victim)
+        self._turns.forget(victim)
+        self._held.clear()
+        self.victims.append(victim)
+        self._requests.preempt(victim, self._now_ns)
+
+    def _take_row(self, victim: RequestState) -> None:
+        row, place = take_row(victim, self._rows)
+        if row is not None and place < self._budget.num_decodes:
+            self._budget.num_decodes -= 1
+        elif row is not None:
+            self._budget.spend(-row.num_tokens)
+            victim.share.charge(-_num_first_computed(victim, row.start, row.num_tokens))
+
+
+def take_row(victim: RequestState, rows: list[Row]) -> tuple[Row | None, int]:
+    """Take the row that the plan has for it out of `rows`. Returns it, and where it was; None if there is none."""
+    for place, row in enumerate(rows):
+        if row.request_id == victim.request_id:
+            victim.num_computed = row.start
+            del rows[place]
+            return row, place
+    return None, 0
+
+
+def _num_first_computed(state: RequestState, begin: int, num_tokens: int) -> int:
+    """Returns how many of these tokens were not computed before a preemption: a key is charged for a token once."""
+    return max(0, begin + num_tokens - max(begin, state.recompute_until))
