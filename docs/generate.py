@@ -20,7 +20,7 @@ from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
-from splittime.cluster.config import ClusterConfig, ReplicaConfig
+from splittime.cluster.config import ClusterConfig, ReplicaConfig, UpstreamTimes
 from splittime.cluster.scaling import ScaleSettings
 from splittime.core import errors
 from splittime.core.settings import Setting, settings_of
@@ -191,7 +191,12 @@ def gateway_page() -> str:
 
 def cluster_page() -> str:
     """Every key of `cluster.toml`, table by table."""
-    kinds = (("Of the file itself", ClusterConfig), ("`[replica]`", ReplicaConfig), ("`[scale]`", ScaleSettings))
+    kinds = (
+        ("Of the file itself", ClusterConfig),
+        ("`[replica]`", ReplicaConfig),
+        ("`[scale]`", ScaleSettings),
+        ("`[times]`", UpstreamTimes),
+    )
     tables = "".join(
         f"\n## {title}\n\n{_first_paragraph(kind)}\n\n"
         + _table(("key", "default", "range", "meaning"), [_key(one) for one in settings_of(kind)])

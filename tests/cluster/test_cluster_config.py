@@ -152,6 +152,21 @@ def test_what_the_user_says_of_the_gateway_is_kept():
     assert digest_of(config_of(tomllib.loads(text))) == digest_of(made)
 
 
+def test_how_long_replicas_are_waited_for_is_a_matter_of_config():
+    """Nothing in `cluster.toml` could raise `first_byte_s`, so no answer could take longer than a minute."""
+    times = {"connect_s": 2.0, "first_byte_s": 120.0, "whole_answer_s": 1800.0, "between_s": 30.0, "total_s": 3600.0}
+    config, launch = config_and_launch(times=times)
+    (one,) = gateway_config(config, launch, 0, [ListedReplica("r", "http://127.0.0.1:1", launch, True)])[0].upstream
+    assert {name: getattr(one, name) for name in times} == times
+    plain, _ = config_and_launch()
+    (one,) = gateway_config(plain, launch, 0, [ListedReplica("r", "http://127.0.0.1:1", launch, True)])[0].upstream
+    assert (one.first_byte_s, one.whole_answer_s) == (60.0, None)
+    assert launch_of(config).revision == launch_of(plain).revision  # no replica is started anew for it
+    with pytest.raises(ConfigError) as caught:
+        cluster_config({"times": {"total_s": 0}})
+    assert (caught.value.info.param, caught.value.info.limit) == ("times.total_s", [0.001, 86400])
+
+
 def test_gateways_share_a_port_beside_their_own(tmp_path):
     def managed(told: str) -> ManagedGateways:
         config = cluster_config(tomllib.loads(told))

@@ -57,6 +57,19 @@ class ReplicaConfig(Strictly, frozen=True, kw_only=True):
     ] = False
 
 
+class UpstreamTimes(Strictly, frozen=True, kw_only=True):
+    """`[times]`: how long the gateways wait for replicas, in seconds; what is left out is as of `[[upstream]]`."""
+
+    connect_s: Annotated[float | None, Doc("To connect.", 0.001, 3600)] = None
+    first_byte_s: Annotated[
+        float | None,
+        Doc("To a stream's first byte; of a whole answer: until it is asked whether it lives.", 0.001, 86400),
+    ] = None
+    whole_answer_s: Annotated[float | None, Doc("To an answer that is no stream.", 0.001, 86400)] = None
+    between_s: Annotated[float | None, Doc("Between two pieces of an answer.", 0.001, 86400)] = None
+    total_s: Annotated[float | None, Doc("For a request, all attempts and waiting included.", 0.001, 86400)] = None
+
+
 class ClusterConfig(Strictly, frozen=True, kw_only=True):
     """The file's own keys and its tables. serve: settings as of `splittime serve`. gateway: as of `gateway.toml`, but
     for its upstreams. canary: None: another revision is not tried first."""
@@ -76,10 +89,16 @@ class ClusterConfig(Strictly, frozen=True, kw_only=True):
     gateway: dict[str, Any] = msgspec.field(default_factory=dict)
     replica: ReplicaConfig = ReplicaConfig()
     scale: ScaleSettings = ScaleSettings()
+    times: UpstreamTimes = UpstreamTimes()
     canary: CanaryConfig | None = None
 
 
-TABLES: dict[str, type[msgspec.Struct]] = {"replica": ReplicaConfig, "scale": ScaleSettings, "canary": CanaryConfig}
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "replica": ReplicaConfig,
+    "scale": ScaleSettings,
+    "times": UpstreamTimes,
+    "canary": CanaryConfig,
+}
 
 
 class ReplicaLaunch(msgspec.Struct, frozen=True):
@@ -134,7 +153,7 @@ def cluster_config(told: Mapping[str, Any]) -> ClusterConfig:
         config = msgspec.convert(told, ClusterConfig)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
-    for name in ("", "replica", "scale", "canary"):
+    for name in ("", "replica", "scale", "times", "canary"):
         table = getattr(config, name) if name else config
         if table is not None:
             check_table(name, table)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from splittime.cluster.bounds import max_in_flight, retry_bounds
-from splittime.cluster.config import ClusterConfig, ReplicaLaunch
+from splittime.cluster.config import ClusterConfig, ReplicaLaunch, UpstreamTimes
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import config_of
@@ -44,7 +46,7 @@ def gateway_config(
     table["retries"] = {**retry_bounds(launch.max_num_seqs)} | dict(table.get("retries", {}))
     if number:
         table = _with_own_files(table, number)
-    table["upstream"] = [_upstream(one) for one in listed] or [{**HOLD, "models": list(launch.models)}]
+    table["upstream"] = [_upstream(one, config.times) for one in listed] or [{**HOLD, "models": list(launch.models)}]
     try:
         return config_of(table), toml_of(table)
     except ConfigError as error:
@@ -65,8 +67,9 @@ def _with_own_files(table: Mapping[str, Any], number: int) -> dict[str, Any]:
     return own
 
 
-def _upstream(one: ListedReplica) -> dict[str, Any]:
+def _upstream(one: ListedReplica, times: UpstreamTimes) -> dict[str, Any]:
     key = one.launch.replica.key_env
+    given = {name: told for name, told in msgspec.structs.asdict(times).items() if told is not None}
     return {
         "name": one.name,
         "url": one.url,
@@ -75,6 +78,7 @@ def _upstream(one: ListedReplica) -> dict[str, Any]:
         "resume": one.resumes,
         "max_in_flight": max_in_flight(one.launch.max_num_seqs),
         **({} if key is None else {"key_env": key}),
+        **given,
     }
 
 

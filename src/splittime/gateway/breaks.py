@@ -6,6 +6,7 @@ from typing import NamedTuple
 from splittime.core.errors import DeadlineExceeded, UpstreamError
 from splittime.gateway.config import UpstreamConfig
 from splittime.gateway.sent_request import NoConnection
+from splittime.gateway.upstream_pulse import UpstreamSilent
 from splittime.gateway.verdict import AnswerVerdict, Whose, failed
 
 now_ns = time.monotonic_ns
@@ -35,6 +36,8 @@ class AttemptBreaks:
     def before(self, error: BaseException, limit_s: float, *, is_deadline: bool) -> AnswerVerdict | None:
         """Returns the verdict on an attempt of which no byte came within `limit_s`; None for what is no such error."""
         name, config = self._name, self._config
+        if isinstance(error, UpstreamSilent):
+            return self.silent()
         if isinstance(error, NoConnection):
             if not error.is_too_late:
                 return failed(f"no connection to upstream {name!r}", "upstream_unreachable")
@@ -52,6 +55,8 @@ class AttemptBreaks:
 
     def within(self, error: BaseException, *, is_deadline: bool) -> AnswerVerdict:
         """Returns the verdict on an answer whose next piece did not come."""
+        if isinstance(error, UpstreamSilent):
+            return self.silent()
         if not isinstance(error, TimeoutError):
             return self.died()
         if is_deadline:
@@ -60,6 +65,19 @@ class AttemptBreaks:
 
     def died(self) -> AnswerVerdict:
         return failed(f"upstream {self._name!r} broke off in the middle of its answer", DIED)
+
+    def silent(self) -> AnswerVerdict:
+        """Returns the verdict on an upstream that owes a whole answer and does not say that it lives."""
+        words = f"no answer from upstream {self._name!r} in more than {self._config.first_byte_s:g} s"
+        return failed(f"{words}, and it does not say that it lives", "upstream_first_byte_timeout", 504)
+
+    def whole_too_late(self) -> AnswerVerdict:
+        """Returns the verdict on a whole answer that took too long, which says nothing of an upstream that lives."""
+        whole_s = self._config.whole_s
+        words = f"the answer took longer than {whole_s:g} s (whole_answer_s of upstream {self._name!r})"
+        hint = "ask for a stream, or for fewer tokens"
+        told = UpstreamError(words, code="upstream_whole_answer_timeout", status=504, limit=whole_s, hint=hint)
+        return AnswerVerdict(Whose.REQUEST, told.info.code, told)
 
     def not_resumed(self, verdict: AnswerVerdict, reason: str) -> AnswerVerdict:
         """Returns the verdict on a break that no other upstream mends."""

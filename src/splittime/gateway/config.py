@@ -39,9 +39,20 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
         Doc("The wait in its own queue from which it is given fewer at once; default: it is not adapted.", 0.001, 3600),
     ] = None
     connect_s: Annotated[float, Doc("To find its address and to connect.", 0.001, 3600)] = 1.0
-    first_byte_s: Annotated[float, Doc("From sending a request to the first byte of the answer.", 0.001, 86400)] = 60.0
+    first_byte_s: Annotated[
+        float,
+        Doc("From sending a request to a stream's first byte, or to a first look after a whole answer.", 0.001, 86400),
+    ] = 60.0
+    whole_answer_s: Annotated[
+        float | None, Doc("From sending a request to an answer that is no stream; default: total_s.", 0.001, 86400)
+    ] = None
     between_s: Annotated[float, Doc("Between two pieces of an answer.", 0.001, 86400)] = 15.0
     total_s: Annotated[float, Doc("For a request, all attempts and waiting included.", 0.001, 86400)] = 600.0
+
+    @property
+    def whole_s(self) -> float:
+        """How long an answer may take that is no stream."""
+        return self.total_s if self.whole_answer_s is None else self.whole_answer_s
 
 
 class TenantConfig(Strictly, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 
 from splittime.gateway.answer_events import DONE, WholeEvents, ignored, readable
-from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
-from splittime.gateway.decoded_answer import Answer, begun, drain
+from splittime.gateway.breaks import AttemptBreaks, Deadline
+from splittime.gateway.decoded_answer import Answer, drain
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
@@ -28,6 +28,7 @@ from splittime.gateway.resume.resumption import BREAKS, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
 from splittime.gateway.told_error import decoded, event_error
 from splittime.gateway.typed_events import events_of
+from splittime.gateway.upstream_call import UpstreamCall
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import (
@@ -74,12 +75,10 @@ class Relay:
         mark: MarkedAnswer,
         has_begun: bool = False,
     ) -> None:
-        self._connections, self._upstream, self._headers = connections, upstream, headers
-        self._resumption = resumption
+        self._upstream, self._resumption = upstream, resumption
         self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
         self._request, recorder = resumption.attempt(upstream)
         self._editor, self._mark = recorder or WholeEvents(), mark
-        self._deadline, self._max_answer_bytes = deadline, max_answer_bytes
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
         self.events = events_of(self.path)
         self.status: int | None = None
@@ -92,6 +91,16 @@ class Relay:
         is_timed = deadline.is_clients or SLO_HEADER in headers
         self._asked = AttemptAsked(upstream.name, self.path, self.model, is_timed=is_timed)
         self._mask, self._breaks = KeyMask(upstream.key), AttemptBreaks(upstream.config, deadline)
+        self._call = UpstreamCall(
+            connections,
+            upstream,
+            self._request,
+            headers,
+            deadline,
+            self._asked,
+            counts_each=resumption.counts_each,
+            max_answer_bytes=max_answer_bytes,
+        )
         self._opened: tuple[Answer, bytes] | None = None
         self._whole_verdict: AnswerVerdict | None = None
         self._is_judged = False  # the first event of a stream
@@ -122,6 +131,7 @@ class Relay:
     def tell_nobody(self) -> None:
         """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
         self.on_first_byte, self.events.on_id = ignored, ignored
+        self._call.leave()
 
     def close(self) -> None:
         """Nobody wants the answer that has begun."""
@@ -143,38 +153,10 @@ class Relay:
 
     async def _open(self) -> tuple[Answer, bytes]:
         """Returns the answer, whose head is there, and its first piece, b"" if it has no body."""
-        config, request, begin_ns = self._upstream.config, self._request, now_ns()
-        limit_s, is_deadline = self._deadline.within(config.first_byte_s)
-        response: Answer | None = None
-        try:
-            response = answer = await self._connections.ask(
-                "POST",
-                self._upstream.address,
-                self.path,
-                self._headers,
-                request.body,
-                connect_s=min(config.connect_s, limit_s),
-            )
-            response, first = await begun(answer, max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
-            self.status = answer.status
-        except BaseException as error:
-            if response is not None:
-                response.close()
-            verdict = self._breaks.before(error, limit_s, is_deadline=is_deadline)
-            if verdict is None:
-                raise
-            raise UpstreamFailure(verdict) from error
-        self.first_byte_ns = now_ns()
+        response, first = await self._call.open()
+        self.status, self.first_byte_ns = response.status, now_ns()
         self.on_first_byte()
         return response, first
-
-    async def _next(self, response: Answer) -> bytes:
-        """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
-        limit_s, is_deadline = self._deadline.within(self._upstream.config.between_s)
-        try:
-            return await response.piece(limit_s)
-        except BROKEN as error:
-            raise BrokenStream(self._breaks.within(error, is_deadline=is_deadline)) from error
 
     # ---- a stream
 
@@ -185,7 +167,7 @@ class Relay:
             while piece:
                 if await self._pass_on(response, self._editor.edit(piece)):
                     return
-                piece = await self._next(response)
+                piece = await self._call.next(response)
             await self._end_without_done(response)
         except BrokenStream as broken:
             await self._break_off(broken)
@@ -225,6 +207,7 @@ class Relay:
         self._require_good_begin()
         if self.events.is_done:
             self._on_read(self)
+        events = self._call.usage.shown(events)
         if events:
             await self._begin(response)
             await self._give(self._mark.in_events(events))
@@ -280,7 +263,7 @@ class Relay:
 
     async def _judged(self, response: Answer, first: bytes) -> AnswerVerdict:
         """Returns the verdict on an answer that the client shall have. Raises `UpstreamFailure`."""
-        body = await self._read(response, first)
+        body = await self._call.read(response, first)
         verdict = of_answer(self._asked, self._mask.passed(response, body))
         self.events.take_whole(body)
         if not verdict.is_given:
@@ -305,16 +288,3 @@ class Relay:
         if body:
             await self._give(body)
         await self._end()
-
-    async def _read(self, response: Answer, piece: bytes) -> bytes:
-        pieces, size, most = [], 0, self._max_answer_bytes
-        try:
-            while piece:
-                pieces.append(piece)
-                size += len(piece)
-                if size > most:
-                    raise BrokenStream(bad_answer(self._asked, f"answered more than {most} bytes", limit=most))
-                piece = await self._next(response)
-        except BrokenStream as broken:
-            raise UpstreamFailure(broken.verdict) from broken
-        return b"".join(pieces)

@@ -25,6 +25,8 @@ from splittime.gateway.routing.first_byte_waits import FirstByteWaits
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.routing.regions import NOWHERE, DistanceCost, Regions
 from splittime.gateway.routing.round_trips import RoundTrip
+from splittime.gateway.upstream_pulse import UpstreamPulse
+from splittime.gateway.usage_asked import EACH_CHUNK
 from splittime.gateway.verdict import AnswerVerdict, Whose
 from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
@@ -60,6 +62,8 @@ class Upstream:
         most = config.max_in_flight
         self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.round_trip = RoundTrip()
+        self.pulse = UpstreamPulse(self.address, key, config.first_byte_s)
+        self.tells_usage = EACH_CHUNK  # unless it has refused that
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
 
     def take_over(self, old: "Upstream") -> None:
@@ -67,7 +71,7 @@ class Upstream:
         self.in_flight = old.in_flight
         if old.key != self.key:  # what the address said of that key is nothing of this one
             return
-        self._lacks_until_ns = old._lacks_until_ns
+        self._lacks_until_ns, self.tells_usage = old._lacks_until_ns, old.tells_usage
         if old.breaker.config == self.breaker.config:
             self.breaker = old.breaker
         else:

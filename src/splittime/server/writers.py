@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Generator, Sequence
 from types import coroutine
 from typing import Any, Protocol
 
-from splittime.api.answer import DONE, Renderer, last_ended, timing
+from splittime.api.answer import DONE, Renderer, last_ended, timing, usage
 from splittime.api.choice import Choice
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
@@ -248,10 +248,13 @@ class StreamWriter:
     def _last_events(self, rest: Sequence[Choice]) -> bytes:
         """The last chunks of the choices that have not had theirs, and the usage."""
         ask, renderer, choices = self._renderer.ask, self._renderer, list(self._choices)
-        more = {"timing": timing(last_ended(choices), now_ns())} if ask.include_timing else {}
+        more: dict[str, Any] = {"timing": timing(last_ended(choices), now_ns())} if ask.include_timing else {}
+        beside_last = more
+        if more and not ask.continuous_usage:  # a gateway that asks for the one counts by the other
+            beside_last = more | {"usage": usage(choices, ask.n)}
         parts = []
         for choice in rest:
-            beside = more if choice is rest[-1] and not ask.include_usage else {}
+            beside = beside_last if choice is rest[-1] and not ask.include_usage else {}
             parts.append(renderer.last_event(choice, self._own_timing(choice), **beside))
         if ask.include_usage:
             parts.append(renderer.usage_event(choices, **more))

@@ -51,7 +51,10 @@ def account(gateway, request_id):
     return found
 
 
-@pytest.mark.parametrize("body", [{"waits": True}, {"stream": True, "halts": True}])
+TOLD = {"stream": True, "halts": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("body", [{"waits": True}, TOLD])
 def test_one_asks_and_all_are_answered(caching, held, body):
     leader, others = started(caching, held, 1000 + len(body), 5, **body)
     asked = held.numbers
@@ -73,7 +76,10 @@ def test_one_asks_and_all_are_answered(caching, held, body):
     assert_nothing_is_left(caching)
 
 
-@pytest.mark.parametrize("body", [{"waits": True}, {"stream": True, "halts": True}])
+TOLD = {"stream": True, "halts": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("body", [{"waits": True}, TOLD])
 def test_the_leader_leaves_and_the_others_stay(caching, held, body):
     leader, others = started(caching, held, 1100 + len(body), 2, **body)
     asked = held.numbers
@@ -94,7 +100,10 @@ def test_the_leader_leaves_and_the_others_stay(caching, held, body):
     assert_nothing_is_left(caching)
 
 
-@pytest.mark.parametrize("body", [{"waits": True}, {"stream": True, "halts": True}])
+TOLD = {"stream": True, "halts": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("body", [{"waits": True}, TOLD])
 def test_when_all_have_left_the_upstream_is_cancelled(caching, held, body):
     leader, others = started(caching, held, 1200 + len(body), 2, **body)
     leader[1].close()

@@ -65,6 +65,11 @@ class Resumption:
         return "" if story.is_known else "the upstream did not tell where it stood"
 
     @property
+    def counts_each(self) -> bool:
+        """Whether each chunk is to tell the tokens so far, which nothing else tells."""
+        return self.story is not None and self.story.way == TEXT
+
+    @property
     def first_tokens(self) -> FirstTokens | None:
         """What was read of the answer's first tokens where they are looked at (`routing.escalation`)."""
         return None

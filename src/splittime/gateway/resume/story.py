@@ -4,8 +4,8 @@ Each chunk of a stream that may be continued is read. Its client sees it as the 
 that only the gateway asked for. Chunks of the second upstream get the first one's id, model and form (a chat's, if it
 was one), the first of them says `resumed`, and `usage` counts the answer as one.
 
-By text an answer's tokens are those that the upstream tells in its chunks. Where it tells none they are estimated: a
-chunk is a token, unless it has several words.
+By text an answer's tokens are those that the upstream tells in each chunk, which it is asked for (`usage_asked`). Where
+it tells none they are estimated: a chunk is a token, unless it has several words.
 """
 
 from typing import Any

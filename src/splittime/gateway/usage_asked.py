@@ -1,0 +1,125 @@
+"""Streams are asked to tell their tokens (`stream_options.include_usage`), whether their client asks for that or not.
+
+A client that did not ask gets the stream without that event, and the rest as it came, byte for byte. A splittime server
+tells its tokens beside the `timing` that the gateway asks it for, and is not asked. A server that refuses the field is
+asked again without it, and not asked for it any more; so is one that refuses to count each chunk (`each`), which is
+asked for where a stream may have to go on elsewhere, after so many tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from splittime.gateway.endpoints import WITH_CHOICES
+from splittime.gateway.forwarded import ForwardedRequest
+
+OPTIONS, INCLUDE, EACH = "stream_options", "include_usage", "continuous_usage_stats"
+REFUSED = (400, 422)
+MAX_REFUSAL_BYTES = 64 * 1024
+EACH_CHUNK, AT_THE_END, NOTHING = 2, 1, 0
+NULL_AT_THE_END = b',"usage":null}'
+NULL, ESCAPED = b"null", b"\\u"
+SEPARATORS = (b"\n\n", b"\r\n\r\n")
+
+
+class Telling(Protocol):
+    """An upstream, and how much of its streams' tokens it can be asked for."""
+
+    tells_usage: int
+
+    @property
+    def keeps_accounts(self) -> bool: ...
+
+
+class UsageEvent(msgspec.Struct, gc=False):
+    """What tells an event that has nothing but the usage."""
+
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
+    usage: msgspec.Raw = msgspec.Raw(NULL)
+
+    @property
+    def is_told(self) -> bool:
+        return bytes(self.usage) != NULL
+
+    @property
+    def is_all(self) -> bool:
+        return bytes(self.choices).translate(None, b" \t\r\n") == b"[]"
+
+
+class UsageAsked:
+    """One attempt's part. request: what the upstream is sent. each: where each chunk is to tell its tokens."""
+
+    def __init__(self, request: ForwardedRequest, upstream: Telling, *, each: bool = False) -> None:
+        self._asked, self._upstream, self._each = request, upstream, each
+        self._level, self._added = NOTHING, frozenset[str]()
+        self.request = request
+        if request.is_stream and request.path in WITH_CHOICES and not upstream.keeps_accounts:
+            self._ask()
+
+    def _ask(self) -> None:
+        self._level = min(self._upstream.tells_usage, EACH_CHUNK if self._each else AT_THE_END)
+        names = {NOTHING: (), AT_THE_END: (INCLUDE,), EACH_CHUNK: (INCLUDE, EACH)}[self._level]
+        body, self._added = _with_options(self._asked.body, names)
+        self.request = msgspec.structs.replace(self._asked, body=body) if self._added else self._asked
+
+    def is_refused(self, status: int, body: bytes) -> bool:
+        """Whether the upstream refused what was added alone; `request` then asks for less."""
+        told = body[:MAX_REFUSAL_BYTES]
+        is_about_it = any(name.encode() in told for name in (OPTIONS, INCLUDE, EACH))
+        if not (self._added and status in REFUSED and is_about_it):
+            return False
+        self._upstream.tells_usage = self._level - 1
+        self._ask()
+        return True
+
+    @property
+    def may_be_refused(self) -> bool:
+        return bool(self._added)
+
+    def shown(self, events: bytes) -> bytes:
+        """Returns whole events as the client asked for them."""
+        if not self._added or b'"usage"' not in events:
+            return events
+        return b"".join(self._shown(one) for one in _split(events))
+
+    def _shown(self, event: bytes) -> bytes:
+        data = event.strip().removeprefix(b"data:").lstrip()
+        try:
+            told = msgspec.json.decode(data, type=UsageEvent)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return event
+        if told.is_told and told.is_all:
+            return b"" if INCLUDE in self._added else event
+        if told.is_told and EACH in self._added:
+            fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            del fields["usage"]
+            return b"data: %b\n\n" % msgspec.json.encode(fields)
+        if INCLUDE in self._added and data.endswith(NULL_AT_THE_END):  # as OpenAI has it in each chunk of who asked
+            at = event.rindex(NULL_AT_THE_END)
+            return event[:at] + b"}" + event[at + len(NULL_AT_THE_END) :]
+        return event
+
+
+def _with_options(body: bytes, names: Sequence[str]) -> tuple[bytes, frozenset[str]]:
+    """Returns the body with these options of its stream, and those of them that it did not have."""
+    if not names:
+        return body, frozenset()
+    if OPTIONS.encode() not in body and ESCAPED not in body:
+        begin, written = body.index(b"{") + 1, msgspec.json.encode(dict.fromkeys(names, True))
+        return b'%b"%b":%b,%b' % (body[:begin], OPTIONS.encode(), written, body[begin:]), frozenset(names)
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    options = msgspec.json.decode(fields.get(OPTIONS, msgspec.Raw(NULL)))
+    if options is not None and not isinstance(options, dict):
+        return body, frozenset()  # the upstream's to refuse
+    added = frozenset(name for name in names if (options or {}).get(name) is not True)
+    if not added:
+        return body, added
+    written = msgspec.json.encode({**(options or {}), **dict.fromkeys(added, True)})
+    return msgspec.json.encode({**fields, OPTIONS: msgspec.Raw(written)}), added
+
+
+def _split(events: bytes) -> list[bytes]:
+    """Returns the events with the empty line behind each."""
+    separator = SEPARATORS[events.endswith(SEPARATORS[1])]
+    return [one + separator for one in events.removesuffix(separator).split(separator)]

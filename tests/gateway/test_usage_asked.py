@@ -1,0 +1,123 @@
+"""Streams that tell their tokens though nobody asked: what upstreams are sent, and what clients see of it."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittime.gateway.config import BreakerConfig, UpstreamConfig
+from splittime.gateway.forwarded import forwarded
+from splittime.gateway.upstreams import Upstream
+from splittime.gateway.usage_asked import EACH, INCLUDE, UsageAsked
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
+
+
+def upstream(**told) -> Upstream:
+    return Upstream(UpstreamConfig(name="u", url="http://127.0.0.1:1", models=("m",), **told), BreakerConfig())
+
+
+def body_of(**fields) -> bytes:
+    return json.dumps({"model": "m", "prompt": "x", "stream": True, **fields}).encode()
+
+
+def asked(body: bytes, path="/v1/completions", each=False, **told) -> UsageAsked:
+    return UsageAsked(forwarded(path, body, 16), upstream(**told), each=each)
+
+
+def event(value) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+def chunk(**more) -> dict:
+    return {"id": "x", "choices": [{"index": 0, "text": 'say "usage":null'}], **more}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_asked_for_its_tokens_and_nothing_else_changes(path):
+    body = b' {"model":"m", "prompt": "\xc3\xa9",\n "stream":true, "temperature":1.0}'
+    sent = asked(body, path).request.body
+    assert json.loads(sent)["stream_options"] == {"include_usage": True}
+    assert sent.replace(b'"stream_options":{"include_usage":true},', b"") == body
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"other": 1, "include_usage": None}])
+def test_options_of_its_own_stay(options):
+    sent = json.loads(asked(body_of(stream_options=options)).request.body)
+    assert sent == {**json.loads(body_of()), "stream_options": {**(options or {}), "include_usage": True}}
+
+
+def test_a_name_that_is_written_otherwise_is_the_same_name():
+    body = body_of(stream_options={"include_usage": False}).replace(b"stream_options", b"stream_option\\u0073")
+    sent = asked(body).request.body
+    assert sent.count(b"include_usage") == 1
+    assert json.loads(sent)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "told"),
+    [
+        (body_of(stream_options={"include_usage": True}), "/v1/completions", {}),
+        (body_of(stream=False), "/v1/completions", {}),
+        (body_of(stream_options=[1]), "/v1/completions", {}),
+        (body_of(), "/v1/completions", {"kind": "splittime"}),
+        (body_of(), "/v1/responses", {}),
+        (body_of(), "/v1/messages", {}),
+    ],
+)
+def test_who_is_not_asked_gets_the_body_as_it_came(body, path, told):
+    one = asked(body, path, **told)
+    assert one.request.body is body
+    assert one.shown(event({"choices": [], "usage": USAGE})) == event({"choices": [], "usage": USAGE})
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_the_event_is_taken_out_and_the_rest_is_as_it_came(end):
+    def told(*values) -> bytes:
+        return b"".join(event(value)[:-2] + end for value in values)
+
+    one, last = asked(body_of()), chunk(finish_reason="stop")
+    assert one.shown(told(chunk(), last, {"choices": [], "usage": USAGE}, b"[DONE]")) == told(chunk(), last, b"[DONE]")
+    assert one.shown(told({"choices": [ ], "usage": USAGE})) == b""  # fmt: skip
+    assert one.shown(told(chunk(usage=USAGE))) == told(chunk(usage=USAGE))  # it told that beside an answer by itself
+    compact = json.dumps(chunk(usage=None), separators=(",", ":")).encode()
+    assert one.shown(told(compact)) == told(json.dumps(chunk(), separators=(",", ":")).encode())
+    for other in (b"no json", b'{"usage"', {"error": {"message": "usage"}}, {"choices": [], "usage": None}):
+        assert one.shown(told(other)) == told(other)
+
+
+@given(st.lists(st.sampled_from([chunk(), chunk(usage=None), {"choices": []}, b"[DONE]", b": usage"]), max_size=6))
+def test_what_has_no_usage_is_never_changed(values):
+    events = b"".join(event(value) for value in values)
+    assert asked(body_of()).shown(events) == events  # written with spaces: as no server that adds the field does
+
+
+def test_each_chunk_is_asked_where_a_stream_may_go_on_elsewhere():
+    one = asked(body_of(), each=True)
+    assert json.loads(one.request.body)["stream_options"] == {INCLUDE: True, EACH: True}
+    assert json.loads(one.shown(event(chunk(usage=USAGE))).removeprefix(b"data: ")) == chunk()
+    assert one.shown(event({"choices": [], "usage": USAGE})) == b""
+    own = asked(body_of(stream_options={"include_usage": True}), each=True)
+    assert own.shown(event({"choices": [], "usage": USAGE})) == event({"choices": [], "usage": USAGE})
+    assert b"usage" not in own.shown(event(chunk(usage=USAGE))).replace(b'\\"usage', b"")
+
+
+def test_who_refuses_the_field_is_asked_for_less_and_not_again():
+    to = upstream()
+    one = UsageAsked(forwarded("/v1/completions", body_of(), 16), to, each=True)
+    assert not one.is_refused(400, b"the prompt is too long")
+    assert not one.is_refused(500, b"include_usage")
+    assert one.is_refused(400, b"Unknown parameter: 'stream_options.continuous_usage_stats'")
+    assert json.loads(one.request.body)["stream_options"] == {INCLUDE: True}
+    assert one.is_refused(422, b'{"loc":["body","stream_options"]}')
+    assert one.request.body == body_of()
+    assert not one.is_refused(400, b"stream_options")  # nothing was added
+    assert UsageAsked(forwarded("/v1/completions", body_of(), 16), to).request.body == body_of()
+
+
+def test_what_the_client_asked_itself_is_refused_to_the_client():
+    to = upstream()
+    own = UsageAsked(forwarded("/v1/completions", body_of(stream_options={"include_usage": True}), 16), to)
+    assert not own.is_refused(400, b"stream_options")
+    assert to.tells_usage == upstream().tells_usage

@@ -1,0 +1,158 @@
+"""Answers that come as a whole: not cut while their upstream lives, asked for once, bounded in all."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from patience import until
+from splittime.gateway import upstream_pulse
+from splittime.gateway.routing.round_trips import RoundTrips
+from splittime.gateway.upstream_answer import UpstreamAnswer
+from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstream_pulse import DEAD_AFTER, UpstreamPulse, UpstreamSilent
+from splittime.wire.target import Target
+
+from .conftest import gateway_of, upstream
+from .hostile import Hostile, whole
+from .test_chaos import metric
+
+QUIET_S = 0.15
+
+
+class Writing(Hostile):
+    """Writes whole answers for as long as it is held; its `/health` says what it is told to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.health: int | None = 200
+
+    async def do_long(self, reader, writer, body) -> bool:
+        if "/health" in body["line"]:
+            if self.health is None:
+                return await self._until_gone("long", reader)
+            writer.write(whole(self.health, {"status": "ok"}))
+            return False
+        return await self.do_held(reader, writer, body)
+
+    do_other = do_long
+
+    def num_asked(self, name: str) -> int:
+        return sum(bool(body) for _, body in self.asked[name])
+
+    def num_polls(self) -> int:
+        return len(self.asked["long"]) - self.num_asked("long")
+
+
+@pytest.fixture(scope="module")
+def writing():
+    server = Writing()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(writing, tmp_path_factory):
+    text = "[breaker]\nfailures = 1\n[retries]\nspare = 100\npause_s = 0.0\n"
+    text += upstream("long", writing.url("long"), "m", first_byte_s=QUIET_S, between_s=QUIET_S, total_s=30.0)
+    text += upstream("other", writing.url("other"), "m", first_byte_s=QUIET_S, max_in_flight=0)
+    text += upstream("short", writing.url("long"), "short", first_byte_s=QUIET_S, whole_answer_s=0.6)
+    with gateway_of(tmp_path_factory.mktemp("whole"), text) as started:
+        yield started
+
+
+@pytest.mark.parametrize("health", [200, 404, 401], ids=["well", "no such path", "another key"])
+def test_a_long_answer_is_waited_for_while_its_upstream_lives(gateway, writing, health):
+    """It takes many times `first_byte_s`; it is asked for once, and opens no breaker."""
+    writing.hold.clear()
+    writing.health = health
+    asked, polls = writing.num_asked("long"), writing.num_polls()
+    told = []
+    asking = threading.Thread(target=lambda: told.append(gateway.ask("m", max_tokens=2000)))
+    asking.start()
+    until(lambda: writing.num_polls() >= polls + DEAD_AFTER + 2)
+    writing.hold.set()
+    asking.join()
+    assert (told[0][0], json.loads(told[0][2])["usage"]["completion_tokens"]) == (200, 3)
+    assert writing.num_asked("long") == asked + 1
+    assert not any(one["is_open"] for one in gateway.get("/stats")["upstreams"])
+
+
+def test_the_time_in_all_is_bounded_and_held_against_nobody(gateway, writing):
+    writing.hold.clear()
+    writing.health = 200
+    asked = writing.num_asked("long")
+    status, _, body = gateway.ask("short")
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (504, "upstream_whole_answer_timeout")
+    assert "0.6 s (whole_answer_s of upstream 'short')" in error["message"]
+    assert "stream" in error["hint"]
+    assert writing.num_asked("long") == asked + 1  # nobody else is asked to write it again
+    assert not any(one["is_open"] for one in gateway.get("/stats")["upstreams"])
+    assert metric(gateway, "splittime_gateway_breaker_open") == {"long": 0, "other": 0, "short": 0}
+
+
+@pytest.mark.parametrize("health", [None, 503], ids=["silent", "unwell"])
+def test_one_that_does_not_live_is_given_up(writing, tmp_path, health):
+    """Its breaker opens, and others are asked."""
+    writing.hold.clear()
+    writing.health = health
+    text = "[breaker]\nfailures = 1\n[retries]\nmax_attempts = 1\n"
+    text += upstream("long", writing.url("long"), "m", "only", first_byte_s=QUIET_S)
+    text += upstream("spare", writing.url("fine"), "m", "fine")
+    with gateway_of(tmp_path, text) as gateway:
+        status, _, body = gateway.ask("only")
+        assert (status, json.loads(body)["error"]["code"]) == (504, "upstream_first_byte_timeout")
+        assert [one["is_open"] for one in gateway.get("/stats")["upstreams"]] == [True, False]
+        assert [gateway.ask("m")[0] for _ in range(3)] == [200] * 3
+    writing.hold.set()
+
+
+# ---- the pulse itself
+
+
+class NoConnection:
+    def cut(self) -> None:
+        """Nothing is to be cut."""
+
+
+def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
+    """Returns what became of so many answers, of an upstream that lives as `answers` say, and then for good."""
+    told = iter(answers)
+    asked = []
+
+    async def status(*_, **__):
+        asked.append(1)
+        if next(told, True):
+            return 200, b""
+        raise OSError("it is silent")
+
+    monkeypatch.setattr(upstream_pulse, "ask_whole", status)
+
+    async def run() -> list[str]:
+        pulse = UpstreamPulse(Target(url="http://127.0.0.1:1").address, None, 0.004)
+        connections = UpstreamConnections(RoundTrips())
+        waiting = [UpstreamAnswer(NoConnection()) for _ in range(waits)]
+        for answer in waiting:
+            pulse.watch(answer, connections)
+        ends = await asyncio.gather(*(one.piece(0.2) for one in waiting), return_exceptions=True)
+        for answer in waiting:
+            pulse.leave(answer)
+        await asyncio.sleep(0.02)
+        assert pulse._asking is None  # nobody waits, nobody asks
+        return [type(one).__name__ for one in ends]
+
+    ends = asyncio.run(run())
+    assert len(asked) < 60  # once for all who wait
+    return ends
+
+
+def test_silence_is_several_times_in_a_row(monkeypatch):
+    few = [False] * (DEAD_AFTER - 1)
+    assert watched([*few, True, *few, True], 3, monkeypatch) == ["TimeoutError"] * 3
+    assert watched([*few, False], 20, monkeypatch) == [UpstreamSilent.__name__] * 20
+
+
+def test_who_left_is_not_asked_for(monkeypatch):
+    assert watched([], 0, monkeypatch) == []
