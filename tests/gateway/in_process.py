@@ -71,11 +71,13 @@ class Saying:
         return not self.hangs_up
 
 
-async def asked(app: GatewayApp, headers: dict[str, str] | None = None, path: str = CHAT, **fields) -> Told:
+async def asked(
+    app: GatewayApp, headers: dict[str, str] | None = None, path: str = CHAT, method: str = "POST", **fields
+) -> Told:
     """Ask the application itself."""
     body = json.dumps({"model": "m", "messages": [], "max_tokens": 3, **fields}).encode()
     given = {"host": "127.0.0.1", "content-length": str(len(body)), **(headers or {})}
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1"}
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "http_version": "1.1"}
     scope |= {
         "headers": [(k.lower().encode(), v.encode()) for k, v in given.items()],
         "scheme": "http",

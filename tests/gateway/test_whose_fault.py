@@ -1,5 +1,6 @@
 """Whose a refusal is: one request's own doing pauses, opens and costs nothing for anybody else."""
 
+import gzip
 import json
 import time
 
@@ -8,11 +9,19 @@ import pytest
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.endpoints import EMBEDDINGS
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
+from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import AttemptAsked, Whose, of_answer
+from splittime.web.tenants import ANYBODY
 
 from .hostile import WHOLE, whole
 from .in_process import CHAT, PATIENT, Saying, asked, counted, gateway_before
+
+
+def coded(status: int, body: dict) -> bytes:
+    data = gzip.compress(json.dumps(body).encode())
+    return b"HTTP/1.1 %d X\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data)
+
 
 REFUSALS = {
     "deadline": Whose.REQUEST,
@@ -201,6 +210,33 @@ def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
 
     one = Saying(whole(200, WHOLE))
     gateway_before({"one": one}, ask)
+
+
+RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "error": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code"),
+    [
+        (whole(200, RESPONSE), 200, None),
+        (coded(200, RESPONSE), 200, None),
+        (whole(404, {"error": {"message": "no such response", "code": "c"}}), 404, "c"),
+        (whole(401, {"error": {"message": "wrong key sk-12345678", "code": "c"}}), 502, "upstream_401"),
+        (whole(500, {"error": {"message": "sk-12345678 broke", "code": "c"}}), 500, "c"),
+        (b"HTTP/1.1 302 X\r\nlocation: http://127.0.0.1:9/\r\ncontent-length: 0\r\n\r\n", 502, "upstream_bad_answer"),
+        (b"HTTP/1.1 200 X\r\ncontent-length: 6\r\n\r\n<html>", 502, "upstream_bad_answer"),
+    ],
+)
+def test_a_response_that_is_read_again_is_judged_too(said, status, code, monkeypatch):
+    async def ask(app, gateway):
+        gateway.held.note(ANYBODY.name, "resp_1", HeldResponse("one", "m"))
+        told = await asked(app, path="/v1/responses/resp_1", method="GET")
+        assert (told.status, told.code) == (status, code)
+        assert b"sk-12345678" not in told.body
+        assert not {b"location", b"content-encoding"} & told.headers.keys()
+
+    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
+    gateway_before({"one": Saying(b"", models=said)}, ask, key_env="UPSTREAM_KEY")
 
 
 # ---- quiet services

@@ -3,6 +3,7 @@
 import asyncio
 
 from splittime import __version__
+from splittime.gateway.decoded_answer import begun
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.wire.target import Address
@@ -15,10 +16,12 @@ async def read_whole(answer: UpstreamAnswer, within_s: float, max_bytes: int) ->
     `ValueError` where it does not end as it should."""
     body = bytearray()
     try:
-        while piece := await answer.piece(within_s):
+        decoded, piece = await begun(answer, within_s)
+        while piece:
             body += piece
             if len(body) > max_bytes:
                 return None
+            piece = await decoded.piece(within_s)
     finally:
         answer.close()
     return bytes(body)

@@ -8,16 +8,16 @@ import time
 
 from splittime.core.errors import NotFound, RequestError, UpstreamError
 from splittime.gateway.endpoints import RESPONSES
-from splittime.gateway.passed_answer import PassedAnswer
+from splittime.gateway.passed_answer import KeyMask, PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Upstream
+from splittime.gateway.verdict import AttemptAsked, of_answer
 from splittime.gateway.whole_answers import read_whole
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
-PASSED_ON = (b"content-type", b"content-encoding", b"retry-after")
 CANCEL = "/cancel"
 now_ns = time.monotonic_ns
 
@@ -72,7 +72,7 @@ def _refuse_query(scope: http.Scope) -> None:
 async def _answered(
     gateway: GatewayService, scope: http.Scope, upstream: Upstream, method: str, path: str
 ) -> PassedAnswer:
-    """Returns the upstream's whole answer. Raises `UpstreamError` where there is none in time."""
+    """Returns the upstream's whole answer. Raises `UpstreamError` where there is none in time, or none for a client."""
     config, name = upstream.config, upstream.name
     headers = sent_headers(scope, upstream, http.new_request_id(), now_ns() + int(config.first_byte_s * 1e9), None)
     most = gateway.config.max_answer_bytes
@@ -90,7 +90,7 @@ async def _answered(
         raise UpstreamError(f"upstream {name!r} did not answer", code="upstream_unreachable") from error
     if body is None:
         raise UpstreamError(f"the upstream answered more than {most} bytes", code="upstream_bad_answer", limit=most)
-    if answer.status >= 600:
-        raise UpstreamError(f"the upstream answered {answer.status}", code="upstream_bad_answer")
-    kept = [(name, answer.headers[name]) for name in PASSED_ON if name in answer.headers]
-    return PassedAnswer(answer.status, kept, body)
+    verdict = of_answer(AttemptAsked(name, RESPONSES, ""), KeyMask(upstream.key).passed(answer, body))
+    if verdict.answer is None:
+        raise verdict.error or UpstreamError("there is no answer")
+    return verdict.answer
