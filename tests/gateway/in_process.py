@@ -59,6 +59,7 @@ class Saying:
         writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Returns whether the connection goes on."""
         head = await reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"GET "):
             self.num_checks += 1

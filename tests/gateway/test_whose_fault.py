@@ -10,6 +10,7 @@ from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.endpoints import EMBEDDINGS
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
+from splittime.gateway.tenant_pauses import TenantPauses
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import AttemptAsked, Whose, of_answer
 from splittime.web.tenants import ANYBODY
@@ -157,6 +158,81 @@ def test_the_clients_own_bound_pauses_nobody(header, said):
 
     one, two = Saying(said), Saying(said)
     gateway_before({"one": one, "two": two}, ask)
+
+
+TENANTS = "".join(
+    f'[[tenant]]\nname = "{name}"\nkey_env = "{name.upper()}"\noperator = true\n' for name in ("a", "b", "c")
+)
+
+
+def of(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+@pytest.fixture
+def tenants(monkeypatch) -> str:
+    for name in ("a", "b", "c"):
+        monkeypatch.setenv(name.upper(), f"key-of-{name}")
+    return TENANTS
+
+
+def test_a_429_without_a_reason_pauses_for_its_tenant_until_another_meets_one(tenants):
+    """It may be about what one tenant asked; two tenants agree that it is not."""
+
+    async def ask(app, gateway):
+        assert (await asked(app, of("a"))).code == "slow"
+        one.said = whole(200, WHOLE)
+        for _ in range(3):
+            told = await asked(app, of("a"))
+            assert (told.status, told.code, told.headers[b"retry-after"]) == (429, "upstreams_busy", b"30")
+        assert len(one.asked) == 1  # it is left alone by who was refused
+        for _ in range(3):
+            assert (await asked(app, of("b"))).status == 200
+        assert not gateway.router.upstreams[0].breaker.is_busy(time.monotonic_ns())
+        one.said = slow
+        assert (await asked(app, of("b"))).code == "slow"
+        one.said = whole(200, WHOLE)
+        assert [(await asked(app, of(name))).code for name in "abc"] == ["upstreams_busy"] * 3
+        assert gateway.router.upstreams[0].breaker.is_busy(time.monotonic_ns())
+        assert len(one.asked) == 5
+
+    slow = whole(429, {"error": {"message": "x", "code": "slow"}}, "retry-after: 30")
+    one = Saying(slow)
+    gateway_before({"one": one}, ask, PATIENT + tenants)
+
+
+def test_one_that_says_that_its_key_is_used_up_pauses_for_all_at_once(tenants):
+    async def ask(app, gateway):
+        assert (await asked(app, of("a"))).code == "tokens_per_minute"
+        assert [(await asked(app, of(name))).code for name in "abc"] == ["upstreams_busy"] * 3
+        assert len(one.asked) == 1
+
+    one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_minute"}}, "retry-after: 30"))
+    gateway_before({"one": one}, ask, PATIENT + tenants)
+
+
+def test_a_tenant_that_one_asked_for_a_pause_goes_to_another(tenants):
+    async def ask(app, gateway):
+        for _ in range(4):
+            assert (await asked(app, of("a"))).status == 200
+        assert (len(one.asked), len(two.asked)) == (1, 4)
+        assert (await asked(app, of("b"))).status == 200
+        assert len(one.asked) == 2
+
+    one, two = Saying(BUSY), Saying(whole(200, WHOLE))
+    gateway_before({"one": one, "two": two}, ask, PATIENT + tenants)
+
+
+def test_pauses_are_over_when_they_are():
+    pauses = TenantPauses(has_several=True)
+    assert not pauses.holds_for_all("u", "a", 0, 10)
+    assert not pauses.holds_for_all("u", "a", 1, 5)  # nor does a shorter one shorten it
+    assert pauses.held("a", 9) == ["u"]
+    assert (pauses.held("a", 10), pauses.held("b", 1)) == ([], [])
+    assert not pauses.holds_for_all("v", "b", 2, 10)
+    assert not pauses.holds_for_all("u", "b", 10, 20)  # that of the other is over
+    assert pauses.holds_for_all("u", "a", 11, 20)
+    assert TenantPauses(has_several=False).holds_for_all("u", "a", 0, 10)
 
 
 def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():

@@ -82,10 +82,12 @@ class Breaker:
     def _until_ns(self, now_ns: int) -> int:
         return now_ns + int(self.config.open_s * 1e9)
 
+    def pause_ns(self, asked_s: float | None) -> int:
+        """Returns how long it is left alone that asked for so long; None: it did not say."""
+        return int(min(LEAST_BACKOFF_S if asked_s is None else asked_s, self.config.max_backoff_s) * 1e9)
+
     def note_busy(self, now_ns: int, retry_after_s: float | None) -> None:
-        asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
-        until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
-        self._busy_until_ns = max(self._busy_until_ns, until_ns)
+        self._busy_until_ns = max(self._busy_until_ns, now_ns + self.pause_ns(retry_after_s))
         self._is_trying = False
 
     def take_over(self, other: "Breaker") -> None:

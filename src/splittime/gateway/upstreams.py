@@ -185,7 +185,10 @@ class Routed(NamedTuple):
 
 class Router:
     """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
-    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none."""
+    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none. lacks_models:
+    some upstream has said that it does not have a model of the config."""
+
+    lacks_models = False
 
     def __init__(
         self,

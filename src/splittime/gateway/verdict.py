@@ -42,7 +42,7 @@ KEY_CODES = frozenset(
 )
 FLAGGED = frozenset({"content_policy_violation", "content_filter", "moderation_blocked"})
 NO_SUCH_PATH = (405, 501)
-PASSING = (408, 425, 429, 502, 503, 504, 529)
+PASSING = (408, 425, 502, 503, 504, 529)
 UPSTREAM_MAY_TRY = (408, 421, 425)  # 4xx that are about the exchange
 OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not meet
     {
@@ -93,7 +93,8 @@ class AttemptAsked(NamedTuple):
 class AnswerVerdict(NamedTuple):
     """code: of a failure, in metrics and accounts; "" for an answer that is given. error: what the client is told if
     nobody does better; answer: what it has in its place, as the upstream said it. is_retryable: another upstream may be
-    asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for."""
+    asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for; is_for_all: it
+    said that any request would meet it, not this tenant's alone."""
 
     whose: Whose
     code: str = ""
@@ -102,6 +103,7 @@ class AnswerVerdict(NamedTuple):
     is_retryable: bool = False
     is_passing: bool = False
     pause_s: float | None = None
+    is_for_all: bool = False
 
     @property
     def is_given(self) -> bool:
@@ -153,7 +155,9 @@ def of_answer(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
     if status == 404 and says_no_such_path(told):
         whose = Whose.HEALTH if asked.has_choices else Whose.PATH
         return _refused(asked, answer, whose, is_told=isinstance(told, dict))
-    return _refused(asked, answer, _whose(asked, status, refusal_of(told)), is_told=isinstance(told, dict))
+    refusal = refusal_of(told)
+    verdict = _refused(asked, answer, _whose(asked, status, refusal), is_told=isinstance(told, dict))
+    return verdict._replace(is_for_all=bool(refusal.codes & OF_THE_UPSTREAM))
 
 
 def _of_whole(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
@@ -219,7 +223,7 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
         kind(words, code=code, status=status, retry_after_s=pause_s),
         answer if is_told else None,
         is_retryable=whose is not Whose.REQUEST or status == BUSY_STATUS,
-        is_passing=whose in (Whose.HEALTH, Whose.BUSY) and status in PASSING,
+        is_passing=whose is Whose.HEALTH and status in PASSING,
         pause_s=pause_s,
     )
 
