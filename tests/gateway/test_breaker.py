@@ -109,6 +109,39 @@ def test_one_with_a_checker_is_tried_after_a_check_alone():
     assert breaker.allows(35 * S)
 
 
+def test_what_one_tenant_alone_meets_opens_it_for_nobody_while_others_are_answered():
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.note_success(S, "b")
+    for _ in range(20):
+        breaker.note_failure(2 * S, "a")
+    assert breaker.allows(2 * S)
+    breaker.note_failure(3 * S, "c")  # two agree
+    assert not breaker.allows(3 * S)
+
+
+def test_a_tenant_that_is_alone_opens_it():
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.note_success(S, "a")
+    breaker.note_success(S, "b")
+    for _ in range(3):
+        breaker.note_failure(11 * S, "a")  # the other's answer is too old to say anything
+    assert breaker.is_open
+
+
+def test_what_no_request_brings_about_opens_it_whoever_met_it():
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.note_success(S, "b")
+    breaker.note_failure(2 * S, "a")
+    breaker.note_failure(2 * S)  # no connection
+    assert not breaker.is_open
+    breaker.note_failure(2 * S, "a")
+    assert breaker.is_open
+    breaker.note_success(3 * S, "b")
+    for _ in range(3):
+        breaker.note_failure(4 * S, "a")  # those before the success are forgotten
+    assert not breaker.is_open
+
+
 def test_what_is_known_against_it():
     breaker = Breaker(BreakerConfig(failures=3))
     assert (breaker.is_well, breaker.num_successes) == (True, 0)

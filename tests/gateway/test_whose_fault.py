@@ -315,6 +315,27 @@ def test_a_response_that_is_read_again_is_judged_too(said, status, code, monkeyp
     gateway_before({"one": Saying(b"", models=said)}, ask, key_env="UPSTREAM_KEY")
 
 
+@pytest.mark.parametrize("status", [403, 404, 500, 200])
+def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
+    """A text that an upstream cannot stand, sent as often as one likes, while others are served."""
+    bad = whole(status, {"error": {"message": "The model broke", "code": "x"}})
+
+    async def ask(app, gateway):
+        for _ in range(4):
+            one.said = whole(200, WHOLE)
+            assert (await asked(app, of("b"))).status == 200
+            one.said = bad
+            for _ in range(8):
+                assert (await asked(app, of("a"))).status >= 403
+        assert not gateway.router.upstreams[0].breaker.is_open
+        for _ in range(8):  # others meet it too
+            await asked(app, of("c"))
+        assert gateway.router.upstreams[0].breaker.is_open
+
+    one = Saying(bad)
+    gateway_before({"one": one}, ask, PATIENT + tenants)
+
+
 # ---- quiet services
 
 QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT

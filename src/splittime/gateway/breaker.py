@@ -23,6 +23,8 @@ class Breaker:
         self._is_checked = True
         self.has_checker = False
         self.num_successes = 0
+        self._failed_for: set[str] = set()  # tenants, of the failures in a row
+        self._good_ns: dict[str, int] = {}  # by tenant, the latest success
 
     @property
     def is_well(self) -> bool:
@@ -68,16 +70,29 @@ class Breaker:
         if self._is_trying:
             self._failures, self._open_until_ns, self._is_trying = self.config.failures - 1, None, False
 
-    def note_success(self) -> None:
+    def note_success(self, now_ns: int = 0, tenant: str = "") -> None:
         self.num_successes += 1
+        self._good_ns[tenant] = now_ns
+        self._failed_for.clear()
         self._failures, self._open_until_ns, self._is_trying = 0, None, False
 
-    def note_failure(self, now_ns: int) -> None:
+    def note_failure(self, now_ns: int, tenant: str = "") -> None:
+        """tenant: of a request that may have brought the failure about; "" for one that cannot have."""
         self._failures += 1
-        if self._failures >= self.config.failures:  # as it is, where one tried an open breaker
+        self._failed_for.add(tenant)
+        is_enough = self._failures >= self.config.failures  # as it is, where one tried an open breaker
+        if is_enough and (self.is_open or not self._is_one_tenants(now_ns)):
             self._open_until_ns = self._until_ns(now_ns)
             self._is_checked = not self.has_checker
         self._is_trying = False
+
+    def _is_one_tenants(self, now_ns: int) -> bool:
+        """Whether one tenant alone has met the failures, while another has had answers of late: what a request brings
+        about is not held against others."""
+        if len(self._failed_for) != 1 or "" in self._failed_for:
+            return False
+        since_ns = now_ns - int(self.config.open_s * 1e9)
+        return any(at_ns > since_ns for name, at_ns in self._good_ns.items() if name not in self._failed_for)
 
     def _until_ns(self, now_ns: int) -> int:
         return now_ns + int(self.config.open_s * 1e9)

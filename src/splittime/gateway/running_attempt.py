@@ -126,7 +126,7 @@ class RunningAttempt:
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
         if self._is_heard(verdict):
-            upstream.hear(verdict, self.relay.path, self.relay.model, now_ns())
+            upstream.hear(verdict, self.relay.path, self.relay.model, now_ns(), self._tenant)
         else:
             upstream.breaker.note_nothing()
         self._gateway.router.lacks_models |= verdict.whose is Whose.MODEL

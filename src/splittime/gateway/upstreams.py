@@ -117,18 +117,18 @@ class Upstream:
     def note_lacks(self, path: str, model: str, now_ns: int) -> None:
         self._lacks_until_ns[path, model] = now_ns + LACKS_NS
 
-    def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int) -> None:
-        """Take note of what an attempt's end says of this upstream."""
+    def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int, tenant: str = "") -> None:
+        """Take note of what an attempt's end, for this tenant, says of this upstream."""
         breaker, has_others = self.breaker, len(set(self.config.models)) > 1
         if verdict.whose is Whose.PATH or (verdict.whose is Whose.MODEL and has_others):
             self.note_lacks(path, model, now_ns)
             breaker.note_nothing()
         elif verdict.is_against:
-            breaker.note_failure(now_ns)
+            breaker.note_failure(now_ns, tenant if verdict.is_answered else "")
         elif verdict.whose is Whose.BUSY:
             breaker.note_busy(now_ns, verdict.pause_s)
         elif verdict.whose is Whose.NOBODY:
-            breaker.note_success()
+            breaker.note_success(now_ns, tenant)
         else:
             breaker.note_nothing()
 

@@ -94,7 +94,8 @@ class AnswerVerdict(NamedTuple):
     """code: of a failure, in metrics and accounts; "" for an answer that is given. error: what the client is told if
     nobody does better; answer: what it has in its place, as the upstream said it. is_retryable: another upstream may be
     asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for; is_for_all: it
-    said that any request would meet it, not this tenant's alone."""
+    said that any request would meet it, not this tenant's alone. is_answered: it answered, so that the request may have
+    brought it about."""
 
     whose: Whose
     code: str = ""
@@ -104,6 +105,7 @@ class AnswerVerdict(NamedTuple):
     is_passing: bool = False
     pause_s: float | None = None
     is_for_all: bool = False
+    is_answered: bool = False
 
     @property
     def is_given(self) -> bool:
@@ -138,7 +140,8 @@ def failed(words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool
 
 def bad_answer(asked: AttemptAsked, words: str, **more: Any) -> AnswerVerdict:
     """Returns the verdict on an answer that is none."""
-    return failed(f"upstream {asked.upstream!r} {words}", "upstream_bad_answer", is_passing=False, **more)
+    verdict = failed(f"upstream {asked.upstream!r} {words}", "upstream_bad_answer", is_passing=False, **more)
+    return verdict._replace(is_answered=True)
 
 
 # ---- an answer that is all there
@@ -211,7 +214,7 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
     """is_told: the body is an object, which a client may read."""
     status, code = answer.status, f"upstream_{answer.status}"
     if whose in (Whose.KEY, Whose.MODEL):
-        return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True)
+        return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True, is_answered=True)
     words = f"upstream {asked.upstream!r} answered {status}"
     if whose is Whose.PATH:
         words = f"upstream {asked.upstream!r} has no {asked.path}"
@@ -225,6 +228,7 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
         is_retryable=whose is not Whose.REQUEST or status == BUSY_STATUS,
         is_passing=whose is Whose.HEALTH and status in PASSING,
         pause_s=pause_s,
+        is_answered=True,
     )
 
 
