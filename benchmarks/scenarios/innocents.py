@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ SERVER, GATEWAY = "server", "gateway"
 SLOTS = 64
 FORM_MS = 1000.0
 ASKED = [(name, point) for name in ("ttft", "gap", "short") for point in ("p50", "p99")]
+MEASURED = ("ttft", "gap", "short", "form")
 BLACK_HOLE = "black-hole-"
 START_S = 1.5  # of an attacking process
 
@@ -79,6 +81,14 @@ def innocent(command: Command, seconds: float) -> dict[str, Any]:
     return told_by(start("innocent_client", command.port, "--seconds", seconds), seconds + 60)
 
 
+def ask_first(command: Command) -> None:
+    """Ask for one form, which is the first: what compiles them is started by it."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 3, "guided_choice": ["yes", "no"]}
+    headers = {"Authorization": f"Bearer {INNOCENT}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{command.url}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=120).close()
+
+
 def full_step_ms(server: Command, seconds: float) -> float:
     """Return the p99 of a step with all slots full of ordinary streams."""
     body = {"model": MODEL, "prompt": "def read(path):\n", "ignore_eos": True}
@@ -117,10 +127,12 @@ def measure(scene: Scene, seconds: float, step_ms: float) -> dict[str, Any]:
         # a quiet gateway is one without a hole
         with stack(Path(folder)) as running:
             target = running.gateway if scene.on == GATEWAY else running.servers[0]
+            ask_first(target)
             quiet = innocent(target, seconds)
             if not holes:
                 return told(scene, quiet, attacked(scene, running, target, seconds), step_ms)
         with stack(Path(folder), others=holes) as running:
+            ask_first(running.servers[0])
             return told(scene, quiet, attacked(scene, running, running.gateway, seconds), step_ms)
 
 
@@ -151,8 +163,10 @@ def holds(quiet: dict[str, Any], beside: dict[str, Any], step_ms: float) -> str:
     """Return yes, VOID or no, with the figure that is beyond its limit."""
     if beside["failed"]:
         return f"no: failed {beside['failed']}"
-    if absent := [name for name in ("ttft", "gap", "short", "form") if name not in beside]:
+    if absent := [name for name in MEASURED if name not in beside]:
         return f"no: nothing came of {', '.join(absent)}"
+    if absent := [name for name in MEASURED if name not in quiet]:
+        return f"VOID: nothing came of {', '.join(absent)} when all was quiet"
     if beside["form"]["max"] > FORM_MS:
         return f"no: a form took {beside['form']['max']:.0f} ms"
     verdict = "yes"
@@ -169,7 +183,7 @@ def holds(quiet: dict[str, Any], beside: dict[str, Any], step_ms: float) -> str:
 
 def row(found: dict[str, Any]) -> str:
     cells = [f"{found['on']:8}{found['attack']:22}"]
-    for name in [name for name in ("ttft", "gap", "short", "form") if name in found["beside"]]:
+    for name in [name for name in MEASURED if name in found["quiet"] and name in found["beside"]]:
         quiet, beside = found["quiet"][name], found["beside"][name]
         points = "/".join(f"{beside[point]:.0f}" for point in ("p50", "p99", "max"))
         cells.append(f"{name} {points} (x{beside['p50'] / quiet['p50']:.1f}, x{beside['p99'] / quiet['p99']:.1f})")

@@ -43,6 +43,11 @@ def test_an_innocent_is_held_to_its_own_quiet_figures(found, verdict):
     assert holds(QUIET, found, STEP_MS) == verdict
 
 
+def test_what_was_never_quiet_is_void():
+    quiet = {name: told for name, told in QUIET.items() if name != "form"}
+    assert holds(quiet, beside(), STEP_MS) == "VOID: nothing came of form when all was quiet"
+
+
 def test_black_holes_are_for_the_gateway_alone():
     everywhere, at_server = scenes(["server", "gateway"], None), scenes(["server"], None)
     assert len(at_server) == len(ATTACKS)
