@@ -154,5 +154,31 @@ def test_silence_is_several_times_in_a_row(monkeypatch):
     assert watched([*few, False], 20, monkeypatch) == [UpstreamSilent.__name__] * 20
 
 
+def test_one_that_says_nothing_for_long_is_silent_and_a_slow_one_is_not(monkeypatch):
+    """A server whose `/health` takes as long as its answers do has more time for it than the next question comes in."""
+
+    def ends(lasts_s: float) -> str:
+        async def run() -> BaseException:
+            async def status(*_, within_s, **__):
+                async with asyncio.timeout(within_s):
+                    await asyncio.sleep(lasts_s)
+                return 200, b""
+
+            monkeypatch.setattr(upstream_pulse, "ask_whole", status)
+            pulse, answer = (
+                UpstreamPulse(Target(url="http://127.0.0.1:1").address, None, 0.01),
+                UpstreamAnswer(NoConnection()),
+            )
+            pulse.watch(answer, UpstreamConnections(RoundTrips()))
+            (end,) = await asyncio.gather(answer.piece(0.25), return_exceptions=True)
+            pulse.leave(answer)
+            return end
+
+        return type(asyncio.run(run())).__name__
+
+    assert ends(0.05) == "TimeoutError"  # five periods
+    assert ends(5.0) == UpstreamSilent.__name__
+
+
 def test_who_left_is_not_asked_for(monkeypatch):
     assert watched([], 0, monkeypatch) == []
