@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from patience import until
+from splittime.ledger.ring import Ring
 from splittime.web import connection as connections
 
 from .conftest import LiveServer, say
@@ -193,7 +194,7 @@ def test_refused_requests_leave_the_served_ones_in_the_ring(launch) -> None:
     live = launch(say("ok"))
     live.post("/v1/completions", {"prompt": "x"}, {"X-Request-Id": "served"})
     live.service.is_draining = True
-    live.ledger._max_accounts = 20
+    live.ledger._refused = Ring(20, 2**20)
     with client(live) as (connection, answers):
         for _ in range(50):
             connection.sendall(post())

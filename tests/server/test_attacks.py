@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 
@@ -311,3 +312,33 @@ def test_who_does_not_take_a_whole_answer_is_cut(launch) -> None:
     account.verify()
     assert (account.error.code, account.error.limit) == ("slow_reader", 0.3)
     until(lambda: not server.server.server_state.connections)  # the connection is cut, not only given up
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: gzip\r\ntransfer-encoding: chunked\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n", 501),
+        (b"GET /version HTTP/2.0\r\n", 505),
+        (b"GET /version HTTP/0.9\r\n", 505),
+        (b"GET /version HTTP/3.7\r\n", 505),
+        (b"GET /health HTTP/2.0\r\n", 505),
+    ],
+)
+def test_a_head_that_others_may_read_otherwise_ends_its_connection(launch, head: bytes, status: int) -> None:
+    client = connect(launch())
+    client.settimeout(60)
+    client.sendall(head + b"Host: localhost\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = b"".join(iter(lambda: client.recv(1000), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"%d" % status]
+    assert b"connection: close" in answer
+
+
+def test_one_transfer_encoding_is_read_however_it_is_written(launch) -> None:
+    client = connect(launch())
+    client.sendall(
+        IN_CHUNKS.replace(b"transfer-encoding: chunked", b"TRANSFER-encoding:  Chunked ")
+        + b'10\r\n{"prompt":"abc"}\r\n0\r\n\r\n'
+    )
+    assert client.recv(1000).startswith(b"HTTP/1.1 200")

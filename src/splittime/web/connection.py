@@ -1,4 +1,4 @@
-"""One connection, and the server that accepts it: the only file that uses uvicorn's internals (a test lists them).
+"""One connection: the only file that uses the internals of uvicorn's protocol (a test lists them).
 
 `ConnectionProtocol` is uvicorn's HTTP protocol, extended by what ASGI has no word for.
 
@@ -17,20 +17,14 @@ uvicorn keeps whatever a head says, without end, at twenty times its size, and t
 in chunks, for fields of the head: a key or a name of the server that came there would count. Here a head has a bound,
 what comes between and behind chunks has one too, and trailers are dropped.
 
-How long a request had lain in its socket before its head was read, no account could say of itself. The kernel knows:
-`tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a few ms coarse.
-It costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
+A head that two readers would read in two ways is refused, and nothing behind it is read.
 """
 
 import asyncio
-import contextlib
-import socket
-import struct
 import time
 from collections import deque
 from typing import Any, cast
 
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from splittime.web.http import (
@@ -41,22 +35,23 @@ from splittime.web.http import (
     UNSEEN_NS,
     AnswerAtOnce,
     AtOnce,
+    Headers,
     Scope,
     content_length,
     header,
+    headers,
 )
+from splittime.web.places import Places
+from splittime.web.tenants import ANYBODY, TENANT
+from splittime.web.unseen import unseen_ns
 
 LEAST_TLS_BYTES = 1  # with 0 uvloop's TLS asks for a pause at each write, and never goes on
 MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody reads; a longer one costs its sender the connection
 MAX_HEAD_BYTES = 64 * 1024  # beside what comes in one piece with its begin, which is 256 KiB at most
 FRAMING_BYTES = 8  # around each byte of a body in chunks; chunks of one byte need five
-ACCEPTS_PER_TURN = 16
-TCP_INFO = getattr(socket, "TCP_INFO", None)
-LAST_DATA_RECV = struct.Struct("=I")
-LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
 CLOSE = (b"connection", b"close")
 LEAVE_S = 1.0  # for requests of those who had just come in at a port that others go on to listen at
-LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
+VERSIONS = ("1.0", "1.1")
 
 
 class Answered:
@@ -77,9 +72,12 @@ class ConnectionProtocol(HttpToolsProtocol):
     at_once: the answer to a request of which only the head is known, or None if the application has to look at it.
     """
 
-    def __init__(self, *args: Any, head_s: float, stall_s: float, at_once: AnswerAtOnce, **more: Any) -> None:
+    def __init__(
+        self, *args: Any, head_s: float, stall_s: float, at_once: AnswerAtOnce, places: Places, **more: Any
+    ) -> None:
         super().__init__(*args, **more)
-        self._head_s, self._stall_s, self._at_once = head_s, stall_s, at_once
+        self._head_s, self._stall_s, self._at_once, self._places = head_s, stall_s, at_once, places
+        self._refusal: tuple[int, str] | None = None  # of a head that nobody is to read on behind
         self._room = MAX_HEAD_BYTES  # for bytes of this request that are in no body
         self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
         self._num_skipped = 0  # bytes of it
@@ -92,9 +90,11 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0 if self.scheme == "http" else LEAST_TLS_BYTES, low=0)
         self._head_timer = self.loop.call_later(self._head_s, transport.abort)
+        self._places.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._places.leave(self)
         self._tell_all()
         self._stop_head_timer()
         self._stop_skip_timer()
@@ -120,9 +120,10 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
-        if self.parser.should_upgrade() and self._has_body():  # the parser would take that body for the next request
-            self.send_400_response("This server speaks HTTP/1.1 only: send the request without Upgrade.")
-            return
+        self._places.begin(self)
+        self._refusal = self._refused()
+        if self._refusal is not None:
+            raise ValueError("the parser reads no further, and tells `data_received`")
         self.scope[START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
         self.scope[UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
         answer = self._at_once(self._head()) if self._may_answer_at_once() else None
@@ -133,6 +134,19 @@ class ConnectionProtocol(HttpToolsProtocol):
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
+
+    def _refused(self) -> tuple[int, str] | None:
+        """Returns why nothing is to be read of this request, and with which status."""
+        if self.parser.get_http_version() not in VERSIONS:
+            return 505, "This server speaks HTTP/1.1 only."
+        if self.parser.should_upgrade() and self._has_body():  # the parser would take that body for the next request
+            return 400, "This server speaks HTTP/1.1 only: send the request without Upgrade."
+        codings = headers(cast(Scope, self.scope), b"transfer-encoding")
+        if len(codings) > 1:
+            return 400, "The request has more than one Transfer-Encoding."
+        if codings and codings[0].strip().lower() != "chunked":
+            return 501, "The one Transfer-Encoding that is read is chunked."
+        return None
 
     def _has_body(self) -> bool:
         scope = cast(Scope, self.scope)
@@ -155,18 +169,21 @@ class ConnectionProtocol(HttpToolsProtocol):
     def _answer(self, answer: AtOnce) -> None:
         """Write it; from here on the request's body is read past."""
         self._ends = not (self._keeps_alive() and self._is_worth_skipping())
-        headers = [*self.server_state.default_headers, *answer.headers]
-        if CLOSE in headers:
+        fields = [*self.server_state.default_headers, *answer.headers]
+        if CLOSE in fields:
             self._ends = True
         elif self._ends:
-            headers.append(CLOSE)
-        lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        self.transport.write(b"".join((STATUS_LINE[answer.status], lines, b"\r\n", answer.body)))
+            fields.append(CLOSE)
+        self._write(answer.status, fields, answer.body)
         answer.on_written()
         self.server_state.total_requests += 1
         self.cycle = ANSWERED  # type: ignore[assignment]
         self._num_skipped = 0
         self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _write(self, status: int, fields: Headers, body: bytes) -> None:
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in fields])
+        self.transport.write(b"".join((STATUS_LINE[status], lines, b"\r\n", body)))
 
     def _keeps_alive(self) -> bool:
         return self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
@@ -197,8 +214,22 @@ class ConnectionProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+            self._wait()
+
+    def on_response_complete(self) -> None:
+        if not (self.pipeline or self.transport.is_closing()):
+            self._wait()
+        super().on_response_complete()
+
+    def _wait(self) -> None:
+        """The next request may come, or another connection in place of this one."""
+        holder = cast(Scope, self.scope).get(TENANT, ANYBODY)
+        self._places.wait(self, is_known=holder is not ANYBODY)
 
     # ---- endings
+
+    def give_way(self) -> None:
+        self.transport.abort()
 
     def end_soon(self) -> None:
         """End the connection with the answer to its latest request; where it waits for one, `LEAVE_S` from now."""
@@ -210,7 +241,11 @@ class ConnectionProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
+        status, words = self._refusal or (400, msg)
+        length = (b"content-length", b"%d" % len(words))
+        told = [(b"content-type", b"text/plain; charset=utf-8"), length, CLOSE]
+        self._write(status, [*self.server_state.default_headers, *told], words.encode("ascii"))
+        self.transport.close()
         self._tell_all()
 
     def _tell_all(self) -> None:
@@ -252,66 +287,3 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
-
-
-def unseen_ns(connection: socket.socket | None) -> int:
-    """Returns how long the data being read now lay in its socket; 0 below `LEAST_UNSEEN_MS`, or if nobody can say."""
-    if TCP_INFO is None or connection is None:
-        return 0
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_DATA_RECV_AT + LAST_DATA_RECV.size)
-    except OSError:  # it is closed already
-        return 0
-    if len(info) < LAST_DATA_RECV_AT + LAST_DATA_RECV.size:
-        return 0
-    (ms,) = LAST_DATA_RECV.unpack_from(info, LAST_DATA_RECV_AT)
-    return ms * 1_000_000 if ms >= LEAST_UNSEEN_MS else 0
-
-
-class ManyAcceptingServer(uvicorn.Server):
-    """Leaves signals alone, and accepts many connections in a turn of the event loop. libuv accepts one from each
-    listening socket, so there are several that share one queue. With a single one, a client that came while turns were
-    long waited for as many turns as there were newcomers before it."""
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        own = list(sockets or ())
-        await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
-
-    def leave(self, listener: socket.socket) -> None:
-        """Stop listening where others go on to, and serve whoever the system has let in there. Each answer from here on
-        ends its connection: the next one leads to the others. listener: one more of that address, and the last."""
-        address, loop = listener.getsockname(), asyncio.get_running_loop()
-        for one in self.servers:
-            if one.sockets and one.sockets[0].getsockname() == address:
-                one.close()
-        waiting = _accepted(listener, self.config.backlog)
-        listener.close()
-        self.config.encoded_headers.append(CLOSE)
-        self.server_state.default_headers.append(CLOSE)
-        for open_one in self.server_state.connections:
-            cast(ConnectionProtocol, open_one).end_soon()
-        adopting = (loop.connect_accepted_socket(self._protocol, one, ssl=self.config.ssl) for one in waiting)
-        self._adopted = asyncio.gather(*adopting, return_exceptions=True)
-
-    def _protocol(self) -> asyncio.Protocol:
-        """Returns the protocol of one more connection, as uvicorn makes it."""
-        made = self.config.http_protocol_class
-        return cast(
-            asyncio.Protocol,
-            made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
-        )
-
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
-
-
-def _accepted(listener: socket.socket, most: int) -> list[socket.socket]:
-    """Returns the connections that wait there, without waiting for any."""
-    listener.setblocking(False)
-    found: list[socket.socket] = []
-    with contextlib.suppress(OSError):  # there is no other, or no descriptor for it
-        while len(found) < most:
-            found.append(listener.accept()[0])
-    for one in found:
-        one.setblocking(False)
-    return found

@@ -20,7 +20,9 @@ from typing import Protocol
 import uvicorn
 
 from splittime.web import http, log_limit
-from splittime.web.connection import LEAVE_S, ConnectionProtocol, ManyAcceptingServer
+from splittime.web.accepting import ManyAcceptingServer
+from splittime.web.connection import LEAVE_S, ConnectionProtocol
+from splittime.web.places import places_of_process
 from splittime.web.ports import bound
 
 BACKLOG = 2048  # connections that may wait to be accepted
@@ -64,6 +66,7 @@ def make_server(app: ServedApp, config: SocketConfig) -> ManyAcceptingServer:
         head_s=config.body_timeout_s,
         stall_s=config.slow_reader_s + STALL_MORE_S,
         at_once=app.at_once,
+        places=places_of_process(),
     )
     return ManyAcceptingServer(
         uvicorn.Config(
