@@ -218,7 +218,7 @@ class PythonReader(CallReader):
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family._replace(after_name="("), tools)
         self._is_first = True
-        self._is_skipped, self._written = False, ""  # the value that is read, and what came of it
+        self._is_skipped, self._written = False, list[str]()  # the value that is read, and what came of it
         self._nesting = PythonNesting()
 
     def _arguments(self, text: str) -> str | None:
@@ -234,7 +234,7 @@ class PythonReader(CallReader):
         self._is_skipped = found is None  # as is what is too long for a name
         if found is None and len(text) < MOST_HEAD_CHARS and not _POSITIONAL.match(head):
             return None
-        self._written, self._state = "", self._value
+        self._written, self._state = [], self._value
         if found is None:
             return bare
         self.arguments += ("{" if self._is_first else ", ") + json.dumps(found[1], ensure_ascii=False) + ": "
@@ -245,11 +245,11 @@ class PythonReader(CallReader):
         for at, character in enumerate(text):
             if self._nesting.is_outside and character in ",)":
                 if not self._is_skipped:
-                    self.arguments += _json(python_value_of(self._written + text[:at]))
+                    self.arguments += _json(python_value_of("".join(self._written) + text[:at]))
                 self._state = self._arguments
                 return text[at:]
             self._nesting.take(character)
-        self._written += text
+        self._written.append(text)
         return "" if text else None
 
 

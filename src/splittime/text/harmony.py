@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Container
 
-from splittime.text.marks import overlap
+from splittime.text.marks import Undecided, overlap
 from splittime.text.told_apart import ReasoningPlace, ToldApart
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -39,7 +39,7 @@ class HarmonyParser:
         self._is_in_head = place is ReasoningPlace.BEFORE
         self._is_reasoning = place is ReasoningPlace.WITHIN
         self._called, self._is_in_call = "", False  # the tool, until its arguments begin; and whether they have
-        self._text = ""  # what has come and is not decided yet
+        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
         self._num_chars = 0  # of what has come
         self._offsets: deque[int] = deque()  # of tokens in what is not decided yet
         self._num_tokens = 0
@@ -56,8 +56,11 @@ class HarmonyParser:
 
     def push(self, text: str, *, is_end: bool = False) -> ToldApart:
         """Returns what this piece makes sure. is_end: no other piece follows."""
-        self._text += text
-        self._num_chars += len(text)
+        grown = self._undecided.grown(self._text, text, is_end=is_end)
+        if grown is None:
+            return ToldApart("", "")
+        self._num_chars += len(grown) - len(self._text)
+        self._text = grown
         self._said = ["", ""]
         while self._head(is_end) if self._is_in_head else self._body(is_end):
             pass

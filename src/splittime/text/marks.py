@@ -1,7 +1,31 @@
-"""Marks in a text that comes in pieces: what may be the beginning of one, and a mark whatever the white space in it."""
+"""Marks in a text that comes in pieces: what may be the beginning of one, a mark whatever the white space in it, and
+how often what is undecided is looked at."""
 
 import re
 from functools import lru_cache
+
+SHORT_CHARS = 512  # of what is undecided: it is looked at with each piece
+GROWTH = 16  # what is longer is looked at again when it has grown by this part of it
+
+
+class Undecided:
+    """Holds pieces of a text back until it is worth looking at what is undecided once more: so the work is in
+    proportion to the text, in how many pieces it comes and however long nothing can be decided."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._num_chars = 0
+
+    def grown(self, text: str, piece: str, *, is_end: bool) -> str | None:
+        """Returns the undecided text with all that has come behind it; None where that is to wait for more. is_end: no
+        other piece follows."""
+        self._pieces.append(piece)
+        self._num_chars += len(piece)
+        if not is_end and len(text) > SHORT_CHARS and self._num_chars * GROWTH < len(text):
+            return None
+        whole = text + "".join(self._pieces)
+        self._pieces, self._num_chars = [], 0
+        return whole
 
 
 def overlap(text: str, mark: str) -> int:

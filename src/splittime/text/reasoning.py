@@ -12,7 +12,7 @@ from typing import NamedTuple
 from splittime.core.errors import ConfigError
 from splittime.text import harmony
 from splittime.text.lark import literal, up_to
-from splittime.text.marks import overlap
+from splittime.text.marks import Undecided, overlap
 from splittime.text.told_apart import ReasoningPlace, ToldApart
 
 
@@ -104,7 +104,7 @@ class ReasoningParser:
         self._is_first = place is ReasoningPlace.WITHIN  # nothing of the reasoning has come
         self._is_over = place is ReasoningPlace.BEHIND
         self._skips_breaks = False
-        self._text = ""  # what has come and is not decided yet
+        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
         self._num_chars = 0  # of what has come
         self._offsets: list[int] = []
         self._num_tokens = 0
@@ -121,8 +121,11 @@ class ReasoningParser:
 
     def push(self, text: str, *, is_end: bool = False) -> ToldApart:
         """Returns what this piece makes sure. is_end: no other piece follows."""
-        self._text += text
-        self._num_chars += len(text)
+        grown = self._undecided.grown(self._text, text, is_end=is_end)
+        if grown is None:
+            return ToldApart("", "")
+        self._num_chars += len(grown) - len(self._text)
+        self._text = grown
         if not self._is_begun:
             self._look_for_begin(is_end)
         reasoning = self._reasoning(is_end) if self._is_begun and not self._is_over else ""

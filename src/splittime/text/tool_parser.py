@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from splittime.text.call_readers import CallReader, MemberReader, ObjectReader, PythonReader, TaggedReader
-from splittime.text.marks import behind, last_word, overlap, trigger
+from splittime.text.marks import Undecided, behind, last_word, overlap, trigger
 from splittime.text.quoted_reader import QuotedReader
 from splittime.text.tool_families import Style, ToolFamily
 
@@ -49,12 +49,12 @@ class ToolParser:
         self._family, self._tools = family, tools
         self._first = trigger(family.opens or family.begin)
         self._end, self._last = last_word(family.end), last_word(family.closes or family.end)
-        self._text = ""  # what has come and is not decided yet
+        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
         self._kept = ""  # what has been read, and is content if no call follows
         self._state: Callable[[bool], bool] = self._in_content
         self._reader = self._new_reader()
         self._is_first = True  # nothing but white space came before
-        self._blank = ""  # white space behind a call, which is content only before more of it
+        self._blank: list[str] = []  # white space behind a call, which is content only before more of it
         self.num_calls = 0
 
     def _new_reader(self) -> CallReader:
@@ -65,9 +65,12 @@ class ToolParser:
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
         for begin in range(0, len(text) or 1, PIECE_CHARS):
-            self._text += text[begin : begin + PIECE_CHARS]
-            while self._state(is_end and begin + PIECE_CHARS >= len(text)):
-                pass
+            is_last = is_end and begin + PIECE_CHARS >= len(text)
+            grown = self._undecided.grown(self._text, text[begin : begin + PIECE_CHARS], is_end=is_last)
+            if grown is not None:
+                self._text = grown
+                while self._state(is_last):
+                    pass
         return ParsedText("".join(self._content), _joined(self._calls))
 
     # ---- each returns whether there is more to do with what has come
@@ -143,7 +146,7 @@ class ToolParser:
             return self._no_call()
         if reader.name is not None and not was_known:
             self._calls.append(CallDelta(self.num_calls, reader.name, "", reader.number))
-            self.num_calls, self._blank, self._kept = self.num_calls + 1, "", ""
+            self.num_calls, self._blank, self._kept = self.num_calls + 1, [], ""
         if reader.arguments:
             self._calls.append(CallDelta(self.num_calls - 1, None, reader.arguments))
             reader.arguments = ""
@@ -196,10 +199,12 @@ class ToolParser:
         self._text = self._text[sure:]
 
     def _say(self, text: str) -> None:
-        text = self._blank + text
         sure = len(text.rstrip()) if self.num_calls else len(text)
-        self._content.append(text[:sure])
-        self._blank = text[sure:]
+        if sure:
+            self._content += [*self._blank, text[:sure]]
+            self._blank = []
+        if sure < len(text):
+            self._blank.append(text[sure:])
 
 
 def _joined(deltas: list[CallDelta]) -> tuple[CallDelta, ...]:
