@@ -322,7 +322,7 @@ def test_who_does_not_take_a_whole_answer_is_cut(launch) -> None:
         (b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n", 501),
         (b"GET /version HTTP/2.0\r\n", 505),
         (b"GET /version HTTP/0.9\r\n", 505),
-        (b"GET /version HTTP/3.7\r\n", 505),
+        (b"GET /version HTTP/3.7\r\n", 400),
         (b"GET /health HTTP/2.0\r\n", 505),
     ],
 )

@@ -39,12 +39,12 @@ class Places:
         self.wait(one, is_known=False)
 
     def wait(self, one: GivesWay, *, is_known: bool) -> None:
-        """It has no request at work from now on. is_known: it has shown a key."""
+        """Says that this one has no request at work from now on. is_known: it has shown a key."""
         self.begin(one)
         (self._known if is_known else self._strangers)[one] = None
 
     def begin(self, one: GivesWay) -> None:
-        """It has a request at work."""
+        """Says that this one has a request at work."""
         self._strangers.pop(one, None)
         self._known.pop(one, None)
 
