@@ -44,7 +44,7 @@ from benchmarks.scenarios.black_hole import KINDS
 from benchmarks.scenarios.guarded import MODEL, OPERATOR, Command, Stack, ledger_files, stack, used
 from benchmarks.scenarios.innocents import black_hole, start, told_by
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.sqlite_file import ACCOUNT_TABLES
+from splittime.ledger.sqlite_open import ACCOUNT_TABLES
 
 AT_ONCE = 3
 ATTACK_S = (5.0, 30.0)

@@ -79,6 +79,8 @@ def test_a_hash_that_was_kept_shows_what_was_taken_off_the_end_or_made_anew():
         (lambda made: [*made[:2], lines(3)[0][2].replace(b"t2", b"t5"), *made[3:]], 3),
         (lambda made: [*made[:2], link(verify(made[:2]).end, {"kind": "other"})[0], *made[3:]], 4),
         (lambda made: [link(ChainEnd(4, FIRST), {})[0]], 1),
+        (lambda made: [*made[:2], link(verify(made[:2]).end._replace(number=7), {})[0]], 3),
+        (lambda made: [*made[:2], link(verify(made[:2]).end._replace(number=1), {})[0]], 3),
     ],
 )
 def test_the_first_broken_line_is_told(change, broken):

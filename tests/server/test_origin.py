@@ -113,6 +113,8 @@ def test_an_address_that_others_reach_has_a_key_and_any_name_unless_it_is_told_w
     assert is_taken(told, scope("api.example"))
     assert is_taken(told, scope("10.0.0.5:8000"))  # the address the connection came to
     assert not is_taken(told, scope("10.0.0.6:8000"))
+    assert not is_taken(told, scope("110.0.0.5:8000"))  # it ends as that address does, and is another's
+    assert not is_taken(told, scope("10.0.0.50:8000"))
     assert not is_taken(told, scope("svc.cluster.local"))
     named = Names("Box.internal", ("api.example",))
     assert is_taken(named, scope("box.internal:8000"))
