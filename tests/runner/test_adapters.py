@@ -148,6 +148,10 @@ REFUSED = {
     "a rank above the limit": ({"r": 17}, "max_lora_rank, 16"),
     "no rank": ({"r": "4"}, "r = 4"),
     "a scale that is none": ({"lora_alpha": float("nan")}, "lora_alpha"),
+    "a scale beyond all": ({"lora_alpha": 1e308}, "lora_alpha"),
+    "a scale of too many digits": ({"lora_alpha": -(10**400)}, "lora_alpha"),
+    "a truth for a scale": ({"lora_alpha": True}, "lora_alpha"),
+    "a scale that makes too much of it": ({"lora_alpha": 1 << 20}, r"by lora_alpha holds values beyond"),
     "ranks of their own": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     "a changed base": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "another method": ({"peft_type": "IA3"}, "peft_type"),
@@ -174,6 +178,7 @@ SPOILED = {
     "another shape": ({f"{PREFIX}A.weight": torch.ones(4, 31)}, r"\[4, 31\]"),
     "integers": ({f"{PREFIX}A.weight": torch.ones(4, 32, dtype=torch.int32)}, "int32"),
     "a NaN": ({f"{PREFIX}A.weight": torch.full((4, 32), float("nan"))}, "not finite"),
+    "too large a number": ({f"{PREFIX}A.weight": torch.full((4, 32), 1e30)}, "beyond 65504"),
     "too much": ({"x": torch.zeros(1 << 23)}, "has at most"),
 }
 

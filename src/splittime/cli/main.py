@@ -1,6 +1,7 @@
 """The `splittime` command. A command's modules are imported when it is called: each start of a server or a gateway
 would wait for those of all others. `--help` of the whole imports them all."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -10,6 +11,7 @@ from typer.core import TyperGroup
 
 from splittime import __version__
 from splittime.cli.panels import GroupedCommand
+from splittime.cli.shown_keys import warning_of
 
 
 class Listed(NamedTuple):
@@ -113,6 +115,8 @@ def _options(
     ] = False,
 ) -> None:
     """An LLM inference server that accounts for every nanosecond of every request."""
+    if (warning := warning_of(sys.argv[1:])) is not None:
+        typer.echo(warning, err=True)
 
 
 def main() -> None:

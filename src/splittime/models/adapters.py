@@ -32,6 +32,8 @@ from splittime.models.weights.shard_files import open_file
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20  # 14 tensors a layer; it is read in Python, beside the steps
+MAX_ALPHA = 1 << 20  # a thousand times what anybody trains with
+MAX_WEIGHT = 65504.0  # the largest number of float16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora"}
 WITHOUT_EFFECT = {  # on a finished adapter: its tensors say what they belong to
@@ -76,8 +78,8 @@ def read_config(path: Path, max_rank: int) -> LoraConfig:
     if type(rank) is not int or not 1 <= rank <= max_rank:
         hint = "start the server with a higher --max-lora-rank"
         raise _refused("r", rank, f"must be a whole number from 1 to max_lora_rank, {max_rank}", max_rank, hint)
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise _refused("lora_alpha", alpha, "must be a finite number")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
+        raise _refused("lora_alpha", alpha, f"must be a number from -{MAX_ALPHA} to {MAX_ALPHA}", MAX_ALPHA)
     return LoraConfig(rank, alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
 
 
@@ -195,7 +197,7 @@ class _AdapterPacker:
         for module in modules:
             place, prefix = places[module], f"base_model.model.model.layers.{index}.{module}.lora_"
             downs.append(self._read(f"{prefix}A.weight", rank, place.in_features))
-            up = self._read(f"{prefix}B.weight", place.out_features, rank) * self._lora.scale
+            up = self._scaled(f"{prefix}B.weight", place.out_features, rank)
             up = pair_rows(up, place.head_dim) if place.head_dim else up
             ends = place.begin, place.begin + place.out_features
             parts.append(LowRankPart(*ends, rank, self._pack(up)))
@@ -214,7 +216,18 @@ class _AdapterPacker:
         if not torch.isfinite(tensor).all():
             raise _misfit(name, "holds values that are not finite", None, None)
         self.num_parameters += tensor.numel()
-        return tensor.float()
+        return _of_usual_size(name, tensor.float())
+
+    def _scaled(self, name: str, *shape: int) -> Tensor:
+        """Returns a half of a pair with what `lora_alpha` makes of it."""
+        return _of_usual_size(f"{name} by lora_alpha", self._read(name, *shape) * self._lora.scale)
+
+
+def _of_usual_size(name: str, tensor: Tensor) -> Tensor:
+    """Raises `ConfigError` for numbers by which every answer would be none."""
+    if tensor.numel() and not tensor.abs().max() <= MAX_WEIGHT:
+        raise _misfit(name, f"holds values beyond {MAX_WEIGHT:g}", MAX_WEIGHT, None)
+    return tensor
 
 
 def _misfit(name: str, said: str, limit: object, hint: str | None) -> ConfigError:
