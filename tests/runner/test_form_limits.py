@@ -1,10 +1,12 @@
 """Forms of strangers: what they may take, where they walk, and what is kept of them."""
 
 import os
+import resource
 import signal
 import threading
 import time
 from concurrent.futures import Future, wait
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,11 +92,13 @@ def test_a_form_that_takes_too_much_is_refused_and_its_process_gone(known: Gramm
     assert known.far.num_alive == 0
 
 
-def test_memory_has_a_limit_of_its_own() -> None:
-    few = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=30.0, memory_bytes=96 << 20))
-    with pytest.raises(RequestError, match="96 MiB"):
-        few.compile(of_schema(PRODUCTS))
-    few.close()
+def test_memory_has_a_limit_of_its_own(known: Grammars) -> None:
+    walk = known.walk(LARGE)
+    looked(walk, [], 0)
+    pid = walk._form._process._pid
+    most_bytes, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+    has_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    assert has_bytes < most_bytes <= has_bytes + (192 << 20)
 
 
 def test_what_nobody_wants_any_more_ends_where_it_is(known: Grammars) -> None:

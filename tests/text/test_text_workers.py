@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -76,6 +78,17 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_served(templ
         assert (await workers.submit(CHAT).done).ids == ((111, 107),)
 
     with_workers(body, byte_tokenizer(both))
+
+
+def test_a_workers_memory_is_bounded_whatever_time_it_has() -> None:
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        pid = workers.lanes[0].workers[0].pid
+        most_bytes, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+        has_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        assert has_bytes < most_bytes <= has_bytes + LIMITS.memory_bytes
+
+    with_workers(body)
 
 
 def test_a_template_that_calls_itself_is_the_requests_error() -> None:
