@@ -70,6 +70,10 @@ def test_it_is_known_since_when_answers_are_kept(store):
     if isinstance(store, ValkeyAnswers):
         store._connection.ask(b"DEL", BEGUN)
         assert store.begun_unix_s() is None
+        store._connection.ask(b"SET", BEGUN, b"1000.5")
+        store.put(answer("a"), 60)
+        assert store.begun_unix_s() == 1000.5
+        store._connection.ask(b"DEL", BEGUN)
     store.put(answer("a"), 60)
     begun_s = store.begun_unix_s()
     assert time.time() - 60 < begun_s <= time.time() + 0.001

@@ -26,7 +26,6 @@ log = logging.getLogger("splittime.gateway")
 CLOSE_S = 5.0
 BATCH = 256
 MAX_PROMPT_BYTES = 64 * 1024
-MAX_NAME_CHARS = 256  # of a model: a client may write any, and a line that is too long could not be gone on from
 
 
 class AuditRecord(NamedTuple):
@@ -143,7 +142,7 @@ def _of_request(account: ClosedAccount, body: bytes | None, is_cut: bool) -> dic
         "tenant": account.tenant,
         "config": account.config_version,
         "endpoint": account.endpoint,
-        "model": account.model[:MAX_NAME_CHARS],
+        "model": account.model,
         "upstreams": [attempt.upstream for attempt in account.attempts],
         "finish_reason": account.finish_reason,
         "error": None if account.error is None else account.error.code,
