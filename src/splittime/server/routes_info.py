@@ -1,6 +1,5 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs, the description."""
 
-import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -21,10 +20,11 @@ from splittime.core.settings import settings_of
 from splittime.core.sleep import FALLING_ASLEEP
 from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
+from splittime.server.counted import CountedText
 from splittime.server.dashboard.files import send_file
 from splittime.server.service import Service
-from splittime.text.process import Decode, Encode, Render, TextDone
-from splittime.text.worker import FramedWork, TextTask, framed
+from splittime.text.process import Decode, Encode, Render
+from splittime.text.worker import FramedWork, framed
 from splittime.web import http
 from splittime.web.short_turns import read_beside
 
@@ -109,25 +109,10 @@ async def _read_body(service: Service, scope: http.Scope, receive: http.Receive)
 async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Token ids of a text or of rendered messages."""
     model = service.require_model()
-    body = await _read_body(service, scope, receive)
-    done = await worked_on(service, await read_beside(len(body), _tokenize_work, body, model), receive)
+    with CountedText(service, scope, receive) as text:
+        body = await _read_body(service, scope, receive)
+        done = await text.done(await read_beside(len(body), _tokenize_work, body, model))
     await http.respond(send, done.answer)
-
-
-async def worked_on(service: Service, work: FramedWork, receive: http.Receive) -> TextDone:
-    """Given up when the client goes: what it left behind would stand before others' texts."""
-    task = service.texts.submit(work)
-    watcher = asyncio.get_running_loop().create_task(_drop_when_gone(service, task, receive))
-    try:
-        return await task.done
-    finally:
-        watcher.cancel()
-
-
-async def _drop_when_gone(service: Service, task: TextTask, receive: http.Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    service.texts.drop(task, http.Disconnected())
 
 
 def _tokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
@@ -145,8 +130,9 @@ def _tokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     model = service.require_model()
-    body = await _read_body(service, scope, receive)
-    done = await worked_on(service, await read_beside(len(body), _detokenize_work, body, model), receive)
+    with CountedText(service, scope, receive) as text:
+        body = await _read_body(service, scope, receive)
+        done = await text.done(await read_beside(len(body), _detokenize_work, body, model))
     await http.respond(send, msgspec.json.encode(Text(done.text)))
 
 

@@ -12,7 +12,7 @@ from splittime.api.reasoning import can_be_bound
 from splittime.api.schema import ChatBody
 from splittime.api.tools import as_template_reads, tool_use_of
 from splittime.core.errors import RequestError, SplittimeError
-from splittime.server.routes_info import worked_on
+from splittime.server.counted import CountedText
 from splittime.server.service import Service
 from splittime.server.translation import TranslatedAnswer, TranslatedVisit
 from splittime.server.visit import GivenBody
@@ -34,11 +34,11 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
     try:
         model = service.require_model()
         _check_version(scope)
-        body = await http.read_body_in_time(
-            scope, receive, service.config.max_body_bytes, service.config.body_timeout_s
-        )
-        work = await read_beside(len(body), _counted_work, body, service, model)
-        done = await worked_on(service, work, receive)
+        with CountedText(service, scope, receive) as text:
+            body = await http.read_body_in_time(
+                scope, receive, service.config.max_body_bytes, service.config.body_timeout_s
+            )
+            done = await text.done(await read_beside(len(body), _counted_work, body, service, model))
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:

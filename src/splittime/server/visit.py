@@ -25,13 +25,14 @@ from splittime.core.request import FinishReason, Request, adapter_name
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
+from splittime.server import counted
 from splittime.server.endpoints import ENDPOINTS
 from splittime.server.group import Group, Writer
 from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, output_budgets, reasoning_begun, too_late
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
-from splittime.web.quota import Quota
+from splittime.web.quota import QuotaUse
 from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
 
@@ -69,7 +70,7 @@ class Visit:
         self._group: Group | None = None
         self._prompts: Prompts | None = None
         self._place: Place | None = None
-        self._quota: Quota | None = None  # that of its tenant, once it has let the request in
+        self._quota: QuotaUse | None = None  # of that of its tenant, once it has let the request in
         self._watcher: asyncio.Task[None] | None = None
         self._is_reserved = self._is_gone = False
 
@@ -129,9 +130,9 @@ class Visit:
         """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
         await self._reserve()  # before anything can be refused: an account goes by no other request's id
         model = self._read_head()
-        self._quota = self.service.quota(self.tenant)
-        self._quota.enter(now_ns())
+        self._quota = self.service.quota(self.tenant).enter(now_ns())
         ask, prompts = await self._read_ask(model)
+        counted.count_answers(self.service, self._quota, ask.num_choices)
         self._prompts = prompts
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self.account.enter(Stage.ADMIT, now_ns())
@@ -168,7 +169,7 @@ class Visit:
         include_timing = http.flag(self.scope, "X-Include-Timing")
         ask_of, marks = ENDPOINTS[self.endpoint].ask_of, self.service.marks
         ask = ask_of(read(), model, self.service.config, include_timing, marks)
-        return ask, Prompts(ask, model, self.service, self.account)
+        return ask, Prompts(ask, model, self.service, self.account, self.tenant)
 
     # ---- to the engine
 
@@ -178,13 +179,13 @@ class Visit:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
         self.notices = notices_of(ask, prompts, budgets, model)
         choices = self._choices(ask, prompts, budgets, model)
+        if self._quota is not None:
+            counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])
         renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
         writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
         group = Group(self.group_id, self.service.client, choices, place, writer)
         group.start()
         self._group = group
-        if self._quota is not None:
-            self._quota.use_tokens(sum(len(choice.request.prompt_token_ids) for choice in choices), now_ns())
         self.service.groups[self.full_id] = group
         return group, writer
 
@@ -320,7 +321,7 @@ class Visit:
         if watcher is not None:
             watcher.cancel()
         if self._quota is not None:
-            self._quota.leave(sum(len(each.token_ids) for each in group.choices) if group is not None else 0, now_ns())
+            counted.settle(self._quota, group)
         if prompts is not None:
             prompts.drop()
         if group is not None:

@@ -127,7 +127,7 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
     match work:
         case Decode():
             text = tokenizer.decode(work.token_ids, skip_special_tokens=work.skip_special_tokens)
-            return TextDone(text=text)
+            return TextDone(text=text, whole_lens=(len(work.token_ids),))
         case Encode():
             return _encoded(work, work.texts, tokenizer)
         case RenderEach():
@@ -174,7 +174,7 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
         return TextDone(() if counts_only else ids, tuple(one.whole_len for one in each), size)
     strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
     answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
-    return TextDone(num_bytes=size, answer=msgspec.json.encode(answer))
+    return TextDone(whole_lens=(each[0].whole_len,), num_bytes=size, answer=msgspec.json.encode(answer))
 
 
 def _encoded_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[KeptTokens]:

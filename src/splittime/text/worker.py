@@ -31,9 +31,11 @@ def framed(work: TextWork) -> FramedWork:
 
 
 class TextTask:
-    """One text's way through here. cause: why it has to wait, or None if it was begun at once."""
+    """One text's way through here. cause: why it has to wait, or None if it was begun at once. tenant, weight: the key
+    that asks, and its share of a lane."""
 
-    def __init__(self, work: FramedWork, on_begin: Callable[[], None]) -> None:
+    def __init__(self, work: FramedWork, on_begin: Callable[[], None], tenant: str = "", weight: float = 1.0) -> None:
+        self.tenant, self.weight = tenant, weight
         self.message, self.size, self.on_begin = work.message, work.size, on_begin
         self.cause: Cause | None = None
         self.done: asyncio.Future[TextDone] = asyncio.get_running_loop().create_future()

@@ -6,10 +6,13 @@ its own (`text.process`).
     long      256 Ki characters   1          one text, and gives its memory back
     giant     any                 1          one text, and gives its memory back
 
-A text waits in its lane only, first come, first served. What waits in a lane is bounded in characters; a text beyond
-that is refused with 429. A worker that takes more processor time or memory than it may is ended by the kernel, one that
-does not answer is ended from here; the request is told, and the next worker takes its place. A text whose worker ended
-before its time was up is given to another once: somebody may have killed it.
+A text waits in its lane only. A key's texts are served as they come, and of several keys that one's is next that has
+had least by weight (`core.shares`). All workers above may work for one key; each lane has one more for other keys
+(`SPARE`), so that no key waits only for another's texts. What waits in a lane is bounded in characters; a text beyond
+that is refused with 429, unless its key has less than its share of what waits. A worker that takes more processor time
+or memory than it may is ended by the kernel, one that does not answer is ended from here; the request is told, and the
+next worker takes its place. A text whose worker ended before its time was up is given to another once: somebody may
+have killed it.
 
 How long a text waits, and what for, is in its account: `TextTask.cause` says at once, `on_begin` when it is over.
 """
@@ -17,13 +20,15 @@ How long a text waits, and what for, is in its account: `TextTask.cause` says at
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.forked import ForkParent
+from splittime.core.shares import KeyShares
 from splittime.ledger.stages import Cause
 from splittime.text.foreign_code import too_costly
 from splittime.text.process import TextLimits, TextWork
@@ -32,6 +37,7 @@ from splittime.text.worker import FramedWork, TextTask, TextWorker, framed
 SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
 SHORT_WORKERS = 2
 MAX_WAITING_CHARS = 64 * 2**20  # in one lane
+SPARE = 1  # workers of a lane that are there for other keys than those who have all others
 TRIES = 2
 
 
@@ -52,9 +58,16 @@ class TextWorkers:
         for _ in range(SHORT_WORKERS):
             self.lanes[0].add_worker()
 
-    def submit(self, work: TextWork | FramedWork, on_begin: Callable[[], None] = lambda: None) -> TextTask:
+    def submit(
+        self,
+        work: TextWork | FramedWork,
+        on_begin: Callable[[], None] = lambda: None,
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> TextTask:
         """Raises `Overloaded` if too much waits. on_begin: called when a worker begins with it."""
-        task = TextTask(work if isinstance(work, FramedWork) else framed(work), on_begin)
+        task = TextTask(work if isinstance(work, FramedWork) else framed(work), on_begin, tenant, weight)
         next(lane for lane in self.lanes if lane.most_chars is None or task.size <= lane.most_chars).add(task)
         return task
 
@@ -71,24 +84,73 @@ class TextWorkers:
         self.parent.stop()
 
 
+class TextQueue:
+    """What waits in a lane, by key."""
+
+    def __init__(self) -> None:
+        self._shares = KeyShares()
+        self._lines: dict[str, deque[TextTask]] = {}
+
+    def __iter__(self) -> Iterator[TextTask]:
+        return chain.from_iterable(self._lines.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def require_room(self, task: TextTask) -> None:
+        """Raises `Overloaded` if too much waits, and of this key as much as it may have by its weight."""
+        waiting_chars = sum(other.size for other in self)
+        if not self._lines or waiting_chars + task.size <= MAX_WAITING_CHARS:
+            return
+        weights = {name: share.weight for name, share in self._shares.waiting.items()} | {task.tenant: task.weight}
+        own_chars = sum(other.size for other in self._lines.get(task.tenant, ())) + task.size
+        if own_chars > MAX_WAITING_CHARS * task.weight / sum(weights.values()):
+            message = f"texts of {waiting_chars} characters wait to be tokenised"
+            raise Overloaded(
+                message, code="queued_texts", value=waiting_chars, limit=MAX_WAITING_CHARS, retry_after_s=1
+            )
+
+    def push(self, task: TextTask, *, is_first: bool = False) -> None:
+        self._shares.wait(self._shares.of(task.tenant, task.weight))
+        line = self._lines.setdefault(task.tenant, deque())
+        line.appendleft(task) if is_first else line.append(task)
+
+    def pop(self, may_begin: Callable[[str], bool] = lambda tenant: True) -> TextTask | None:
+        """Returns the next of those keys that may have one begun; None if there is none."""
+        share = next((share for share in self._shares.in_turn() if may_begin(share.name)), None)
+        if share is None:
+            return None
+        task = self._lines[share.name][0]
+        self.remove(task, is_served=True)
+        share.charge(task.size)
+        return task
+
+    def remove(self, task: TextTask, *, is_served: bool = False) -> None:
+        line = self._lines[task.tenant]
+        line.remove(task)
+        if not line:
+            del self._lines[task.tenant]
+        self._shares.leave(self._shares.of(task.tenant, task.weight), is_served=is_served)
+
+    def num_that_may_begin(self, most_of: Callable[[str], int]) -> int:
+        """most_of: how many more of a key may be begun."""
+        return sum(min(len(line), most_of(tenant)) for tenant, line in self._lines.items())
+
+
 class Lane:
-    """most_chars: of its texts; None for any. is_kept: its workers serve more than one text."""
+    """most_chars: of its texts; None for any. most_workers: at work for one key. is_kept: its workers serve more than
+    one text."""
 
     def __init__(self, owner: TextWorkers, most_chars: int | None, most_workers: int, *, is_kept: bool) -> None:
         self._owner, self.most_chars, self._most_workers, self._is_kept = owner, most_chars, most_workers, is_kept
-        self.waiting: deque[TextTask] = deque()
+        self.waiting = TextQueue()
         self.workers: list[TextWorker] = []
         self._is_closed = False
         self._starting: set[asyncio.Task[Any]] = set()  # the loop itself keeps no tasks alive
 
     def add(self, task: TextTask) -> None:
-        waiting_chars = sum(other.size for other in self.waiting)
-        if self.waiting and waiting_chars + task.size > MAX_WAITING_CHARS:
-            message = f"texts of {waiting_chars} characters wait to be tokenised"
-            raise Overloaded(
-                message, code="queued_texts", value=waiting_chars, limit=MAX_WAITING_CHARS, retry_after_s=1
-            )
-        self.waiting.append(task)
+        self.waiting.require_room(task)
+        self.waiting.push(task)
         self._go_on()
         if task in self.waiting:
             is_starting = all(worker.pid is None for worker in self.workers)
@@ -96,13 +158,21 @@ class Lane:
 
     def _go_on(self) -> None:
         """Give the waiting texts to idle workers, and have workers made for the rest."""
-        idle = [worker for worker in self.workers if worker.is_idle]
-        for worker in idle[: len(self.waiting)]:
-            worker.begin(self.waiting.popleft())
+        for worker in [worker for worker in self.workers if worker.is_idle]:
+            task = self.waiting.pop(lambda tenant: self._left_of(tenant) > 0)
+            if task is None:
+                break
+            worker.begin(task)
         num_starting = sum(worker.pid is None for worker in self.workers)
-        while len(self.workers) < self._most_workers and num_starting < len(self.waiting):
+        num_wanted = self.waiting.num_that_may_begin(self._left_of)
+        while len(self.workers) < self._most_workers + SPARE and num_starting < num_wanted:
             self.add_worker()
             num_starting += 1
+
+    def _left_of(self, tenant: str) -> int:
+        """Returns how many more texts of a key may be at work."""
+        at_work = sum(worker.task is not None and worker.task.tenant == tenant for worker in self.workers)
+        return max(0, self._most_workers - at_work)
 
     def add_worker(self) -> None:
         worker = TextWorker(self, self._owner.limits)
@@ -133,7 +203,9 @@ class Lane:
             self._return(worker.task)
         elif worker.pid is None and self.waiting:  # each start that fails costs one request, so it is tried for ever
             failure = error or EngineError("the process that tokenises did not start", code="no_text_worker")
-            self.waiting.popleft().fail(failure)
+            first = self.waiting.pop()
+            assert first is not None
+            first.fail(failure)
         if not self._is_closed:
             self._go_on()
 
@@ -142,7 +214,7 @@ class Lane:
         cpu_s, memory_bytes = self._owner.limits.cpu_s, self._owner.limits.memory_bytes
         is_early = time.monotonic() - task.began_s < cpu_s
         if is_early and task.num_tries < TRIES and not task.done.done() and not self._is_closed:
-            self.waiting.appendleft(task)
+            self.waiting.push(task, is_first=True)
         else:
             task.fail(too_costly(f"{cpu_s:g} s of processor time or {memory_bytes / 2**20:.0f} MiB of memory"))
 
@@ -157,6 +229,6 @@ class Lane:
         self._is_closed = True
         for task in (*self.waiting, *(worker.task for worker in self.workers if worker.task is not None)):
             task.fail(Overloaded("the server is shutting down", code="draining", status=503, retry_after_s=1.0))
-        self.waiting.clear()
+        self.waiting = TextQueue()
         for worker in list(self.workers):
             worker.end()

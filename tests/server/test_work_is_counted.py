@@ -1,0 +1,120 @@
+"""A key's limits count work: answers, texts that are embedded or ranked, and texts that are only counted."""
+
+from pathlib import Path
+
+import pytest
+
+from splittime.server.app import PATHS
+
+from .conftest import LiveServer, say
+
+FILE = """
+[[key]]
+name = "ops"
+key = "operators"
+operator = true
+
+[[key]]
+name = "few"
+key = "few"
+max_open_requests = 4
+requests_per_minute = 6
+tokens_per_minute = 200
+weight = 3
+"""
+FEW, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("few", "operators"))
+
+
+@pytest.fixture
+def live(launch, tmp_path: Path) -> LiveServer:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return launch(say("ok ok ok ok", end=False), config={"api_keys_file": str(path)})
+
+
+def few(live: LiveServer):
+    return live.service.quota(next(each for each in live.service.keys.tenants if each.name == "few"))
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(8, 16), (5, 1), (1, 5)])
+def test_a_body_of_more_answers_than_the_key_may_have_open_is_refused(live, prompts: int, n: int) -> None:
+    status, _, answer = live.post("/v1/completions", {"prompt": ["x"] * prompts, "n": n, "max_tokens": 2}, FEW)
+    told = answer["error"]
+    assert (status, told["code"], told["value"], told["limit"]) == (400, "too_many_choices", prompts * n, 4)
+    assert "max_open_requests" in told["message"]
+    assert few(live).num_open == 0
+    assert not live.engine.submitted
+
+
+def test_answers_count_to_the_minute_and_what_is_too_much_now_may_come_later(live) -> None:
+    body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 1}
+    assert live.post("/v1/completions", body, FEW)[0] == 200
+    status, headers, answer = live.post("/v1/completions", body, FEW)
+    assert (status, answer["error"]["reason"]) == (429, "requests_per_minute")
+    assert 0 < int(headers["retry-after"]) <= 60
+    assert few(live).num_open == 0
+    assert 'reason="requests_per_minute"' in live.get("/metrics", **OPERATOR)[2].decode()
+
+
+def test_requests_go_to_the_engine_with_their_key_and_its_weight(live) -> None:
+    for who in (FEW, OPERATOR):
+        live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, who)
+    assert [(each.tenant, each.weight) for each in live.engine.submitted] == [("few", 3.0), ("ops", 1.0)]
+    assert [(each.tenant, each.weight) for each in live.ledger.accounts()] == [("few", 3.0), ("ops", 1.0)]
+
+
+def test_what_was_reserved_for_an_answer_is_given_back_when_it_is_shorter(live) -> None:
+    assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 150}, FEW)[0] == 200
+    used = few(live)
+    assert used.reserved_tokens == 0
+    assert used.used_tokens == sum(a.prompt_tokens + a.output_tokens for a in live.ledger.accounts())
+    status, _, answer = live.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 150}, FEW)
+    assert (status, answer["error"]["reason"]) == (429, "tokens_per_minute")
+
+
+TEXTS = [
+    ("/tokenize", {"prompt": "a b c"}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": "a b c"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TEXTS)
+def test_work_on_texts_counts_as_a_request_and_its_tokens(live, path: str, body: dict) -> None:
+    body = {**body, "model": live.get("/v1/models", **FEW)[2]["data"][0]["id"]}
+    for number in range(1, 7):
+        assert live.post(path, body, FEW)[0] == 200
+        assert few(live).used_requests == number
+    assert few(live).used_tokens >= 6
+    assert few(live).num_open == 0
+    status, _, answer = live.post(path, body, FEW)
+    assert status == 429
+    assert answer["error"].get("reason", answer["error"]["type"]) in ("requests_per_minute", "rate_limit_error")
+    assert live.post(path, body, OPERATOR)[0] == 200
+
+
+def test_a_key_that_has_no_place_open_is_refused_work_on_texts(live) -> None:
+    use = few(live).enter(1, 4)
+    for path, body in TEXTS:
+        assert live.post(path, body, FEW)[0] == 429
+    use.leave(0, 1)
+    assert live.post(*TEXTS[0], FEW)[0] == 200
+
+
+def test_a_faulty_body_gives_its_place_back(live) -> None:
+    for path, _ in TEXTS:
+        assert live.post(path, b"{", FEW)[0] == 400
+    assert few(live).num_open == 0
+
+
+def test_every_path_that_works_on_a_body_of_a_key_is_counted_or_named_here(live) -> None:
+    """So that one that comes to be served is thought of."""
+    counted = {path for path, _ in TEXTS} | {
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
+        *("/v1/prefill", "/v1/messages", "/v1/responses"),
+    }
+    of_operators_or_light = {
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/ping", "/reset_prefix_cache", "/sleep", "/wake"),
+        *("/wake_up", "/kv/blocks", "/ledger/hops", "/ledger/what-if"),
+    }
+    assert {path for method, path, _ in PATHS if method == "POST"} == counted | of_operators_or_light
