@@ -11,6 +11,7 @@ from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
 
 MOST_MS = 25  # of a turn: the goal is 10, and what these bodies took before was 25 to 130
+ALL_SHAPES = ("/v1/completions", "/v1/responses")
 ROUTES = {
     "/v1/completions": lambda text: {"prompt": text, "max_tokens": 1},
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
@@ -42,7 +43,7 @@ def server():
 def test_no_body_holds_up_the_loop(server, path: str) -> None:
     server.post(path, ROUTES[path]("a"))
     meter, taken_ms = LoopMeter(server.loop), {}
-    for name, body in hostile_bodies(ROUTES[path]).items():
+    for name, body in hostile_bodies(ROUTES[path], only_worst=path not in ALL_SHAPES).items():
         meter.begin()
         server.post(path, body)
         taken_ms[name] = meter.longest_ms()

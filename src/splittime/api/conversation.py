@@ -10,7 +10,7 @@ from splittime.api.decode import MAX_PARTS
 from splittime.api.response_items import ChatMessage, Item, ItemCall, chat_messages, require_calls
 from splittime.core.errors import RequestError
 
-MOST_BODIES = 4  # as much as so many may bring: each turn has all of it rendered
+MOST_BODIES = 2  # as much as so many may bring: each turn has all of it rendered
 ITEM_BYTES = 512  # that an item takes beside its texts, as it is listed and in the chat
 
 
