@@ -82,7 +82,7 @@ CAUSE_MEANING: dict[Cause, str] = {
     Cause.KV_BLOCKS: "not enough free KV cache blocks",
     Cause.TOKEN_BUDGET: "the step's token budget (max_num_batched_tokens, max_prefill_tokens) is spent",
     Cause.POLICY: "the policy let another request go first",
-    Cause.GRAMMAR: "its grammar is still being compiled",
+    Cause.GRAMMAR: "its grammar is still being compiled, or does not say yet which token may come",
     Cause.LORA_SLOTS: "as many adapters are in use as there is room for",
     Cause.KV_EXPORT: "another server was asked for keys and values of its prompt, and has not begun to send any",
     Cause.KV_TRANSFER: "keys and values of its prompt are on their way from elsewhere",

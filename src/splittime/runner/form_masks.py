@@ -14,7 +14,7 @@ come where it must.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -199,7 +199,7 @@ class FormMasks:
         if self._asked[:2] != (slots, counts):
             self.begin(slots, counts)
         keys = self._asked[2]
-        is_late = self._late([key for key in keys.values() if key not in self._found], len(keys) == len(slots))
+        is_late = self._late(keys.values(), len(keys) == len(slots)) if self._begun else ()
         for line, key in keys.items():
             if key in is_late:
                 self._sit_out(slots[line], counts[line], key)
@@ -213,8 +213,9 @@ class FormMasks:
         self._waited_ns += time.monotonic_ns() - begin_ns
         return allowed
 
-    def _late(self, keys: Sequence[Key], is_alone: bool) -> set[Key]:
+    def _late(self, keys: Iterable[Key], is_alone: bool) -> set[Key]:
         """Returns those of these masks for which the step does not wait. is_alone: nobody in it waits for none."""
+        keys = [key for key in keys if key not in self._found]
         looks = {self._begun[key] for key in keys}
         if not looks or self._on_found is None:
             return set()
