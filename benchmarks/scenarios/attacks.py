@@ -207,6 +207,7 @@ async def early_leavers(attacker: Attacker, kept: dict[str, str]) -> None:
 ATTACKS = {
     "forms": Attack(forms, WIDE, 60),
     "choices": Attack(choices, NARROW, 2),
+    "choices-unlimited": Attack(choices, WIDE, 2),
     "tokenize": Attack(tokenize, NARROW, 12),
     "responses": Attack(responses, WIDE, 2),
     "brackets": Attack(brackets, WIDE, 2),
