@@ -18,6 +18,7 @@ from .conftest import upstream
 from .hostile import whole
 
 CHAT = "/v1/chat/completions"
+MOMENT_S = 0.01
 PATIENT = "[retries]\npause_s = 0.0\n"
 
 
@@ -37,10 +38,10 @@ class Told(NamedTuple):
 
 
 class Saying:
-    """An upstream that answers each POST with these bytes, and ends the connection where it `hangs_up`. asked: heads
-    and bodies. models: what it answers to the gateway's own question."""
+    """An upstream that answers each POST with these bytes, a moment after each other if they are several, and ends the
+    connection where it `hangs_up`. asked: heads and bodies. models: what it answers to the gateway's own question."""
 
-    def __init__(self, said: bytes, hangs_up: bool = False, models: bytes | None = None) -> None:
+    def __init__(self, said: bytes | list[bytes], hangs_up: bool = False, models: bytes | None = None) -> None:
         self.said, self.hangs_up, self.asked = said, hangs_up, list[tuple[bytes, bytes]]()
         self.models = whole(200, {"object": "list", "data": []}) if models is None else models
         self.num_checks = 0
@@ -67,8 +68,10 @@ class Saying:
             return True
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         self.asked.append((head, await reader.readexactly(length)))
-        writer.write(self.said)
-        await writer.drain()
+        for number, piece in enumerate([self.said] if isinstance(self.said, bytes) else self.said):
+            await asyncio.sleep(MOMENT_S * (number > 0))
+            writer.write(piece)
+            await writer.drain()
         return not self.hangs_up
 
 

@@ -268,3 +268,55 @@ def test_beside_one_that_answers(row):
     bad = Saying(row.said, row.hangs_up)
     good = Saying(stream(*OK_EVENTS) if row.is_stream else http(200, GOOD_BODY))
     gateway_before({"bad": bad, "good": good}, ask, CONFIG, key_env="UPSTREAM_KEY")
+
+
+def test_an_open_breaker_says_why(caplog):
+    async def ask(app, gateway):
+        await asked(app)
+        stats = gateway.stats()["upstreams"][0]
+        assert (stats["is_open"], stats["failing"]) == (True, "upstream_401")
+        assert [one.getMessage() for one in caplog.records if "left alone" in one.getMessage()] == [
+            "upstream 'bad' is left alone: it fails again and again: upstream_401"
+        ]
+
+    gateway_before({"bad": Saying(whole(401, error()))}, ask, "[breaker]\nfailures = 1\n")
+
+
+@pytest.mark.parametrize("cut", [1, 9, len(event(OOM)) - 1])
+def test_an_error_behind_comments_that_the_client_has(cut):
+    """Comments are no part of an answer: another upstream may still give it, under the head that is there."""
+
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
+        assert told.body.startswith(b": wait\n\ndata: {")
+        assert (len(bad.asked), len(good.asked)) == (1, 1)
+
+    data = event(OOM)
+    bad = Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(data[:cut]), chunk(data[cut:])])
+    good = Saying(stream(*OK_EVENTS))
+    gateway_before({"bad": bad, "good": good}, ask, CONFIG)
+
+
+def test_behind_comments_one_alone_tells_it_as_an_event():
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        assert (told.status, told.code) == (200, "upstream_error_event")
+
+    gateway_before({"bad": Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(event(OOM))])}, ask, CONFIG)
+
+
+def test_an_error_first_has_not_won_a_tie():
+    """The second that it races with still may."""
+
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
+        assert (len(slow.asked), len(quick.asked)) == (1, 1)
+        assert counted(gateway, "tied_total", result="first") == 1
+        assert counted(gateway, "verdicts_total", upstream="quick", whose="health") == 1
+
+    slow = Saying([b"", b"", b"", b"", b"", b"", b"", stream(*OK_EVENTS)])
+    quick = Saying(stream(OOM))
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    gateway_before({"slow": slow, "quick": quick}, ask, text)

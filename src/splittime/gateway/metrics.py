@@ -50,7 +50,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_retries_total",
         "counter",
         (),
-        "Second attempts and later that the budget allowed, tied ones among them; streams that went on are no retries",
+        "Second attempts and later, those that left an upstream that answers nobody and tied ones among them",
     ),
     MetricSpec(
         "splittime_gateway_tied_total", "counter", ("result",), "Tied requests, by who had a byte first, if anybody"

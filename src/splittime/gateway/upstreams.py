@@ -12,6 +12,7 @@ docs/log.md). More than two choices (Mitzenmacher 2001) are no herd while each g
 A retry goes to an upstream that has not been tried, while there is one.
 """
 
+import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from splittime.gateway.verdict import AnswerVerdict, Whose
 from splittime.ledger.attempts import AffinityDecision, Considered
 from splittime.wire.target import Target
 
+log = logging.getLogger("splittime.gateway")
+
 DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 RETRY_AFTER_S = 1.0  # at the least
@@ -49,8 +52,9 @@ class UpstreamLoad:
 
 
 class Upstream:
-    """One upstream. in_flight: given by this gateway. in_flight_limit: how many it is given at
-    once, where that is found from its queue. round_trip: how far it is."""
+    """One upstream. in_flight: given by this gateway. in_flight_limit: how many it is given at once, where that is
+    found from its queue. round_trip: how far it is. failing: the code of the latest verdict that spoke against it, ""
+    since an answer."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
@@ -62,6 +66,7 @@ class Upstream:
         most = config.max_in_flight
         self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.round_trip = RoundTrip()
+        self.failing = ""
         self.pulse = UpstreamPulse(self.address, key, config.first_byte_s)
         self.tells_usage = EACH_CHUNK  # unless it has refused that
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
@@ -119,16 +124,20 @@ class Upstream:
 
     def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int, tenant: str = "") -> None:
         """Take note of what an attempt's end, for this tenant, says of this upstream."""
-        breaker, has_others = self.breaker, len(set(self.config.models)) > 1
+        breaker, has_others, was_open = self.breaker, len(set(self.config.models)) > 1, self.breaker.is_open
         if verdict.whose is Whose.PATH or (verdict.whose is Whose.MODEL and has_others):
             self.note_lacks(path, model, now_ns)
             breaker.note_nothing()
         elif verdict.is_against:
             breaker.note_failure(now_ns, tenant if verdict.is_answered else "")
+            self.failing = verdict.code
+            if breaker.is_open and not was_open:
+                log.warning("upstream %r is left alone: it fails again and again: %s", self.name, verdict.code)
         elif verdict.whose is Whose.BUSY:
             breaker.note_busy(now_ns, verdict.pause_s)
         elif verdict.whose is Whose.NOBODY:
             breaker.note_success(now_ns, tenant)
+            self.failing = ""
         else:
             breaker.note_nothing()
 

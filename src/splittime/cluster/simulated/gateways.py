@@ -172,11 +172,15 @@ class FleetGateway:
         request.attempts += 1
         FleetAttempt(self, request, place, tokens, prefix, self.servers[place.upstream.name]).send()
 
-    def again(self, request: FleetRequest, prefix: SeenPrefix | None, *, has_begun: bool) -> None:
-        """An attempt has failed: another is made if there may be one."""
+    def again(
+        self, request: FleetRequest, prefix: SeenPrefix | None, *, has_begun: bool, is_outright: bool = False
+    ) -> None:
+        """An attempt has failed: another is made if there may be one. is_outright: as of `UpstreamFailure`."""
         now_ns, num_attempts = self.agenda.now_ns, request.attempts
-        may_ask = self._router.may_ask(MODEL, now_ns)
-        if not (may_ask and self.retry_budget.may_retry(num_attempts, now_ns, is_free=has_begun)):
+        others = [one for one in self._router.allowed(MODEL, now_ns) if one.name not in request.tried]
+        is_failover = is_outright and any(one.breaker.is_well for one in others)
+        may_ask, budget = self._router.may_ask(MODEL, now_ns), self.retry_budget
+        if not (may_ask and budget.may_retry(num_attempts, now_ns, is_free=has_begun, is_failover=is_failover)):
             self.end(request, "broken" if has_begun else "failed")
         elif has_begun:
             request.is_resumed = True
@@ -212,6 +216,7 @@ class FleetAttempt:
         self.half_rtt_ns = self._rtt_ns // 2
         self._sent_ns = gateway.agenda.now_ns
         self._has_begun = self._is_over = False
+        self._successes = self._upstream.breaker.num_successes
 
     def send(self) -> None:
         gateway, agenda = self._gateway, self._gateway.agenda
@@ -265,4 +270,5 @@ class FleetAttempt:
         gateway.affinity.note_failed(self._prefix, self._upstream.name)
         self._upstream.breaker.note_failure(now_ns)
         gateway.queue.leave(self._routed, TENANT, self._tokens)
-        gateway.again(self.request, self._prefix, has_begun=self.request.first_ns is not None)
+        is_outright = self._successes == self._upstream.breaker.num_successes
+        gateway.again(self.request, self._prefix, has_begun=self.request.first_ns is not None, is_outright=is_outright)

@@ -23,7 +23,7 @@ export function showUpstreams(table, { upstreams, attempts }, { first_byte_ns: f
 /** How an upstream stands, and whether that is good. */
 function standing(one) {
   const again = one.asked_again_in_s ? `, asked again in ${duration(one.asked_again_in_s * 1e9)}` : ", asked again now";
-  if (one.is_open) return ["bad", `breaker open${again}`];
+  if (one.is_open) return ["bad", `breaker open${again}${one.failing ? `: ${one.failing}` : ""}`];
   if (one.is_busy) return ["wait", `asked for a pause${again}`];
   if (one.requests >= one.limit) return ["wait", "full"];
   return ["good", "takes requests"];

@@ -94,6 +94,7 @@ def upstream_stats(name: str, upstream: "Upstream", at_ns: int) -> dict[str, Any
         "limit": upstream.limit,
         "is_open": breaker.is_open,
         "is_busy": breaker.is_busy(at_ns),
+        "failing": upstream.failing,
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
         **_distance(upstream, at_ns),
     }
