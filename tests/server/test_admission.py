@@ -7,7 +7,7 @@ import pytest
 from patience import until
 from splittime.core.errors import RequestError
 from splittime.ledger.steps import StepRecord
-from splittime.scheduler.admission import WINDOW_DEPARTURES, Admission, QueueLimits, Refused, ServiceRate
+from splittime.scheduler.admission import WINDOW_DEPARTURES, Admission, Place, QueueLimits, Refused, ServiceRate
 
 from .conftest import say
 
@@ -244,7 +244,7 @@ def test_a_bad_time_for_the_first_token_names_its_header(launch, value: str) -> 
 
 def test_a_first_token_that_no_queue_keeps_away_gets_no_time_to_come_back() -> None:
     class Slow:
-        def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float]:
+        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
             return (0.1 * requests, 0.1 * requests + own_tokens)
 
     room = Admission(QueueLimits(10, 1000), predictor=Slow())
@@ -261,7 +261,7 @@ def test_a_first_token_that_no_queue_keeps_away_gets_no_time_to_come_back() -> N
 
 def test_a_queue_that_is_full_names_the_time_until_the_next_one_leaves_it() -> None:
     class Known:
-        def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float]:
+        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
             return (0.25 + requests, 0.5 + requests)
 
     room = Admission(QueueLimits(1, 1000), predictor=Known())
@@ -317,3 +317,53 @@ def test_what_the_ledger_holds_is_what_admission_knows(launch) -> None:
     gauges = live.get("/stats")[2]["server"]
     assert gauges["wait_estimate"] == "model"
     assert max(gauges["step_error_ratio"].values()) < 0.05
+
+
+def test_a_key_that_fills_the_queue_turns_nobody_else_away() -> None:
+    room = admission(requests=8, tokens=1000)
+    for _ in range(8):
+        enter_of(room, "greedy")
+    with pytest.raises(Refused):
+        enter_of(room, "greedy")
+    for _ in range(4):
+        enter_of(room, "other")
+    with pytest.raises(Refused):
+        enter_of(room, "other")
+    with pytest.raises(Refused):
+        enter_of(room, "greedy")
+    assert room.queued_requests == 12
+    enter_of(room, "heavy", weight=2.0, count=4)
+    with pytest.raises(Refused):
+        enter_of(room, "heavy", weight=2.0)
+
+
+def test_a_key_that_fills_the_queue_with_tokens_turns_nobody_else_away() -> None:
+    room = admission(requests=100, tokens=1000)
+    enter_of(room, "greedy", tokens=1000)
+    with pytest.raises(Refused):
+        enter_of(room, "greedy", tokens=1)
+    place = enter_of(room, "other", tokens=500)
+    with pytest.raises(Refused):
+        enter_of(room, "other", tokens=1)
+    place.give_up()
+    enter_of(room, "other", tokens=500)
+
+
+def test_before_a_newcomer_of_a_key_stand_as_many_of_each_other_key_as_of_its_own() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Asked:
+        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
+            asked.append((requests, tokens))
+            return 0.0, 0.0
+
+    room = Admission(QueueLimits(1000, 10**6), predictor=Asked())
+    for _ in range(100):
+        enter_of(room, "greedy", tokens=50)
+    for name, weight in (("other", 1.0), ("heavy", 4.0), ("greedy", 1.0)):
+        room.check(1, tokens=20, deadline_ns=10**12, tenant=name, weight=weight)
+    assert asked == [(1, 20), (1, 5), (100, 5000)]
+
+
+def enter_of(room: Admission, tenant: str, *, weight: float = 1.0, count: int = 1, tokens: int = 1) -> Place:
+    return room.enter(1, count=count, tokens=tokens * count, deadline_ns=None, tenant=tenant, weight=weight)

@@ -5,6 +5,11 @@ engine, or waiting there. A generation leaves the queue when its first `prefill`
 are estimated from the prompt's own bytes until they are known, and never as more than the context holds; those of a
 long text count when they are known, so that what is refused in the end fills nobody's queue meanwhile.
 
+The bounds are shared by key. When the queue is full, a key that has less of it than its share by weight, among the keys
+that have some, is let in all the same: what one key has queued turns nobody else away. So the queue may hold more than
+its bounds by what the later keys' shares are. Of others' requests those are before a newcomer that would be served
+before it by weight (`scheduler.turns`): of each key as many as of its own.
+
 The wait is predicted by a model of the running engine (`WaitPredictor`; in a server `simulate.wait`). Where that cannot
 tell, it is predicted from departures. While the queue is not empty, the time from one departure to the next is how long
 one place takes to come free. Over the last departures that gives seconds per request and seconds per prompt token;
@@ -37,9 +42,9 @@ class QueueLimits:
 
 
 class WaitPredictor(Protocol):
-    def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float] | None:
+    def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float] | None:
         """Returns how long one of so many prompt tokens waits behind so many requests of so many prompt tokens in all,
-        and how long until its first token; None if it cannot tell."""
+        and how long until its first token; None if it cannot tell. key: that asks, where that is known."""
         ...
 
 
@@ -80,37 +85,46 @@ class ServiceRate:
         return max(by_request, by_token) * 1e-9
 
 
+class KeyQueue:
+    """What one key has in the queue."""
+
+    __slots__ = ("name", "requests", "tokens", "weight")
+
+    def __init__(self, name: str = "", weight: float = 1.0) -> None:
+        self.name, self.weight = name, weight
+        self.requests = self.tokens = 0
+
+
 class Place:
-    """The queue places of one HTTP request: `left` generations of `tokens_each` prompt tokens."""
+    """The queue places of one HTTP request of a key: `left` generations of `tokens_each` prompt tokens."""
 
-    __slots__ = ("_admission", "left", "tokens_each")
+    __slots__ = ("_admission", "key", "left", "tokens_each")
 
-    def __init__(self, admission: "Admission", count: int, tokens: int) -> None:
-        self._admission = admission
+    def __init__(self, admission: "Admission", key: KeyQueue, count: int, tokens: int) -> None:
+        self._admission, self.key = admission, key
         self.left = count
         self.tokens_each = [tokens // count] * count
 
     def correct(self, tokens_each: list[int]) -> None:
         """The prompts' true lengths are known: put them in the estimate's place."""
-        self._admission.queued_prompt_tokens += sum(tokens_each) - sum(self.tokens_each)
+        self._admission.count(self.key, 0, sum(tokens_each) - sum(self.tokens_each))
         self.tokens_each = tokens_each
 
     def require_room(self, tokens: int) -> None:
         """Raise `Refused` if the others in the queue leave none for so many prompt tokens."""
-        self._admission.require_room_for_tokens(tokens, sum(self.tokens_each))
+        self._admission.require_room_for_tokens(tokens, sum(self.tokens_each), self.key)
 
     def leave(self, now_ns: int) -> None:
         """One generation left the queue."""
         if self.left:
             self.left -= 1
-            self._admission.depart(self.tokens_each.pop(), now_ns)
+            self._admission.depart(self.key, self.tokens_each.pop(), now_ns)
 
     def drop_one(self) -> None:
         """One generation ended without being computed; that says nothing about the service rate."""
         if self.left:
             self.left -= 1
-            self._admission.queued_requests -= 1
-            self._admission.queued_prompt_tokens -= self.tokens_each.pop()
+            self._admission.count(self.key, -1, -self.tokens_each.pop())
 
     def give_up(self) -> None:
         """All that are left ended without being computed."""
@@ -130,6 +144,7 @@ class Admission:
         self.bounds = bounds
         self.queued_requests = 0
         self.queued_prompt_tokens = 0
+        self._keys: dict[str, KeyQueue] = {}  # of those that have some in the queue
         self.refusals: Counter[str] = Counter()
         self.rate = ServiceRate()
         self._on_refusal, self._predictor = on_refusal, predictor
@@ -146,13 +161,47 @@ class Admission:
             seen = min(max(num_bytes / tokens, least), most)
             self._bytes_per_token += _RATIO_WEIGHT * (seen - self._bytes_per_token)
 
-    def expected_wait(self, tokens: int = 1) -> ExpectedWait | None:
-        """Returns the wait of a newcomer with this many prompt tokens; None if nothing is known yet."""
-        return self._expected(self.queued_requests, self.queued_prompt_tokens, tokens)
+    def count(self, key: KeyQueue, requests: int, tokens: int) -> None:
+        """Have so much more of a key in the queue, or less."""
+        key.requests += requests
+        key.tokens += tokens
+        self.queued_requests += requests
+        self.queued_prompt_tokens += tokens
+        if key.requests:
+            self._keys[key.name] = key
+        else:
+            self._keys.pop(key.name, None)
 
-    def _expected(self, requests: int, queued_tokens: int, tokens: int) -> ExpectedWait | None:
+    def key(self, name: str, weight: float) -> KeyQueue:
+        """Returns what a key has in the queue."""
+        key = self._keys.get(name) or KeyQueue(name)
+        key.weight = weight
+        return key
+
+    def _part_of(self, key: KeyQueue) -> float:
+        """Returns the share of the bounds that a key has, among those that have some in the queue."""
+        return key.weight / sum(each.weight for each in (self._keys | {key.name: key}).values())
+
+    def _before(self, key: KeyQueue, tokens: int) -> tuple[int, int]:
+        """Returns how many requests, of how many tokens, are served before a newcomer of a key: all of its own, and of
+        each other key as many, by weight."""
+        others = [each for each in self._keys.values() if each.name != key.name]
+        requests = sum(min(each.requests, math.ceil((key.requests + 1) * each.weight / key.weight)) for each in others)
+        own = key.tokens + tokens
+        return key.requests + requests, key.tokens + sum(
+            min(each.tokens, math.ceil(own * each.weight / key.weight)) for each in others
+        )
+
+    def expected_wait(self, tokens: int = 1, key: KeyQueue | None = None) -> ExpectedWait | None:
+        """Returns the wait of a newcomer with this many prompt tokens, of this key, or behind all; None if nothing is
+        known yet."""
+        if key is None:
+            return self._expected(self.queued_requests, self.queued_prompt_tokens, tokens)
+        return self._expected(*self._before(key, tokens), tokens, key.name)
+
+    def _expected(self, requests: int, queued_tokens: int, tokens: int, key: str | None = None) -> ExpectedWait | None:
         """Departures do not say how long the newcomer's own prompt takes: by them `ttft_s` is `wait_s`."""
-        said = self._predictor.wait_s(requests, queued_tokens, tokens) if self._predictor is not None else None
+        said = self._predictor.wait_s(requests, queued_tokens, tokens, key) if self._predictor is not None else None
         if said is not None:
             return ExpectedWait(*said, "model")
         wait_s = self.rate.wait_s(requests, queued_tokens)
@@ -166,26 +215,31 @@ class Admission:
         tokens: int = 0,
         deadline_ns: int | None = None,
         first_token_by_ns: int | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         """Raise `Refused` if `count` generations of `tokens` prompt tokens in all have no room, or no time."""
-        bounds = self.bounds
-        if self.queued_requests + count > bounds.max_queued_requests:
-            self._refuse("queued_requests", bounds.max_queued_requests)
-        self.require_room_for_tokens(tokens)
+        limit, key = self.bounds.max_queued_requests, self.key(tenant, weight)
+        if self.queued_requests + count > limit and key.requests + count > limit * self._part_of(key):
+            self._refuse("queued_requests", limit)
+        self.require_room_for_tokens(tokens, 0, key)
         if deadline_ns is not None or first_token_by_ns is not None:
-            expected = self.expected_wait(tokens // count)
+            expected = self.expected_wait(tokens // count, key)
             self._require_time(now_ns, expected, deadline_ns, first_token_by_ns)
 
-    def require_room_for_tokens(self, tokens: int, own_tokens: int = 0) -> None:
+    def require_room_for_tokens(self, tokens: int, own_tokens: int, key: KeyQueue) -> None:
         """own_tokens: those of the queued that are its own. In a queue of no others any prompt may stand."""
         others, limit = self.queued_prompt_tokens - own_tokens, self.bounds.max_queued_prompt_tokens
-        if others and others + tokens > limit:
+        is_over = key.tokens - own_tokens + tokens > limit * self._part_of(key)
+        if others and others + tokens > limit and is_over:
             self._refuse("queued_prompt_tokens", limit)
 
     def require_first_token(self, now_ns: int, tokens: int, own: Place, first_token_by_ns: int) -> None:
         """Raise `Refused` if one in the queue, now known to be of so many tokens, has no time behind the others."""
-        others = self.queued_requests - own.left, self.queued_prompt_tokens - sum(own.tokens_each)
-        self._require_time(now_ns, self._expected(*others, tokens), None, first_token_by_ns)
+        self.count(own.key, -own.left, -sum(own.tokens_each))
+        expected = self.expected_wait(tokens, own.key)
+        self.count(own.key, own.left, sum(own.tokens_each))
+        self._require_time(now_ns, expected, None, first_token_by_ns)
 
     def _require_time(
         self, now_ns: int, expected: ExpectedWait | None, deadline_ns: int | None, first_token_by_ns: int | None
@@ -199,22 +253,30 @@ class Admission:
             raise self.refuse(_late("slo_ttft", self.queued_requests, expected, expected.ttft_s, left_ns))
 
     def enter(
-        self, now_ns: int, *, count: int, tokens: int, deadline_ns: int | None, first_token_by_ns: int | None = None
+        self,
+        now_ns: int,
+        *,
+        count: int,
+        tokens: int,
+        deadline_ns: int | None,
+        first_token_by_ns: int | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Place:
         """Take places in the queue, or raise: `Refused` for now, `RequestError` if it could never fit."""
         if count > self.bounds.max_queued_requests:
             limit = self.bounds.max_queued_requests
             raise RequestError(f"{count} choices are more than the queue holds", param="n", value=count, limit=limit)
-        self.check(now_ns, count=count, tokens=tokens, deadline_ns=deadline_ns, first_token_by_ns=first_token_by_ns)
+        by_ns = {"deadline_ns": deadline_ns, "first_token_by_ns": first_token_by_ns}
+        self.check(now_ns, count=count, tokens=tokens, tenant=tenant, weight=weight, **by_ns)
         if self.queued_requests == 0:
             self._busy_since_ns = now_ns
-        self.queued_requests += count
-        self.queued_prompt_tokens += tokens // count * count
-        return Place(self, count, tokens)
+        key = self.key(tenant, weight)
+        self.count(key, count, tokens // count * count)
+        return Place(self, key, count, tokens)
 
-    def depart(self, tokens: int, now_ns: int) -> None:
-        self.queued_requests -= 1
-        self.queued_prompt_tokens -= tokens
+    def depart(self, key: KeyQueue, tokens: int, now_ns: int) -> None:
+        self.count(key, -1, -tokens)
         self.rate.add(max(0, now_ns - self._busy_since_ns), tokens)
         self._busy_since_ns = max(now_ns, self._busy_since_ns)
 

@@ -110,6 +110,7 @@ class Prompts:
             tokens=self._estimate_tokens() * ask.n,
             deadline_ns=deadline_ns,
             first_token_by_ns=first_token_by_ns,
+            **self._whose,
         )
 
     def correct(self, place: Place, lengths: list[int]) -> None:

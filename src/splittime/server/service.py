@@ -204,7 +204,8 @@ class Service:
                 if choice.has_started and not choice.is_done:
                     request = choice.request
                     most = request.sampling.max_tokens or 1
-                    yield Begun(request.request_id, len(request.prompt_token_ids), choice.num_output_tokens, most)
+                    num_prompt, key = len(request.prompt_token_ids), (request.tenant, request.weight)
+                    yield Begun(request.request_id, num_prompt, choice.num_output_tokens, most, *key)
 
     def predicted(self) -> dict[str, Any]:
         """Returns the wait that the server expects of a newcomer (ms), by which estimate, and the error of the model of

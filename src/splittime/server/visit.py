@@ -123,7 +123,8 @@ class Visit:
             self.service.quota(self.tenant).check(now_ns())
         except Refused as refused:
             raise self.service.admission.refuse(refused) from None
-        self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns, first_token_by_ns=by_ns)
+        key: dict[str, Any] = {"tenant": self.tenant.name, "weight": self.tenant.weight}
+        self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns, first_token_by_ns=by_ns, **key)
         return model
 
     async def _come_in(self) -> tuple[Ask, Group, Writer]:

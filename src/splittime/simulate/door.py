@@ -100,7 +100,14 @@ class Door:
             place.leave(left_ns) if was_computed else place.drop_one()
         request, tokens = traced.request, len(traced.request.prompt_token_ids)
         try:
-            place = self._admission.enter(at_ns, count=1, tokens=tokens, deadline_ns=request.deadline_ns)
+            place = self._admission.enter(
+                at_ns,
+                count=1,
+                tokens=tokens,
+                deadline_ns=request.deadline_ns,
+                tenant=request.tenant,
+                weight=request.weight,
+            )
         except Refused as refused:
             self._on_refusal(traced, refused, at_ns)
             return

@@ -13,7 +13,7 @@ Assumed: who comes first goes first; prompts find as much in the prefix cache as
 
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,12 +29,14 @@ _WEIGHT = 0.05  # of the newest, in what is learnt of prompts and drafts
 
 
 class Begun(NamedTuple):
-    """A request that the engine computes. max_tokens: the most that it may have."""
+    """A request that the engine computes. max_tokens: the most that it may have. tenant, weight: its key's."""
 
     request_id: str
     prompt_tokens: int
     output_tokens: int
     max_tokens: int
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Decodes(NamedTuple):
@@ -105,16 +107,18 @@ class WaitModel:
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
 
-    def wait_s(self, requests: int, tokens: int, own_tokens: int) -> tuple[float, float] | None:
+    def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float] | None:
         """Returns the seconds until the first step and until the first token of a newcomer of `own_tokens`, behind
-        `requests` of `tokens` prompt tokens in all. None if too little was seen, or the model is too far off."""
+        `requests` of `tokens` prompt tokens in all. None if too little was seen, or the model is too far off. key: that
+        asks; it gets slots from one that has more of them."""
         stats, last = self._stats(), self._last
         queue = _Queue.of(stats.knobs)
         if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
             return None
         running = list(self._running())
         places = min(queue.slots, len(running) + _room(stats, len(running)))
-        slot_steps = self._steps_to_a_slot(running, requests, places)
+        is_given = key is not None and _is_given_slots(running, key, requests + 1)
+        slot_steps = 0.0 if is_given else self._steps_to_a_slot(running, requests, places)
         if slot_steps is None:
             return None
         decodes = Decodes(
@@ -196,6 +200,15 @@ class _Queue(NamedTuple):
         row_steps = min(steps * decodes.rows, decodes.most_row_steps)
         kv = row_steps * decodes.kv_per_row + tokens * (prompt / a_step + 1) / 2
         return (steps, with_prompts, row_steps, tokens, kv, tokens * (prompt + 1) / 2)
+
+
+def _is_given_slots(running: list[Begun], key: str, count: int) -> bool:
+    """Whether another key would have more slots than this one, by weight, after it got so many (`scheduler.turns`)."""
+    held: dict[str, float] = defaultdict(float)
+    for row in running:
+        held[row.tenant] += 1 / row.weight
+    most = max((level for name, level in held.items() if name != key), default=0.0)
+    return held[key] + count < most
 
 
 KNOBS = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens")
