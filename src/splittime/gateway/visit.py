@@ -276,7 +276,6 @@ class GatewayVisit:
                 self.gateway.queue.settle(self.tenant.name, self.account.request.tokens, self._used_tokens or 0)
             if self._quota is not None:
                 self._quota.leave(0, now_ns())
-                self.gateway.budgets.release(self.tenant.name, self._reserved_tokens)
             self.gateway.leave(self)
             # No circle is left for the garbage collector.
             self._given = self._forwarding = self._work = self._quota = self._turn = self._sign = None
