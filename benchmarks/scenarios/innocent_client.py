@@ -2,7 +2,7 @@
 
     python -m benchmarks.scenarios.innocent_client PORT --seconds 10
 
-At once, each again and again: two streams of 200 tokens, a short chat every 50 ms, and a chat held to a form that
+At once, each again and again: two streams of 100 tokens, a short chat every 50 ms, and a chat held to a form that
 nobody asked for before every 200 ms. Told are, in ms: ttft and gap (between chunks) of the streams, short and form
 (from asking to the last byte), each with p50, p99 and max. failed: requests without a whole answer, by what they got.
 late: how late this process's own loop was, which no server can be blamed for.
@@ -22,7 +22,7 @@ import uvloop
 from benchmarks.overload_client import spread
 from benchmarks.scenarios.guarded import INNOCENT, MODEL
 
-STREAMS, STREAM_TOKENS = 2, 200
+STREAMS, STREAM_TOKENS = 2, 100
 SHORT_EVERY_S, FORM_EVERY_S, KNOCK_S = 0.05, 0.2, 0.005
 WARM_UP_S = 1.0
 PATIENCE_S = 60.0  # an answer that takes longer is a failed one
