@@ -1,0 +1,184 @@
+"""Keys share slots, blocks and the tokens of a step: no key waits beyond its share, whatever another asks for."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_draft_rows import committed, planned
+from test_scheduler import add, make_scheduler, shape, step
+
+from splittime.core.step import RowResult
+from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.scheduler import Scheduler
+from splittime.scheduler.turns import TURN_TOKENS
+
+
+def flood(scheduler: Scheduler, count: int, tenant: str = "greedy", max_tokens: int = 50, **fields) -> None:
+    for number in range(count):
+        add(scheduler, f"{tenant}{number}", 4, max_tokens=max_tokens, tenant=tenant, **fields)
+
+
+def running_of(scheduler: Scheduler) -> Counter[str]:
+    return Counter(state.request.tenant for state in scheduler.running)
+
+
+def test_a_newcomer_of_another_key_is_in_the_next_step_whatever_one_has_taken() -> None:
+    scheduler = make_scheduler()
+    flood(scheduler, 12)
+    for now_ns in (10, 20, 30):
+        step(scheduler, now_ns)
+    add(scheduler, "other", 4, now_ns=35, tenant="other")
+    plan, _ = step(scheduler, 40)
+    assert shape(plan)["other"] == 4
+    assert plan.preempted == ("greedy3",)  # the youngest of who holds most
+    assert running_of(scheduler) == {"greedy": 3, "other": 1}
+
+
+def test_who_made_way_waits_for_the_policy_and_computes_little_again() -> None:
+    scheduler = make_scheduler()
+    flood(scheduler, 4)
+    for now_ns in range(10, 80, 10):
+        step(scheduler, now_ns)
+    add(scheduler, "other", 4, now_ns=85, max_tokens=1, tenant="other")
+    step(scheduler, 90)
+    victim = scheduler._states["greedy3"]
+    assert (victim.num_preemptions, victim.account.stage, victim.account.cause) == (1, Stage.PREEMPTED, Cause.POLICY)
+    plan, _ = step(scheduler, 100)  # the slot is free again
+    assert 0 < shape(plan)["greedy3"] <= 4  # a block; the others are in the cache
+    assert victim.account.stage is Stage.DECODE
+
+
+def test_slots_come_to_be_shared_by_weight() -> None:
+    scheduler = make_scheduler(max_num_seqs=8)
+    flood(scheduler, 20, "light")
+    step(scheduler, 10)
+    flood(scheduler, 20, "heavy", weight=3.0)
+    for now_ns in range(20, 120, 10):
+        step(scheduler, now_ns)
+    assert running_of(scheduler) == {"light": 2, "heavy": 6}
+    assert scheduler.counts.num_preemptions <= 6
+
+
+def test_prompt_tokens_are_shared_in_turns() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    for number in range(3):
+        add(scheduler, f"long{number}", 40, tenant="greedy")
+    step(scheduler, 10)
+    add(scheduler, "short", 6, now_ns=15, tenant="other")
+    assert shape(step(scheduler, 20)[0])["short"] == 6
+
+
+def test_one_slot_is_taken_in_turns() -> None:
+    """By tokens: whoever waits gets it when the other was served `TURN_TOKENS` more."""
+    scheduler = make_scheduler(max_num_seqs=1, max_model_len=4000, num_blocks=2000)
+    add(scheduler, "greedy", 4, max_tokens=3000, tenant="greedy")
+    step(scheduler, 10)
+    add(scheduler, "other", 4, now_ns=15, max_tokens=3, tenant="other")
+    now_ns, served = 20, 0
+    while "other" not in shape(step(scheduler, now_ns)[0]):
+        now_ns, served = now_ns + 10, served + 1
+    assert TURN_TOKENS <= served <= TURN_TOKENS + 2
+
+
+def test_blocks_are_shared_and_a_key_that_grows_preempts_its_own() -> None:
+    scheduler = make_scheduler(max_num_seqs=16, max_num_batched_tokens=64, num_blocks=32)
+    flood(scheduler, 7, max_tokens=50)
+    add(scheduler, "other", 8, max_tokens=20, tenant="other")
+    for now_ns in range(10, 300, 10):
+        step(scheduler, now_ns)
+    assert scheduler.counts.num_preemptions > 0
+    assert all(not name.startswith("other") for name in scheduler.request_ids)  # it has ended, undisturbed
+
+
+def test_a_key_that_waits_for_blocks_is_passed_only_by_one_that_has_less() -> None:
+    scheduler = make_scheduler(max_num_seqs=16, max_num_batched_tokens=64, num_blocks=20, enable_prefix_caching=False)
+    add(scheduler, "own", 4, max_tokens=40, tenant="greedy")
+    add(scheduler, "held", 24, max_tokens=20, tenant="other")
+    step(scheduler, 10)
+    add(scheduler, "giant", 60, now_ns=15, max_tokens=2, tenant="greedy")
+    add(scheduler, "small", 4, now_ns=16, max_tokens=2, tenant="other")
+    plan, _ = step(scheduler, 20)
+    assert "small" in shape(plan)
+    assert "giant" not in shape(plan)
+
+
+def test_one_key_alone_is_never_preempted_for_itself() -> None:
+    scheduler = make_scheduler(num_blocks=200)
+    flood(scheduler, 30, max_tokens=5)
+    for now_ns in range(10, 1000, 10):
+        if not scheduler.has_requests:
+            break
+        step(scheduler, now_ns)
+    assert not scheduler.has_requests
+    assert scheduler.counts.num_preemptions == 0
+
+
+def test_what_a_key_did_not_use_is_not_saved_up() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    flood(scheduler, 6, "early", max_tokens=40)
+    for now_ns in range(10, 600, 10):
+        step(scheduler, now_ns)
+    flood(scheduler, 6, "late", max_tokens=40)
+    counters = {share.name: share.counter for share in scheduler.queue.shares.waiting.values()}
+    assert counters["late"] >= counters["early"]
+
+
+NUM_KEYS = 3
+asks = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 40), st.integers(1, 24), st.integers(0, 6)), min_size=1, max_size=40
+)
+
+
+def spares(scheduler: Scheduler) -> bool:
+    """Whether one that runs was preempted, and has got no token since."""
+    return any(len(state.token_ids) <= state.spared_until for state in scheduler.running)
+
+
+@settings(max_examples=150, deadline=None)
+@given(asks, st.integers(4, 8), st.booleans(), st.sets(st.integers(0, 39), max_size=8))
+def test_no_key_waits_beyond_its_share_whatever_the_others_do(
+    asked: list[tuple[int, int, int, int]], slots: int, caches: bool, aborts: set[int]
+) -> None:
+    """The bound: where each key has a slot and blocks by its share, and the first of each fits a step, a key with
+    nothing running gets its first row within as many plans as there are keys, not counting those in which one that made
+    way before gets its first token since. Greedy keys come, grow, are aborted and preempted; the innocent one asks
+    again and again for little."""
+    scheduler = make_scheduler(
+        max_num_seqs=slots, max_num_batched_tokens=64, num_blocks=60, enable_prefix_caching=caches
+    )
+    now_ns = 10
+    for number, (key, num_prompt, max_tokens, steps) in enumerate(asked):
+        add(scheduler, f"g{number}", num_prompt, now_ns, max_tokens, tenant=f"greedy{key}")
+        for _ in range(steps):
+            now_ns += 10
+            if scheduler.has_requests:
+                step(scheduler, now_ns)
+        if number in aborts:
+            scheduler.abort(f"g{number}", now_ns + 6)
+        name, waited, now_ns = f"innocent{number}", 0, now_ns + 10
+        add(scheduler, name, 4, now_ns, 1, tenant="innocent")
+        while name in scheduler.request_ids:
+            waited += not spares(scheduler)
+            assert waited <= NUM_KEYS
+            now_ns += 10
+            step(scheduler, now_ns)
+    while scheduler.has_requests:
+        now_ns += 10
+        step(scheduler, now_ns)
+    assert scheduler.cache.num_used == 0
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 12, 13])
+def test_drafts_leave_a_block_for_each_who_runs(num_blocks: int) -> None:
+    """Else the next step would have to preempt somebody for what may turn out wrong."""
+    scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=32, max_num_batched_tokens=64)
+    for name in "abc":
+        add(scheduler, name, 7, max_tokens=20)
+    plan = planned(scheduler, 10)
+    rows = [RowResult(row.request_id, (7,), draft_token_ids=(8,) * 9) for row in plan.rows]
+    committed(scheduler, plan, 20, *rows)
+    plan = planned(scheduler, 30)
+    drafted = sum(len(row.draft_token_ids) for row in plan.rows)
+    assert scheduler.cache.num_free >= min(len(plan.rows), num_blocks - 3 * 2) - 3 * (num_blocks < 9)
+    assert drafted == 0 or scheduler.cache.num_free >= 3
