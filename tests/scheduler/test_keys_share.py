@@ -169,8 +169,8 @@ def test_no_key_waits_beyond_its_share_whatever_the_others_do(
     assert scheduler.cache.num_used == 0
 
 
-@pytest.mark.parametrize("num_blocks", [8, 9, 12, 13])
-def test_drafts_leave_a_block_for_each_who_runs(num_blocks: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "has_drafts"), [(8, False), (9, False), (13, True)])
+def test_drafts_leave_a_block_for_each_who_runs(num_blocks: int, has_drafts: bool) -> None:
     """Else the next step would have to preempt somebody for what may turn out wrong."""
     scheduler = make_scheduler(num_blocks=num_blocks, max_model_len=32, max_num_batched_tokens=64)
     for name in "abc":
@@ -179,6 +179,5 @@ def test_drafts_leave_a_block_for_each_who_runs(num_blocks: int) -> None:
     rows = [RowResult(row.request_id, (7,), draft_token_ids=(8,) * 9) for row in plan.rows]
     committed(scheduler, plan, 20, *rows)
     plan = planned(scheduler, 30)
-    drafted = sum(len(row.draft_token_ids) for row in plan.rows)
-    assert scheduler.cache.num_free >= min(len(plan.rows), num_blocks - 3 * 2) - 3 * (num_blocks < 9)
-    assert drafted == 0 or scheduler.cache.num_free >= 3
+    assert any(row.draft_token_ids for row in plan.rows) == has_drafts
+    assert scheduler.cache.num_free >= min(3, num_blocks - 6)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from patience import until
@@ -215,6 +215,8 @@ salts = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=
 asked_salts = st.text(st.sampled_from("ab\0:"), max_size=6)
 
 
+@example("a", "b", "ab", "")  # no part of a request's salt goes on where a tenant's ends
+@example("salt:staff", "x", "salt:staffx", "")
 @given(salts, asked_salts, salts, asked_salts)
 def test_no_request_reaches_another_tenants_cache_whatever_salt_it_names(mine, asked, others, theirs) -> None:
     one, other = Tenant(name="a", salt=mine).cache_salt(asked), Tenant(name="b", salt=others).cache_salt(theirs)
