@@ -49,6 +49,8 @@ def test_its_account_is_nested_and_the_difference_is_network(own, stream, path):
     lengths = {one.stage: one.duration_ns for one in account.intervals}
     nested_ns = sum(one.end_ns - one.begin_ns for one in attempt.nested)
     assert attempt.nested_fault == ""
+    assert account.output_tokens == 8  # told beside the timing, though no client asked
+    assert account.prompt_tokens > 0
     assert {Stage.PREFILL, Stage.DECODE} <= {one.stage for one in attempt.nested}
     assert lengths[Stage.UPSTREAM] == nested_ns  # to the nanosecond
     assert lengths[Stage.NETWORK] >= 0

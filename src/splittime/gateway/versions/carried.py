@@ -100,9 +100,11 @@ def check_canary(old: GatewayConfig, new: GatewayConfig) -> None:
 def upstreams_of(before: "GatewayService | None", made: Sequence[Upstream]) -> list[Upstream]:
     """Returns the upstreams of a new version: those of living ones where they are configured alike, key included. Who
     is configured otherwise takes over what its address has in flight, under whichever name it had that."""
-    old = _living(before)
+    at: dict[Address, list[Upstream]] = {}
+    for one in _living(before):
+        at.setdefault(one.address, []).append(one)
     kept = {(one.name, one.address) for one in made}
-    return [_carried(one, old, kept) for one in made]
+    return [_carried(one, at.get(one.address, ()), kept) for one in made]
 
 
 def _living(before: "GatewayService | None") -> list[Upstream]:
@@ -112,8 +114,8 @@ def _living(before: "GatewayService | None") -> list[Upstream]:
     return list(dict.fromkeys(one for service in services for one in service.router.upstreams))
 
 
-def _carried(made: Upstream, old: Sequence[Upstream], kept: Collection[tuple[str, Address]]) -> Upstream:
-    same = [one for one in old if one.address == made.address]
+def _carried(made: Upstream, same: Sequence[Upstream], kept: Collection[tuple[str, Address]]) -> Upstream:
+    """same: the upstreams of its address before."""
     of_name = [one for one in same if one.name == made.name]
     for one in of_name:
         if (one.config, one.key) == (made.config, made.key) and one.breaker.config == made.breaker.config:
