@@ -128,6 +128,15 @@ def test_no_drawn_schema_is_refused_or_large() -> None:
     assert all(is_small(of_schema(schema)) for schema in drawn)
 
 
+def test_usual_forms_walk_beside_the_steps(known: Grammars) -> None:
+    asked = [
+        *map(of_schema, schemas(12)),
+        grammars.of_choice(["yes", "no"], "choice"),
+        grammars.of_regex("[a-z]+", "r"),
+    ]
+    assert {type(known.walk(grammar)) for grammar in asked} == {GrammarWalk}
+
+
 def test_large_schemas_of_the_usual_kind_are_compiled(known: Grammars) -> None:
     """Some 100 KB, as of an API's description."""
     parts = {
@@ -159,6 +168,12 @@ def test_large_schemas_of_the_usual_kind_are_compiled(known: Grammars) -> None:
     [
         (grammars.of_regex("[a-z]{3,40}(foo|bar)*", "x"), True),
         (grammars.of_regex("a{1000000}", "x"), False),
+        (grammars.of_regex("[a-z]*a[a-z]{400}", "x"), False),
+        (grammars.of_regex("([a-z]*a|b)[a-z]{20}", "x"), False),
+        (grammars.of_regex("([a-z]{20}x)*", "x"), False),
+        (grammars.of_regex("[a-z]{20}x*y{3}", "x"), True),
+        (of_schema({"type": "string", "pattern": "a[a-z]{40}"}), False),
+        (of_schema({"type": "string", "pattern": "^a[a-z]{40}$"}), True),
         (grammars.of_regex("((a{50}b){50}c){50}", "x"), False),
         (grammars.of_regex(r"\p{L}+", "x"), False),
         (of_schema({"type": "string", "pattern": "^(x{300}){300}$"}), False),

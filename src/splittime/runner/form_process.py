@@ -29,6 +29,7 @@ from splittime.runner.form_walk import FormPlace, GrammarWalk, said
 STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
 MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
 MAX_STEP_ITEMS = 20_000  # of the parser, for a mask: some tens of milliseconds
+MOST_STATES = 250_000  # that walks leave in a form, of up to a kilobyte
 STEP_LEXER_FUEL = 5_000_000  # for a mask; the library's own 200,000 refuse four patterns of a password's length
 ANY = json.dumps({"grammars": [{"json_schema": {}}]})
 NICER = 10  # a tenth of the weight of a thread that serves
@@ -58,8 +59,8 @@ class FormLook(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tried(msgspec.Struct, frozen=True, tag=True):
-    """said: why it cannot be compiled; "" if it can. slowest_ns: of its masks, of a processor. num_bytes: what the
-    process took; num_grown_bytes: of that, for the masks."""
+    """said: why it cannot be compiled; "" if it can. num_bytes: what the process took. slowest_ns: of its masks, of a
+    processor; num_grown_bytes: what the masks took: both beyond what those of any form do."""
 
     said: str
     slowest_ns: int = 0
@@ -84,10 +85,13 @@ def described(tokenizer_json: str, vocab_size: int) -> bytes:
     return msgspec.msgpack.encode((tokenizer_json, vocab_size))
 
 
-def compiled(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
+def compiled(tokenizer: Any, grammar: str, most_states: int = MOST_STATES) -> llguidance.LLMatcher:
     """Compiles. It calls itself as deep as rules refer to rules, so the thread needs a stack of STACK_BYTES."""
     limits = llguidance.LLParserLimits(
-        max_grammar_size=MAX_GRAMMAR_SIZE, step_max_items=MAX_STEP_ITEMS, step_lexer_fuel=STEP_LEXER_FUEL
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        step_max_items=MAX_STEP_ITEMS,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        max_lexer_states=most_states,
     )
     return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
@@ -100,6 +104,8 @@ class FormServer:
         self._masks = FormMasks(vocab_size, tokenizer.eos_token, 1)
         self._walks: dict[int, GrammarWalk] = {}
         self._begin: llguidance.LLMatcher | None = None
+        self._held_bytes, self._usual = 0, Tried("")
+        self._usual = self._try(ANY)  # what each form takes with this vocabulary, and is held against none
         self._held_bytes = _resident_bytes()
 
     def answer(self, ask: Ask) -> Answer:
@@ -116,7 +122,8 @@ class FormServer:
         slowest_ns = self._slowest_ns(walk)
         if walk.matcher.is_error():  # so may be what all copies share
             self._begin = compiled(self._tokenizer, grammar)
-        return Tried("", slowest_ns, self._num_bytes(), self._num_bytes() - num_bytes)
+        grown_bytes = self._num_bytes() - num_bytes - self._usual.num_grown_bytes
+        return Tried("", slowest_ns - self._usual.slowest_ns, self._num_bytes(), grown_bytes)
 
     def _slowest_ns(self, walk: GrammarWalk) -> int:
         """Returns how long the slowest look of an answer took that is drawn of its own masks."""
@@ -158,7 +165,7 @@ def main() -> None:
         tokenizer_json, vocab_size = msgspec.msgpack.decode(file.read())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     limits = msgspec.msgpack.Decoder(FormLimits)
-    FormServer(tokenizer, vocab_size).answer(Compile(ANY))  # what the library makes for all forms, it has made then
+    FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then
     os.nice(NICER)
 
     def work(channel: socket.socket, words: bytes) -> None:

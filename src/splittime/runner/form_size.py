@@ -19,6 +19,7 @@ SMALL = 20_000
 MOST_MULTIPLE = 1000  # of multipleOf: the library counts remainders
 MOST_ALTERNATIVES = 512  # of a form: answers of each are followed at once
 MOST_RULES = 256
+MOST_COUNTED = 16  # of what may begin at many places: there are up to 2**16 sets of these
 MOST_HELD_TOGETHER = 8  # `&` and `~` of a form in Lark's: each of our own calls of tools has some
 _AT_ONCE = ("pattern", "format", "multipleOf", "minLength", "maxLength", "minimum", "maximum", "allOf", "$ref")
 _LARK = re.compile(
@@ -72,8 +73,10 @@ class _Schema:
             return math.inf
         texts = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
         size = sum(len(json.dumps(text)) for text in texts) + _number(schema.get("minLength"))
-        names = (schema.get("pattern"), *_mapping(schema, "patternProperties"))
-        return size + sum(size_of_regex(pattern) for pattern in names if isinstance(pattern, str))
+        found = [
+            name for name in (schema.get("pattern"), *_mapping(schema, "patternProperties")) if isinstance(name, str)
+        ]
+        return size + sum(size_of_regex(pattern, is_anywhere=not pattern.startswith("^")) for pattern in found)
 
     def _referred(self, reference: Any) -> float:
         if not isinstance(reference, str):
@@ -135,28 +138,38 @@ def _behind(root: Any, reference: str) -> Any:
 # ---- regular expressions
 
 
-def size_of_regex(pattern: str) -> float:
+def size_of_regex(pattern: str, *, is_anywhere: bool = False) -> float:
     """Returns how many characters the pattern has where each is written as often as it may be repeated, and once where
-    that has no end; `math.inf` of one that Python cannot read."""
+    that has no end; `math.inf` of one that Python cannot read, or whose states are many more than its characters.
+    is_anywhere: what it matches may stand behind any text."""
     try:
-        return _size_of_nodes(patterns.parse(pattern))
+        return _Pattern(is_anywhere).size(patterns.parse(pattern))
     except (re.error, RecursionError, OverflowError, ValueError):
         return math.inf
 
 
-def _size_of_nodes(nodes: Iterable[Any]) -> float:
-    size = 0.0
-    for kind, value in nodes:
-        if kind in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
-            least, most, inner = value
-            size += max(1, least if most is codes.MAXREPEAT else most) * _size_of_nodes(inner)
-        elif kind is codes.SUBPATTERN:
-            size += _size_of_nodes(value[-1])
-        elif kind is codes.BRANCH:
-            size += sum(_size_of_nodes(branch) for branch in value[1])
-        else:
-            size += 1
-    return size
+class _Pattern:
+    """is_open: what comes may begin at more than one place, as behind a repetition without an end. A count there has
+    a state for each set of places where it may have begun."""
+
+    def __init__(self, is_open: bool) -> None:
+        self._is_open = is_open
+
+    def size(self, nodes: Iterable[Any]) -> float:
+        return sum(map(self._of_node, nodes))
+
+    def _of_node(self, node: tuple[Any, Any]) -> float:
+        kind, value = node
+        if kind is codes.SUBPATTERN:
+            return self.size(value[-1])
+        if kind is codes.BRANCH:
+            return sum(map(self.size, value[1]))
+        if kind not in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
+            return 1
+        least, most, inner = value
+        self._is_open |= most is codes.MAXREPEAT
+        times = max(1, least if most is codes.MAXREPEAT else most)
+        return math.inf if self._is_open and times > MOST_COUNTED else times * self.size(inner)
 
 
 # ---- Lark's grammars

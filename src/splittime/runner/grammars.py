@@ -30,8 +30,10 @@ from splittime.runner.kept_forms import KeptForms
 from splittime.runner.machine import num_cores
 
 log = logging.getLogger("splittime.runner")
-SLOW_NS = 10_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process
-MOST_GROWN_BYTES = 2 << 20  # when it was tried, likewise
+SLOW_NS = 20_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process
+MOST_GROWN_BYTES = 1 << 20  # when it was tried, likewise
+MOST_NEAR_STATES = 20_000  # that walks leave in a form here: at most some 15 MB
+LEAST_NEAR_BYTES = 512 << 10  # of a form that walks here
 WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
 MOST_WALKS = 256  # of a form that was compiled once: then it is compiled anew, and what they left is gone
 _starts = threading.Lock()  # the stack's size is the process's, and is set for the start of a thread
@@ -146,7 +148,8 @@ def _near(tokenizer: Any, grammar: str, tried: Tried, process: FormProcess) -> t
     begin = _compile(tokenizer, grammar)
     if begin.is_error():
         return _refused(said(begin)), 0
-    return NearForm(begin, tried.num_bytes, []), tried.num_bytes
+    num_bytes = max(tried.num_bytes, LEAST_NEAR_BYTES)
+    return NearForm(begin, num_bytes, []), num_bytes
 
 
 def _refused(words: str) -> ErrorInfo:
@@ -156,7 +159,7 @@ def _refused(words: str) -> ErrorInfo:
 def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
     """Compiles in a thread with a stack of its own, and waits for it."""
     made: list[llguidance.LLMatcher] = []
-    work = threading.Thread(target=lambda: made.append(compiled(tokenizer, grammar)), name="grammar")
+    work = threading.Thread(target=lambda: made.append(compiled(tokenizer, grammar, MOST_NEAR_STATES)), name="grammar")
     with _starts:
         before = threading.stack_size(STACK_BYTES)
         try:
