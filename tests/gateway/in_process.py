@@ -38,10 +38,16 @@ class Told(NamedTuple):
 
 
 class Saying:
-    """An upstream that answers each POST with these bytes, a moment after each other if they are several, and ends the
-    connection where it `hangs_up`. asked: heads and bodies. models: what it answers to the gateway's own question."""
+    """An upstream that answers each POST with these bytes, a moment after each other if they are several, by the
+    request's body if they are a function of it, and ends the connection where it `hangs_up`. asked: heads and bodies.
+    models: what it answers to the gateway's own question."""
 
-    def __init__(self, said: bytes | list[bytes], hangs_up: bool = False, models: bytes | None = None) -> None:
+    def __init__(
+        self,
+        said: bytes | list[bytes] | Callable[[bytes], list[bytes]],
+        hangs_up: bool = False,
+        models: bytes | None = None,
+    ) -> None:
         self.said, self.hangs_up, self.asked = said, hangs_up, list[tuple[bytes, bytes]]()
         self.models = whole(200, {"object": "list", "data": []}) if models is None else models
         self.num_checks = 0
@@ -68,7 +74,8 @@ class Saying:
             return True
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         self.asked.append((head, await reader.readexactly(length)))
-        for number, piece in enumerate([self.said] if isinstance(self.said, bytes) else self.said):
+        said = self.said(self.asked[-1][1]) if callable(self.said) else self.said
+        for number, piece in enumerate([said] if isinstance(said, bytes) else said):
             await asyncio.sleep(MOMENT_S * (number > 0))
             writer.write(piece)
             await writer.drain()
@@ -115,7 +122,7 @@ def gateway_before(upstreams: dict[str, Saying | str], ask: Asking, text: str = 
         versions = GatewayVersions(config, secrets_of(config), Ledger())
         await versions.open()
         for number, one in enumerate(versions.current.router.upstreams):
-            one.in_flight.plain_tokens += number
+            one.in_flight.plain_tokens += number * 10**6
         try:
             await ask(GatewayApp(versions), versions.current)
         finally:

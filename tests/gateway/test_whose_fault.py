@@ -1,5 +1,6 @@
 """Whose a refusal is: one request's own doing pauses, opens and costs nothing for anybody else."""
 
+import asyncio
 import gzip
 import json
 import time
@@ -15,7 +16,7 @@ from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import AttemptAsked, Whose, of_answer
 from splittime.web.tenants import ANYBODY
 
-from .hostile import WHOLE, whole
+from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
 from .in_process import CHAT, PATIENT, Saying, asked, counted, gateway_before
 
 
@@ -341,9 +342,7 @@ def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
 QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT
 
 
-@pytest.mark.parametrize(
-    "models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), b"HTTP/1.1 401 X\r\n\r\n"]
-)
+@pytest.mark.parametrize("models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), whole(401, {})])
 def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
     """The probes of an open breaker are the gateway's, so that all requests are answered."""
 
@@ -373,6 +372,70 @@ def test_who_answers_it_is_tried_by_requests_that_another_may_have():
 
     bad, good = Saying(whole(500, {"error": {}})), Saying(whole(200, WHOLE))
     gateway_before({"bad": bad, "good": good}, ask, QUIET)
+
+
+@pytest.mark.parametrize(("spare", "status"), [(0, 503), (1, 200)])
+def test_leaving_one_that_answers_others_meanwhile_is_counted(spare, status):
+    """Upstreams that fail and answer by turns may have too much to do."""
+
+    def said(body: bytes) -> list[bytes]:
+        return [b"", b"", b"", whole(503, {"error": {}})] if b"slow" in body else [whole(200, WHOLE)]
+
+    async def ask(app, gateway):
+        slow, quick = await asyncio.gather(asked(app, user="slow"), asked(app, user="quick"))
+        assert (slow.status, quick.status) == (status, 200)
+        assert (len(by_turns.asked), len(good.asked)) == (2, spare)
+
+    by_turns, good = Saying(said), Saying(whole(200, WHOLE))
+    text = f"[retries]\nratio = 0.0\nspare = {spare}\npause_s = 0.0\n"
+    gateway_before({"by_turns": by_turns, "good": good}, ask, text)
+
+
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [
+        (whole(503, {"error": {}}), 3),
+        (whole(529, {"error": {}}), 3),
+        (whole(500, {"error": {}}), 1),
+        (whole(401, {"error": {}}), 1),
+        (whole(429, {"error": {}}), 1),
+        (whole(200, {}), 1),
+    ],
+)
+def test_who_is_alone_is_asked_again_where_that_may_pass(said, times):
+    async def ask(app, gateway):
+        await asked(app)
+        assert len(one.asked) == times
+
+    one = Saying(said)
+    gateway_before({"one": one}, ask, "[retries]\nspare = 9\npause_s = 0.0\nmax_attempts = 3\n")
+
+
+def test_a_refusal_of_ones_own_is_asked_of_one_other():
+    async def ask(app, gateway):
+        assert (await asked(app, {"x-llm-d-slo-ttft-ms": "5000"})).status == 429
+        assert sorted(len(one.asked) for one in three) == [0, 1, 1]
+
+    three = [Saying(LATE) for _ in range(3)]
+    gateway_before(dict(zip("abc", three, strict=True)), ask, "[retries]\nspare = 9\npause_s = 0.0\n")
+
+
+def test_a_stream_that_begins_closes_the_breaker_before_it_ends():
+    """However long it lasts, the next request need not wait for its end."""
+
+    async def ask(app, gateway):
+        breaker = gateway.router.upstreams[0].breaker
+        breaker.note_failure(time.monotonic_ns())
+        breaker.note_checked(time.monotonic_ns(), is_well=True)
+        asking = asyncio.create_task(asked(app, stream=True))
+        while breaker.is_open:
+            assert not asking.done()
+            await asyncio.sleep(0.001)
+        assert not asking.done()
+        asking.cancel()
+
+    one = Saying([STREAM_HEAD + chunk(event(CHUNK)), *[b""] * 200])
+    gateway_before({"one": one}, ask, "[breaker]\nfailures = 1\n")
 
 
 def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
