@@ -11,6 +11,10 @@ from splittime.gateway.forwarded import forwarded
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.usage_asked import EACH, INCLUDE, UsageAsked
 
+from .conftest import gateway_of
+from .conftest import upstream as upstream_text
+from .hostile import Hostile, whole
+
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
 
 
@@ -121,3 +125,30 @@ def test_what_the_client_asked_itself_is_refused_to_the_client():
     own = UsageAsked(forwarded("/v1/completions", body_of(stream_options={"include_usage": True}), 16), to)
     assert not own.is_refused(400, b"stream_options")
     assert to.tells_usage == upstream().tells_usage
+
+
+class Picky(Hostile):
+    async def do_picky(self, reader, writer, body) -> bool:
+        if "stream_options" in body:
+            writer.write(whole(400, {"error": {"message": "stream_options: extra fields are not permitted"}}))
+            return False
+        return await self.do_fine(reader, writer, body)
+
+
+def test_a_server_that_refuses_the_field_serves_streams_all_the_same(tmp_path):
+    """It is asked once more without it, by the same attempt, and then never with it."""
+    server = Picky()
+    try:
+        with gateway_of(tmp_path, upstream_text("picky", server.url("picky"))) as gateway:
+            told = [gateway.ask("picky", {"x-request-id": f"r{number}"}, stream=True) for number in range(3)]
+            assert [one[0] for one in told] == [200] * 3
+            assert all(one[2].endswith(b"data: [DONE]\n\n") for one in told)
+            assert [len(gateway.account(f"r{number}")["attempts"]) for number in range(3)] == [1] * 3
+        assert ["stream_options" in json.loads(body) for _, body in server.asked["picky"]] == [
+            True,
+            False,
+            False,
+            False,
+        ]
+    finally:
+        server.stop()
