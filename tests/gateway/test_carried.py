@@ -64,6 +64,13 @@ def test_another_address_begins_anew_and_a_name_keeps_its_own():
     assert [one.tokens for one in moved.router.upstreams] == [0, 2, 1]  # what was a's is of that address: c has it
 
 
+def test_a_second_name_for_an_address_that_keeps_its_first_counts_for_itself():
+    before = Version(made())
+    before[0].enter(5)
+    both = Version(made(), made("twin"), before=before)
+    assert [one.tokens for one in both.router.upstreams] == [5, 0]
+
+
 def test_what_was_away_in_between_is_counted_when_it_comes_back():
     first = Version(made())
     first[0].enter(10)
