@@ -20,10 +20,13 @@ Every request that waits, and every running one that gets no row, gets its cause
 """
 
 import math
+from collections.abc import Collection
 
+from splittime.core.shares import KeyShare
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
 from splittime.scheduler.ahead import AHEAD_TOKENS
+from splittime.scheduler.pace import KeyPace
 from splittime.scheduler.prompt_pass import PromptPass, StepBudget, take_row
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
@@ -36,6 +39,7 @@ class Planner:
     def __init__(self, requests: Requests) -> None:
         self.victims: list[str] = []
         self._requests = requests
+        self.pace = KeyPace()
         self._step_id = 0
         self._has_made_way = False  # in this plan, what is computed ahead
 
@@ -47,25 +51,45 @@ class Planner:
             self.stand_still(now_ns)
             return None
         self._has_made_way = False
-        rows: list[Row] = []
-        behind = self._plan_decodes(rows, now_ns)
-        budget = StepBudget(config, len(rows))
-        prompts = PromptPass(requests, rows, budget, now_ns)
-        admitted = prompts.run([state for state in behind if not state.is_ahead])
-        for victim in prompts.victims:
-            self._note_victim(victim)
-        admitted += self._plan_prompt_ahead(rows, budget, prompts, now_ns)
+        shares = self._shares()
+        sitting_out = self.pace.who_sits_out(shares) if len(shares) > 1 else ()
+        rows, admitted, budget = self._plan_rows(now_ns, sitting_out)
+        if sitting_out and not rows and not admitted:  # for whom they do has nothing to compute now
+            rows, admitted, budget = self._plan_rows(now_ns, ())
         if not rows:
             return None
         sizes = (budget.num_decodes, config.max_num_batched_tokens, len(requests.running))
         least_survival = requests.speculation.plan(rows, *sizes, now_ns)
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
+        if shares:
+            self.pace.begin(self._step_id, now_ns, rows, requests.by_id, shares)
         offloads, restores = requests.cache.take_moves()
         released, preempted = requests.take_released()
         moves = offloads, restores
         imports = requests.cache.take_imports()
         return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted, imports)
+
+    def _shares(self) -> dict[str, KeyShare]:
+        """Returns the keys that run or wait; none where one alone has requests."""
+        requests = self._requests
+        if not requests.is_shared:
+            return {}
+        running = {state.share.name: state.share for state in requests.running if not state.is_ahead}
+        return running | requests.queue.shares.waiting
+
+    def _plan_rows(
+        self, now_ns: int, sitting_out: Collection[str]
+    ) -> tuple[list[Row], tuple[Admitted, ...], StepBudget]:
+        """Returns the rows of a step but for drafts, who is admitted into it, and what is left of it."""
+        rows: list[Row] = []
+        behind = self._plan_decodes(rows, now_ns, sitting_out)
+        budget = StepBudget(self._requests.config, len(rows))
+        prompts = PromptPass(self._requests, rows, budget, now_ns)
+        admitted = prompts.run([state for state in behind if not state.is_ahead], sitting_out)
+        for victim in prompts.victims:
+            self._note_victim(victim)
+        return rows, admitted + self._plan_prompt_ahead(rows, budget, prompts, now_ns), budget
 
     def quiet_until_ns(self, now_ns: int) -> float:
         """Until when a plan of nothing but a row for each of the running says of those who wait what the last one said,
@@ -102,15 +126,20 @@ class Planner:
         """Go on behind a number of steps that were taken without a plan."""
         self._step_id += count
 
-    def _plan_decodes(self, rows: list[Row], now_ns: int) -> list[RequestState]:
+    def _plan_decodes(self, rows: list[Row], now_ns: int, sitting_out: Collection[str]) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.
         Returns those with more to catch up."""
         running, cache = self._requests.running, self._requests.cache
-        block_size = cache.block_size
+        block_size, in_flight = cache.block_size, self._requests.in_flight if sitting_out else ()
         behind: list[RequestState] = []
         position = 0
         while position < len(running):
             state = running[position]
+            if sitting_out and state.share.name in sitting_out:
+                position += 1
+                if state not in in_flight:
+                    state.stall(Cause.POLICY, now_ns)
+                continue
             num_computed, num_promised = state.num_computed, state.num_promised
             num_tokens = len(state.token_ids) + num_promised
             if num_tokens - num_computed >= state.least_behind:

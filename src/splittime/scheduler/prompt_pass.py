@@ -4,6 +4,8 @@ One key alone: the running first, then the queue, until something is missing; th
 admission. Of several keys each does so for itself when it is its turn (`scheduler.turns`).
 """
 
+from collections.abc import Collection
+
 from splittime.core.step import Admitted, Row
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
@@ -58,11 +60,12 @@ class PromptPass:
         self._held: dict[Cause, Holdings] = {}  # of slots and of blocks, since somebody last came or went
         self._num_new = 0  # blocks that the last one looked at needs
 
-    def run(self, behind: list[RequestState]) -> tuple[Admitted, ...]:
-        """behind: who runs and has prompts to compute, best rank first. Returns who was admitted. Whoever waits on is
-        told why."""
+    def run(self, behind: list[RequestState], sitting_out: Collection[str] = ()) -> tuple[Admitted, ...]:
+        """behind: who runs and has prompts to compute, best rank first. sitting_out: keys of which nobody is admitted.
+        Returns who was admitted. Whoever waits on is told why."""
         requests, queue = self._requests, self._requests.queue
-        self._turns = Turns(behind, queue.shares.waiting.values())
+        waiting = [share for share in queue.shares.waiting.values() if share.name not in sitting_out]
+        self._turns = Turns(behind, waiting)
         while (share := self._turns.next()) is not None:
             state = self._turns.take_behind(share)
             if state is not None:

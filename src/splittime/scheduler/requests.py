@@ -245,6 +245,11 @@ class Requests:
     def has_step_in_flight(self) -> bool:
         return bool(self._in_flight)
 
+    @property
+    def in_flight(self) -> set[RequestState | None]:
+        """Who has rows in steps that run."""
+        return {state for flight in self._in_flight.values() for state in flight}
+
     def is_in_flight(self, state: RequestState) -> bool:
         """Whether a step runs that has a row of it."""
         return any(state in flight for flight in self._in_flight.values())

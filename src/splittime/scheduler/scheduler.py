@@ -157,6 +157,7 @@ class Scheduler:
         self._last_commit_ns = now_ns
         outputs: list[RequestOutput] = []
         states = self._requests.end_step(plan.step_id)
+        self._planner.pace.end(plan.step_id, now_ns)
         if self.speculation.costs is not None:
             self.speculation.count(states, plan.rows, result.rows)
             if not self._requests.has_step_in_flight:
