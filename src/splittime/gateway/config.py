@@ -64,8 +64,8 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     sha256: Annotated[str | None, Doc("The SHA-256 of its key, in hexadecimal.")] = None
     operator: Annotated[bool, Doc("May ask for everything: metrics, and everybody's accounts.")] = False
     weight: Annotated[float, Doc("Its share of tokens beside the others' weights.", 0.001, 1e6)] = 1.0
-    max_open_requests: Annotated[int | None, Doc("Requests that it may have at once.", 1)] = None
-    requests_per_minute: Annotated[int | None, Doc("Requests that it may send in a minute.", 1)] = None
+    max_open_requests: Annotated[int | None, Doc("Requests that it may have at once, each answer counted.", 1)] = None
+    requests_per_minute: Annotated[int | None, Doc("Likewise, that it may send in a minute.", 1)] = None
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
     tokens_per_day: Annotated[int | None, Doc("Tokens in a day (UTC); needs budget_file or limits_valkey.", 1)] = None
     tokens_per_month: Annotated[int | None, Doc("Tokens in a month (UTC); needs one of them too.", 1)] = None

@@ -10,6 +10,7 @@ The gateway knows no tokenizer. It takes four bytes of the body for a token of t
 answers had of late (`learnt_use`): an estimate, used for order, and corrected by what the upstream tells.
 """
 
+import re
 from math import ceil
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from splittime.api.decode import MAX_PARTS, decode_once
 from splittime.core.errors import RequestError
-from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
+from splittime.gateway.endpoints import COMPLETIONS, EMBEDDINGS, ENDPOINTS, RERANK, RESPONSES, SCORE, WITH_CHOICES
 from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
@@ -29,8 +30,14 @@ NOT_PASSED_ON = {  # fields of responses
     "conversation": "an upstream keeps it, and the gateway does not know which one, nor whose it is",
     "request_id": "it would name the response, and another key's response may have that name",
 }
-MAX_ANSWERS = 1024  # of one request, for the estimate
-MOST_TOKENS = 2**31  # likewise: a client may write any number, and sums of these are kept as floats
+MAX_ANSWERS = 2**20  # of one request: a client may write any number
+MOST_TOKENS = 2**31  # of an estimate: likewise, and sums of these are kept as floats
+WITH_TEXTS = {  # fields with several texts, of which each is answered
+    COMPLETIONS: ("prompt",),
+    EMBEDDINGS: ("input",),
+    RERANK: ("documents",),
+    SCORE: ("text_1", "text_2"),
+}
 
 
 class ForwardedBody(msgspec.Struct):
@@ -49,6 +56,9 @@ class ForwardedBody(msgspec.Struct):
     conversation: msgspec.Raw = msgspec.Raw(NULL)
     request_id: msgspec.Raw = msgspec.Raw(NULL)
     input: msgspec.Raw = msgspec.Raw(NULL)
+    documents: msgspec.Raw = msgspec.Raw(NULL)
+    text_1: msgspec.Raw = msgspec.Raw(NULL)
+    text_2: msgspec.Raw = msgspec.Raw(NULL)
 
 
 class InputItem(msgspec.Struct):
@@ -62,6 +72,9 @@ _ITEMS = msgspec.json.Decoder(
     Annotated[list[InputItem | str | int | float | bool | list[Any] | None], msgspec.Meta(max_length=MAX_PARTS)]
 )
 
+_PIECES = msgspec.json.Decoder(list[msgspec.Raw])
+_NUMBERS = re.compile(rb"\[\s*[-0-9]")  # begins a list of token ids
+
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to be passed on. prompt_tokens: an estimate. output_tokens: the most that its answers may have, all
@@ -69,7 +82,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
     model_at, model_bytes: where the model's name lies in the body, and how long it is there.
     decision, pool: what the rules said, and whose line it waits in (`routing.policy`). previous_id: of the response
     that it goes on from; "" for none. reference: the first item of its input that only names one which an upstream
-    keeps, as `input[0]`; "" for none."""
+    keeps, as `input[0]`; "" for none. answers: how many it asks for, texts that are embedded or ranked too."""
 
     path: str
     model: str
@@ -163,22 +176,18 @@ def _bound(path: str, told: ForwardedBody) -> int | None:
 
 
 def _answers(path: str, told: ForwardedBody) -> int:
-    """Returns how many answers are written: so many of each prompt, whether all are given or only the best."""
-    if path not in WITH_CHOICES:
-        return 1
-    of_each = max(told.n or 1, told.best_of or 1)
-    return min(max(of_each * _prompts(memoryview(told.prompt)), 1), MAX_ANSWERS)
+    """Returns how many answers it asks for, as a server counts them: so many of each prompt, whether all are given or
+    only the best; one of each text that is embedded or ranked."""
+    texts = max((_texts(getattr(told, name)) for name in WITH_TEXTS.get(path, ())), default=1)
+    of_each = max(told.n or 1, told.best_of or 1, 1) if path in WITH_CHOICES else 1
+    return min(of_each * texts, MAX_ANSWERS)
 
 
-def _prompts(told: memoryview) -> int:
-    """Returns about how many prompts stand in a list of texts or of token ids, without decoding it."""
-    begin = bytes(told[:64]).translate(None, b" \t\r\n")[:2]
-    if begin == b"[[":
-        return bytes(told).count(b"[") - 1
-    if begin != b'["':
+def _texts(told: msgspec.Raw) -> int:
+    """Returns how many texts stand there: one, unless it is a list of texts or of lists of token ids."""
+    if memoryview(told)[:1] != b"[" or _NUMBERS.match(told):
         return 1
-    text = bytes(told)
-    return max(1, (text.count(b'"') - text.count(b'\\"')) // 2)
+    return max(1, len(_PIECES.decode(told)))
 
 
 def _refuse_not_passed_on(told: ForwardedBody) -> None:

@@ -121,6 +121,7 @@ class GatewayVisit:
         assumed = config.queue.assumed_max_tokens
         told, policy = await read_beside(len(body), forwarded, self._path, body, assumed), self.gateway.policy
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
+        self._quota.count_as(request.answers, now_ns())
         policy.require(request)
         request = self.account.request = self._estimated(bound(self.gateway, request, self.tenant))
         self._reserve(request)

@@ -4,9 +4,10 @@ Both configs are replayed, so that what differs is due to the configs. A request
 lasted and uses the tokens that it used, which are none where no upstream was asked (the cache or a template answered);
 one that would have been refused frees its place. Budgets of a day and a month are those of the ledger's dates, unused
 when it begins: what `budget_file` held then, nobody knows. What depends on the upstreams of that day, queueing,
-shedding and breakers, and on the answers that were kept, is not replayed. A request that was refused before its body
-was read has no features: the limits of both see it, as one of no tokens, the rules do not. A text is in no ledger, but
-its score by its labels is, so that another threshold can be tried and other labels cannot.
+shedding and breakers, and on the answers that were kept, is not replayed. A body counts as one answer, as no ledger
+says how many it asked for. A request that was refused before its body was read has no features: the limits of both see
+it, as one of no tokens, the rules do not. A text is in no ledger, but its score by its labels is, so that another
+threshold can be tried and other labels cannot.
 """
 
 from collections import Counter, defaultdict
