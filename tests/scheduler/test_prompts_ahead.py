@@ -88,7 +88,7 @@ def test_of_two_the_first_goes_first_and_one_at_a_time() -> None:
 def test_tenants_take_turns() -> None:
     scheduler = make_scheduler(**WIDE)
     for name in ("x1", "x2", "y1", "x3", "z1"):
-        add(scheduler, name, 10, sampling=WARM, cache_salt=name[0])
+        add(scheduler, name, 10, sampling=WARM, tenant=name[0])
     seen = [next(iter(shape(step(scheduler, at_ns)[0]))) for at_ns in (10, 20, 30, 40, 50)]
     assert seen == ["x1", "y1", "z1", "x2", "x3"]
 

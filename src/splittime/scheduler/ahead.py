@@ -23,7 +23,7 @@ NEEDED = ("enable_prefix_caching", "enable_chunked_prefill")
 
 
 class AheadSet:
-    """Who does not run now. Tenants are told apart by their `cache_salt`."""
+    """Who does not run now. Tenants are told apart by their key."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -55,14 +55,14 @@ class AheadSet:
         """Take it out: it runs now, which is its tenant's turn."""
         self.remove(state)
         self._num_turns += 1
-        self._turns.pop(state.request.cache_salt, None)
-        self._turns[state.request.cache_salt] = self._num_turns
+        self._turns.pop(state.request.tenant, None)
+        self._turns[state.request.tenant] = self._num_turns
         if len(self._turns) > MOST_TENANTS:
             del self._turns[next(iter(self._turns))]
 
     def _place(self, state: RequestState) -> tuple[bool, int, int]:
         is_new = state.num_cached_tokens is None
-        return is_new, self._turns.get(state.request.cache_salt, 0), state.arrival
+        return is_new, self._turns.get(state.request.tenant, 0), state.arrival
 
 
 def check_ahead(request: Request, config: SchedulerConfig) -> None:
