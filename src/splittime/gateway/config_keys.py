@@ -92,6 +92,7 @@ def _holder(tenant: TenantConfig, path: str, environment: Mapping[str, str]) -> 
     return _digest_of(tenant, path, environment), Tenant(
         name=tenant.name,
         is_operator=tenant.operator,
+        weight=tenant.weight,
         max_open_requests=tenant.max_open_requests,
         requests_per_minute=tenant.requests_per_minute,
         tokens_per_minute=tenant.tokens_per_minute,

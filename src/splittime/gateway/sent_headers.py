@@ -1,4 +1,5 @@
-"""What an upstream is told in the head of a request: its own key, never the client's, and what is left of the time."""
+"""What an upstream is told in the head of a request: its own key, never the client's, and what is left of the time. A
+server of ours is told whose request it is: the tenant whose key came, whatever its client says in such a header."""
 
 import time
 
@@ -6,6 +7,8 @@ from splittime.gateway.endpoints import OF_ANTHROPIC
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.whole_answers import USER_AGENT
 from splittime.web import http
+from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import told_tenant
 
 now_ns = time.monotonic_ns
 TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -34,7 +37,7 @@ def sent_headers(
     elif upstream.key is not None:
         headers["authorization"] = f"Bearer {upstream.key}"
     if upstream.keeps_accounts:
-        headers["x-include-timing"] = "1"
+        headers |= {"x-include-timing": "1", **told_tenant(tenant_of(scope))}
     if first_token_by_ns is not None:
         headers[SLO_HEADER] = _left_ms(first_token_by_ns)
     for name in (*TRACE_HEADERS, *(ANTHROPIC_HEADERS if is_anthropics else ())):

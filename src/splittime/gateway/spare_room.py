@@ -16,6 +16,8 @@ from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.whole_answers import ask_whole
 from splittime.web import http
+from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import told_tenant
 from splittime.wire.sse import AnswerReader
 
 if TYPE_CHECKING:
@@ -52,10 +54,12 @@ class SpareRoom:
         return self._gateway.policy.routed(told, self._tenant, self._scope)
 
     async def _answer(self, chat: dict[str, Any], upstream: Upstream, within_s: float) -> bytes:
-        last = {"priority": LAST_PRIORITY} if upstream.config.kind == "splittime" else {}
-        body = msgspec.json.encode(chat | last)
+        is_ours = upstream.keeps_accounts
+        body = msgspec.json.encode(chat | ({"priority": LAST_PRIORITY} if is_ours else {}))
         where = (self._gateway.connections, upstream.address, CHAT, upstream.key)
-        status, told = await ask_whole(*where, body, within_s=within_s, max_bytes=MAX_ANSWER_BYTES)
+        headers = told_tenant(tenant_of(self._scope)) if is_ours else {}
+        most = MAX_ANSWER_BYTES
+        status, told = await ask_whole(*where, body, within_s=within_s, max_bytes=most, headers=headers)
         if status >= 500:
             raise ConnectionError(f"upstream {upstream.name!r} answered {status}")
         if status != 200 or told is None:

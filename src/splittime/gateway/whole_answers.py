@@ -1,6 +1,8 @@
 """Answers of upstreams that are read whole, and what the gateway asks for itself: queues, embeddings, spans taken."""
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from splittime import __version__
 from splittime.gateway.decoded_answer import begun
@@ -36,11 +38,12 @@ async def ask_whole(
     *,
     within_s: float,
     max_bytes: int,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, bytes | None]:
-    """Returns the status and what `read_whole` does. body: JSON, to be posted. Raises `OSError` or `ValueError` where
-    no whole answer came, a `TimeoutError` after `within_s`."""
+    """Returns the status and what `read_whole` does. body: JSON, to be posted. headers: beside the usual ones.
+    Raises `OSError` or `ValueError` where no whole answer came, a `TimeoutError` after `within_s`."""
     async with asyncio.timeout(within_s):
-        answer = await _asked(connections, address, path, key, body, within_s)
+        answer = await _asked(connections, address, path, key, body, within_s, headers)
         read = await read_whole(answer, within_s, max_bytes)
         return answer.status, read
 
@@ -60,9 +63,15 @@ async def ask_status(
 
 
 async def _asked(
-    connections: UpstreamConnections, address: Address, path: str, key: str | None, body: bytes | None, within_s: float
+    connections: UpstreamConnections,
+    address: Address,
+    path: str,
+    key: str | None,
+    body: bytes | None,
+    within_s: float,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> UpstreamAnswer:
-    headers = {"accept-encoding": "identity", "user-agent": USER_AGENT}
+    headers = {**more, "accept-encoding": "identity", "user-agent": USER_AGENT}
     headers |= {} if body is None else {"content-type": "application/json"}
     headers |= {} if key is None else {"authorization": f"Bearer {key}"}
     method = "GET" if body is None else "POST"

@@ -17,6 +17,7 @@ from splittime.text.worker import FramedWork, TextTask
 from splittime.web import http
 from splittime.web.quota import Quota, QuotaUse
 from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import sharer_of
 
 now_ns = time.monotonic_ns
 
@@ -62,6 +63,7 @@ class CountedText:
 
     def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
         self._service, self._receive, self._tenant = service, receive, tenant_of(scope)
+        self._sharer = sharer_of(scope, self._tenant)
         self._use: QuotaUse | None = None
         self._used_tokens = 0
 
@@ -79,7 +81,7 @@ class CountedText:
     async def done(self, work: FramedWork) -> TextDone:
         """Returns what came of it. Given up when the client goes: what it left behind would stand before others'
         texts."""
-        task = self._service.texts.submit(work, tenant=self._tenant.name, weight=self._tenant.weight)
+        task = self._service.texts.submit(work, tenant=self._sharer.name, weight=self._sharer.weight)
         watcher = asyncio.get_running_loop().create_task(self._drop_when_gone(task))
         try:
             done = await task.done

@@ -39,7 +39,7 @@ from splittime.text.tokenizer import Tokenizer
 from splittime.text.worker import FramedWork, TextTask, framed
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected
-from splittime.web.tenants import Tenant
+from splittime.web.told_tenant import Sharer
 
 ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
 now_ns = time.monotonic_ns
@@ -80,8 +80,8 @@ class Prompts:
     in which the stages are entered. To make one takes long where there are many messages, and may be done in a thread.
     Raises `RequestError` if a text can never fit."""
 
-    def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account, tenant: Tenant) -> None:
-        self._whose: dict[str, Any] = {"tenant": tenant.name, "weight": tenant.weight}
+    def __init__(self, ask: Ask, model: ModelInfo, service: Service, account: Account, sharer: Sharer) -> None:
+        self._whose: dict[str, Any] = {"tenant": sharer.name, "weight": sharer.weight}
         self._service, self._account, self._field = service, account, ENDPOINTS[ask.endpoint].prompts_field
         self._most_tokens = max(0, model.max_model_len - ask.sampling.least_tokens)
         self._task: TextTask | None = None  # the text that a worker has, or will have

@@ -35,6 +35,7 @@ from splittime.web import http
 from splittime.web.quota import QuotaUse
 from splittime.web.short_turns import read_beside
 from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import Sharer, notices_of_head, sharer_of
 
 now_ns = time.monotonic_ns
 
@@ -60,6 +61,7 @@ class Visit:
         self.service, self.endpoint, self.scope, self._receive, self._send = service, endpoint, scope, receive, send
         self.start_ns: int = scope.get(http.START_NS) or now_ns()
         self.tenant = tenant_of(scope)
+        self._sharer = Sharer(self.tenant.name, self.tenant.weight)  # until its head has been read
         self.started_at_unix_ns = time.time_ns() - (now_ns() - self.start_ns)
         self.account = Account("", self.start_ns, Stage.RECEIVE)
         self.request_id = ""
@@ -115,7 +117,8 @@ class Visit:
         return None
 
     def _read_head(self) -> ModelInfo:
-        """Reads the deadlines, and returns the model; refuses if there is no room, or none for the tenant."""
+        """Reads the deadlines and whose it is, and returns the model; refuses if there is no room, or none for that."""
+        self._sharer = sharer_of(self.scope, self.tenant)
         deadline_ns = self._deadline_ns = http.deadline_ns(self.scope, self.start_ns)
         by_ns = self._first_token_by_ns = http.first_token_by_ns(self.scope, self.start_ns)
         model = self.service.require_serving()
@@ -123,8 +126,8 @@ class Visit:
             self.service.quota(self.tenant).check(now_ns())
         except Refused as refused:
             raise self.service.admission.refuse(refused) from None
-        key: dict[str, Any] = {"tenant": self.tenant.name, "weight": self.tenant.weight}
-        self.service.admission.check(now_ns(), tokens=1, deadline_ns=deadline_ns, first_token_by_ns=by_ns, **key)
+        by: dict[str, Any] = {"deadline_ns": deadline_ns, "first_token_by_ns": by_ns}
+        self.service.admission.check(now_ns(), tokens=1, tenant=self._sharer.name, weight=self._sharer.weight, **by)
         return model
 
     async def _come_in(self) -> tuple[Ask, Group, Writer]:
@@ -170,7 +173,7 @@ class Visit:
         include_timing = http.flag(self.scope, "X-Include-Timing")
         ask_of, marks = ENDPOINTS[self.endpoint].ask_of, self.service.marks
         ask = ask_of(read(), model, self.service.config, include_timing, marks)
-        return ask, Prompts(ask, model, self.service, self.account, self.tenant)
+        return ask, Prompts(ask, model, self.service, self.account, self._sharer)
 
     # ---- to the engine
 
@@ -178,7 +181,7 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
     ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
-        self.notices = notices_of(ask, prompts, budgets, model)
+        self.notices = [*notices_of_head(self.scope, self.tenant), *notices_of(ask, prompts, budgets, model)]
         choices = self._choices(ask, prompts, budgets, model)
         if self._quota is not None:
             counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])
@@ -210,8 +213,8 @@ class Visit:
                 deadline_ns=self._deadline_ns,
                 cache_salt=self.tenant.cache_salt(ask.cache_salt),
                 adapter=adapter,
-                tenant=self.tenant.name,
-                weight=self.tenant.weight,
+                tenant=self._sharer.name,
+                weight=self._sharer.weight,
             )
             account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
             account.extend(self.account.marks[1:])
@@ -308,7 +311,7 @@ class Visit:
             "endpoint": self.endpoint,
             "started_at_unix_ns": self.started_at_unix_ns,
             "unseen_ns": self.scope.get(http.UNSEEN_NS, 0),
-            "tenant": self.tenant.name,
+            "tenant": self._sharer.name,
             "trace_id": traced.trace_id,
             "parent_id": traced.span_id,
         }

@@ -43,7 +43,7 @@ def gateway(monkeypatch):
     made.quotas = {one.name: SimpleNamespace(use_tokens=lambda n, at_ns: made.used.append(n)) for one in config.tenant}
     made.budgets = SimpleNamespace(use=lambda tenant, n: made.used.append((tenant, n)))
 
-    async def ask_whole(connections, address, path, key, body, *, within_s, max_bytes):
+    async def ask_whole(connections, address, path, key, body, *, within_s, max_bytes, headers):
         assert [one.requests for one in router.upstreams if one.address == address] == [1]
         made.asked.append((address.port, json.loads(body)))
         if isinstance(made.answer, BaseException):
