@@ -40,6 +40,7 @@ SAFE_LABELS = frozenset(
         "upstream",
         "verdict",
         "why",
+        "whose",
     ]
 )
 RENAMED_LABELS = frozenset({"tenant", "model_name", "model"})
