@@ -112,7 +112,7 @@ def server_command(name: str, folder: Path) -> Command:
 
 
 def _key(key: str) -> str:
-    more = "operator = true\n" if key == OPERATOR else ""
+    more = "operator = true\n" if key in (OPERATOR, GATEWAY) else ""  # so that the gateway is believed whose they are
     more += f"max_open_requests = {OPEN_OF_NARROW}\n" if key == NARROW else ""
     return f'[[key]]\nname = "{key}"\nkey = "{key}"\n{more}'
 

@@ -39,7 +39,9 @@ class FakeConnection:
     def __init__(self, upstreams: "FakeUpstreams", body: dict) -> None:
         self._upstreams, self._body, self.answer = upstreams, body, UpstreamAnswer(self)
         self._is_open = True
+        self._places = min(body["n"], most_of_one(upstreams.most))
         upstreams.num_open += 1
+        upstreams.num_places += self._places
         self.task = asyncio.get_running_loop().create_task(self._play())
 
     async def _play(self) -> None:
@@ -89,6 +91,7 @@ class FakeConnection:
         if self._is_open:
             self._is_open = False
             self._upstreams.num_open -= 1
+            self._upstreams.num_places -= self._places
             self.answer.end(error)
 
     def cut(self) -> None:
@@ -102,10 +105,11 @@ class FakeConnection:
 
 
 class FakeUpstreams:
-    """Does as the gateway's connections to one upstream. most: how many requests it may be given now."""
+    """Does as the gateway's connections to one upstream. most: how many answers it may be asked for now. num_places: of
+    those, for which it is; a body of more than may be takes all but the last."""
 
     def __init__(self) -> None:
-        self.num_open = self.most = 0
+        self.num_open = self.num_places = self.most = 0
         self.released = asyncio.Event()
         self.sent: list[dict] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,7 +118,9 @@ class FakeUpstreams:
         told = json.loads(body or b"{}")
         if method == "GET":
             raise NoConnection(OSError("no checks here"))
-        assert self.num_open < self.most, "more in flight than there may be"
+        if told["n"] > max(1, self.most - 1):
+            assert not self.num_places, "it has to be alone"
+        assert self.num_places + min(told["n"], most_of_one(self.most)) <= self.most, "more in flight than there may be"
         self.sent.append(told)
         made = FakeConnection(self, told)
         self._tasks.append(made.task)
@@ -122,6 +128,11 @@ class FakeUpstreams:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+def most_of_one(limit: int) -> int:
+    """Returns how many places a body may take of up to 31."""
+    return max(1, limit - 1)
 
 
 def event(value: dict) -> bytes:
@@ -150,8 +161,8 @@ class World:
         await self.versions.open()
         self.versions.current.connections = self.upstreams
 
-    def ask(self, tenant: str, words: tuple[str, ...], stream: bool, most: int, used: int) -> None:
-        body = {"model": "m", "messages": [{"role": "user", "content": "x" * 60}], "max_tokens": most}
+    def ask(self, tenant: str, words: tuple[str, ...], stream: bool, most: int, used: int, n: int = 1) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x" * 60}], "max_tokens": most, "n": n}
         body |= {"stream": stream, "x": words, "used": min(used, most), "tenant": tenant, "number": len(self.asked)}
         left = asyncio.Event()
         self.asked.append((body, asyncio.get_running_loop().create_task(self._visit(tenant, body, left)), left))
@@ -205,6 +216,7 @@ STEPS = st.one_of(
         st.booleans(),
         st.integers(1, 300),
         st.integers(0, 300),
+        st.sampled_from([1, 1, 2, 3, 5]),
     ),
     st.tuples(st.just("leave"), st.integers(0, 30)),
     st.tuples(st.just("reload"), st.integers(1, 4)),
@@ -240,7 +252,7 @@ def nothing_is_left(world: World) -> None:
     assert current.num_open == 0
     (one,) = current.router.upstreams
     load = one.in_flight
-    assert (load.requests, load.tokens, load.plain_tokens, load.waits.tokens) == (0, 0, 0, 0)
+    assert (load.requests, load.places, load.tokens, load.plain_tokens, load.waits.tokens) == (0, 0, 0, 0, 0)
     assert (current.queue.requests, current.queue.tokens) == (0, 0)
     assert all((share.in_flight, share.unsettled) == (0, 0) for share in current.queue.shares.values())
     assert all((quota.num_open, quota.reserved_tokens) == (0, 0) for quota in current.quotas.values())
@@ -252,7 +264,7 @@ def charged_is_right(world: World) -> None:
     sent = Counter(body["number"] for body in world.upstreams.sent)
     for body, task, left in world.asked:
         tenant, whole = body["tenant"], PROMPT_TOKENS + body["used"]
-        bound = -(-len(json.dumps(body)) // 4) + body["max_tokens"]
+        bound = -(-len(json.dumps(body)) // 4) + body["max_tokens"] * body["n"]
         is_whole = task.result() == 200 and body["x"][-1] == "end" and not left.is_set()
         least[tenant] += whole if is_whole else 0
         if sent[body["number"]] and (left.is_set() or task.result() == 200):  # nobody pays for what an upstream fails

@@ -29,7 +29,9 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     kind: Annotated[Kind, Doc("splittime: it keeps accounts, which are nested in the gateway's.")] = "openai"
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
-    max_in_flight: Annotated[int, Doc("Requests that it is given at once; 0: none, they wait.", 0, 65536)] = 64
+    max_in_flight: Annotated[int, Doc("Requests that it is given at once, each answer counted; 0: none.", 0, 65536)] = (
+        64
+    )
     region: Annotated[Name | None, Doc("Where it is; requests go to the nearest region.")] = None
     resume: Annotated[
         bool, Doc("A stream that breaks off goes on at another upstream of its model and kind that has this set too.")

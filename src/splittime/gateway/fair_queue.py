@@ -5,7 +5,9 @@ virtual token counter of Sheng et al., "Fairness in Serving Large Language Model
 when it goes to an upstream, by its estimate, and corrected when its tokens are known. A tenant that comes back after a
 pause begins where the least of the active ones is, so that nobody saves up; what they were charged for requests in
 flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
-request whose upstreams are full keeps none of another model waiting.
+request whose upstreams are full keeps none of another model waiting. One with several answers is given places for all
+of them together: within its tenant's part of them nobody is given a place before it when it is its tenant's turn, and
+one that is larger than that is passed by others for as long as they come.
 
 The queue is bounded in requests and in tokens, of which one request counts `MOST_OF_QUEUE` of the bound at the most: no
 estimate fills the queue alone. Before it is full, newcomers of a tenant that has most of its own part
@@ -49,6 +51,7 @@ class FairQueue:
         self.shares: dict[str, TenantShare] = {}
         self._least = 0.0  # the counter of whoever was served last
         self.requests = self.tokens = 0  # that wait
+        self._num_wide = 0  # of those, with several answers: they may keep others waiting where there is room
         self.on_leave: Callable[[], None] = lambda: None  # where others wait for places at the same upstreams
 
     def lead_to(self, router: Router) -> None:
@@ -67,17 +70,18 @@ class FairQueue:
         lacking: Collection[str] = (),
         prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
+        answers: int = 1,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Routed:
-        """Returns who gets the request, with its place there taken: `leave` gives it back.
+        """Returns who gets the request, with its places there taken: `leave` gives them back.
 
         until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
         do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
-        sooner it is refused by chance. on_wait: called if nobody has room for it now.
+        sooner it is refused by chance. answers: it needs a place for each. on_wait: called if nobody has room now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
-        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns(), lacking)
+        waiting = QueuedRequest(tenant, model, tokens, tried, prefix, granted, self._now_ns(), lacking, answers)
         self.line_up(waiting, until_ns=until_ns, draw=draw)
         if granted.done():
             return granted.result()
@@ -135,11 +139,12 @@ class FairQueue:
         prefix: SeenPrefix | None = None,
         *,
         is_charged: bool,
+        answers: int = 1,
     ) -> Routed | None:
         """Returns a place, where it has not been sent, for a request that waits for none; None if nobody has room.
         Whoever waits comes first. is_charged: not the second place of a request that has one."""
         self.dispatch()
-        routed = self._router.choose(model, self._now_ns(), tried, prefix)
+        routed = self._router.choose(model, self._now_ns(), tried, prefix, answers)
         if routed is None or routed.upstream.name in tried:
             return None
         self._take(self._share(tenant), routed, tokens, is_charged=is_charged)
@@ -147,7 +152,7 @@ class FairQueue:
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
         """A request that had a place at an upstream gives it back."""
-        routed.upstream.leave(tokens)
+        routed.leave(tokens)
         self._share(tenant).in_flight -= 1
         self.dispatch()
         self.on_leave()
@@ -218,7 +223,8 @@ class FairQueue:
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         newcomer.weighed = self._weighed(newcomer.tokens)
-        if self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided):
+        has_room = self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided, newcomer.answers)
+        if has_room and not self._num_wide:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
             self._shed(newcomer.tenant, draw)
@@ -252,6 +258,7 @@ class FairQueue:
         share.tokens += sign * waiting.weighed
         self.requests += sign
         self.tokens += sign * waiting.weighed
+        self._num_wide += sign * (waiting.answers > 1)
 
     def _remove(self, waiting: QueuedRequest) -> None:
         share = self.shares[waiting.tenant]
@@ -265,9 +272,10 @@ class FairQueue:
 
     def _grant_one(self) -> bool:
         shares = sorted((share for share in self.shares.values() if share.requests), key=lambda share: share.counter)
-        return any(self._grant_first(share) for share in shares)
+        kept: set[str] = set()  # models of whose places the next are somebody's who needs several
+        return any(self._grant_first(share, kept) for share in shares)
 
-    def _grant_first(self, share: TenantShare) -> bool:
+    def _grant_first(self, share: TenantShare, kept: set[str]) -> bool:
         at_ns = self._now_ns()
         lines = sorted(share.by_model.items(), key=lambda item: (not item[1][0].is_retry, item[1][0].since_ns))
         for model, line in lines:  # the longest wait first: a line that never empties would starve the others
@@ -275,14 +283,22 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
-            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix)
+            if model in kept:
+                continue
+            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix, waiting.answers)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
+            if waiting.answers > 1 and self._is_within_its_part(share, waiting, at_ns):
+                kept.add(model)
             if not self._router.may_ask(model, at_ns):
                 self._refuse(waiting, self._router.nobody(model, at_ns))
                 return True
         return False
+
+    def _is_within_its_part(self, share: TenantShare, waiting: QueuedRequest, at_ns: int) -> bool:
+        places = self._router.most_places(waiting.model, at_ns)
+        return waiting.answers <= places * part_of(share, self.shares.values())
 
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:
         self._remove(waiting)
@@ -292,7 +308,7 @@ class FairQueue:
         waiting.granted.set_result(routed)
 
     def _take(self, share: TenantShare, routed: Routed, tokens: int, *, is_charged: bool) -> None:
-        routed.upstream.enter(tokens)
+        routed.enter(tokens)
         share.in_flight += 1
         if is_charged:
             share.counter += tokens / share.weight

@@ -115,6 +115,12 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(ENDPOINTS[self.path].most)
 
     @property
+    def places(self) -> int:
+        """How many it takes at an upstream: one for each answer that is written. Texts that are embedded or ranked are
+        computed together, and take one."""
+        return self.answers if self.is_written else 1
+
+    @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.expected_tokens
 

@@ -146,6 +146,7 @@ class Forwarding:
                 lacking=self._lacking(request, at_ns),
                 prefix=self._prefix,
                 draw=self._draw,
+                answers=request.places,
                 on_wait=lambda: self._account.enter(Stage.ADMIT, now_ns(), Cause.UPSTREAM_SLOTS),
             )
             routed = await self._sign.during(entering, until_ns)
@@ -232,7 +233,8 @@ class Forwarding:
         if len(self._tried) >= gateway.config.retries.max_attempts:
             return None
         tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
-        routed = gateway.queue.place_now(tenant, request.pool, request.tokens, tried, prefix, is_charged=False)
+        asked, answers = (tenant, request.pool, request.tokens, tried, prefix), request.places
+        routed = gateway.queue.place_now(*asked, is_charged=False, answers=answers)
         if routed is None:
             return None
         if not gateway.retry_budget.take(at_ns):

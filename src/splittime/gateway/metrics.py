@@ -88,8 +88,13 @@ GATEWAY_METRICS = (
         ("result",),
         "Spans of [tracing]: sent, queue_full (dropped), not_taken (by the collector: dropped)",
     ),
-    MetricSpec("splittime_gateway_requests_in_flight", "gauge", ("upstream",), "Requests that an upstream has"),
-    MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Requests that it may have at once now"),
+    MetricSpec(
+        "splittime_gateway_requests_in_flight",
+        "gauge",
+        ("upstream",),
+        "Requests that an upstream has, each answer counted",
+    ),
+    MetricSpec("splittime_gateway_in_flight_limit", "gauge", ("upstream",), "Those that it may have at once now"),
     MetricSpec("splittime_gateway_tokens_in_flight", "gauge", ("upstream",), "Their tokens, as estimated"),
     MetricSpec(
         "splittime_gateway_breaker_open", "gauge", ("upstream",), "1 after failures in a row, 0 after a success"

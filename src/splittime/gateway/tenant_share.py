@@ -29,9 +29,20 @@ class QueuedRequest:
     """One request in the queue. tokens: prompt and answer, as estimated. weighed: those of them that count for the
     queue's bound. prefix: of its prompt, where that decides who
     gets it. granted: who gets it, or why nobody does. since_ns: when it came. avoided: who is not to have it while
-    another may: who was tried, and who lacks its path."""
+    another may: who was tried, and who lacks its path. answers: it needs a place for each."""
 
-    __slots__ = ("avoided", "granted", "is_retry", "model", "prefix", "since_ns", "tenant", "tokens", "weighed")
+    __slots__ = (
+        "answers",
+        "avoided",
+        "granted",
+        "is_retry",
+        "model",
+        "prefix",
+        "since_ns",
+        "tenant",
+        "tokens",
+        "weighed",
+    )
 
     def __init__(
         self,
@@ -43,11 +54,12 @@ class QueuedRequest:
         granted: Grant,
         since_ns: int,
         lacking: Collection[str] = (),
+        answers: int = 1,
     ) -> None:
         self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
         self.avoided = (*tried, *lacking)
         self.is_retry, self.since_ns, self.granted = bool(tried), since_ns, granted
-        self.weighed = tokens
+        self.weighed, self.answers = tokens, answers
 
 
 class TenantShare:

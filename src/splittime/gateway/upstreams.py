@@ -10,6 +10,10 @@ in a prompt's way, so counting it alike sent prompts to where others were being 
 flight the slowest first tokens took up to twice as long as one after the other, with this less (`cluster.simulated`,
 docs/log.md). More than two choices (Mitzenmacher 2001) are no herd while each gateway knows at once what it sent.
 A retry goes to an upstream that has not been tried, while there is one.
+
+A body takes a place for each answer that a model writes for it (`ForwardedRequest.places`). The last places of an
+upstream, one of `FOR_OTHERS`, no body of several answers takes: one that asks for more than the rest begins where
+nothing else is in flight, and leaves those to others, whoever they are.
 """
 
 import logging
@@ -37,17 +41,19 @@ log = logging.getLogger("splittime.gateway")
 DRAWN = 8
 MANY, OF_EACH = 64, 8  # upstreams; how many of each region are looked at where there are more
 RETRY_AFTER_S = 1.0  # at the least
+FOR_OTHERS = 16  # one of so many places, but one at least, is left by a body with several answers
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
 HELD_BY = "responses kept by "  # begins the name of a line
 
 
 class UpstreamLoad:
-    """What an address has of this gateway, whichever version of the config gave it. plain_tokens: of the requests whose
-    answer is no text: their end is their first byte. waits: how long until a first byte."""
+    """What an address has of this gateway, whichever version of the config gave it. requests: each answer counted.
+    places: those that they have. plain_tokens: of the requests whose answer is no text: their end is their first byte.
+    waits: how long until a first byte."""
 
     def __init__(self) -> None:
-        self.requests = self.tokens = self.plain_tokens = 0
+        self.requests = self.places = self.tokens = self.plain_tokens = 0
         self.waits = FirstByteWaits()
 
 
@@ -87,6 +93,7 @@ class Upstream:
 
     @property
     def requests(self) -> int:
+        """How many it has now, each answer counted."""
         return self.in_flight.requests
 
     @property
@@ -99,12 +106,28 @@ class Upstream:
 
     @property
     def limit(self) -> int:
-        """How many requests it may have at once now."""
+        """How many requests it may have at once now, each answer counted."""
         return self.config.max_in_flight if self.in_flight_limit is None else self.in_flight_limit.now
 
     @property
     def has_room(self) -> bool:
-        return self.requests < self.limit
+        return self.in_flight.places < self.limit
+
+    @property
+    def _most_of_one(self) -> int:
+        """How many places a body of several answers may take: the last ones are for others."""
+        return max(1, self.limit - max(1, self.limit // FOR_OTHERS))
+
+    def places_of(self, answers: int) -> int:
+        """Returns how many places a body of so many answers takes."""
+        return min(answers, self._most_of_one)
+
+    def has_room_for(self, answers: int) -> bool:
+        """Whether a body of so many answers may be sent now."""
+        taken, most = self.in_flight.places, self._most_of_one
+        if answers == 1:
+            return self.has_room
+        return taken + answers <= most if answers <= most else self.has_room and not taken
 
     @property
     def tokens_unbegun(self) -> int:
@@ -141,15 +164,17 @@ class Upstream:
         else:
             breaker.note_nothing()
 
-    def enter(self, tokens: int) -> None:
+    def enter(self, tokens: int, answers: int = 1, places: int = 1) -> None:
         self.breaker.begin()
-        self.in_flight.requests += 1
+        self.in_flight.requests += answers
+        self.in_flight.places += places
         self.in_flight.tokens += tokens
-        if self.in_flight_limit is not None and not self.has_room:
+        if self.in_flight_limit is not None and not self.has_room_for(answers):
             self.in_flight_limit.note_full()
 
-    def leave(self, tokens: int) -> None:
-        self.in_flight.requests -= 1
+    def leave(self, tokens: int, answers: int = 1, places: int = 1) -> None:
+        self.in_flight.requests -= answers
+        self.in_flight.places -= places
         self.in_flight.tokens -= tokens
 
     def considered(self, cost: DistanceCost) -> Considered:
@@ -185,11 +210,21 @@ class ManyUpstreams:
 
 class Routed(NamedTuple):
     """Who gets a request, and among whom it was chosen: the first of `considered` is the one. affinity: what prefix
-    affinity had to say of it."""
+    affinity had to say of it. answers, places: how many it asks for there, and how many places it has for them."""
 
     upstream: Upstream
     considered: tuple[Considered, ...]
     affinity: AffinityDecision | None = None
+    answers: int = 1
+    places: int = 1
+
+    def enter(self, tokens: int) -> None:
+        """Take its places."""
+        self.upstream.enter(tokens, self.answers, self.places)
+
+    def leave(self, tokens: int) -> None:
+        """Give them back."""
+        self.upstream.leave(tokens, self.answers, self.places)
 
 
 class Router:
@@ -240,23 +275,29 @@ class Router:
         """Whether an upstream of this model may be asked, whether it has room or not."""
         return any(upstream.breaker.allows(now_ns) for upstream in self.of_model(model))
 
-    def has_room_for(self, model: str, now_ns: int, tried: Collection[str] = ()) -> bool:
+    def has_room_for(self, model: str, now_ns: int, tried: Collection[str] = (), answers: int = 1) -> bool:
         """Whether somebody would get a request of this model now."""
         if tried:
-            return self.choose(model, now_ns, tried) is not None
-        return any(upstream.has_room and upstream.breaker.allows(now_ns) for upstream in self.of_model(model))
+            return self.choose(model, now_ns, tried, answers=answers) is not None
+        line = self.of_model(model)
+        return any(upstream.has_room_for(answers) and upstream.breaker.allows(now_ns) for upstream in line)
+
+    def most_places(self, model: str, now_ns: int) -> int:
+        """Returns how many places the largest upstream of this model has that may be asked."""
+        return max((upstream.limit for upstream in self.allowed(model, now_ns)), default=0)
 
     def choose(
-        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None
+        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None, answers: int = 1
     ) -> Routed | None:
         """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
         for line, is_whole in (self._drawn(model, prefix), False), (self.of_model(model), True):
             allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns)]
             untried = [one for one in allowed if one.limit and one.name not in tried]  # who may have none never will
             able = untried or (allowed if is_whole else [])
-            free = [upstream for upstream in able if upstream.has_room]
+            free = [upstream for upstream in able if upstream.has_room_for(answers)]
             if free:
-                return self._best_of(able, free, now_ns, prefix)
+                routed = self._best_of(able, free, now_ns, prefix)
+                return routed._replace(answers=answers, places=routed.upstream.places_of(answers))
         return None
 
     def _drawn(self, model: str, prefix: SeenPrefix | None) -> Sequence[Upstream]:

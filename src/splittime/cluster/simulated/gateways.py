@@ -35,7 +35,7 @@ class RoundRobin(Router):
     _next = 0
 
     def choose(
-        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None
+        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None, answers: int = 1
     ) -> Routed | None:
         line = self.of_model(model)
         for step in range(len(line)):

@@ -55,7 +55,7 @@ class DifficultyTurn:
         escalations = None if route is None else self._gateway.difficulty.escalations(route)
         if route is None or escalations is None:
             return Resumption(request)
-        return CheckedResumption(request, escalations, partial(self._why_kept, route.large, request.tokens))
+        return CheckedResumption(request, escalations, partial(self._why_kept, route.large, request))
 
     def asked_anew(self, request: ForwardedRequest, found: FirstTokens, usage: AnswerReader) -> ForwardedRequest:
         """Returns what is asked in the place of an answer that nobody has seen: of the large model where the small one
@@ -79,13 +79,14 @@ class DifficultyTurn:
             return usage.prompt_tokens + usage.output_tokens
         return request.prompt_tokens + found.num_tokens
 
-    def _why_kept(self, large: str, tokens: int) -> str:
+    def _why_kept(self, large: str, request: ForwardedRequest) -> str:
         """Returns why an unsure answer is given; "" where the large model has a place, which is taken then and there:
         nobody can take it meanwhile, and the request is neither shed nor waits once its answer is thrown away."""
         at_ns, deadline_ns = now_ns(), self._account.deadline_ns
         if deadline_ns is not None and self._first_byte_ns(large, at_ns) >= deadline_ns:
             return NO_TIME
-        self._place = self._gateway.queue.place_now(self._tenant, large, tokens, is_charged=True)
+        asked = (self._tenant, large, request.tokens)
+        self._place = self._gateway.queue.place_now(*asked, is_charged=True, answers=request.places)
         return "" if self._place is not None else NO_PLACE
 
     def _first_byte_ns(self, model: str, at_ns: int) -> int:
