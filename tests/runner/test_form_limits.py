@@ -14,6 +14,7 @@ import pytest
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.errors import RequestError
+from splittime.core.forked import ForkLimits
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
@@ -22,7 +23,6 @@ from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
 from splittime.runner.far_forms import FarWalk
 from splittime.runner.form_masks import FormMasks, FoundMasks
-from splittime.runner.form_process import FormLimits
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk
 from splittime.runner.form_workers import FormGone
@@ -47,7 +47,7 @@ def of_schema(schema: object) -> str:
 
 @pytest.fixture(scope="module")
 def known() -> Grammars:
-    made = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=0.4, memory_bytes=192 << 20))
+    made = Grammars(load_tokenizer(locate(None)).to_json, 4096, ForkLimits(cpu_s=0.4, memory_bytes=192 << 20))
     yield made
     made.close()
 
@@ -102,7 +102,7 @@ def test_memory_has_a_limit_of_its_own(known: Grammars) -> None:
 
 
 def test_what_nobody_wants_any_more_ends_where_it_is(known: Grammars) -> None:
-    slow = Grammars(load_tokenizer(locate(None)).to_json, 4096, FormLimits(cpu_s=60.0, memory_bytes=8 << 30))
+    slow = Grammars(load_tokenizer(locate(None)).to_json, 4096, ForkLimits(cpu_s=60.0, memory_bytes=8 << 30))
     wanted = threading.Event()
     wanted.set()
     processes = []

@@ -13,17 +13,18 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
+from splittime.core.forked import ForkLimits
 from splittime.drive import host_time
 from splittime.ledger.stages import Cause
 from splittime.text import worker as text_worker
 from splittime.text import workers as text_workers
 from splittime.text.foreign_code import byte_alphabet, tokenizer_faults
-from splittime.text.process import Decode, Encode, Render, TextLimits, ready_tokenizer
+from splittime.text.process import Decode, Encode, Render, ready_tokenizer
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.worker import TextTask
 from splittime.text.workers import TextWorkers
 
-LIMITS = TextLimits(cpu_s=0.5, memory_bytes=256 * 2**20)
+LIMITS = ForkLimits(cpu_s=0.5, memory_bytes=256 * 2**20)
 CHAT = Render(({"role": "user", "content": "hi"},))
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -41,7 +42,7 @@ def byte_tokenizer(template: str | None = TEMPLATE, **parts: object) -> Tokenize
 
 
 def with_workers(
-    body: Callable[[TextWorkers], Awaitable[None]], tokenizer: Tokenizer | None = None, limits: TextLimits = LIMITS
+    body: Callable[[TextWorkers], Awaitable[None]], tokenizer: Tokenizer | None = None, limits: ForkLimits = LIMITS
 ) -> None:
     async def run() -> None:
         workers = TextWorkers((tokenizer or byte_tokenizer()).describe, limits)
@@ -181,7 +182,7 @@ def test_small_texts_do_not_wait_for_large_ones() -> None:
         assert quick.cause is None
         await quick.done
 
-    with_workers(body, limits=TextLimits(20.0, 2**30))
+    with_workers(body, limits=ForkLimits(20.0, 2**30))
 
 
 def test_a_large_texts_worker_ends_with_it() -> None:
@@ -207,7 +208,7 @@ def test_what_nobody_wants_any_more_is_not_worked_on() -> None:
         assert begun == [0, 2]
         assert isinstance(tasks[0].done.exception(), RuntimeError)
 
-    with_workers(body, limits=TextLimits(20.0, 2**30))
+    with_workers(body, limits=ForkLimits(20.0, 2**30))
 
 
 def test_what_waits_is_bounded(monkeypatch) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import Refused, RequestError
 from splittime.ledger.account import LIMITS_OF_A_KEY
-from splittime.web.quota import ASSUMED_OUTPUT_TOKENS, MINUTE_NS, Bucket, Quota
+from splittime.web.quota import ASSUMED_OUTPUT_TOKENS, MINUTE_NS, Bucket, Quota, QuotaUse
 from splittime.web.tenants import Tenant
 
 
@@ -14,9 +14,9 @@ def quota(**limits: int) -> Quota:
     return Quota(Tenant(name="t", **limits))
 
 
-def come(used: Quota, now_ns: int) -> None:
+def come(used: Quota, now_ns: int) -> QuotaUse:
     used.check(now_ns)
-    used.enter(now_ns)
+    return used.enter(now_ns)
 
 
 def test_the_limits_of_a_key_are_known_to_its_accounts() -> None:
@@ -28,12 +28,12 @@ def test_the_limits_of_a_key_are_known_to_its_accounts() -> None:
 def test_open_requests_are_bounded() -> None:
     used = quota(max_open_requests=2)
     come(used, 1)
-    come(used, 1)
+    body = come(used, 1)
     with pytest.raises(Refused) as caught:
         come(used, 1)
     assert caught.value.facts["reason"] == "max_open_requests"
     assert (caught.value.facts["queued"], caught.value.info.limit, caught.value.info.status) == (2, 2, 429)
-    used.leave(0, 1)
+    body.leave(0, 1)
     come(used, 1)
 
 
@@ -67,11 +67,11 @@ def test_tokens_used_beyond_the_limit_are_waited_for() -> None:
 
 def test_a_refused_request_uses_nothing() -> None:
     used = quota(max_open_requests=1, requests_per_minute=2)
-    come(used, 1)
+    body = come(used, 1)
     for _ in range(9):
         with pytest.raises(Refused, match="max_open_requests"):
             come(used, 1)
-    used.leave(0, 1)
+    body.leave(0, 1)
     come(used, 1)
 
 

@@ -1,6 +1,6 @@
 """Processes with limits, for other people's programs: each is forked from a parent that holds what it works with.
 
-    who asks ──fork, please: a socket, words──▶ parent: holds what takes long to load, works for nobody
+    who asks ──fork, please: a socket, limits─▶ parent: holds what takes long to load, works for nobody
                                                   │ fork
              ───────────── a message ────────▶ worker: memory bounded by RLIMIT_AS,
              ◀──────────── its answer ────────          each message's processor time by a timer of the kernel
@@ -21,9 +21,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import msgspec
+
 HEAD = struct.Struct("<Q")  # before each message: its length
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 MOST_WORDS_BYTES = 4096  # with which a worker is asked for
+
+
+class ForkLimits(msgspec.Struct, frozen=True):
+    """cpu_s: processor time of one message. memory_bytes: what a worker may take besides what it begins with."""
+
+    cpu_s: float
+    memory_bytes: int
 
 
 def frame(message: bytes) -> bytes:
@@ -50,9 +59,16 @@ def _read_exactly(channel: socket.socket, count: int) -> bytes | None:
 # ---- in the parent, and in those that are forked from it
 
 
-def serve(control: socket.socket, work: Callable[[socket.socket, bytes], None]) -> None:
-    """Forks a worker for each that is asked for, until nobody asks any more. work: what it does with its socket and the
-    words with which it was asked for."""
+def description() -> bytes:
+    """Returns what `ForkParent.describe` gave."""
+    with open(int(sys.argv[2]), "rb") as file:
+        return file.read()
+
+
+def serve(work: Callable[[socket.socket, ForkLimits], None]) -> None:
+    """Forks a worker for each that is asked for, until nobody asks any more. work: what it does, with its socket and
+    its limits."""
+    control, limits = socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(ForkLimits)
     signal.signal(signal.SIGCHLD, _bury)
     gc.freeze()
     while True:
@@ -62,7 +78,7 @@ def serve(control: socket.socket, work: Callable[[socket.socket, bytes], None]) 
         if os.fork() == 0:
             control.close()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a panic prints is in its answer too
-            work(socket.socket(fileno=numbers[0]), words)
+            work(socket.socket(fileno=numbers[0]), limits.decode(words))
             os._exit(0)
         os.close(numbers[0])
 
@@ -75,11 +91,12 @@ def _bury(*_: object) -> None:
             pass
 
 
-def bound_memory(num_bytes: int) -> None:
-    """Lets this process take so much besides what it has."""
+def begin(channel: socket.socket, num_bytes: int) -> None:
+    """Lets this process take so much memory besides what it has, and tells who asks its number."""
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+    channel.sendall(frame(msgspec.msgpack.encode(os.getpid())))
 
 
 def answer_each(channel: socket.socket, cpu_s: float, answer: Callable[[bytes], bytes]) -> None:
@@ -132,7 +149,7 @@ class ForkParent:
             os.close(description)
         self._control = ours
 
-    def new_worker(self, words: bytes) -> socket.socket:
+    def new_worker(self, limits: ForkLimits) -> socket.socket:
         """Ask for one; its first message comes over this socket when it is there. If the process is gone, nothing but
         the socket's end does."""
         self.start()
@@ -140,7 +157,7 @@ class ForkParent:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
             self._control.setblocking(False)
-            socket.send_fds(self._control, [words], [theirs.fileno()])
+            socket.send_fds(self._control, [msgspec.msgpack.encode(limits)], [theirs.fileno()])
         ours.setblocking(False)
         return ours
 

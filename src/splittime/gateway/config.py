@@ -213,9 +213,6 @@ class VerifierConfig(Strictly, frozen=True, kw_only=True):
     model: Annotated[str, Doc("The model, of an upstream: a small one, or the one that is served.")]
     timeout_s: Annotated[float, Doc("A question without a verdict in this time is a miss.", 0.001, 60)] = 1.0
     form: Annotated[bool, Doc("Its answer is held to yes or no by response_format; false: by words alone.")] = True
-    min_probability: Annotated[
-        float | None, Doc("A yes that the model holds for less likely is a no; asks for logprobs.", 0, 1)
-    ] = None
 
 
 class DegradationConfig(Strictly, frozen=True, kw_only=True):

@@ -35,28 +35,21 @@ class Use(NamedTuple):
 
 
 class TenantUse:
-    """What one tenant has used at this gateway, by all versions of its config, and at the others.
-
-    own: as the store was told last. elsewhere: as the store told last; None before.
-    """
+    """What one tenant has used at this gateway and at the others. own: as the store was told last. elsewhere: as the
+    store told last; None before."""
 
     def __init__(self) -> None:
         self.own = Use()
         self.elsewhere: Use | None = None
-        self._quotas: list[Quota] = []  # the latest, and those before it that have requests still
-        self._ended = Use()  # of those that have none
+        self._quota: Quota | None = None
+        self._before = Use()  # that quota
 
-    def now(self, latest: Quota) -> Use:
-        """Returns what was used here until now."""
-        if latest not in self._quotas:
-            self._quotas.append(latest)
-        for old in [quota for quota in self._quotas if quota is not latest and not quota.num_open]:
-            self._quotas.remove(old)
-            self._ended = self._ended.plus(_use_of(old))
-        total = self._ended
-        for quota in self._quotas:
-            total = total.plus(_use_of(quota))
-        return total
+    def now(self, quota: Quota) -> Use:
+        """Returns what was used here until now. A change of the config keeps the quota; another one is of a tenant
+        that comes back."""
+        if quota is not self._quota:
+            self._quota, self._before = quota, self.own
+        return self._before.plus(_use_of(quota))
 
     def hear(self, total: Use) -> Use:
         """Returns how much more the others have used, tokens below 0 where they gave back what they had reserved. A

@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import socket
-import sys
 import threading
 import time
 from typing import Any
@@ -33,14 +32,8 @@ MOST_STATES = 250_000  # that walks leave in a form, of up to a kilobyte
 STEP_LEXER_FUEL = 5_000_000  # for a mask; the library's own 200,000 refuse four patterns of a password's length
 ANY = json.dumps({"grammars": [{"json_schema": {}}]})
 NICER = 10  # a tenth of the weight of a thread that serves
+LIMITS = forked.ForkLimits(cpu_s=1.0, memory_bytes=256 << 20)  # of compiling and of each mask; of a form in all
 TRIED_TOKENS, TRIED_NS = 24, 200_000_000  # of an answer, and at most
-
-
-class FormLimits(msgspec.Struct, frozen=True):
-    """cpu_s: processor time of compiling, and of each mask. memory_bytes: what a form may take in all."""
-
-    cpu_s: float = 1.0
-    memory_bytes: int = 256 << 20
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
@@ -159,29 +152,24 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
-    """The parent: arguments are the numbers of its socket and of the file with the tokenizer."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    with open(int(sys.argv[2]), "rb") as file:
-        tokenizer_json, vocab_size = msgspec.msgpack.decode(file.read())
+    tokenizer_json, vocab_size = msgspec.msgpack.decode(forked.description())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
-    limits = msgspec.msgpack.Decoder(FormLimits)
     FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then
     os.nice(NICER)
 
-    def work(channel: socket.socket, words: bytes) -> None:
+    def work(channel: socket.socket, limits: forked.ForkLimits) -> None:
         threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=_work, args=(channel, tokenizer, vocab_size, limits.decode(words)))
+        thread = threading.Thread(target=_work, args=(channel, tokenizer, vocab_size, limits))
         thread.start()
         thread.join()
 
-    forked.serve(control, work)
+    forked.serve(work)
 
 
-def _work(channel: socket.socket, tokenizer: Any, vocab_size: int, limits: FormLimits) -> None:
-    forked.bound_memory(limits.memory_bytes)
+def _work(channel: socket.socket, tokenizer: Any, vocab_size: int, limits: forked.ForkLimits) -> None:
+    forked.begin(channel, limits.memory_bytes)
     server = FormServer(tokenizer, vocab_size)
     decoder, encoder = msgspec.msgpack.Decoder(Ask), msgspec.msgpack.Encoder()
-    channel.sendall(forked.frame(encoder.encode(os.getpid())))
     forked.answer_each(channel, limits.cpu_s, lambda message: encoder.encode(server.answer(decoder.decode(message))))
 
 

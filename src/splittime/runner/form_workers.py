@@ -18,8 +18,8 @@ from typing import TypeVar, cast
 import msgspec
 
 from splittime.core.errors import EngineError, RequestError
-from splittime.core.forked import HEAD, ForkParent, frame
-from splittime.runner.form_process import Ask, Compile, FormLimits, Looked, Tried, described
+from splittime.core.forked import HEAD, ForkLimits, ForkParent, frame
+from splittime.runner.form_process import Ask, Compile, Looked, Tried, described
 
 SILENT_S = 30.0  # more than its processor time; then a process that says nothing is ended (the machine may be busy)
 START_S = 120.0  # for the parent to read a tokenizer
@@ -34,10 +34,9 @@ class FormGone(Exception):
 class FormProcesses:
     """Starts them. tokenizer: returns the tokenizer's JSON."""
 
-    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: FormLimits) -> None:
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: ForkLimits) -> None:
         self.limits = limits
         self._parent = ForkParent("splittime.runner.form_process", lambda: described(tokenizer(), vocab_size))
-        self._words = msgspec.msgpack.encode(limits)
         self._spare: FormProcess | None = None
         self._lock = threading.Lock()
 
@@ -48,7 +47,7 @@ class FormProcesses:
         return made
 
     def _new(self) -> "FormProcess":
-        return FormProcess(self._parent.new_worker(self._words), self.limits)
+        return FormProcess(self._parent.new_worker(self.limits), self.limits)
 
     def close(self) -> None:
         with self._lock:
@@ -59,7 +58,7 @@ class FormProcesses:
 class FormProcess:
     """One process. Asked by one thread at a time. num_bytes: what it took by its last answer."""
 
-    def __init__(self, channel: socket.socket, limits: FormLimits) -> None:
+    def __init__(self, channel: socket.socket, limits: ForkLimits) -> None:
         self._channel, self._limits = channel, limits
         self._pid: int | None = None
         self.num_bytes = 0

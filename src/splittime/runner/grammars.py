@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import llguidance
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, error_from_info
+from splittime.core.forked import ForkLimits
 from splittime.core.request import owner_of
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
-from splittime.runner.form_process import STACK_BYTES, FormLimits, Tried, compiled
+from splittime.runner.form_process import LIMITS, STACK_BYTES, Tried, compiled
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
 from splittime.runner.form_workers import FormProcess, FormProcesses
@@ -53,11 +54,11 @@ class Grammars:
     tokenizer: returns the tokenizer's JSON; called once, when the first grammar comes. vocab_size: width of the logits.
     """
 
-    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: FormLimits | None = None) -> None:
+    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: ForkLimits = LIMITS) -> None:
         self._read_tokenizer, self._vocab_size = tokenizer, vocab_size
         self._tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
-        self._processes = FormProcesses(tokenizer, vocab_size, limits or FormLimits())
+        self._processes = FormProcesses(tokenizer, vocab_size, limits)
         self.far = FarForms(self._processes)
         self.kept: KeptForms[NearForm | FarForm | ErrorInfo] = KeptForms()
         self._on_found: Callable[[str], None] | None = None

@@ -69,13 +69,13 @@ class PromptPass:
         while (share := self._turns.next()) is not None:
             state = self._turns.take_behind(share)
             if state is not None:
-                self._plan_chunk(state)
+                self._plan_row(state, is_admitted=False)
             elif (state := queue.peek(self._now_ns, self._bound_ns, share)) is not None:
                 cause = self.obstacle_to(state)
                 if cause is None:
                     self._admitted.append(requests.admit(state))
                     self._held.clear()
-                    self._plan_first_row(state)
+                    self._plan_row(state, is_admitted=True)
                 else:
                     self._blocked.append((state, cause))
                     self._turns.close(share)
@@ -95,24 +95,14 @@ class PromptPass:
 
     # ---- rows
 
-    def _plan_chunk(self, state: RequestState) -> None:
+    def _plan_row(self, state: RequestState, *, is_admitted: bool) -> None:
+        """Give a request a row. is_admitted: in this step; only a static batch admits one without a row."""
         num_tokens = self._budget.chunk(state.num_pending)
-        if num_tokens == 0:
+        if num_tokens or is_admitted:
+            state.account.enter(state.computing_stage, self._now_ns)
+        if not num_tokens:
             state.stall(Cause.TOKEN_BUDGET, self._now_ns)
             return
-        state.account.enter(state.computing_stage, self._now_ns)
-        self._add_row(state, num_tokens)
-
-    def _plan_first_row(self, state: RequestState) -> None:
-        """Give a request its row in the step that admits it. Only a static batch may be admitted without one."""
-        num_tokens = self._budget.chunk(state.num_pending)
-        state.account.enter(state.computing_stage, self._now_ns)
-        if num_tokens == 0:
-            state.stall(Cause.TOKEN_BUDGET, self._now_ns)
-            return
-        self._add_row(state, num_tokens)
-
-    def _add_row(self, state: RequestState, num_tokens: int) -> None:
         state.share.charge(_num_first_computed(state, state.num_computed, num_tokens))
         self._rows.append(state.next_row(num_tokens))
         self._budget.spend(num_tokens)

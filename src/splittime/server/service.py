@@ -17,6 +17,7 @@ from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import Conflict, ErrorInfo, Refused
+from splittime.core.forked import ForkLimits
 from splittime.core.sleep import AWAKE, WAY_OUT, Part
 from splittime.drive.client import EngineClient
 from splittime.drive.host_time import GcPauses, freeze_heap, machine_time
@@ -36,7 +37,7 @@ from splittime.server.response_store import ResponseStore
 from splittime.server.simulation import Simulation
 from splittime.simulate.wait import Begun, WaitModel
 from splittime.text.answer_marks import answer_marks
-from splittime.text.process import Encode, InlineTokenizing, TextLimits, TextWork
+from splittime.text.process import Encode, InlineTokenizing, TextWork
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
 from splittime.web.http import Headers
@@ -81,7 +82,7 @@ class Service:
         self.exporter.tell_step_errors(lambda: self.waits.cost.errors)
         self.admission = Admission(bounds, self.exporter.count_refusal, self.waits)
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")  # of the ledger
-        limits = TextLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
+        limits = ForkLimits(cpu_s=config.tokenize_cpu_s, memory_bytes=config.tokenize_memory_bytes)
         self.texts = TextWorkers(tokenizer.describe, limits)
         self.marks = answer_marks(tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._shortcuts = tokenizer.shortcuts  # looked at now, not while the first request waits

@@ -9,9 +9,7 @@ too where it is as long as the text: to take a million ids out of a message and 
 the event loop for 0.2 s.
 """
 
-import os
 import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,20 +208,9 @@ def _text_size(value: Any) -> int:
 # ---- the process
 
 
-class TextLimits(msgspec.Struct, frozen=True):
-    """cpu_s: processor time of one work. memory_bytes: what it may take besides what the worker begins with."""
-
-    cpu_s: float
-    memory_bytes: int
-
-
 def main() -> None:
-    """The parent: arguments are the numbers of its socket and of the file that describes the tokenizer."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    with open(int(sys.argv[2]), "rb") as file:
-        tokenizer = ready_tokenizer(file.read())
-    limits = msgspec.msgpack.Decoder(TextLimits)
-    forked.serve(control, lambda channel, words: _be_worker(channel, tokenizer, limits.decode(words)))
+    tokenizer = ready_tokenizer(forked.description())
+    forked.serve(lambda channel, limits: _be_worker(channel, tokenizer, limits))
 
 
 def ready_tokenizer(description: bytes) -> Tokenizer:
@@ -233,11 +220,10 @@ def ready_tokenizer(description: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _be_worker(channel: socket.socket, tokenizer: Tokenizer, limits: TextLimits) -> None:
-    """Answer one work after the other until the server closes the socket. The first message says who this is."""
-    forked.bound_memory(limits.memory_bytes)
+def _be_worker(channel: socket.socket, tokenizer: Tokenizer, limits: forked.ForkLimits) -> None:
+    """Answer one work after the other until the server closes the socket."""
+    forked.begin(channel, limits.memory_bytes)
     decoder, encoder = msgspec.msgpack.Decoder(TextWork), msgspec.msgpack.Encoder()
-    channel.sendall(forked.frame(encoder.encode(os.getpid())))
     forked.answer_each(channel, limits.cpu_s, lambda message: encoder.encode(_answer(decoder, message, tokenizer)))
 
 

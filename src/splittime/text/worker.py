@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol, cast
 import msgspec
 
 from splittime.core.errors import RequestError, error_from_info
-from splittime.core.forked import HEAD, frame
+from splittime.core.forked import HEAD, ForkLimits, frame
 from splittime.ledger.stages import Cause
-from splittime.text.process import Render, TextAnswer, TextDone, TextFailed, TextLimits, TextWork
+from splittime.text.process import Render, TextAnswer, TextDone, TextFailed, TextWork
 
 SILENT_S = 30.0  # more than its processor time; then a worker that says nothing is ended (the machine may be busy)
 
@@ -86,7 +86,7 @@ class Owner(Protocol):
 class TextWorker(asyncio.Protocol):
     """The connection to one process. pid: None until it has said that it is there. task: what it works on."""
 
-    def __init__(self, owner: Owner, limits: TextLimits) -> None:
+    def __init__(self, owner: Owner, limits: ForkLimits) -> None:
         self._owner, self._limits = owner, limits
         self.pid: int | None = None
         self.task: TextTask | None = None

@@ -24,14 +24,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-import msgspec
-
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
-from splittime.core.forked import ForkParent
+from splittime.core.forked import ForkLimits, ForkParent
 from splittime.core.shares import KeyShares
 from splittime.ledger.stages import Cause
 from splittime.text.foreign_code import too_costly
-from splittime.text.process import TextLimits, TextWork
+from splittime.text.process import TextWork
 from splittime.text.worker import FramedWork, TextTask, TextWorker, framed
 
 SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
@@ -44,7 +42,7 @@ TRIES = 2
 class TextWorkers:
     """Make one for a server, in any thread; `submit` in its event loop."""
 
-    def __init__(self, describe: Callable[[], bytes], limits: TextLimits) -> None:
+    def __init__(self, describe: Callable[[], bytes], limits: ForkLimits) -> None:
         self.parent, self.limits = ForkParent("splittime.text.process", describe), limits
         self.lanes = (
             Lane(self, SHORT_CHARS, SHORT_WORKERS, is_kept=True),
@@ -183,7 +181,7 @@ class Lane:
 
     async def _connect(self, worker: "TextWorker") -> None:
         try:
-            channel = self._owner.parent.new_worker(msgspec.msgpack.encode(self._owner.limits))
+            channel = self._owner.parent.new_worker(self._owner.limits)
             await asyncio.get_running_loop().create_connection(lambda: worker, sock=channel)
         except OSError as error:
             self.worker_ended(worker, EngineError(f"no process to tokenise in: {error}", code="no_text_worker"))

@@ -81,13 +81,8 @@ class Quota:
 
     def check(self, now_ns: int, requests: int = 1) -> None:
         """Raises `Refused` if so many more may not come in now, `RequestError` if they never may. Takes nothing."""
-        self._check_requests(requests, requests, now_ns)
-        self._check_tokens(1, now_ns)
-
-    def enter_more(self, now_ns: int, more: int, requests: int) -> None:
-        """Has a body that came in count as so many more, `requests` in all. Raises as `check` does."""
-        self._check_requests(more, requests, now_ns)
-        self.enter(now_ns, more)
+        self.check_requests(requests, requests, now_ns)
+        self.check_tokens(1, now_ns)
 
     def enter(self, now_ns: int, requests: int = 1) -> "QuotaUse":
         """Lets so many in that were checked."""
@@ -96,28 +91,11 @@ class Quota:
         self.num_open += requests
         return QuotaUse(self, requests)
 
-    def leave(self, tokens: int, now_ns: int, requests: int = 1) -> None:
-        """Lets go of so many that came in; the tokens that were not told before are known now."""
-        self.use_tokens(tokens, now_ns)
-        self.num_open -= requests
-
-    def use_tokens(self, count: int, now_ns: int) -> None:
-        self._tokens.take(count, now_ns)
+    def use_tokens(self, count: int, now_ns: int, reserved: int = 0) -> None:
+        """Takes what was used. reserved: what may be used, taken too; below nothing, to give it back."""
+        self._tokens.take(count + reserved, now_ns)
+        self.reserved_tokens += reserved
         self.used_tokens += count
-
-    def reserve(self, tokens: int, now_ns: int, needed: int | None = None) -> None:
-        """Take tokens that will be used; `settle` corrects it. Raises `Refused` if there are too few now; one that
-        needs more than a minute's worth has to wait until nobody has used any. needed: so many must be left; default:
-        all of them."""
-        self._check_tokens(tokens if needed is None else needed, now_ns)
-        self._tokens.take(tokens, now_ns)
-        self.reserved_tokens += tokens
-
-    def settle(self, reserved: int, used: int, now_ns: int) -> None:
-        """Correct what was reserved by what was used."""
-        self._tokens.take(used - reserved, now_ns)
-        self.reserved_tokens -= reserved
-        self.used_tokens += used
 
     def expect(self, max_tokens: int) -> int:
         """Returns how long an answer of so many tokens at the most is taken to become."""
@@ -132,7 +110,7 @@ class Quota:
         self._requests.take_elsewhere(requests, now_ns)
         self._tokens.take_elsewhere(tokens, now_ns)
 
-    def _check_requests(self, more: int, together: int, now_ns: int) -> None:
+    def check_requests(self, more: int, together: int, now_ns: int) -> None:
         open_limit, minutes_limit = self.tenant.max_open_requests, self.tenant.requests_per_minute
         for name, limit in (("max_open_requests", open_limit), ("requests_per_minute", minutes_limit)):
             if limit is not None and together > limit:
@@ -143,7 +121,7 @@ class Quota:
         if wait_s:
             raise self._refused("requests_per_minute", minutes_limit, wait_s)
 
-    def _check_tokens(self, count: int, now_ns: int) -> None:
+    def check_tokens(self, count: int, now_ns: int) -> None:
         limit = self.tenant.tokens_per_minute
         count = min(count, limit or 0)
         wait_s = self._tokens.wait_s(count, now_ns)
@@ -179,21 +157,26 @@ class QuotaUse:
     def count_as(self, requests: int, now_ns: int) -> None:
         """Have it count as so many requests. Raises what `Quota.check` does, with nothing taken."""
         if requests > self.requests:
-            self.quota.enter_more(now_ns, requests - self.requests, requests)
+            more = requests - self.requests
+            self.quota.check_requests(more, requests, now_ns)
+            self.quota.enter(now_ns, more)
             self.requests = requests
 
     def reserve(self, tokens: int, now_ns: int, needed: int | None = None) -> None:
-        """As `Quota.reserve`."""
-        self.quota.reserve(tokens, now_ns, needed)
+        """Take tokens that will be used; `settle` corrects it. Raises `Refused` if there are too few now; one that
+        needs more than a minute's worth has to wait until nobody has used any. needed: so many must be left; default:
+        all of them."""
+        self.quota.check_tokens(tokens if needed is None else needed, now_ns)
+        self.quota.use_tokens(0, now_ns, tokens)
         self.reserved += tokens
 
     def settle(self, used_tokens: int, now_ns: int) -> None:
         """Charge what was used in place of what was reserved."""
-        self.quota.settle(self.reserved, used_tokens, now_ns)
+        self.quota.use_tokens(used_tokens, now_ns, -self.reserved)
         self.reserved = 0
 
     def leave(self, used_tokens: int, now_ns: int) -> None:
         """Give back what it has; it used so many tokens that were not settled before."""
         self.settle(used_tokens, now_ns)
-        self.quota.leave(0, now_ns, self.requests)
+        self.quota.num_open -= self.requests
         self.requests = 0

@@ -11,7 +11,6 @@ answer.
 """
 
 import asyncio
-import math
 import re
 from collections import Counter
 from typing import Any
@@ -59,15 +58,6 @@ IN_A_WORD = " Answer with one word, yes or no in small letters, and nothing else
 _VERDICT = re.compile(rf'\s*(?:({YES}|{NO})|\{{\s*"same"\s*:\s*"({YES}|{NO})"\s*\}})\s*')
 
 
-class ToldToken(msgspec.Struct):
-    token: str
-    logprob: float
-
-
-class ToldLogprobs(msgspec.Struct):
-    content: list[ToldToken] | None = None
-
-
 class ToldMessage(msgspec.Struct):
     content: str
 
@@ -75,7 +65,6 @@ class ToldMessage(msgspec.Struct):
 class ToldChoice(msgspec.Struct):
     message: ToldMessage
     finish_reason: str | None = None
-    logprobs: ToldLogprobs | None = None
 
 
 class ToldChat(msgspec.Struct):
@@ -104,7 +93,7 @@ class Verifier:
             nonlocal found
             try:
                 told = await room.ask(self._chat(task, one, other), self._config.timeout_s)
-                found = NOT_ASKED if told is None else self._read(told)
+                found = NOT_ASKED if told is None else _read(told)
             except OSError as error:
                 found = LATE if isinstance(error, TimeoutError) else FAILED
                 raise
@@ -130,33 +119,13 @@ class Verifier:
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
         }
-        chat |= {"response_format": FORM} if self._config.form else {}
-        return chat | ({"logprobs": True} if self._config.min_probability is not None else {})
-
-    def _read(self, told: bytes) -> str:
-        """Returns the verdict of an answer. Raises `ValueError` for one that is neither word."""
-        (choice,) = msgspec.json.decode(told, type=ToldChat).choices
-        found = _VERDICT.fullmatch(choice.message.content)
-        if found is None or choice.finish_reason not in ("stop", None):
-            raise ValueError("the verifier says neither yes nor no")
-        word = found[1] or found[2]
-        return NO if word == YES and self._is_unsure(choice.logprobs) else word
-
-    def _is_unsure(self, logprobs: ToldLogprobs | None) -> bool:
-        """Returns whether the word is less likely than the config asks for, or nobody says how likely it is."""
-        if self._config.min_probability is None:
-            return False
-        tokens = logprobs.content or [] if logprobs is not None else []
-        return math.exp(min(0.0, _logprob_of_yes(tokens))) < self._config.min_probability
+        return chat | ({"response_format": FORM} if self._config.form else {})
 
 
-def _logprob_of_yes(tokens: list[ToldToken]) -> float:
-    """Returns the sum of the log-probabilities of the tokens that have a piece of the last "yes"; -inf if none have."""
-    begin = "".join(one.token for one in tokens).rfind(YES)
-    if begin < 0:
-        return -math.inf
-    total, at = 0.0, 0
-    for one in tokens:
-        total += one.logprob if at < begin + len(YES) and at + len(one.token) > begin else 0.0
-        at += len(one.token)
-    return total
+def _read(told: bytes) -> str:
+    """Returns the verdict of an answer. Raises `ValueError` for one that is neither word."""
+    (choice,) = msgspec.json.decode(told, type=ToldChat).choices
+    found = _VERDICT.fullmatch(choice.message.content)
+    if found is None or choice.finish_reason not in ("stop", None):
+        raise ValueError("the verifier says neither yes nor no")
+    return found[1] or found[2]

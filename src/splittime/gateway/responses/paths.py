@@ -50,12 +50,11 @@ async def _ask(
     tenant = tenant_of(scope)
     gateway.require_serving()
     gateway.require_allowance(tenant)
-    upstream, quota = keeper_of(gateway, tenant, response_id), gateway.quota(tenant)
-    quota.enter(now_ns())
+    upstream, use = keeper_of(gateway, tenant, response_id), gateway.quota(tenant).enter(now_ns())
     try:
         answer = await _answered(gateway, scope, upstream, method, f"{RESPONSES}/{response_id}{behind}")
     finally:
-        quota.leave(0, now_ns())
+        use.leave(0, now_ns())
     headers = dict(answer.headers)
     kind = headers.pop(b"content-type", b"application/json")
     named = [*headers.items(), (b"x-splittime-upstream", upstream.name.encode())]

@@ -97,7 +97,8 @@ class RehearsedConfig:
     def _leave_until(self, at_ns: int) -> None:
         while self._open and self._open[0][0] <= at_ns:
             end_ns, tenant, tokens, self._unix_s = heappop(self._open)
-            self._quotas[tenant].leave(tokens, end_ns)
+            self._quotas[tenant].use_tokens(tokens, end_ns)
+            self._quotas[tenant].num_open -= 1
             self._budgets.use(tenant, tokens)
 
     def _routed(self, account: ClosedAccount) -> str:
