@@ -34,6 +34,10 @@ def event(value) -> bytes:
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 
+def compact(value) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def chunk(**more) -> dict:
     return {"id": "x", "choices": [{"index": 0, "text": 'say "usage":null'}], **more}
 
@@ -85,8 +89,7 @@ def test_the_event_is_taken_out_and_the_rest_is_as_it_came(end):
     assert one.shown(told(chunk(), last, {"choices": [], "usage": USAGE}, b"[DONE]")) == told(chunk(), last, b"[DONE]")
     assert one.shown(told({"choices": [ ], "usage": USAGE})) == b""  # fmt: skip
     assert one.shown(told(chunk(usage=USAGE))) == told(chunk(usage=USAGE))  # it told that beside an answer by itself
-    compact = json.dumps(chunk(usage=None), separators=(",", ":")).encode()
-    assert one.shown(told(compact)) == told(json.dumps(chunk(), separators=(",", ":")).encode())
+    assert one.shown(told(compact(chunk(usage=None)))) == told(compact(chunk(usage=None)))
     for other in (b"no json", b'{"usage"', {"error": {"message": "usage"}}, {"choices": [], "usage": None}):
         assert one.shown(told(other)) == told(other)
 
@@ -94,7 +97,41 @@ def test_the_event_is_taken_out_and_the_rest_is_as_it_came(end):
 @given(st.lists(st.sampled_from([chunk(), chunk(usage=None), {"choices": []}, b"[DONE]", b": usage"]), max_size=6))
 def test_what_has_no_usage_is_never_changed(values):
     events = b"".join(event(value) for value in values)
-    assert asked(body_of()).shown(events) == events  # written with spaces: as no server that adds the field does
+    assert asked(body_of()).shown(events) == events
+
+
+USAGE_EVENT = compact({"choices": [], "usage": USAGE})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"id: 3\ndata: " + USAGE_EVENT + b"\n\n",
+        b"event: message\r\ndata:" + USAGE_EVENT + b"\r\n\r\n",
+        b": ping\ndata: " + USAGE_EVENT + b"\nretry: 1\n\n",
+        b"data: " + USAGE_EVENT + b"\n\r\n",
+        b"data: " + USAGE_EVENT.replace(b'"usage"', b'\ndata: "usage"') + b"\n\n",
+    ],
+)
+def test_the_event_is_found_by_the_lines_that_readers_go_by(told):
+    """Between events of other ends, of which each keeps its own."""
+    one, two = b"data: " + compact(chunk()) + b"\n\r\n", b"id: 1\r\ndata: " + compact(chunk()) + b"\r\n\r\n"
+    assert asked(body_of()).shown(one + told + two + told + b"data: [DONE]\n\n") == one + two + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_chunk_that_is_counted_keeps_its_other_lines(end):
+    told = end.join((b"id: 3", b"data: " + compact(chunk(usage=USAGE)), b": x", b"", b""))
+    assert asked(body_of(), each=True).shown(told) == end.join(
+        (b"id: 3", b"data: " + compact(chunk()), b": x", b"", b"")
+    )
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"123456789012345678901234567890"])
+def test_options_that_nobody_can_count_with_are_passed_on_as_they_came(number):
+    """A number beyond all numbers was a ValidationError, and so a 500."""
+    sent = asked(body_of(stream_options={"x": 0}).replace(b'"x": 0', b'"x": %b' % number)).request.body
+    assert b'"stream_options":{"x":%b,"include_usage":true}' % number in sent
 
 
 def test_each_chunk_is_asked_where_a_stream_may_go_on_elsewhere():

@@ -6,21 +6,24 @@ asked again without it, and not asked for it any more; so is one that refuses to
 asked for where a stream may have to go on elsewhere, after so many tokens.
 """
 
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import msgspec
 
 from splittime.gateway.endpoints import WITH_CHOICES
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.wire.sse import EventLines
 
 OPTIONS, INCLUDE, EACH = "stream_options", "include_usage", "continuous_usage_stats"
 REFUSED = (400, 422)
 MAX_REFUSAL_BYTES = 64 * 1024
 EACH_CHUNK, AT_THE_END, NOTHING = 2, 1, 0
-NULL_AT_THE_END = b',"usage":null}'
-NULL, ESCAPED = b"null", b"\\u"
-SEPARATORS = (b"\n\n", b"\r\n\r\n")
+NULL, TRUE, ESCAPED = b"null", b"true", b"\\u"
+END = re.compile(rb"(?<![^\n])\r?\n")  # of an event, as `EventLines` reads one: a line with nothing in it
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Telling(Protocol):
@@ -84,20 +87,17 @@ class UsageAsked:
         return b"".join(self._shown(one) for one in _split(events))
 
     def _shown(self, event: bytes) -> bytes:
-        data = event.strip().removeprefix(b"data:").lstrip()
+        data = b"\n".join(EventLines().feed(event))
         try:
             told = msgspec.json.decode(data, type=UsageEvent)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return event
         if told.is_told and told.is_all:
             return b"" if INCLUDE in self._added else event
         if told.is_told and EACH in self._added:
             fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             del fields["usage"]
-            return b"data: %b\n\n" % msgspec.json.encode(fields)
-        if INCLUDE in self._added and data.endswith(NULL_AT_THE_END):  # as OpenAI has it in each chunk of who asked
-            at = event.rindex(NULL_AT_THE_END)
-            return event[:at] + b"}" + event[at + len(NULL_AT_THE_END) :]
+            return _with_data(event, msgspec.json.encode(fields))
         return event
 
 
@@ -108,18 +108,31 @@ def _with_options(body: bytes, names: Sequence[str]) -> tuple[bytes, frozenset[s
     if OPTIONS.encode() not in body and ESCAPED not in body:
         begin, written = body.index(b"{") + 1, msgspec.json.encode(dict.fromkeys(names, True))
         return b'%b"%b":%b,%b' % (body[:begin], OPTIONS.encode(), written, body[begin:]), frozenset(names)
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    options = msgspec.json.decode(fields.get(OPTIONS, msgspec.Raw(NULL)))
-    if options is not None and not isinstance(options, dict):
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        options = msgspec.json.decode(fields.get(OPTIONS, msgspec.Raw(NULL)), type=dict[str, msgspec.Raw] | None) or {}
+    except UNREADABLE:
         return body, frozenset()  # the upstream's to refuse
-    added = frozenset(name for name in names if (options or {}).get(name) is not True)
+    added = frozenset(name for name in names if bytes(options.get(name, b"")) != TRUE)
     if not added:
         return body, added
-    written = msgspec.json.encode({**(options or {}), **dict.fromkeys(added, True)})
+    written = msgspec.json.encode({**options, **dict.fromkeys(added, True)})
     return msgspec.json.encode({**fields, OPTIONS: msgspec.Raw(written)}), added
 
 
 def _split(events: bytes) -> list[bytes]:
-    """Returns the events with the empty line behind each."""
-    separator = SEPARATORS[events.endswith(SEPARATORS[1])]
-    return [one + separator for one in events.removesuffix(separator).split(separator)]
+    """Returns the events, each with its own end."""
+    ends = (0, *(found.end() for found in END.finditer(events)), len(events))
+    return [events[begin:end] for begin, end in pairwise(ends) if begin < end]
+
+
+def _with_data(event: bytes, data: bytes) -> bytes:
+    """Returns the event with other data, in the first line that has some; its other lines and its ends stay."""
+    found = list[bytes]()
+    for line in event.split(b"\n"):
+        if line.partition(b":")[0] != b"data":
+            found.append(line)
+        elif data:
+            found.append(b"data: %b%b" % (data, b"\r" if line.endswith(b"\r") else b""))
+            data = b""
+    return b"\n".join(found)
