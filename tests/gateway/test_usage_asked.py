@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.forwarded import forwarded
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.usage_asked import EACH, INCLUDE, UsageAsked
+from splittime.gateway.usage_asked import AT_THE_END, EACH, EACH_CHUNK, INCLUDE, NOTHING, UsageAsked
 
 from .conftest import gateway_of
 from .conftest import upstream as upstream_text
@@ -154,7 +154,36 @@ def test_who_refuses_the_field_is_asked_for_less_and_not_again():
     assert one.is_refused(422, b'{"loc":["body","stream_options"]}')
     assert one.request.body == body_of()
     assert not one.is_refused(400, b"stream_options")  # nothing was added
+    one.note_answered(200)
     assert UsageAsked(forwarded("/v1/completions", body_of(), 16), to).request.body == body_of()
+
+
+@pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
+def test_a_refusal_that_quotes_its_request_says_nothing_of_the_field(status):
+    """{"role": "include_usage"} made one upstream tell nobody its tokens, for good."""
+    to = upstream()
+    one = UsageAsked(forwarded("/v1/completions", body_of(), 16), to, each=True)
+    one.note_answered(200)
+    for _ in range(2):
+        assert one.is_refused(400, b"no such role: 'include_usage'")
+        one.note_answered(status)
+    assert to.tells_usage == upstream().tells_usage
+    assert not one.is_refused(400, b"include_usage")
+
+
+def test_a_quotation_far_behind_a_refusals_beginning_is_not_looked_at():
+    one = asked(body_of())
+    assert not one.is_refused(400, b"no" + b" " * 2000 + b"include_usage")
+
+
+@pytest.mark.parametrize(("num_refused", "level"), [(0, EACH_CHUNK), (1, AT_THE_END), (2, NOTHING)])
+def test_what_was_answered_without_the_field_is_asked_so_from_then_on(num_refused, level):
+    to = upstream()
+    one = UsageAsked(forwarded("/v1/completions", body_of(), 16), to, each=True)
+    for _ in range(num_refused):
+        assert one.is_refused(400, b"include_usage")
+    one.note_answered(200)
+    assert to.tells_usage == level
 
 
 def test_what_the_client_asked_itself_is_refused_to_the_client():
@@ -165,6 +194,13 @@ def test_what_the_client_asked_itself_is_refused_to_the_client():
 
 
 class Picky(Hostile):
+    async def do_quoting(self, reader, writer, body) -> bool:
+        role = body["messages"][0]["role"]
+        if role != "user":
+            writer.write(whole(400, {"error": {"message": f"no such role: {role}"}}))
+            return False
+        return await self.do_fine(reader, writer, body)
+
     async def do_picky(self, reader, writer, body) -> bool:
         if "stream_options" in body:
             writer.write(whole(400, {"error": {"message": "stream_options: extra fields are not permitted"}}))
@@ -187,5 +223,18 @@ def test_a_server_that_refuses_the_field_serves_streams_all_the_same(tmp_path):
             False,
             False,
         ]
+    finally:
+        server.stop()
+
+
+def test_a_request_that_is_refused_itself_changes_nothing_for_the_next(tmp_path):
+    server = Picky()
+    try:
+        with gateway_of(tmp_path, upstream_text("quoting", server.url("quoting"))) as gateway:
+            wrong = [{"role": "include_usage", "content": "x"}]
+            assert gateway.ask("quoting", stream=True, messages=wrong)[0] == 400
+            assert gateway.ask("quoting", stream=True)[0] == 200
+        asked_so = ["stream_options" in json.loads(body) for _, body in server.asked["quoting"]]
+        assert asked_so == [True, False, True]
     finally:
         server.stop()

@@ -47,6 +47,7 @@ class UpstreamCall:
         """Returns the answer, whose head is there, and its first piece, b"" if it has no body. Raises
         `UpstreamFailure`."""
         answer, first = await self._open()
+        self.usage.note_answered(answer.status)
         if not (self.usage.may_be_refused and answer.status in REFUSED):
             return answer, first
         try:

@@ -2,8 +2,9 @@
 
 A client that did not ask gets the stream without that event, and the rest as it came, byte for byte. A splittime server
 tells its tokens beside the `timing` that the gateway asks it for, and is not asked. A server that refuses the field is
-asked again without it, and not asked for it any more; so is one that refuses to count each chunk (`each`), which is
-asked for where a stream may have to go on elsewhere, after so many tokens.
+asked again without it; once it has answered that, it is not asked for the field any more. So is one that refuses to
+count each chunk (`each`), which is asked for where a stream may have to go on elsewhere, after so many tokens. A
+refusal alone says nothing: it may quote what its client wrote.
 """
 
 import re
@@ -15,11 +16,12 @@ import msgspec
 
 from splittime.gateway.endpoints import WITH_CHOICES
 from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.verdict import ANSWERED
 from splittime.wire.sse import EventLines
 
 OPTIONS, INCLUDE, EACH = "stream_options", "include_usage", "continuous_usage_stats"
 REFUSED = (400, 422)
-MAX_REFUSAL_BYTES = 64 * 1024
+MAX_REFUSAL_BYTES = 1024  # its beginning: behind that it quotes the request
 EACH_CHUNK, AT_THE_END, NOTHING = 2, 1, 0
 NULL, TRUE, ESCAPED = b"null", b"true", b"\\u"
 END = re.compile(rb"(?<![^\n])\r?\n")  # of an event, as `EventLines` reads one: a line with nothing in it
@@ -54,27 +56,31 @@ class UsageAsked:
     """One attempt's part. request: what the upstream is sent. each: where each chunk is to tell its tokens."""
 
     def __init__(self, request: ForwardedRequest, upstream: Telling, *, each: bool = False) -> None:
-        self._asked, self._upstream, self._each = request, upstream, each
-        self._level, self._added = NOTHING, frozenset[str]()
+        self._asked, self._upstream = request, upstream
+        self._level, self._added, self._was_refused = NOTHING, frozenset[str](), False
         self.request = request
         if request.is_stream and request.path in WITH_CHOICES and not upstream.keeps_accounts:
-            self._ask()
+            self._ask(min(upstream.tells_usage, EACH_CHUNK if each else AT_THE_END))
 
-    def _ask(self) -> None:
-        self._level = min(self._upstream.tells_usage, EACH_CHUNK if self._each else AT_THE_END)
+    def _ask(self, level: int) -> None:
+        self._level = level
         names = {NOTHING: (), AT_THE_END: (INCLUDE,), EACH_CHUNK: (INCLUDE, EACH)}[self._level]
         body, self._added = _with_options(self._asked.body, names)
         self.request = msgspec.structs.replace(self._asked, body=body) if self._added else self._asked
 
     def is_refused(self, status: int, body: bytes) -> bool:
         """Whether the upstream refused what was added alone; `request` then asks for less."""
-        told = body[:MAX_REFUSAL_BYTES]
-        is_about_it = any(name.encode() in told for name in (OPTIONS, INCLUDE, EACH))
+        is_about_it = any(name.encode() in body[:MAX_REFUSAL_BYTES] for name in (OPTIONS, INCLUDE, EACH))
         if not (self._added and status in REFUSED and is_about_it):
             return False
-        self._upstream.tells_usage = self._level - 1
-        self._ask()
+        self._ask(self._level - 1)
+        self._was_refused = True
         return True
+
+    def note_answered(self, status: int) -> None:
+        """Take note that the upstream answered what it was asked last."""
+        if self._was_refused and status in ANSWERED:
+            self._upstream.tells_usage = min(self._upstream.tells_usage, self._level)
 
     @property
     def may_be_refused(self) -> bool:
