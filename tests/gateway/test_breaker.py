@@ -115,8 +115,25 @@ def test_what_one_tenant_alone_meets_opens_it_for_nobody_while_others_are_answer
     for _ in range(20):
         breaker.note_failure(2 * S, "a")
     assert breaker.allows(2 * S)
-    breaker.note_failure(3 * S, "c")  # two agree
-    assert not breaker.allows(3 * S)
+    breaker.note_failure(3 * S)  # a connection that was reset, once, adds to nothing that only one has met
+    assert breaker.allows(3 * S)
+    for at_s in (4, 5):
+        assert breaker.allows(at_s * S)
+        breaker.note_failure(at_s * S, "c")  # two agree
+    assert not breaker.allows(5 * S)
+
+
+def test_what_one_tenant_met_is_not_held_against_others_later_either():
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.note_success(S, "b")
+    for _ in range(20):
+        breaker.note_failure(2 * S, "a")
+    breaker.note_failure(60 * S, "b")  # its answer is old by now
+    assert breaker.allows(60 * S)
+    breaker.note_failure(60 * S, "a")
+    assert breaker.allows(60 * S)
+    breaker.note_failure(60 * S, "b")
+    assert breaker.is_open
 
 
 def test_a_tenant_that_is_alone_opens_it():
@@ -132,8 +149,9 @@ def test_what_no_request_brings_about_opens_it_whoever_met_it():
     breaker = Breaker(BreakerConfig(failures=3, open_s=10))
     breaker.note_success(S, "b")
     breaker.note_failure(2 * S, "a")
-    breaker.note_failure(2 * S)  # no connection
-    assert not breaker.is_open
+    for _ in range(2):
+        breaker.note_failure(2 * S)  # no connection
+        assert not breaker.is_open
     breaker.note_failure(2 * S, "a")
     assert breaker.is_open
     breaker.note_success(3 * S, "b")

@@ -24,6 +24,7 @@ class Breaker:
         self.has_checker = False
         self.num_successes = 0
         self._failed_for: set[str] = set()  # tenants, of the failures in a row
+        self._is_one_tenants_doing = False  # the latest failure, and those before it in the row
         self._good_ns: dict[str, int] = {}  # by tenant, the latest success
 
     @property
@@ -78,10 +79,13 @@ class Breaker:
 
     def note_failure(self, now_ns: int, tenant: str = "") -> None:
         """tenant: of a request that may have brought the failure about; "" for one that cannot have."""
+        if self._is_one_tenants_doing and tenant not in self._failed_for:
+            self._failures = 0  # what that tenant met was not held against others, and is not now
         self._failures += 1
         self._failed_for.add(tenant)
+        self._is_one_tenants_doing = not self.is_open and self._is_one_tenants(now_ns)
         is_enough = self._failures >= self.config.failures  # as it is, where one tried an open breaker
-        if is_enough and (self.is_open or not self._is_one_tenants(now_ns)):
+        if is_enough and not self._is_one_tenants_doing:
             self._open_until_ns = self._until_ns(now_ns)
             self._is_checked = not self.has_checker
         self._is_trying = False
