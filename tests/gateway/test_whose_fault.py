@@ -204,11 +204,24 @@ def test_a_429_without_a_reason_pauses_for_its_tenant_until_another_meets_one(te
 
 def test_one_that_says_that_its_key_is_used_up_pauses_for_all_at_once(tenants):
     async def ask(app, gateway):
-        assert (await asked(app, of("a"))).code == "tokens_per_minute"
+        assert (await asked(app, of("a"))).code == "tokens_per_day"
         assert [(await asked(app, of(name))).code for name in "abc"] == ["upstreams_busy"] * 3
         assert len(one.asked) == 1
 
-    one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_minute"}}, "retry-after: 30"))
+    one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_day"}}, "retry-after: 30"))
+    gateway_before({"one": one}, ask, PATIENT + tenants)
+
+
+@pytest.mark.parametrize("reason", ["max_open_requests", "requests_per_minute", "tokens_per_minute"])
+def test_a_limit_that_a_large_body_alone_meets_pauses_for_its_tenant(reason, tenants):
+    """A server refuses by what is left of the key's part: a smaller request of another still has room there."""
+
+    async def ask(app, gateway):
+        assert (await asked(app, of("a"))).code == reason
+        one.said = whole(200, WHOLE)
+        assert [(await asked(app, of(name))).status for name in "abc"] == [429, 200, 200]
+
+    one = Saying(whole(429, {"error": {"message": "x", "code": reason}}, "retry-after: 30"))
     gateway_before({"one": one}, ask, PATIENT + tenants)
 
 

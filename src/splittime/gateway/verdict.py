@@ -51,11 +51,11 @@ OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not me
     }
 )
 OF_THE_UPSTREAM = frozenset(  # reasons that any request of this key meets
-    {
-        *("queued_requests", "queue_full", "shed", "upstreams_busy", "max_open_requests", "requests_per_minute"),
-        *("tokens_per_minute", "tokens_per_day", "tokens_per_month"),
-    }
+    {"queued_requests", "queue_full", "shed", "upstreams_busy", "tokens_per_day", "tokens_per_month"}
 )
+OF_THE_KEY = OF_THE_UPSTREAM | {  # and these, but for what is left: one that is larger than that meets them alone
+    *("max_open_requests", "requests_per_minute", "tokens_per_minute"),
+}
 MAX_TOLD_BYTES = 64 * 1024  # of a refusal that is read
 MAX_CHECKED_BYTES = 2**20  # of an answer that is read through; of a longer one the ends are looked at
 
@@ -268,7 +268,7 @@ def _whose_refusal(asked: AttemptAsked, told: ToldError) -> Whose:
     """Returns whose a 429 is."""
     if told.codes & OF_THE_REQUEST or told.message.startswith("Request too large"):
         return Whose.REQUEST
-    if told.codes & OF_THE_UPSTREAM or not asked.is_timed:
+    if told.codes & OF_THE_KEY or not asked.is_timed:
         return Whose.BUSY
     return Whose.REQUEST
 
