@@ -417,7 +417,7 @@ MESSAGE_USAGE = {"input_tokens": 4, "cache_creation_input_tokens": 1, "cache_rea
 COUNTED = {"prompt_tokens": 5, "total_tokens": 5}
 TYPED_WHOLE = {
     "/v1/responses": {"object": "response", "status": "completed", "output": [], "usage": RESPONSE_USAGE},
-    "/v1/messages": {"id": "msg_1", "type": "message", "stop_reason": "tool_use", "usage": MESSAGE_USAGE},
+    "/v1/messages": {"id": "msg_1", "content": [], "stop_reason": "tool_use", "usage": MESSAGE_USAGE},
     "/v1/messages/count_tokens": {"input_tokens": 9},
     "/v1/embeddings": {"object": "list", "data": [{"index": 0, "embedding": [0.5]}], "usage": COUNTED},
     "/v1/rerank": {"results": [{"index": 0, "relevance_score": 0.5}], "usage": {"total_tokens": 6}},

@@ -76,6 +76,13 @@ STATUSES = [
         "model",
     ),
     Row("404 of the model, OpenAI", whole(404, error(code="model_not_found")), 502, "upstream_lacks_model", "model"),
+    Row(
+        "404 of the model, Anthropic",
+        whole(404, {"type": "error", **error("model: claude-x", type="not_found_error")}),
+        502,
+        "upstream_lacks_model",
+        "model",
+    ),
     Row("404 of a file", whole(404, error("file-1 not found", code="f")), 404, "f", "request", False),
     Row("404 of everything", http(404, b"<html>", kind="text/html"), 404, "upstream_404", "health"),
     Row("404 of the route", whole(404, {"detail": "Not Found"}), 404, None, "health"),
@@ -117,6 +124,7 @@ WHOLES = [
     Row("half of an answer", http(200, GOOD_BODY[:-9]), 502, BAD, "health"),
     Row("a cut answer", http(200, GOOD_BODY, length=999), 502, "upstream_died", "health", hangs_up=True),
     Row("no choices", http(200, b"{}"), 502, BAD, "health"),
+    Row("an empty list of choices", http(200, b'{"choices":[ ]}'), 502, BAD, "health"),
     Row("an error as an answer", http(200, json.dumps(OOM).encode()), 500, 500, "health"),
     Row("a refusal as an answer", http(200, json.dumps(error(code=429)).encode()), 429, 429, "health"),
     Row(

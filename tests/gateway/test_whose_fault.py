@@ -8,7 +8,7 @@ import time
 import pytest
 
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
-from splittime.gateway.endpoints import EMBEDDINGS
+from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.tenant_pauses import TenantPauses
@@ -106,6 +106,18 @@ def test_what_was_asked_for_is_not_there(error, whose, path):
     assert verdict(404, {"error": error}, path=path).whose is whose
     bare = verdict(404, {"object": "error", **error}, path=path)
     assert bare.whose is whose
+
+
+EMPTY = {MESSAGES: {"content": []}, RESPONSES: {"output": []}, EMBEDDINGS: {"data": []}, COUNT_TOKENS: {}}
+
+
+@pytest.mark.parametrize("path", EMPTY)
+def test_a_200_of_another_path_is_no_answer(path):
+    """Each kind of answer has a list of its own, which may be empty but for choices."""
+    assert verdict(200, EMPTY[path], path=path).whose is Whose.NOBODY
+    for told in ({}, {"hello": 1}, {"choices": [{}]}, {"content": "text"}, {"output": None}, []):
+        whose = Whose.HEALTH if EMPTY[path] else Whose.NOBODY
+        assert verdict(200, told, path=path).whose is whose, told
 
 
 def test_words_of_a_request_say_nothing_of_the_key_or_the_model():
@@ -290,7 +302,8 @@ def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
 
     async def ask(app, gateway):
         assert (await asked(app, sent)).status == 200
-        assert (await asked(app, sent | {"anthropic-version": "2023-06-01"}, "/v1/messages")).status == 200
+        one.said = whole(200, {"content": []})
+        assert (await asked(app, sent | {"anthropic-version": "2023-06-01"}, MESSAGES)).status == 200
         for head, _ in one.asked:
             assert b"leak" not in head
             names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}

@@ -22,20 +22,22 @@ OF_ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 class PassedEndpoint(NamedTuple):
     """name: in rules and accounts. prefix: of its answers' ids, as the ledger finds them. most: fields that bound the
-    tokens of an answer, of which the first that is there counts; () where it writes none."""
+    tokens of an answer, of which the first that is there counts; () where it writes none. list_field: of every whole
+    answer, which tells it from another server's page; "" where servers differ."""
 
     name: str
     prefix: str
     most: tuple[str, ...] = ()
+    list_field: str = ""
 
 
 ENDPOINTS = {
-    CHAT: PassedEndpoint("chat", "chatcmpl", ("max_completion_tokens", "max_tokens")),
-    COMPLETIONS: PassedEndpoint("completions", "cmpl", ("max_completion_tokens", "max_tokens")),
-    RESPONSES: PassedEndpoint("responses", "chatcmpl", ("max_output_tokens",)),
-    MESSAGES: PassedEndpoint("messages", "chatcmpl", ("max_tokens",)),
+    CHAT: PassedEndpoint("chat", "chatcmpl", ("max_completion_tokens", "max_tokens"), "choices"),
+    COMPLETIONS: PassedEndpoint("completions", "cmpl", ("max_completion_tokens", "max_tokens"), "choices"),
+    RESPONSES: PassedEndpoint("responses", "chatcmpl", ("max_output_tokens",), "output"),
+    MESSAGES: PassedEndpoint("messages", "chatcmpl", ("max_tokens",), "content"),
     COUNT_TOKENS: PassedEndpoint("count_tokens", "chatcmpl"),
-    EMBEDDINGS: PassedEndpoint("embeddings", "embd"),
+    EMBEDDINGS: PassedEndpoint("embeddings", "embd", list_field="data"),
     RERANK: PassedEndpoint("rerank", "rerank"),
     SCORE: PassedEndpoint("score", "score"),
 }

@@ -11,7 +11,7 @@ import msgspec
 from splittime.core.errors import NotFound
 
 NO_SUCH_MODEL = frozenset({"model_not_found", "deploymentnotfound"})
-NO_SUCH_MODEL_BEGINS = ("the model ", "model ")
+NO_SUCH_MODEL_BEGINS = ("the model ", "model ", "model:")  # the last is Anthropic's
 NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
 STATUS_OF = {  # where a type stands for a status
     "invalid_request_error": 400,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.errors import RequestError, SplittimeError, UpstreamError
-from splittime.gateway.endpoints import WITH_CHOICES
+from splittime.gateway.endpoints import ENDPOINTS, WITH_CHOICES
 from splittime.gateway.passed_answer import JSON, PassedAnswer, pause_of
 from splittime.gateway.told_error import ToldError, decoded, refusal_of, says_no_such_path, told_error
 from splittime.wire.sse import body_text
@@ -174,8 +174,8 @@ def _of_whole(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
     found = told_error(decoded(body)) if told.is_error else None
     if found is not None:
         return _of_error_within(asked, answer, found)
-    if asked.has_choices and not told.choices.lstrip().startswith(b"["):
-        return bad_answer(asked, "answered without choices")
+    if (field := told.missing(asked.path)) is not None:
+        return bad_answer(asked, f"answered without {field}")
     return GOOD._replace(answer=answer)
 
 
@@ -185,11 +185,17 @@ class WholeShape(msgspec.Struct, gc=False):
     error: msgspec.Raw = msgspec.Raw(b"")
     object: Any = None
     type: Any = None
-    raw_choices: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="choices")
+    choices: msgspec.Raw = msgspec.Raw(b"")
+    content: msgspec.Raw = msgspec.Raw(b"")
+    output: msgspec.Raw = msgspec.Raw(b"")
+    data: msgspec.Raw = msgspec.Raw(b"")
 
-    @property
-    def choices(self) -> bytes:
-        return bytes(self.raw_choices)
+    def missing(self, path: str) -> str | None:
+        """Returns the name of the list that an answer of this path has and this has not; choices are one at least."""
+        name = ENDPOINTS[path].list_field if path in ENDPOINTS else ""
+        found = bytes(getattr(self, name)) if name else b"["
+        is_list = found.startswith(b"[") and (path not in WITH_CHOICES or found[1:].lstrip() != b"]")
+        return None if is_list else name
 
     @property
     def is_error(self) -> bool:
