@@ -12,8 +12,9 @@ from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESP
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.tenant_pauses import TenantPauses
+from splittime.gateway.told_error import told_error
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.verdict import AttemptAsked, Whose, of_answer
+from splittime.gateway.verdict import AttemptAsked, Whose, of_answer, of_event
 from splittime.web.tenants import ANYBODY
 
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
@@ -295,6 +296,15 @@ def test_a_key_is_taken_out_of_what_an_upstream_says():
     assert KeyMask(None).masked(b"as it is") == KeyMask("as it").masked(b"as it is") == b"as it is"  # a word is no key
 
 
+def test_a_text_that_is_not_allowed_is_the_requests_own_also_under_a_200():
+    told = {"error": {"message": "x", "code": "content_filter"}}
+    found = verdict(200, told)
+    assert (found.whose, found.answer.status, found.error.info.status) == (Whose.REQUEST, 400, 400)
+    event = of_event(AttemptAsked("a", CHAT, "m"), told_error(told), b"{}")
+    assert (event.whose, event.answer.status, event.error.info.status) == (Whose.REQUEST, 400, 400)
+    assert verdict(200, {"error": {"message": "x", "code": "odd"}}).error.info.status == 502
+
+
 def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
     """Keys, cookies and addresses of a client are the gateway's business; a list says what is passed on."""
     sent = {"authorization": "Bearer leak", "x-api-key": "leak", "api-key": "leak", "x-goog-api-key": "leak"}
@@ -316,6 +326,7 @@ def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
 
 
 RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "error": None}
+FAILED = RESPONSE | {"status": "failed", "error": {"code": "server_error", "message": "it failed"}}
 
 
 @pytest.mark.parametrize(
@@ -323,6 +334,11 @@ RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "output
     [
         (whole(200, RESPONSE), 200, None),
         (coded(200, RESPONSE), 200, None),
+        (whole(200, FAILED), 200, "server_error"),
+        (whole(200, {"id": "resp_1", "object": "response", "deleted": True}), 200, None),
+        (whole(200, {"error": {"message": "x", "code": 500}}), 500, 500),
+        (whole(200, {"id": "resp_1"}), 502, "upstream_bad_answer"),
+        (b"SSH-2.0-x\r\n\r\n", 502, "upstream_broke_off"),
         (whole(404, {"error": {"message": "no such response", "code": "c"}}), 404, "c"),
         (whole(401, {"error": {"message": "wrong key sk-12345678", "code": "c"}}), 502, "upstream_401"),
         (whole(500, {"error": {"message": "sk-12345678 broke", "code": "c"}}), 500, "c"),

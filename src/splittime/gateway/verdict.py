@@ -32,7 +32,7 @@ from splittime.gateway.told_error import ToldError, decoded, refusal_of, says_no
 from splittime.wire.sse import body_text
 
 ANSWERED = (200, 201)
-BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 502, 429, 504
+BAD_REQUEST, BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 400, 502, 429, 504
 KEY_REFUSED = (401, 402, 403, 407)  # no client can mend that: the key, and who pays for it, is the gateway's
 KEY_CODES = frozenset(
     {
@@ -212,8 +212,8 @@ def _shape_of(body: bytes) -> WholeShape | None:
 
 def _of_error_within(asked: AttemptAsked, answer: PassedAnswer, told: ToldError) -> AnswerVerdict:
     """Returns the verdict on an error under the status of a success, which its client would take for an answer."""
-    status = told.status or BAD_GATEWAY
-    return _refused(asked, answer._replace(status=status), _whose_within(asked, status, told), is_told=True)
+    status, whose = _whose_within(asked, told)
+    return _refused(asked, answer._replace(status=status), whose, is_told=True)
 
 
 def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told: bool) -> AnswerVerdict:
@@ -263,11 +263,12 @@ def _whose(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
     return Whose.HEALTH if status >= 500 or status in UPSTREAM_MAY_TRY else Whose.REQUEST
 
 
-def _whose_within(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
-    """Returns whose an error is that comes as an answer. A server that has too much to do says so by its status: who
-    does not is asked by others as if it were well."""
-    whose = _whose(asked, status, told)
-    return Whose.HEALTH if whose is Whose.BUSY else whose
+def _whose_within(asked: AttemptAsked, told: ToldError) -> tuple[int, Whose]:
+    """Returns the status and whose an error is that comes as an answer. A server that has too much to do says so by its
+    status: who does not is asked by others as if it were well."""
+    whose = _whose(asked, told.status or BAD_GATEWAY, told)
+    status = told.status or (BAD_REQUEST if whose is Whose.REQUEST else BAD_GATEWAY)
+    return status, Whose.HEALTH if whose is Whose.BUSY else whose
 
 
 def _whose_refusal(asked: AttemptAsked, told: ToldError) -> Whose:
@@ -284,10 +285,8 @@ def _whose_refusal(asked: AttemptAsked, told: ToldError) -> Whose:
 
 def of_event(asked: AttemptAsked, told: ToldError, data: bytes) -> AnswerVerdict:
     """Returns the verdict on a stream with an event that is an error; its answer is for who has nothing of it yet."""
-    status, code = told.status or BAD_GATEWAY, "upstream_error_event"
-    found = _refused(
-        asked, PassedAnswer(status, [(b"content-type", JSON)], data), _whose_within(asked, status, told), is_told=True
-    )
+    (status, whose), code = _whose_within(asked, told), "upstream_error_event"
+    found = _refused(asked, PassedAnswer(status, [(b"content-type", JSON)], data), whose, is_told=True)
     if found.whose in (Whose.KEY, Whose.MODEL, Whose.REQUEST):
         return found
     words = f"an error inside the stream of upstream {asked.upstream!r}: {told.message}"

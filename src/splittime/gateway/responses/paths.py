@@ -6,19 +6,22 @@ They take one of the key's requests, no place in the queue, and have no account:
 import asyncio
 import time
 
-from splittime.core.errors import NotFound, RequestError, UpstreamError
+from splittime.core.errors import NotFound, RequestError, SplittimeError, UpstreamError
+from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
 from splittime.gateway.endpoints import RESPONSES
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
+from splittime.gateway.told_error import decoded
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.verdict import AttemptAsked, of_answer
+from splittime.gateway.verdict import ANSWERED, GOOD, AnswerVerdict, AttemptAsked, bad_answer, of_answer
 from splittime.gateway.whole_answers import read_whole
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 
 CANCEL = "/cancel"
+KINDS = ("response", "response.deleted")
 now_ns = time.monotonic_ns
 
 
@@ -71,25 +74,32 @@ def _refuse_query(scope: http.Scope) -> None:
 async def _answered(
     gateway: GatewayService, scope: http.Scope, upstream: Upstream, method: str, path: str
 ) -> PassedAnswer:
-    """Returns the upstream's whole answer. Raises `UpstreamError` where there is none in time, or none for a client."""
-    config, name = upstream.config, upstream.name
-    headers = sent_headers(scope, upstream, http.new_request_id(), now_ns() + int(config.first_byte_s * 1e9), None)
-    most = gateway.config.max_answer_bytes
-    asking = gateway.connections.ask(
-        method, upstream.address, path, headers, b"" if method == "POST" else None, connect_s=config.connect_s
-    )
+    """Returns the upstream's whole answer. Raises `SplittimeError` where none is there in time, or none for clients."""
+    config, limit_s, most = upstream.config, upstream.config.first_byte_s, gateway.config.max_answer_bytes
+    until_ns, asked = now_ns() + int(limit_s * 1e9), AttemptAsked(upstream.name, RESPONSES, "")
+    headers = sent_headers(scope, upstream, http.new_request_id(), until_ns, None)
+    said, connect_s = b"" if method == "POST" else None, config.connect_s
     try:
-        async with asyncio.timeout(config.first_byte_s):
-            answer = await asking
-            body = await read_whole(answer, config.first_byte_s, most)
-    except TimeoutError:
-        message = f"no answer from upstream {name!r} within {config.first_byte_s:g} s"
-        raise UpstreamError(message, code="upstream_first_byte_timeout", status=504) from None
-    except (OSError, ValueError) as error:
-        raise UpstreamError(f"upstream {name!r} did not answer", code="upstream_unreachable") from error
+        async with asyncio.timeout(limit_s):
+            answer = await gateway.connections.ask(method, upstream.address, path, headers, said, connect_s=connect_s)
+            body = await read_whole(answer, limit_s, most)
+    except BROKEN as error:
+        breaks = AttemptBreaks(config, Deadline(until_ns, is_clients=False))
+        raise _error_of(breaks.before(error, limit_s, is_deadline=False)) from error
     if body is None:
-        raise UpstreamError(f"the upstream answered more than {most} bytes", code="upstream_bad_answer", limit=most)
-    verdict = of_answer(AttemptAsked(name, RESPONSES, ""), KeyMask(upstream.key).passed(answer, body))
+        raise _error_of(bad_answer(asked, f"answered more than {most} bytes", limit=most))
+    passed = KeyMask(upstream.key).passed(answer, body)
+    verdict = GOOD._replace(answer=passed) if _is_response(passed) else of_answer(asked, passed)
     if verdict.answer is None:
-        raise verdict.error or UpstreamError("there is no answer")
+        raise _error_of(verdict)
     return verdict.answer
+
+
+def _is_response(answer: PassedAnswer) -> bool:
+    """Whether it is a response, or says that one is deleted. How a response failed is no failure to read it."""
+    told = decoded(answer.body) if answer.status in ANSWERED else None
+    return isinstance(told, dict) and told.get("object") in KINDS
+
+
+def _error_of(verdict: AnswerVerdict | None) -> SplittimeError:
+    return (verdict and verdict.error) or UpstreamError("there is no answer")
