@@ -11,6 +11,9 @@ from splittime.gateway.config import BreakerConfig, QueueConfig, UpstreamConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.upstreams import Upstream
 
+from .hostile import WHOLE, whole
+from .in_process import Saying, gateway_before
+from .in_process import asked as asked_of
 from .test_fair_queue import FAR_NS, router_of
 from .test_learnt_use import asked
 
@@ -137,7 +140,8 @@ def test_what_waits_behind_a_body_of_several_is_bounded():
         await (await come(queue, "t"))
         tasks = [await come(queue, "t", answers=8) for _ in range(5)]
         with pytest.raises(Refused):
-            await queue.enter("t", "m", 1, until_ns=FAR_NS)
+            async with asyncio.timeout(5):
+                await queue.enter("t", "m", 1, until_ns=FAR_NS)
         assert queue.requests == 5
         await end(*tasks)
 
@@ -165,3 +169,20 @@ def test_one_that_gives_up_gives_all_its_places_back():
 def test_texts_that_are_ranked_take_one_place_and_answers_one_each():
     assert asked("/v1/rerank", query="q", documents=["x"] * 50).places == 1
     assert asked("/v1/completions", prompt=["x"] * 5, n=2).places == 10
+
+
+def test_a_tied_second_takes_as_many_places():
+    slow, quick = Saying([b""] * 9), Saying([b""] * 5 + [whole(200, WHOLE)])
+    places = []
+
+    async def ask(app, gateway):
+        asking = asyncio.create_task(asked_of(app, stream=True, n=5))
+        while not quick.asked:
+            await asyncio.sleep(0.001)
+        places.extend((one.requests, one.in_flight.places) for one in gateway.router.upstreams)
+        await asking
+        assert [(one.requests, one.in_flight.places) for one in gateway.router.upstreams] == [(0, 0)] * 2
+
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    gateway_before({"slow": slow, "quick": quick}, ask, text)
+    assert places == [(5, 5), (5, 5)]
