@@ -12,6 +12,8 @@ from splittime.core.step import RowResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.turns import TURN_TOKENS
+from splittime.web.tenants import Tenant
+from splittime.web.told_tenant import sharer_of, told_tenant
 
 
 def flood(scheduler: Scheduler, count: int, tenant: str = "greedy", max_tokens: int = 50, **fields) -> None:
@@ -58,6 +60,18 @@ def test_slots_come_to_be_shared_by_weight() -> None:
         step(scheduler, now_ns)
     assert running_of(scheduler) == {"light": 2, "heavy": 6}
     assert scheduler.counts.num_preemptions <= 6
+
+
+def test_tenants_behind_one_gateway_share_by_what_it_says_of_them() -> None:
+    scheduler, gateway = make_scheduler(max_num_seqs=8), Tenant(name="gw", is_operator=True)
+    for tenant in (Tenant(name="light"), Tenant(name="heavy", weight=3.0)):
+        headers = [(name.encode(), value.encode()) for name, value in told_tenant(tenant).items()]
+        sharer = sharer_of({"headers": headers}, gateway)
+        flood(scheduler, 20, sharer.name, weight=sharer.weight)
+        step(scheduler, 10)
+    for now_ns in range(20, 120, 10):
+        step(scheduler, now_ns)
+    assert running_of(scheduler) == {"gw/light": 2, "gw/heavy": 6}
 
 
 def test_prompt_tokens_are_shared_in_turns() -> None:

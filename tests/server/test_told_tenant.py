@@ -38,19 +38,19 @@ def test_a_refusal_is_in_the_tenants_account_too(live) -> None:
 
 
 def test_its_place_in_the_queue_and_in_the_lanes_of_texts_is_the_tenants(live, monkeypatch) -> None:
-    entered, submitted = [], []
+    seen: dict[str, set[tuple[str, float]]] = {}
     admission, texts = live.service.admission, live.service.texts
-    enter, submit = admission.enter, texts.submit
-    monkeypatch.setattr(
-        admission, "enter", lambda *a, **k: entered.append((k["tenant"], k["weight"])) or enter(*a, **k)
-    )
-    monkeypatch.setattr(
-        texts, "submit", lambda *a, **k: submitted.append((k["tenant"], k["weight"])) or submit(*a, **k)
-    )
+    for part, name in ((admission, "check"), (admission, "enter"), (texts, "submit")):
+        whole = getattr(part, name)
+
+        def noted(*given, whole=whole, name=name, **more):
+            seen.setdefault(name, set()).add((more["tenant"], more["weight"]))
+            return whole(*given, **more)
+
+        monkeypatch.setattr(part, name, noted)
     assert ask(live, OPERATOR | SEARCH)[0] == 200
     assert live.post("/tokenize", {"prompt": "x"}, OPERATOR | SEARCH)[0] == 200
-    assert entered == [("key-1/search", 2.0)]
-    assert set(submitted) == {("key-1/search", 2.0)}
+    assert seen == {name: {("key-1/search", 2.0)} for name in ("check", "enter", "submit")}
 
 
 def test_another_key_shares_as_itself_and_is_told(live) -> None:
