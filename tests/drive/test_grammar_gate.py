@@ -100,6 +100,29 @@ def test_who_has_gone_is_not_compiled_for_and_its_id_may_come_again() -> None:
     assert {one.request_id for one in told[6:]} == {"b", "x"}
 
 
+@pytest.mark.parametrize("grammar", ["known", ""])
+def test_an_id_that_comes_again_is_not_released_by_what_was_compiled_for_the_last(grammar: str) -> None:
+    """The engine may have ended that one by itself, for its deadline: no abort came."""
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    gate.let_in(Submit(request_of("x", "slow")))
+    again = Submit(request_of("x", grammar))
+    gate.let_in(again)
+    compiler.may_go.set()
+    gate._pool.shutdown()
+    assert told[1:] == [again]
+
+
+def test_an_abort_comes_before_what_was_compiled_or_behind_it() -> None:
+    """An id that is used again behind the abort hears nothing of the last one."""
+    compiler, locked = SlowCompiler(), []
+    gate = GrammarGate(compiler, lambda message: locked.append((type(message), gate._lock.locked())))
+    gate.let_in(Submit(request_of("x", "slow")))
+    compiler.may_go.set()
+    gate._pool.shutdown()
+    assert locked == [(Submit, False), (Release, True)]
+
+
 def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(monkeypatch) -> None:
     class Broken(SlowCompiler):
         def compile(self, *of: object) -> None:

@@ -9,7 +9,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import Moved
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.inline import InlineDriver
-from splittime.drive.messages import Abort, Release, StepOutput, Submit
+from splittime.drive.messages import Abort, MaskFound, Release, StepOutput, Submit
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
@@ -72,6 +72,16 @@ def test_a_held_request_says_why_and_blocks_nobody_until_it_is_released(plans_ah
     assert [one.finish_reasons for one in (held, other)] == [[FinishReason.LENGTH]] * 2
     verify_steps(run.steps)
     assert [(step.host_gap_ns, step.idle_ns) for step in run.steps] == [(0, 0)] * 2 + [(0, 8 * STEP_NS), (0, 0)]
+    check_nothing_is_left(run.crank)
+
+
+def test_a_mask_that_was_found_is_not_what_a_held_request_waits_for() -> None:
+    run = timed_run()
+    held = submit_held(run, request_of("held"), Cause.GRAMMAR)
+    run.at(3 * STEP_NS, MaskFound("held"))
+    run.at(10 * STEP_NS, Release("held"))
+    run.run()
+    assert causes(held) == [(Cause.GRAMMAR, 10 * STEP_NS)]
     check_nothing_is_left(run.crank)
 
 

@@ -287,6 +287,25 @@ def test_a_client_that_has_gone_is_not_told_of_and_its_id_may_come_again(peer_of
     ]
 
 
+def test_an_id_that_comes_again_is_not_released_by_what_was_fetched_for_the_last(peer_of) -> None:
+    """The engine may have ended that one by itself, for its deadline: no abort came. The next waits for its form."""
+    may_end = threading.Event()
+
+    def late(ask: BlocksAsk):
+        may_end.wait(20)
+        return honest(ask)
+
+    url, _ = peer_of(late)
+    gate = Gate(url)
+    again = Submit(request_of("r"), Cause.GRAMMAR)
+    gate.gate.let_in(again)
+    num_told = len(gate.told)
+    may_end.set()
+    gate.gate._pool.shutdown()
+    assert gate.told[num_told - 1] == again
+    assert {type(each) for each in gate.told[num_told:]} <= {BlocksArrived}
+
+
 def test_no_more_is_kept_than_there_is_room_for(peer_of) -> None:
     url, _ = peer_of(honest)
     gate = Gate(url)

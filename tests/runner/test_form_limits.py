@@ -20,7 +20,7 @@ from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import far_forms, form_masks
 from splittime.runner import grammars as compiled
-from splittime.runner.batch import Slot
+from splittime.runner.batch import Slot, Slots
 from splittime.runner.far_forms import FarWalk
 from splittime.runner.form_masks import FormMasks, FoundMasks
 from splittime.runner.form_size import is_small
@@ -322,9 +322,24 @@ def test_a_late_mask_holds_up_its_own_row_alone_and_is_asked_for_once(known: Gra
     assert list(masks.take([late, other], [0, 0])) == [1]
     assert (len(held.looks), found) == (1, [])
     held.tell()
-    assert found == ["late", "late"]
+    assert found == ["late"]
     assert list(masks.take([late], [0])) == [0]
     assert len(held.looks) == 1
+
+
+def test_nobody_is_told_of_a_mask_whose_request_has_left_its_slot(known: Grammars) -> None:
+    """Its id may be another's by then, or its own, preempted and begun anew."""
+    found: list[str] = []
+    masks, held, slots = FormMasks(4096, 0, 1, found.append), HeldWalk(), Slots(64, 4096)
+    for told in ([], ["x"]):
+        slots.update((), [Admitted("x", (1,), 0, SamplingParams(max_tokens=9), (0,))])
+        slots["x"].grammar = held
+        masks.take([slots["x"]], [0])
+        assert slots["x"].is_late
+        if not told:
+            slots.update(["x"], ())
+        held.tell()
+        assert found == told
 
 
 def test_a_draft_whose_mask_is_late_counts_as_wrong_and_the_row_goes_on(known: Grammars) -> None:

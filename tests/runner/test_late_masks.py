@@ -40,7 +40,7 @@ def run(crank: Crank, asked: list[Request], found: SimpleQueue) -> tuple[dict[st
         crank.submit(request, time.monotonic_ns())
     while crank.engine.scheduler.has_requests:
         while not found.empty() or not crank.has_work:
-            num_late += crank.release(found.get(timeout=60), time.monotonic_ns())
+            num_late += crank.go_on(found.get(timeout=60))
         output = crank.turn()
         crank.engine.scheduler.check()
         for one in () if output is None else output.outputs:

@@ -69,8 +69,8 @@ class Turned:
         while self.engine.has_work:
             self.step()
 
-    def release(self, name: str) -> bool:
-        return self.engine.release(name, self.now_ns, self.tick())
+    def go_on(self, name: str) -> bool:
+        return self.engine.go_on(name, self.tick())
 
 
 def undisturbed(*names: str) -> dict[str, tuple[int, ...]]:
@@ -95,8 +95,8 @@ def test_who_is_late_waits_and_others_go_on(before: int) -> None:
     assert turned.runner.rows[before + 1 :] == [("other",)] * (4 - before)
     stage = Stage.DECODE_STALL if before else Stage.PREFILL_STALL
     assert (stage, Cause.GRAMMAR) in turned.marks["late"]
-    assert turned.release("late")
-    assert not turned.release("late")
+    assert turned.go_on("late")
+    assert not turned.go_on("late")
     turned.run()
     assert turned.tokens == undisturbed("late", "other")
     assert not turned.engine.scheduler.has_requests
@@ -112,10 +112,10 @@ def test_an_engine_whose_requests_are_all_late_has_no_work_until_one_may_go_on()
     assert turned.engine.has_work  # somebody queues: whoever turns it waits a little
     assert not turned.step()
     for _ in range(3):
-        assert turned.release("a")
+        assert turned.go_on("a")
         while turned.step():
             pass
-    turned.release("b")
+    turned.go_on("b")
     turned.run()
     assert turned.tokens == undisturbed("a", "b", "waits")
 
@@ -128,11 +128,11 @@ def test_who_is_late_can_be_aborted_and_preempted() -> None:
     turned.step()
     turned.engine.abort("gone", turned.tick())
     turned.step()
-    assert not turned.release("gone")
+    assert not turned.go_on("gone")
     other = Turned({}, num_blocks=7)
     other.submit("late", max_tokens=16, prompt=4)
     other.run()
-    assert turned.release("late")
+    assert turned.go_on("late")
     turned.run()
     assert turned.tokens["late"] == other.tokens["late"]
     assert [one.finish_reason for one in turned.outputs if one.finish_reason] == [
@@ -147,10 +147,36 @@ def test_who_was_preempted_while_it_waited_is_computed_anew_and_waits_no_more() 
     turned.step()
     turned.runner.late["late"] = 1
     turned.run()
-    turned.release("late")
+    turned.go_on("late")
     turned.run()
     alone = Turned({})
     alone.submit("late", max_tokens=8, prompt=4)
     alone.run()
     assert turned.tokens["late"] == alone.tokens["late"]
     assert turned.engine.scheduler.counts.num_preemptions == 1
+
+
+def test_a_mask_that_was_found_lets_in_nobody_who_is_held_for_something_else() -> None:
+    """Whoever had the id before left while its mask was late."""
+    turned = Turned({"x": 1})
+    turned.submit("x")
+    turned.run()
+    turned.engine.abort("x", turned.tick())
+    sampling = SamplingParams(max_tokens=2, seed=1)
+    again = Request(request_id="x", prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=turned.tick())
+    turned.engine.submit(again, turned.now_ns, turned.now_ns, held_for=Cause.GRAMMAR)
+    assert not turned.go_on("x")
+    turned.run()
+    assert len(turned.engine.scheduler.held) == 1
+    assert turned.engine.release("x", turned.now_ns, turned.tick())
+    turned.run()
+    assert not turned.engine.scheduler.has_requests
+
+
+def test_who_waits_for_a_mask_is_not_let_on_by_the_end_of_a_hold() -> None:
+    turned = Turned({"x": 1})
+    turned.submit("x")
+    turned.run()
+    assert not turned.engine.release("x", turned.now_ns, turned.tick())
+    turned.run()
+    assert len(turned.runner.rows) == 1

@@ -155,6 +155,11 @@ class Crank:
         self._skip_idle_time()
         return self.engine.release(request_id, received_ns, self._clock.now_ns())
 
+    def go_on(self, request_id: str) -> bool:
+        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        self._skip_idle_time()
+        return self.engine.go_on(request_id, self._clock.now_ns())
+
     def fail(self, request_id: str, error: ErrorInfo) -> None:
         """End a request with this error, if it is still here."""
         self.engine.fail(request_id, error, self._clock.now_ns())

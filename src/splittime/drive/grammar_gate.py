@@ -53,7 +53,9 @@ class GrammarGate:
         """Pass a message on; a request whose grammar is not known yet, as one that is held for it."""
         grammars = self._grammars
         if isinstance(message, Abort):
-            self._waiting.pop(message.request_id, None)
+            self._forget(message.request_id)
+        elif isinstance(message, Submit):  # whoever had this id has ended
+            self._forget(message.request.request_id)
         if not isinstance(message, Submit) or not message.request.sampling.grammar or grammars is None:
             self._put(message)
             return
@@ -63,6 +65,11 @@ class GrammarGate:
             return
         self._put(Submit(request, Cause.GRAMMAR))
         self._queue(grammars, request)
+
+    def _forget(self, request_id: str) -> None:
+        """From now on the engine is told nothing of who waits under this id, which may be another's next."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
 
     def _queue(self, grammars: GrammarCompiler, request: Request) -> None:
         owner = owner_of(request.cache_salt)
@@ -105,10 +112,10 @@ class GrammarGate:
         except BaseException as error:  # whatever it was, the request must not wait for ever
             words = f"the compiler of forms failed: {type(error).__name__}"
             answer = Fail(request.request_id, EngineError(words, code="grammar").info)
-        if self._is_wanted(request):
-            del self._waiting[request.request_id]
-            self._put(answer)
         with self._lock:
+            if self._is_wanted(request):
+                del self._waiting[request.request_id]
+                self._put(answer)
             self._num_running[owner] -= 1
             self._num_running += Counter()  # without those of whom none runs
             self._begin(grammars)

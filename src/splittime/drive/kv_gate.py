@@ -79,9 +79,10 @@ class KvGate:
 
     def let_in(self, message: ToEngine) -> None:
         """Pass a message on; a request whose blocks are worth fetching, as one that is held for them."""
-        if isinstance(message, Abort):
+        if isinstance(message, Abort | Submit):  # whoever had this id has ended
+            ended = message.request_id if isinstance(message, Abort) else message.request.request_id
             with self._lock:
-                self._waiting.pop(message.request_id, None)
+                self._waiting.pop(ended, None)
         found = self._worth_fetching(message) if isinstance(message, Submit) else None
         if found is None:
             self._put(message)
@@ -146,8 +147,9 @@ class KvGate:
         return self._waiting.get(request.request_id) is request
 
     def _tell(self, request: Request, cause: Cause) -> None:
-        if self._waits(request):
-            self._put(Hold(request.request_id, cause))
+        with self._lock:
+            if self._waits(request):
+                self._put(Hold(request.request_id, cause))
 
     def _take_in(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
         """Give contents to the runner, and their names to the engine."""

@@ -27,6 +27,7 @@ from splittime.drive.messages import (
     Exported,
     Fail,
     Hold,
+    MaskFound,
     Measured,
     Release,
     Sleep,
@@ -128,6 +129,8 @@ def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> No
             crank.submit(request, received_ns, held_for)
         case Release(request_id):
             crank.release(request_id, received_ns)
+        case MaskFound(request_id):
+            crank.go_on(request_id)
         case Fail(request_id, error):
             crank.fail(request_id, error)
         case Abort(request_id):

@@ -1,10 +1,10 @@
 """What crosses between a client and the engine. Values only (msgspec), in both directions.
 
 Client to engine: `Submit`, `Abort`, `Configure`, `Sleep`, `Wake`, `LoadAdapter`, `UnloadAdapter`, `Export`, `Ping`;
-`Release`, `Fail`, `Hold` and `BlocksArrived` come from the gates beside the engine's loop. Engine to client: `Loading`
-now and then, `Ready` once, then one `StepOutput` for each step (and for each change while idle), `Measured` when the
-machine's ceilings are known, `ConfigureDone`, `SleepDone`, `AdapterLoaded`, `Exported`, `Pong`, `Fatal` as the last
-word before it dies.
+`Release`, `Fail`, `Hold` and `BlocksArrived` come from the gates beside the engine's loop, `MaskFound` from the
+runner's looks at forms. Engine to client: `Loading` now and then, `Ready` once, then one `StepOutput` for each step
+(and for each change while idle), `Measured` when the machine's ceilings are known, `ConfigureDone`, `SleepDone`,
+`AdapterLoaded`, `Exported`, `Pong`, `Fatal` as the last word before it dies.
 """
 
 from typing import Any
@@ -116,6 +116,12 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     request_id: str
 
 
+class MaskFound(msgspec.Struct, frozen=True, tag="mask_found"):
+    """What may come in the answer of a request that runs is known now: its row was late."""
+
+    request_id: str
+
+
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
     """What the request was held for cannot be: end it with this error."""
 
@@ -199,6 +205,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
 ToEngine = (
     Submit
     | Release
+    | MaskFound
     | Fail
     | Abort
     | Configure

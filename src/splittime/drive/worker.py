@@ -29,7 +29,7 @@ from splittime.drive.grammar_gate import GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.kv_gate import KvGate
 from splittime.drive.loop import Inbox, run_loop
-from splittime.drive.messages import Fatal, FromEngine, Loading, Ping, Pong, Ready, Release, ToEngine
+from splittime.drive.messages import Fatal, FromEngine, Loading, MaskFound, Ping, Pong, Ready, ToEngine
 
 Timeline = list[tuple[str, int, int]]
 Tell = Callable[[str, float], None]
@@ -139,7 +139,7 @@ def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
         inbox.put(message, time.monotonic_ns())
 
     if parts.grammars is not None and not parts.engine.plans_ahead:  # else steps in flight have rows of who is late
-        parts.grammars.tell_found(lambda request_id: put(Release(request_id)))
+        parts.grammars.tell_found(lambda request_id: put(MaskFound(request_id)))
     blocks = KvGate(parts.sharing, parts.engine.scheduler.cache, put)
     gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, blocks.let_in).let_in)
     decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -78,6 +78,13 @@ class Engine:
             self._recorder.stop_idling(now_ns)
         return was_held
 
+    def go_on(self, request_id: str, now_ns: int) -> bool:
+        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        waited = self.scheduler.go_on(request_id)
+        if waited:
+            self._recorder.stop_idling(now_ns)
+        return waited
+
     def abort(self, request_id: str, now_ns: int) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""
         output = self.scheduler.abort(request_id, now_ns)

@@ -222,6 +222,7 @@ class Slots:
         for request_id in released:
             slot = self._by_id.pop(request_id, None)
             if slot is not None:
+                slot.late_mask = None  # nobody is told of it: another request may have this id by then
                 self._free_places.append(slot.place)
         for newcomer in admitted:
             place = self._free_places.pop() if self._free_places else len(self._by_id)

@@ -50,7 +50,8 @@ FoundMasks = dict[Key, FoundMask]
 
 class FormMasks:
     """The masks of one model's answers. eos_token_id: what the parser takes for the end. num_threads: the parser's.
-    on_found: is told the id of a request whose mask was late, when it is there; None: no step goes on without one."""
+    on_found: is told the id of a request whose mask was late, when it is there, unless the request has lost its slot.
+    None: no step goes on without one."""
 
     def __init__(
         self, vocab_size: int, eos_token_id: int, num_threads: int, on_found: Callable[[str], None] | None = None
@@ -229,8 +230,8 @@ class FormMasks:
             slot.end_behind(num_outputs, None)
             return
         request_id, on_found, look = slot.admitted.request_id, self._on_found, self._begun[key]
-        slot.is_late, slot.late_mask = True, (key, look)
-        look.add_done_callback(lambda look: on_found(request_id))
+        slot.is_late, slot.late_mask = True, (late := (key, look))
+        look.add_done_callback(lambda _: on_found(request_id) if slot.late_mask is late else None)
 
     def forget(self) -> None:
         """Forgets what was found and begun, and with it the walks of requests that have ended."""

@@ -95,16 +95,19 @@ class Scheduler:
         return True
 
     def release(self, request_id: str, received_ns: int) -> bool:
-        """What it was held for is there: it queues, with its rank, or gets rows again. Returns whether it was held."""
+        """What it was held for is there: it queues, with its rank. Returns whether it was held."""
         state = self._states.get(request_id)
-        if state is not None and self._requests.go_on(state):
-            return True
         if state is None or state not in self.held or self._requests.adapter_slots.is_waiting(state):
             return False
         self.held.remove(state)
         queued_ns = max(received_ns, state.account.marks[-1].begin_ns)
         self._queue(state, queued_ns, self._cause_until_planned(received_ns))
         return True
+
+    def go_on(self, request_id: str) -> bool:
+        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        state = self._states.get(request_id)
+        return state is not None and self._requests.go_on(state)
 
     def _queue(self, state: RequestState, queued_ns: int, cause: Cause) -> None:
         """Let it wait in the queue; beside it, where its adapter has no place yet."""
@@ -220,7 +223,7 @@ class Scheduler:
         return output
 
     def _sit_out(self, state: RequestState, row: Row, row_result: RowResult, now_ns: int) -> RequestOutput:
-        """After a row that was to sample and could not yet: its last token is computed again once `release` says so."""
+        """After a row that was to sample and could not yet: its last token is computed again once `go_on` says so."""
         self._requests.wait_for_form(state, row, row_result)
         state.stall(Cause.GRAMMAR, now_ns)
         return progress_output(state, (), (), state.new_prompt_logprobs(row, row_result))
