@@ -10,6 +10,8 @@ import pytest
 from patience import until
 
 from .conftest import gateway_of, upstream
+from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
+from .in_process import PATIENT, Saying, asked, gateway_before
 from .test_limits import bearer
 
 NAMES = ("minute", "day", "leaver")
@@ -89,3 +91,51 @@ def test_a_clients_own_deadline_is_no_way_to_pay_nothing(charging):
     headers = bearer("of-leaver") | {"x-request-deadline-ms": "150"}
     assert charging.ask("slow", headers, stream=True)[0] in (408, 504)
     until(lambda: used(charging) > before)
+
+
+ERROR = {"error": {"message": "x", "code": "internal_error", "type": "server_error"}}
+PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
+EMPTY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 0\r\n\r\n"
+STREAM_OF = {name: STREAM_HEAD + chunk(event(told)) for name, told in (("error", ERROR), ("page", b"<html>"))}
+WITH_CHUNK = STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(ERROR)) + b"0\r\n\r\n"
+
+
+def charged_of(tmp_path, monkeypatch, said: bytes, **fields) -> tuple[int, float]:
+    """Returns the answer's status, and what a tenant was charged for it."""
+    told = []
+    monkeypatch.setenv("A", "of-a")
+    tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
+
+    async def ask(app, gateway):
+        told.append((await asked(app, bearer("of-a"), **fields)).status)
+        told.append(sum(gateway.budgets.used().values()))
+
+    text = f'budget_file = "{tmp_path}/{len(said)}.sqlite"\n[breaker]\nfailures = 100\n{PATIENT}{tenant}'
+    gateway_before({"one": Saying(said, hangs_up=True)}, ask, text)
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        PAGE,
+        EMPTY,
+        PAGE.replace(b"6", b"9"),
+        whole(200, ERROR | {"usage": {"prompt_tokens": 7, "completion_tokens": 3}}),
+        whole(500, ERROR),
+        STREAM_OF["error"],
+        STREAM_OF["page"],
+    ],
+)
+def test_who_is_given_nothing_is_charged_nothing(tmp_path, monkeypatch, said, is_stream):
+    """An upstream that says 200 and no answer cost the prompt, though its client had a 502."""
+    status, charged = charged_of(tmp_path, monkeypatch, said, stream=is_stream)
+    assert (status // 100, charged) == (5, 0)
+
+
+def test_what_was_given_before_it_broke_off_is_charged(tmp_path, monkeypatch):
+    status, charged = charged_of(tmp_path, monkeypatch, WITH_CHUNK, stream=True)
+    assert status == 200
+    assert charged > 1
+    assert charged_of(tmp_path, monkeypatch, whole(200, WHOLE)) == (200, 10)

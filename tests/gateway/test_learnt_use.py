@@ -96,21 +96,52 @@ def test_events_with_several_tokens_are_counted_by_what_they_had():
 
 def test_a_whole_answer_that_is_left_is_charged_by_its_time():
     request = asked(max_tokens=400)
-    assert LearntUse().unseen_tokens(request, 0.1) == ASSUMED
+    assert LearntUse().unseen_tokens("t", request, 0.1) == ASSUMED
     learnt = learnt_from(50, 100, lasted_s=10.0)  # ten a second at best
-    assert learnt.unseen_tokens(request, 4.0) == 40
-    assert learnt.unseen_tokens(request, 1e9) == 400
-    assert learnt.unseen_tokens(asked(path="/v1/embeddings"), 4.0) == 0
+    assert learnt.unseen_tokens("t", request, 4.0) == 40
+    assert learnt.unseen_tokens("t", request, 1e9) == 400
+    assert learnt.unseen_tokens("t", asked(path="/v1/embeddings"), 4.0) == 0
+
+
+def test_what_a_tenant_leaves_is_charged_at_its_own_pace():
+    """128 answers at once, or 1,000 tokens from a cache, were another's pace: five seconds cost it 128,000 tokens."""
+    learnt = learnt_from(128 * 1000, request=asked(n=128, max_tokens=1000), tenant="fast", lasted_s=5.0)
+    learnt.note("fast", asked(max_tokens=1000), 1000, 0, 0.003)
+    assert learnt.unseen_tokens("t", asked(), 5.0) == ASSUMED
+    learnt.note("t", asked(max_tokens=4000), 50, 0, 5.0)
+    assert learnt.unseen_tokens("t", asked(max_tokens=4000), 5.0) == 50
+    assert learnt.unseen_tokens("t", asked(model="other", max_tokens=4000), 5.0) == ASSUMED
+
+
+def test_several_answers_are_written_at_once():
+    learnt = learnt_from(8 * 50, request=asked(n=8, max_tokens=4000), lasted_s=5.0)  # each at ten a second
+    assert learnt.unseen_tokens("t", asked(max_tokens=4000), 4.0) == 40
+    assert learnt.unseen_tokens("t", asked(n=3, max_tokens=4000), 4.0) == 120
+    assert learnt.unseen_tokens("t", asked(n=3, max_tokens=30), 4.0) == 90
+
+
+def test_what_said_no_bound_is_charged_no_more_than_such_ones_had():
+    learnt = learnt_from(50, lasted_s=5.0)
+    assert learnt.unseen_tokens("t", asked(), 4.0) == 40
+    assert learnt.unseen_tokens("t", asked(), 1e9) == ASSUMED
+    assert learnt.unseen_tokens("t", asked(n=2), 1e9) == 2 * ASSUMED
+    learnt.note("t", asked(), 3000, 0, 300.0)
+    assert learnt.unseen_tokens("t", asked(), 1e9) == 3000
+    assert learnt.unseen_tokens("t", asked(max_tokens=400), 1e9) == 400
+
+
+def test_a_streams_first_byte_is_no_answers_pace():
+    assert learnt_from(50, request=asked(stream=True), lasted_s=0.1).unseen_tokens("t", asked(), 9.0) == ASSUMED
 
 
 def test_a_slow_reader_or_a_long_prompt_makes_no_tokens_cheap():
     learnt = learnt_from(100, 1, 1, lasted_s=1.0)
-    assert learnt.unseen_tokens(asked(max_tokens=400), 1.0) > 80
+    assert learnt.unseen_tokens("t", asked(max_tokens=400), 1.0) > 80
 
 
 def test_what_is_kept_is_bounded():
     learnt = LearntUse()
     for number in range(MAX_KEPT + 10):
         learnt.note("t", asked(model=f"m{number}"), 5, 0, 1.0)
-    assert len(learnt._used) == len(learnt._s_per_token) == MAX_KEPT
+    assert len(learnt._used) == MAX_KEPT
     assert learnt.expected_tokens("t", asked(model=f"m{MAX_KEPT}"), ASSUMED) == 5

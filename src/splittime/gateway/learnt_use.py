@@ -8,8 +8,8 @@ a tenant has one answer of a model its bound is not believed below what an answe
 
 An answer whose client left told no usage. Its tokens are those of its events, by how many one had of late
 (speculation and `stream_interval` have several in one), or by its text; of an answer that is no stream, by the time
-that it ran, at the best pace at which its model wrote one of late. What one tenant's requests used says nothing of
-another's.
+that it ran, at the best pace at which one of its tenant's was written of late. It is charged no more than it may use,
+as far as that is known. What one tenant's requests used says nothing of another's.
 """
 
 from collections import OrderedDict
@@ -24,17 +24,18 @@ KEPT_BEYOND = 0.75  # of what was written beyond a bound, with each answer that 
 
 
 class UsedOfLate:
-    """The use of a tenant and model. answer_tokens: of one answer. beyond_tokens: by whether a bound was said."""
+    """The use of a tenant and model. answer_tokens: of one answer. beyond_tokens: by whether a bound was said.
+    s_per_token: at the best pace of one answer."""
 
-    __slots__ = ("answer_tokens", "beyond_tokens", "num_seen", "tokens_per_piece")
+    __slots__ = ("answer_tokens", "beyond_tokens", "num_seen", "s_per_token", "tokens_per_piece")
 
     def __init__(self) -> None:
         self.num_seen = 0
         self.answer_tokens = 0.0
         self.beyond_tokens = {True: 0.0, False: 0.0}
-        self.tokens_per_piece = 1.0
+        self.tokens_per_piece, self.s_per_token = 1.0, inf
 
-    def note(self, request: ForwardedRequest, output_tokens: int, num_pieces: int) -> None:
+    def note(self, request: ForwardedRequest, output_tokens: int, num_pieces: int, lasted_s: float) -> None:
         self.num_seen += 1
         weight = max(WEIGHT, 1 / self.num_seen)
         self.answer_tokens += weight * (output_tokens / request.answers - self.answer_tokens)
@@ -42,6 +43,9 @@ class UsedOfLate:
         self.beyond_tokens[request.is_bounded] = max(kept, output_tokens - request.output_tokens)
         if output_tokens and num_pieces:
             self.tokens_per_piece += weight * (max(1.0, output_tokens / num_pieces) - self.tokens_per_piece)
+        if output_tokens and not request.is_stream:  # several answers are written at once
+            now_s = max(lasted_s, 1e-6) * request.answers / output_tokens
+            self.s_per_token = min(now_s, self.s_per_token * SLOWER)
 
 
 NOTHING = UsedOfLate()
@@ -51,7 +55,6 @@ class LearntUse:
     """assumed_tokens: of an answer of which nothing is known, as the config says now."""
 
     def __init__(self) -> None:
-        self._s_per_token: OrderedDict[str, float] = OrderedDict()  # by model
         self._used: OrderedDict[tuple[str, str], UsedOfLate] = OrderedDict()
 
     def note(
@@ -61,14 +64,9 @@ class LearntUse:
         since its request was sent."""
         used = self._used.setdefault((tenant, request.model), UsedOfLate())
         self._used.move_to_end((tenant, request.model))
-        used.note(request, output_tokens, num_pieces)
-        if output_tokens and not request.is_stream:
-            before, now = self._s_per_token.get(request.model, inf), max(lasted_s, 1e-6) / output_tokens
-            self._s_per_token[request.model] = min(now, before * SLOWER)
-            self._s_per_token.move_to_end(request.model)
-        for kept in (self._used, self._s_per_token):
-            if len(kept) > MAX_KEPT:
-                kept.popitem(last=False)
+        used.note(request, output_tokens, num_pieces, lasted_s)
+        if len(self._used) > MAX_KEPT:
+            self._used.popitem(last=False)
 
     def expected_tokens(self, tenant: str, request: ForwardedRequest, assumed_tokens: int) -> int:
         """Returns the tokens that its answers are expected to have."""
@@ -92,15 +90,15 @@ class LearntUse:
         tokens = max(ceil(num_pieces * used.tokens_per_piece), text_bytes // BYTES_PER_TOKEN if num_pieces else 0)
         return min(tokens, request.output_tokens) if request.is_bounded else tokens
 
-    def unseen_tokens(self, request: ForwardedRequest, lasted_s: float) -> int:
+    def unseen_tokens(self, tenant: str, request: ForwardedRequest, lasted_s: float) -> int:
         """Returns the tokens that were written for so long of an answer that comes as a whole."""
         if not request.is_written:
             return 0
-        s_per_token = self._s_per_token.get(request.model)
-        if s_per_token is None:
+        used = self._of(tenant, request)
+        if used.s_per_token == inf:
             return request.expected_tokens
-        tokens = ceil(min(MOST_TOKENS, lasted_s / s_per_token))
-        return min(tokens, request.output_tokens) if request.is_bounded else tokens
+        most = request.output_tokens + (0 if request.is_bounded else ceil(used.beyond_tokens[False]))
+        return min(most, ceil(min(MOST_TOKENS, lasted_s / used.s_per_token * request.answers)))
 
     def _of(self, tenant: str, request: ForwardedRequest) -> UsedOfLate:
         return self._used.get((tenant, request.model), NOTHING)

@@ -54,7 +54,7 @@ class Relay:
 
     on_read: called when the end of the answer has been read, and not yet given to the client; on_first_byte: its first.
     blocked_ns: how long the client did not take what was there. ended_ns: when the system had taken the end.
-    has_begun: the client has the head of an answer; has_given: and something of it; is_answered: and all of it.
+    has_begun: the client has the head of an answer; has_given: it gets some of this one; is_answered: has it all.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
     mark: what the answer says of itself if it is a lesser one.
     verdict: on the answer that the client has had.
@@ -264,8 +264,9 @@ class Relay:
     async def _judged(self, response: Answer, first: bytes) -> AnswerVerdict:
         """Returns the verdict on an answer that the client shall have. Raises `UpstreamFailure`."""
         body = await self._call.read(response, first)
-        verdict = of_answer(self._asked, self._mask.passed(response, body))
-        self.events.take_whole(body)
+        passed = self._mask.passed(response, body)
+        verdict = of_answer(self._asked, passed)
+        self.events.take_whole(passed.body)
         if not verdict.is_given:
             raise UpstreamFailure(verdict)
         return verdict
@@ -276,6 +277,7 @@ class Relay:
         edited = verdict.answer._replace(body=self._editor.edit_whole(verdict.answer.body))
         if self.has_begun:
             raise UpstreamFailure(of_late_head(self._asked, verdict))
+        self.has_given = True
         self._on_read(self)
         await self.give_answer(edited)
 

@@ -114,12 +114,12 @@ class RequestAccount:
 
     def used_tokens(self, relay: "Relay | Giving | None", learnt: LearntUse) -> int:
         """Returns the tokens of the request, as told, or as estimated, and learns from those that are told. None of a
-        request that no upstream was sent, or which none answered; but who leaves, or whose own deadline ends it, has
-        used what its upstream did until then."""
+        request that no upstream was sent, or of whose answers its client was given none; but who leaves, or whose own
+        deadline ends it, has used what its upstream did until then."""
         if self.request is None or not isinstance(relay, Relay):
             return 0
         request, resumed_after = self.request, relay.resumed_after
-        if (relay.status or 200) >= 300 and not resumed_after:
+        if not (relay.has_given or self._was_left) or ((relay.status or 200) >= 300 and not resumed_after):
             return 0
         usage = relay.events.read()
         lasted_s = ((relay.first_byte_ns or now_ns()) - self.sent_ns) / 1e9  # of a whole answer this is all
@@ -131,9 +131,7 @@ class RequestAccount:
         prompt = request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         if relay.first_byte_ns is not None or resumed_after:
             return prompt + self._written_tokens(relay, learnt)
-        if not self._was_left:
-            return 0
-        return prompt + (0 if request.is_stream else learnt.unseen_tokens(request, lasted_s))
+        return prompt + (0 if request.is_stream else learnt.unseen_tokens(self._tenant, request, lasted_s))
 
     def _written_tokens(self, relay: Relay, learnt: LearntUse) -> int:
         """Returns the tokens of an answer that has begun and did not tell them."""
