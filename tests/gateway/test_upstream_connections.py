@@ -14,7 +14,7 @@ from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
     UpstreamConnections,
 )
-from splittime.gateway.whole_answers import ask_status
+from splittime.gateway.whole_answers import ask_whole
 from splittime.wire.target import Address
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX-A: 1\r\nx-a: 2\r\n"
@@ -215,30 +215,9 @@ def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
     upstream(serve, asked)
 
 
-def test_a_head_is_there_before_its_body() -> None:
-    may_go_on = asyncio.Event()
-
-    async def serve(reader, writer):
-        await read_request(reader)
-        writer.write(LENGTH[:-7])
-        await may_go_on.wait()
-        writer.write(LENGTH[-7:])
-
-    async def asked(connections, address):
-        answer = await ask(connections, address)
-        await answer.head(5)
-        assert answer.status == 200
-        reading = asyncio.create_task(all_of(answer))
-        await asyncio.sleep(0)
-        may_go_on.set()
-        assert await reading == b"abcdefg"
-
-    upstream(serve, asked)
-
-
 def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
     """Of one that never ends too; without a head there is none."""
-    answers = [LENGTH[:-7], LENGTH, LENGTH, b"HTTP/1.1 200 OK\r\n"]
+    answers = [LENGTH[:-1], LENGTH, LENGTH, b"HTTP/1.1 200 OK\r\n"]
     connected = []
 
     async def serve(reader, writer):
@@ -249,10 +228,11 @@ def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
         writer.close()
 
     async def asked(connections, address):
+        where = connections, address, "/v1/traces", None, b"{}"
         for _ in range(3):
-            assert await ask_status(connections, address, "/v1/traces", None, b"{}", within_s=15) == 200
+            assert await ask_whole(*where, within_s=15, max_bytes=0) == (200, None)
         with pytest.raises(ConnectionError):
-            await ask_status(connections, address, "/v1/traces", None, b"{}", within_s=15)
+            await ask_whole(*where, within_s=15, max_bytes=0)
         assert len(connected) == 2, "a whole answer keeps its connection"
 
     upstream(serve, asked)
@@ -448,6 +428,28 @@ def test_it_is_sent_again_once() -> None:
 
     upstream(serve, asked)
     assert len(served) == 2
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError()])
+def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
+    """Its connection is another's by then."""
+
+    async def serve(reader, writer):
+        await answer_once(reader, writer)
+        await answer_once(reader, writer)
+        await reader.read()
+
+    async def asked(connections, address):
+        early = await ask(connections, address)
+        while not early._is_whole:
+            await asyncio.sleep(0.001)
+        late = await ask(connections, address)
+        early.end(error)
+        assert await all_of(early) == b"abcdefg"
+        early.close()
+        assert await all_of(late) == b"abcdefg"
+
+    upstream(serve, asked)
 
 
 def test_where_nobody_listens_any_more_there_is_no_connection() -> None:

@@ -10,7 +10,6 @@ from server.test_https import files, trusting  # noqa: F401 (files is a fixture)
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.sent_request import NoConnection
 from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.whole_answers import ask_status
 from splittime.wire.target import Address
 
 from .test_upstream_connections import CHUNKED, CLOSES, LENGTH, all_of, ask, read_request
@@ -34,7 +33,7 @@ def test_an_answer_over_tls_is_whole_by_what_it_says_of_its_length_alone(files) 
         with pytest.raises(ConnectionError):
             await all_of(answer)
         assert len(served) == 1
-        assert await ask_status(connections, address, "/v1/x", None, b"{}", within_s=5) == 200
+        assert await (await ask(connections, address)).piece(5) == b"abcdefg"
         connections._tls = ssl.create_default_context()
         with pytest.raises(NoConnection):  # nobody vouches for it
             await ask(connections, address)

@@ -8,6 +8,7 @@ import pytest
 
 from patience import until
 from splittime.gateway import upstream_pulse
+from splittime.gateway.relay import Relay
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
@@ -15,7 +16,8 @@ from splittime.gateway.upstream_pulse import DEAD_AFTER, UpstreamPulse, Upstream
 from splittime.wire.target import Target
 
 from .conftest import gateway_of, upstream
-from .hostile import Hostile, whole
+from .hostile import WHOLE, Hostile, whole
+from .in_process import Saying, asked, gateway_before
 from .test_chaos import metric
 
 QUIET_S = 0.15
@@ -182,3 +184,32 @@ def test_one_that_says_nothing_for_long_is_silent_and_a_slow_one_is_not(monkeypa
 
 def test_who_left_is_not_asked_for(monkeypatch):
     assert watched([], 0, monkeypatch) == []
+
+
+def test_an_answer_that_has_been_read_is_watched_no_more(monkeypatch):
+    """Its client may take it for long, and its connection is another's meanwhile."""
+    give, watched_then = Relay.give_answer, []
+
+    async def ask(app, gateway):
+        async def given(relay, answer):
+            watched_then.append(len(gateway.router.upstreams[0].pulse._due_s))
+            await give(relay, answer)
+
+        monkeypatch.setattr(Relay, "give_answer", given)
+        assert (await asked(app)).status == 200
+
+    gateway_before({"one": Saying(whole(200, WHOLE))}, ask)
+    assert watched_then == [0]
+
+
+def test_an_upstreams_key_is_in_no_account(monkeypatch):
+    told = {**WHOLE, "choices": [{**WHOLE["choices"][0], "finish_reason": "sk-12345678"}]}
+    reasons = []
+
+    async def ask(app, gateway):
+        assert (await asked(app)).status == 200
+        reasons.extend(one.finish_reason for one in gateway.ledger.accounts())
+
+    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
+    gateway_before({"one": Saying(whole(200, told))}, ask, key_env="UPSTREAM_KEY")
+    assert reasons == ["***"]

@@ -24,8 +24,8 @@ class AnswerSource(Protocol):
 
 
 class UpstreamAnswer:
-    """One answer, as it is read. status, headers: known once `piece` or `head` has returned; names in lower case, the
-    first of each name counts. is_given_up: nobody wants it any more."""
+    """One answer, as it is read. status, headers: known once `piece` has returned; names in lower case, the first of
+    each name counts. is_given_up: nobody wants it any more."""
 
     def __init__(self, connection: AnswerSource) -> None:
         self.status, self.headers = 0, dict[bytes, bytes]()
@@ -33,7 +33,7 @@ class UpstreamAnswer:
         self.is_given_up = False
         self._pieces: list[bytes] = []
         self._num_unread = 0
-        self._is_whole = self._is_for_head = False
+        self._is_whole = False
         self._error: OSError | ValueError | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -43,17 +43,6 @@ class UpstreamAnswer:
     @property
     def content_type(self) -> str:
         return self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-
-    async def head(self, within_s: float) -> None:
-        """Return when status and headers are known. Raises what `piece` does."""
-        if not (self.status or self._error):
-            self._is_for_head = True
-            try:
-                await self._wait(within_s)
-            finally:
-                self._is_for_head = False
-        if not self.status and self._error is not None:
-            raise self._error
 
     async def piece(self, within_s: float) -> bytes:
         """Returns all that has been read and not returned yet, as soon as there is any; b"" at the end. Raises
@@ -116,8 +105,6 @@ class UpstreamAnswer:
     def begin(self, status: int) -> None:
         """Takes note that the head is there, for which `piece` does not wait."""
         self.status = status
-        if self._is_for_head:
-            self._wake()
 
     def feed(self, piece: bytes) -> None:
         self._pieces.append(piece)
@@ -127,7 +114,10 @@ class UpstreamAnswer:
         self._wake()
 
     def end(self, error: OSError | ValueError | None = None) -> None:
-        """Takes note that it is whole, or, with an error, that nothing more of it comes."""
+        """Takes note that it is whole, or, with an error, that nothing more of it comes. The connection of one that is
+        whole may be another's by now."""
+        if self._is_whole:
+            return
         self._is_whole, self._error = error is None, error
         self._stop()
         self._wake()

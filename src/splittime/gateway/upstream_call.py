@@ -97,7 +97,7 @@ class UpstreamCall:
             raise BrokenStream(self._breaks.within(error, is_deadline=is_deadline)) from error
 
     async def read(self, response: Answer, piece: bytes) -> bytes:
-        """Returns the whole body, of which this piece is there. Raises `UpstreamFailure`."""
+        """Returns the whole body, of which this piece is there; then nobody waits for it. Raises `UpstreamFailure`."""
         pieces, size, most = [], 0, self._max_answer_bytes
         try:
             while piece:
@@ -108,6 +108,8 @@ class UpstreamCall:
                 piece = await self.next(response)
         except BrokenStream as broken:
             raise UpstreamFailure(broken.verdict) from broken
+        finally:
+            self.leave()
         return b"".join(pieces)
 
     def leave(self) -> None:

@@ -48,20 +48,6 @@ async def ask_whole(
         return answer.status, read
 
 
-async def ask_status(
-    connections: UpstreamConnections, address: Address, path: str, key: str | None, body: bytes, *, within_s: float
-) -> int:
-    """Returns the status of an answer that nobody reads, as soon as its head is there. body: JSON, to be posted. Raises
-    `OSError` or `ValueError` where none came, a `TimeoutError` after `within_s`."""
-    async with asyncio.timeout(within_s):
-        answer = await _asked(connections, address, path, key, body, within_s)
-        try:
-            await answer.head(within_s)
-        finally:
-            answer.close()
-        return answer.status
-
-
 async def _asked(
     connections: UpstreamConnections,
     address: Address,
@@ -69,7 +55,7 @@ async def _asked(
     key: str | None,
     body: bytes | None,
     within_s: float,
-    more: Mapping[str, str] = MappingProxyType({}),
+    more: Mapping[str, str],
 ) -> UpstreamAnswer:
     headers = {**more, "accept-encoding": "identity", "user-agent": USER_AGENT}
     headers |= {} if body is None else {"content-type": "application/json"}

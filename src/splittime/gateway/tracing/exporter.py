@@ -15,7 +15,7 @@ import msgspec
 from splittime.gateway.config import TracingConfig
 from splittime.gateway.tracing.spans import export_body, is_sampled, num_spans, spans_of
 from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.whole_answers import ask_status
+from splittime.gateway.whole_answers import ask_whole
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.wire.target import Target
@@ -98,7 +98,7 @@ class SpanExporter:
     async def _send(self, body: bytes) -> None:
         """Raises `OSError` or `ValueError` where the collector did not take it."""
         where = self._connections, self._address, "/v1/traces"
-        status = await ask_status(*where, self._key, body, within_s=POST_S)
+        status, _ = await ask_whole(*where, self._key, body, within_s=POST_S, max_bytes=0)
         if status >= 300:
             raise OSError(f"it answered {status}")
 
