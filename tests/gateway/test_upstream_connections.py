@@ -430,6 +430,27 @@ def test_it_is_sent_again_once() -> None:
     assert len(served) == 2
 
 
+def test_a_request_that_was_worked_at_is_not_sent_again(monkeypatch):
+    """A server that dies over it, long after it was asked, was no stale connection."""
+    monkeypatch.setattr(upstream_connections, "STALE_WITHIN_S", 0.05)
+    served = []
+
+    async def serve(reader, writer):
+        served.append(writer)
+        await answer_once(reader, writer)
+        await read_request(reader)
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+
+    async def asked(connections, address):
+        assert await all_of(await ask(connections, address)) == b"abcdefg"
+        with pytest.raises(ConnectionError):
+            await all_of(await ask(connections, address))
+
+    upstream(serve, asked)
+    assert len(served) == 1
+
+
 @pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError()])
 def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
     """Its connection is another's by then."""

@@ -6,7 +6,8 @@ its waits), no chunk object, no copy. A general client took twice as long for a 
 An answer is whole by its length, by its last chunk, or by the connection's close if it has neither; not so over TLS,
 where a close does not tell whether somebody on the way cut it. A connection is used again only after an answer that was
 whole and allows it, and for `KEEPALIVE_S` at most; an upstream may close it at the same moment, so that a request that
-finds one closed before any byte of an answer is sent again, once, over a new one. A head, or what stands between two
+finds one closed within `STALE_WITHIN_S`, before any byte of an answer, is sent again, once, over a new one. Later it
+has been worked at: it may be what ended its server. A head, or what stands between two
 pieces of a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment.
 """
 
@@ -24,15 +25,21 @@ from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.wire.target import Address
 
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
+STALE_WITHIN_S = 1.0  # longer than a message there and back
 MAX_HEAD_BYTES = 256 * 1024
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class AskedBytes(NamedTuple):
-    """A request as it is sent, and how long a connection for it may take."""
+    """A request as it is sent, and how long a connection for it may take. at_s: of the loop's clock, when it was."""
 
     request: bytes
     connect_s: float
+    at_s: float
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -89,7 +96,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self in waiting:
             waiting.remove(self)
         answer, asked = self._answer, self._unanswered
-        if answer is not None and asked is not None:
+        if answer is not None and asked is not None and _now_s() - asked.at_s < STALE_WITHIN_S:
             self._answer = self._unanswered = self._parser = None
             self._ask_again(self._address, asked, answer)
         elif answer is not None:
@@ -160,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
         elif may_go_on and self.is_open and not self.transport.is_closing():
             self.resume(None)
-            self.idle_since_s = asyncio.get_running_loop().time()
+            self.idle_since_s = _now_s()
             self._idle.setdefault(self._address, []).append(self)
         else:
             self.transport.close()
@@ -190,7 +197,7 @@ class UpstreamConnections:
         headers: without line ends. Raises `NoConnection`."""
         connection = self._kept(address) or await self._connected(address, connect_s)
         self._round_trips.note(address.host, address.port, connection.transport.get_extra_info("socket"))
-        return connection.ask(AskedBytes(request_bytes(method, address, path, headers, body), connect_s))
+        return connection.ask(AskedBytes(request_bytes(method, address, path, headers, body), connect_s, _now_s()))
 
     def close(self) -> None:
         if self._sweep is not None:
@@ -201,7 +208,7 @@ class UpstreamConnections:
             task.cancel()
 
     def _begin_again(self, address: Address, asked: AskedBytes, answer: UpstreamAnswer) -> None:
-        """The upstream had closed a kept connection, and read nothing of a request: send it over a new one."""
+        """The upstream has closed a kept connection as the request came: send it over a new one."""
         if not answer.is_given_up:
             task = asyncio.get_running_loop().create_task(self._over_new(address, asked, answer))
             self._asking.add(task)
@@ -220,7 +227,7 @@ class UpstreamConnections:
 
     def _kept(self, address: Address) -> UpstreamConnection | None:
         """Returns the connection that was used last and is idle, if it is not too old."""
-        idle, now_s = self._idle.get(address, []), asyncio.get_running_loop().time()
+        idle, now_s = self._idle.get(address, []), _now_s()
         while idle:
             connection = idle.pop()
             is_closing = not connection.is_open or connection.transport.is_closing()
