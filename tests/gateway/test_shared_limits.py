@@ -144,6 +144,28 @@ def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
     connection.close()
 
 
+def test_what_others_use_is_seen_below_nothing_too(empty):
+    """What was reserved before a store was emptied is given back to nothing: its total is below 0."""
+    one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
+    connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
+
+    async def play():
+        use = one.enter(time.monotonic_ns())
+        use.reserve(500, time.monotonic_ns())
+        await until(lambda: other._tokens.level < 600)
+        connection.ask(b"FLUSHALL")
+        await asyncio.sleep(0.05)
+        use.settle(0, time.monotonic_ns())
+        await until(lambda: connection.ask(b"HGET", shared_limits.HASH.encode(), b"tokens a") == b"-500")
+        await asyncio.sleep(0.05)
+        used(other, 1, 200)
+        await until(lambda: one._tokens.level < 850)
+        assert one._tokens.level == pytest.approx(800, abs=20)
+
+    exchanging(empty, play, one, other)
+    connection.close()
+
+
 def test_what_was_used_long_ago_is_not_waited_for():
     """A store that was away for an hour tells of an hour's use at once."""
     one = quota(tokens_per_minute=60)
@@ -250,7 +272,9 @@ def test_what_is_carried_out_without_a_reply_counts_once(empty, monkeypatch):
 def test_a_field_that_is_no_number_hinders_no_other(empty):
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
     connection.ask(b"HSET", b"h", b"bad", b"1.5")
+    connection.ask(b"HSET", b"h", b"word", b"-")
     counters = SharedCounters(empty)
+    assert counters.exchange({("low", "f"): -7}, ["low"]) == {"low": {"f": -7}}
     for total in (1, 2):
         assert counters.exchange({("h", "bad"): 1, ("h", "good"): 1}, ["h"]) == {"h": {"good": total}}
     connection.close()

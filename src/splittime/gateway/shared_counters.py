@@ -6,6 +6,7 @@ script carries out only numbers that are above the last one of the same gateway.
 is and hinders no other.
 """
 
+import re
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from splittime.gateway.valkey_connection import ValkeyConnection, address_of
 TIMEOUT_S = 1.0
 LATEST = b"splittime:latest:1:"  # a gateway's last batch
 KEPT_S = 40 * 86_400  # of what nobody adds to: longer than a month
+NUMBER = re.compile(rb"-?[0-9]{1,19}")
 ADD = b"""
 local number = tonumber(ARGV[1])
 if number > tonumber(redis.call('GET', KEYS[1]) or '0') then
@@ -70,8 +72,9 @@ class SharedCounters:
 
 
 def _numbers(told: object) -> dict[str, int]:
-    """Returns a hash's fields that are numbers. Raises `ConnectionError` for what is no hash."""
+    """Returns a hash's fields that are numbers, below 0 too: in a store that was emptied what is given back stands
+    alone. Raises `ConnectionError` for what is no hash."""
     if not isinstance(told, list) or len(told) % 2 or not all(isinstance(part, bytes) for part in told):
         raise ConnectionError("the store answered HGETALL otherwise")
     pairs = zip(told[::2], told[1::2], strict=True)
-    return {name.decode("utf-8", "replace"): int(value) for name, value in pairs if value.isdigit() and len(value) < 20}
+    return {name.decode("utf-8", "replace"): int(value) for name, value in pairs if NUMBER.fullmatch(value)}
