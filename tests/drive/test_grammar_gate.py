@@ -167,6 +167,30 @@ def test_tenants_take_turns(monkeypatch) -> None:
     assert compiler.asked == ["a1", "a2", "b1", "a3", "b2"]
 
 
+def test_who_leaves_as_its_form_is_there_leaves_the_threads_to_others(monkeypatch) -> None:
+    """An abort between the two looks at who waits; at first it cost the tenant a thread for good."""
+    compiler, told = SlowCompiler(), Told()
+    compiler.may_go.set()
+    gate = GrammarGate(compiler, told.put)
+    looks = gate._is_wanted
+
+    def leave_behind(request: Request) -> bool:
+        is_wanted = looks(request)
+        if is_wanted and request.sampling.grammar in compiler.asked:
+            leaving = threading.Thread(target=gate.let_in, args=(Abort(request.request_id),))
+            leaving.start()
+            leaving.join(0.02)  # it waits for whoever looks
+        return is_wanted
+
+    monkeypatch.setattr(gate, "_is_wanted", leave_behind)
+    for number in range(4):
+        gate.let_in(Submit(request_of(f"r{number}", f"form {number}")))
+    with compiler.changed:
+        assert compiler.changed.wait_for(lambda: len(compiler.asked) == 4, timeout=5)
+    gate._pool.shutdown()
+    assert not gate._num_running.total()
+
+
 def test_without_a_compiler_nothing_is_held_here() -> None:
     told: list[object] = []
     GrammarGate(None, told.append).let_in(Submit(request_of("x", "any")))
