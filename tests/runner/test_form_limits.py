@@ -18,7 +18,7 @@ from splittime.core.forked import ForkLimits
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
-from splittime.runner import far_forms, form_masks
+from splittime.runner import far_forms, form_masks, form_size
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot, Slots
 from splittime.runner.far_forms import FarWalk
@@ -200,6 +200,28 @@ def test_large_schemas_of_the_usual_kind_are_compiled(known: Grammars) -> None:
 )
 def test_a_form_is_small_where_its_text_bounds_what_it_takes(grammar: str, small: bool) -> None:
     assert is_small(grammar) is small
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        'start: "a"' + "\n" * 100_000 + '| "b"',
+        "start: a\n" + "a[\n" * 30_000,
+        "start: a " + "{" + " " * 100_000 + '"x"',
+        'start: "a"' + " " * 100_000 + '| "b"',
+    ],
+    ids=["lines", "brackets", "counts", "spaces"],
+)
+def test_how_large_a_form_is_takes_time_in_proportion_to_its_text(written: str) -> None:
+    """At first 100,000 lines took minutes, without the interpreter's lock for anybody else."""
+    begin_ns = time.thread_time_ns()
+    is_small(grammars.of_lark(written, "grammar"))
+    assert time.thread_time_ns() - begin_ns < 300_000_000
+
+
+def test_the_engine_reads_no_form_itself(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_size, "_Schema", None)  # here; not in the process that tries it
+    assert isinstance(known.walk(of_schema({"enum": ["read", "elsewhere"]})), GrammarWalk)
 
 
 # ---- walking elsewhere

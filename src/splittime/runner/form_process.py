@@ -23,6 +23,7 @@ from splittime.core import forked
 from splittime.core.errors import ErrorInfo
 from splittime.kernels.draw import has_bits
 from splittime.runner.form_masks import FormMasks
+from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk, said
 
 STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
@@ -53,12 +54,13 @@ class FormLook(msgspec.Struct, frozen=True, tag=True):
 
 class Tried(msgspec.Struct, frozen=True, tag=True):
     """said: why it cannot be compiled; "" if it can. num_bytes: what the process took. slowest_ns: of its masks, of a
-    processor; num_grown_bytes: what the masks took: both beyond what those of any form do."""
+    processor; num_grown_bytes: what the masks took: both beyond what those of any form do. is_small: by its text."""
 
     said: str
     slowest_ns: int = 0
     num_bytes: int = 0
     num_grown_bytes: int = 0
+    is_small: bool = False
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +118,7 @@ class FormServer:
         if walk.matcher.is_error():  # so may be what all copies share
             self._begin = compiled(self._tokenizer, grammar)
         grown_bytes = self._num_bytes() - num_bytes - self._usual.num_grown_bytes
-        return Tried("", slowest_ns - self._usual.slowest_ns, self._num_bytes(), grown_bytes)
+        return Tried("", slowest_ns - self._usual.slowest_ns, self._num_bytes(), grown_bytes, is_small(grammar))
 
     def _slowest_ns(self, walk: GrammarWalk) -> int:
         """Returns how long the slowest look of an answer took that is drawn of its own masks."""

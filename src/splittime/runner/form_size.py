@@ -3,8 +3,8 @@
 The library writes repetitions out as it walks, looks at all of a text that must come at once, and goes through the
 product of what must hold together. So the size counts the characters of names, texts and patterns, each as often as it
 is repeated, and is `math.inf` where patterns must hold together. A form below `SMALL` walks beside the engine's steps,
-once it was tried (`form_process`); all others walk in processes of their own. It is a bound, not a judgement: a large
-form is served too.
+once it was tried (`form_process`, which also asks this: whoever wrote the form makes it long); all others walk in
+processes of their own. It is a bound, not a judgement: a large form is served too.
 """
 
 import json
@@ -26,7 +26,7 @@ _LARK = re.compile(
     r"//[^\n]*|%json\s*(?P<json>\{)|(?P<text>\"(?:[^\"\\\n]|\\.)*\")|/(?P<regex>(?:[^/\\\n]|\\.)+)/"
     r"|[{~]\s*(?P<least>\d*)\s*(?:(?:,|\.\.)\s*(?P<most>\d*))?|(?P<held>&)|(?P<or>\|)|(?P<name>!?\w+)"
 )
-_DEFINED = re.compile(r"^\s*[!?]?(\w+)(?:\[[^\]]*\])?(?:\.\d+)?\s*:", re.MULTILINE)
+_DEFINED = re.compile(r"^[ \t]*[!?]?(\w+)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MULTILINE)
 
 
 def is_small(grammar: str) -> bool:

@@ -24,7 +24,6 @@ from splittime.core.request import owner_of
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_process import LIMITS, STACK_BYTES, Tried, compiled
-from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
 from splittime.runner.form_workers import FormProcess, FormProcesses
 from splittime.runner.kept_forms import KeptForms
@@ -125,7 +124,7 @@ class Grammars:
             return error.info, 0
         if tried.said:
             return _refused(tried.said), 0
-        if not is_small(grammar) or tried.slowest_ns > SLOW_NS or tried.num_grown_bytes > MOST_GROWN_BYTES:
+        if not tried.is_small or tried.slowest_ns > SLOW_NS or tried.num_grown_bytes > MOST_GROWN_BYTES:
             return FarForm(grammar, owner, self.far, process), 0
         return _near(tokenizer, grammar, tried, process)
 
