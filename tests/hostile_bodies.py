@@ -20,7 +20,7 @@ TEXTS = {  # each as it stands in the body, and how often
 }
 
 
-WORST = ("quotes and brackets", "escapes", "many fields", "many numbers", "deep", "quotes alone")
+WORST = ("quotes and brackets", "escapes", "many fields", "many numbers", "slow numbers", "deep", "quotes alone")
 
 
 def hostile_bodies(body_of, *, only_worst: bool = False) -> dict[str, bytes]:
@@ -39,6 +39,7 @@ def hostile_bodies(body_of, *, only_worst: bool = False) -> dict[str, bytes]:
         "many tools": dumped(plain | {"tools": [{"type": "function", "function": {"name": "f"}}] * 5_000}),
         "many numbers": told + b', "user": [' + b"1," * 1_000_000 + b"1]}",
         "too many numbers": told + b', "user": [' + b"1," * (BYTES // 2 - 99) + b"1]}",
+        "slow numbers": told + b', "chat_template_kwargs": {"a": [' + b"1e-310," * (BYTES // 7 - 99) + b"1]}}",
         "a long number": told + b', "user": ' + b"1" * (BYTES - 99) + b"}",
         "deep": told + b', "user": ' + b"[" * (BYTES // 2 - 99) + b"]" * (BYTES // 2 - 99) + b"}",
         "as deep as may be": told + b', "user": [' + b",".join([b"[" * 400 + b"]" * 400] * 40) + b"]}",

@@ -2,6 +2,7 @@
 and long answers are written elsewhere."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -177,14 +178,76 @@ def test_a_backslash_escapes_across_pieces_and_words(size: int) -> None:
         ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 0 for i in range(40_000)}}),
         ("/v1/completions", {"prompt": [1] * 1_100_000}),
         ("/v1/completions", {"prompt": [1.0] * 70_000}),
-        ("/v1/completions", {"prompt": [1e300] * 70_000}),
+        ("/v1/completions", {"prompt": [1e300] * 2_000}),
     ],
 )
 def test_a_body_of_too_many_parts_is_refused_with_the_limit(launch, path: str, body: dict) -> None:
     status, _, answer = launch().post(path, body)
     assert (status, answer["error"]["code"]) == (400, "body_too_complex")
     bounds = (decode.MAX_PARTS, decode.MAX_TEXTS, decode.MAX_NAMES, decode.MAX_COMMAS, decode.MAX_FLOATS)
-    assert answer["error"]["limit"] in bounds
+    assert answer["error"]["limit"] in (*bounds, decode.MAX_SLOW_NUMBERS)
+
+
+SLOW = ("1e-310", "5E-324", "2.2250738585072011e-308", "1e+5", "-1234567890123456789012", "0." + "1" * 18)
+QUICK = (
+    "1",
+    "-1.5",
+    "1234567890123456789",
+    "0." + "1" * 17,
+    "true",
+    '"1e-310"',
+    '"\\"1e5"',
+    '"' + "1" * 40 + '"',
+    "[]",
+)
+
+
+@pytest.mark.parametrize("size", [0, 1, 50, 63, 64, 2**17 - 10])
+@given(values=st.lists(st.sampled_from((*SLOW, *QUICK)), min_size=1))
+def test_a_shape_counts_the_numbers_that_are_slow_to_read(size: int, values: list[str]) -> None:
+    shape = JsonShape(f'["{"x" * size}",{",".join(values)}]'.encode())
+    beyond = sum(len(value) - 19 for value in values if value in SLOW and "e" not in value.lower())
+    assert shape.slow_numbers() == (sum(value in SLOW for value in values), beyond)
+    assert shape.num_floats() == sum("." in value for value in values)
+    assert shape.most_numbers >= len(values)
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "limit"),
+    [
+        ("1e-310", 600_000, decode.MAX_SLOW_NUMBERS),
+        ("1e-310", 2_000, decode.MAX_SLOW_NUMBERS),  # 14 KB, which are read on the event loop
+        ("1.2345678901234567890123456e-300", decode.MAX_SLOW_NUMBERS + 1, decode.MAX_SLOW_NUMBERS),
+        ("12345678901234567890", decode.MAX_SLOW_NUMBERS + 1, decode.MAX_SLOW_NUMBERS),
+        ("1" * 4000, 20, decode.MAX_SLOW_BYTES),
+        ("1.5", decode.MAX_FLOATS + 1, decode.MAX_FLOATS),
+    ],
+)
+def test_numbers_that_are_slow_to_read_are_bounded_in_any_field(number: str, count: int, limit: int) -> None:
+    around = '{"model":"m","messages":[],"chat_template_kwargs":{"a":[%s]}}'
+    with pytest.raises(RequestError) as caught:
+        decode.decode_once((around % ",".join([number] * count)).encode(), Any)
+    assert (caught.value.info.code, caught.value.info.limit) == ("body_too_complex", limit)
+
+
+@pytest.mark.parametrize(
+    ("number", "count"),
+    [
+        ("1e-310", decode.MAX_SLOW_NUMBERS),
+        ("12345678901234567890", decode.MAX_SLOW_NUMBERS),
+        ("1" * 4000, 16),
+        ("1.5", decode.MAX_FLOATS),
+        ("1234567890123456789", 20_000),
+    ],
+)
+def test_as_many_slow_numbers_as_may_be_are_read(number: str, count: int) -> None:
+    assert len(decode.decode_once(f"[{','.join([number] * count)}]".encode(), list)) == count
+
+
+@pytest.mark.parametrize("size", [1000, decode.SOME_BYTES, decode.LONG_BYTES])
+def test_a_shorter_body_is_read_without_its_shape(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(decode, "JsonShape", None)
+    decode.decode_once(b'["%b"]' % (b"1e-310, " * (size // 8 - 1))[: 8 * decode.MAX_SLOW_NUMBERS], Any)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +304,8 @@ def test_the_answer_to_a_text_to_tokenise_is_written_by_a_worker(launch) -> None
     done = []
     submit = server.service.texts.submit
 
-    def noted(work):
-        task = submit(work)
+    def noted(work, **sharer):
+        task = submit(work, **sharer)
         task.done.add_done_callback(lambda future: done.append(future.result()))
         return task
 

@@ -1,8 +1,8 @@
 """From a body's bytes to one of the classes of `schema`, or a refusal that names the field.
 
 All of this holds up whoever waits for the interpreter, so that what may take long is bounded: the objects and lists of
-a body, its texts, the names and values of its fields, and its numbers that are written as floats. A body of 4 MB may
-have a million of each, which took 0.3 to 0.9 s. The length of a text is cheap, and so is what stands in it: a long body
+a body, its texts, the names and values of its fields, and its numbers that are no plain whole ones. A body of 4 MB may
+have a million of each, which took 0.3 to 4 s. The length of a text is cheap, and so is what stands in it: a long body
 is looked at by `json_shape` before anything is made of it.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from splittime.api.foreign import UNSUPPORTED, WAYS_OUT
-from splittime.api.json_shape import JsonShape
+from splittime.api.json_shape import SHORT_NUMBER_BYTES, JsonShape, exponents_at_most
 from splittime.api.schema import Strict
 from splittime.core.errors import RequestError
 
@@ -29,8 +29,11 @@ MAX_PARTS = 2**14  # objects and lists of one body
 MAX_TEXTS = 5 * 2**14  # names of fields are texts too
 MAX_NAMES = 2**15
 MAX_COMMAS = 2**20  # as many values as that, roughly: a million whole numbers take 10 ms
-MAX_FLOATS = 2**16  # of a body that has one where a whole number belongs
+MAX_FLOATS = 2**16
+MAX_SLOW_NUMBERS = 2**10  # 10 us each
+MAX_SLOW_BYTES = 2**16
 LONG_BYTES = 2**14  # of a shorter body all is within bounds
+SOME_BYTES = 2**13  # and of this, but for numbers with an exponent
 MAX_WHOLE = 2**63
 
 Body = TypeVar("Body", bound=Strict)
@@ -83,14 +86,9 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
 
 
 def _with_whole_numbers(body: bytes) -> Any:
-    """The value, with 2.0 as 2. It has been read before, so that its parts and texts are counted."""
-    count = 0
+    """The value, with 2.0 as 2. It has been read before, so that its parts, texts and numbers are counted."""
 
     def number(written: str) -> float:
-        nonlocal count
-        count += 1
-        if count > MAX_FLOATS:
-            raise _too_complex(MAX_FLOATS, "numbers with a point or an exponent")
         value = float(written)
         if math.isinf(value):
             raise ValueError("Number out of range")
@@ -113,13 +111,18 @@ def decode_once(body: bytes, kind: type[Kind]) -> Kind:
     Raises `RequestError` for one that does, else what msgspec raises. The names are read apart: 2 us for a small body,
     4 ms for one of 4 MB.
     """
-    shape = JsonShape(body) if len(body) > LONG_BYTES else None
+    shape = JsonShape(body) if _may_take_long(body) else None
     if shape is not None:
-        _check_bounds(shape)
+        _check_bounds(shape, len(body))
     with _no_collection():
         value = msgspec.json.decode(body, type=kind)
         _check_names(body, shape)
     return value
+
+
+def _may_take_long(body: bytes) -> bool:
+    is_long = len(body) > LONG_BYTES
+    return is_long or (len(body) > SOME_BYTES and exponents_at_most(body) > MAX_SLOW_NUMBERS)
 
 
 @contextmanager
@@ -135,15 +138,26 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _check_bounds(shape: JsonShape) -> None:
+def _check_bounds(shape: JsonShape, num_bytes: int) -> None:
     """Raises `RequestError` for a body of too many texts, names, values, or objects and lists. What is counted is right
     for JSON; of anything else little is decoded."""
-    for count, limit, what in (
+    _require_at_most(
         (shape.num_texts, MAX_TEXTS, "texts (names of fields are texts too)"),
         (shape.num_parts, MAX_PARTS, "objects and lists (messages, parts of them, prompts)"),
         (shape.num_names, MAX_NAMES, "names of fields"),
         (shape.num_commas, MAX_COMMAS, "values"),
-    ):
+    )
+    if shape.most_numbers > MAX_SLOW_NUMBERS or num_bytes > MAX_SLOW_BYTES:
+        num_slow, num_slow_bytes = shape.slow_numbers()
+        _require_at_most(
+            (num_slow, MAX_SLOW_NUMBERS, f"numbers with an exponent or of more than {SHORT_NUMBER_BYTES} characters"),
+            (num_slow_bytes, MAX_SLOW_BYTES, "digits in long numbers"),
+            (shape.num_floats(), MAX_FLOATS, "numbers with a point"),
+        )
+
+
+def _require_at_most(*bounds: tuple[int, int, str]) -> None:
+    for count, limit, what in bounds:
         if count > limit:
             raise _too_complex(limit, what)
 
