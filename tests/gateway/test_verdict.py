@@ -280,7 +280,11 @@ def test_beside_one_that_answers(row):
 
 def test_an_open_breaker_says_why(caplog):
     async def ask(app, gateway):
+        assert 'verdicts_total{upstream="bad",whose="key"} 0.0' in gateway.metrics.render().decode()
         await asked(app)
+        told = gateway.metrics.render().decode()
+        assert 'verdicts_total{upstream="bad",whose="key"} 1.0' in told
+        assert 'verdicts_total{upstream="bad",whose="model"} 0.0' in told
         stats = gateway.stats()["upstreams"][0]
         assert (stats["is_open"], stats["failing"]) == (True, "upstream_401")
         assert [one.getMessage() for one in caplog.records if "left alone" in one.getMessage()] == [

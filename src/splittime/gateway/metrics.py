@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
 from splittime.gateway.routing.measured import DIFFICULTY_METRICS, ROUTING_METRICS, counted, routing_series
+from splittime.gateway.verdict import AGAINST
 from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -25,6 +26,7 @@ from splittime.ledger.steps import StepRecord
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
 
+VERDICTS = "splittime_gateway_verdicts_total"
 GATEWAY_METRICS = (
     MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
     MetricSpec(
@@ -41,7 +43,7 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure; upstream_401 and upstream_403: of its key",
     ),
     MetricSpec(
-        "splittime_gateway_verdicts_total",
+        VERDICTS,
         "counter",
         ("upstream", "whose"),
         "Attempts ended, by whose doing: nobody (an answer), request, busy, health, key, model, path, client, own",
@@ -150,7 +152,7 @@ class GatewayMetrics(Collector):
 
     def count_attempt(self, upstream: str, result: str, whose: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
-        self._count("splittime_gateway_verdicts_total", upstream, whose)
+        self._count(VERDICTS, upstream, whose)
 
     def keep(self, upstreams: Collection[str]) -> None:
         """Drops the series of all others: upstreams that come and go leave none behind."""
@@ -180,6 +182,7 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         values = {**self._counts, **self._totals(), **self._gauges(), **self._extras()}
+        values[VERDICTS] = self._none_against() | values[VERDICTS]
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -191,6 +194,11 @@ class GatewayMetrics(Collector):
     def _extras(self) -> dict[str, Series]:
         gateway = self.gateway
         return {**routing_series(gateway), **cache_series(gateway.cache), **version_series(gateway)}
+
+    def _none_against(self) -> Series:
+        """Returns zeros: an increase is seen of what was there before, and a key that is refused stops all attempts."""
+        names = {one.name for one in self.gateway.seen_upstreams.values()}
+        return {(name, whose): 0 for name in sorted(names) for whose in sorted(AGAINST)}
 
     def _totals(self) -> dict[str, Series]:
         counts, hops = self.gateway.ledger.counts(), self.gateway.ledger.hop_book.counts()
