@@ -5,7 +5,8 @@ from hashlib import sha256
 
 import pytest
 
-from splittime.web.told_tenant import TOLD_TENANT
+from splittime.web.tenants import Tenant
+from splittime.web.told_tenant import NOT_BELIEVED, TOLD_TENANT, notices_of_head
 
 from .hostile import WHOLE, whole
 from .in_process import PATIENT, Saying, asked, gateway_before
@@ -33,6 +34,12 @@ def test_servers_of_ours_are_told_the_tenant_and_no_client_says_which(kind, told
             answer = await asked(app, {"authorization": "Bearer few", **headers})
             assert answer.status == 200
         assert [told_in(head) for head, _ in up.asked] == [told, told]
+        sent = [line.split(b": ", 1) for line in up.asked[0][0].rstrip().split(b"\r\n")[1:]]
+        own, plain = {"headers": sent}, {"headers": [(TOLD_TENANT.encode(), b"x")]}
+        assert (notices_of_head(own, Tenant(name="k")), notices_of_head(plain, Tenant(name="k"))) == (
+            [],
+            [NOT_BELIEVED],
+        )
 
     gateway_before({"up": up}, ask, PATIENT + TENANTS, kind=kind)
 

@@ -8,8 +8,8 @@ that name. All else stays the key's: limits, ids, the prefix cache, kept respons
 
 It is believed of an operator's key, or where no key is asked for: another key could take the shares of as many tenants
 as it writes names. Of others it is a hint that is left alone, with a notice, also by a strict server: a gateway with an
-ordinary key sends it as well. `core.shares` bounds how many names are
-remembered.
+ordinary key sends it as well, and gets no notice, which its clients would read. `core.shares` bounds how many names
+are remembered.
 """
 
 import re
@@ -20,6 +20,7 @@ from splittime.web import http
 from splittime.web.tenants import Tenant
 
 TOLD_TENANT = "x-splittime-tenant"
+GATEWAY = "splittime-gateway/"  # begins the user agent of one
 LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1e6
 NOT_BELIEVED = f"{TOLD_TENANT} is believed of an operator's key alone"
 HOW = f"{TOLD_TENANT}: NAME;weight=2, with 64 letters, digits and . _ : - at the most, and a weight of 0.001 to 1000000"
@@ -58,5 +59,7 @@ def sharer_of(scope: http.Scope, tenant: Tenant) -> Sharer:
 
 
 def notices_of_head(scope: http.Scope, tenant: Tenant) -> list[str]:
-    """Returns what the client reads beside its answer."""
-    return [NOT_BELIEVED] if is_left_alone(scope, tenant) else []
+    """Returns what the client reads beside its answer. A gateway sends the header by itself, and its clients cannot
+    mend that."""
+    is_gateways = (http.header(scope, b"user-agent") or "").startswith(GATEWAY)
+    return [NOT_BELIEVED] if is_left_alone(scope, tenant) and not is_gateways else []
