@@ -9,10 +9,13 @@ import pytest
 
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
+from splittime.gateway.health_checks import lives
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
+from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.tenant_pauses import TenantPauses
 from splittime.gateway.told_error import told_error
+from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import AttemptAsked, Whose, of_answer, of_event
 from splittime.web.tenants import ANYBODY
@@ -384,7 +387,7 @@ def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
 QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT
 
 
-@pytest.mark.parametrize("models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), whole(401, {})])
+@pytest.mark.parametrize("models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), whole(302, {})])
 def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
     """The probes of an open breaker are the gateway's, so that all requests are answered."""
 
@@ -400,6 +403,52 @@ def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
 
     bad, good = Saying(whole(500, {"error": {}}), models=models), Saying(whole(200, WHOLE))
     gateway_before({"bad": bad, "good": good}, ask, QUIET)
+
+
+@pytest.mark.parametrize(
+    ("failing", "models", "is_tried"),
+    [
+        (500, whole(200, []), True),
+        (500, whole(200, {"data": ["x" * 2**20]}), True),
+        (500, b"HTTP/1.1 200 X\r\ncontent-length: 6\r\n\r\n<html>", False),
+        (500, whole(401, {}), True),
+        (500, whole(403, {"error": {"message": "this key may not list models"}}), True),
+        (401, whole(401, {}), False),
+        (401, whole(403, {}), False),
+        (401, whole(200, {"data": []}), True),
+    ],
+)
+def test_what_a_check_of_an_open_breaker_tells(failing, models, is_tried):
+    async def ask(app, gateway):
+        up = gateway.router.upstreams[0]
+        await asked(app)
+        assert up.breaker.is_open
+        assert await lives(gateway.connections, up) is is_tried
+
+    gateway_before({"bad": Saying(whole(failing, {}), models=models)}, ask, "[breaker]\nfailures = 1\n" + PATIENT)
+
+
+@pytest.mark.parametrize("key", ["sk-ant-api03-x", "sk-12345678", None])
+def test_a_check_has_the_head_that_its_key_needs(key):
+    heads = []
+
+    async def run() -> None:
+        async def serve(reader, writer):
+            heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+            writer.write(whole(200, {"data": []}))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        up = Upstream(UpstreamConfig(name="a", url=url, models=("m",)), BreakerConfig(), key)
+        connections = UpstreamConnections(RoundTrips())
+        assert await lives(connections, up)
+        connections.close()
+        server.close()
+
+    asyncio.run(run())
+    is_its = key is not None and key.startswith("sk-ant-api")
+    assert (b"x-api-key: " in heads[0], b"anthropic-version: " in heads[0]) == (is_its, is_its)
+    assert (b"authorization: bearer sk-1" in heads[0]) == (key == "sk-12345678")
 
 
 def test_who_answers_it_is_tried_by_requests_that_another_may_have():

@@ -2,16 +2,19 @@
 
 Asked is `GET /v1/models` of the config's address, with its key: it costs an upstream nothing, and tells a key that is
 refused, a page of a proxy, and a server that is not there. Who answers it is tried by one request, which another
-upstream may still have; who does not stays alone. A server that does not have the path tells nothing, and is tried.
+upstream may still have; who does not stays alone. A server that does not have the path tells nothing, and is tried. So
+is one that lets this key list no models, unless it has refused the key when requests came.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 
-from splittime.gateway.told_error import decoded
+from splittime.gateway.sent_headers import ANTHROPIC_KEY, key_headers
+from splittime.gateway.told_error import decoded, told_error
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
+from splittime.gateway.verdict import KEY_REFUSED
 from splittime.gateway.whole_answers import ask_whole
 
 PATH = "/v1/models"
@@ -59,12 +62,18 @@ class HealthChecks:
 async def lives(connections: UpstreamConnections, upstream: Upstream) -> bool:
     """Returns whether an upstream may be tried."""
     within_s = min(MOST_S, upstream.config.first_byte_s)
+    headers = key_headers(upstream.key, is_anthropics=(upstream.key or "").startswith(ANTHROPIC_KEY))
     try:
         status, body = await ask_whole(
-            connections, upstream.address, PATH, upstream.key, within_s=within_s, max_bytes=MAX_BYTES
+            connections, upstream.address, PATH, None, within_s=within_s, max_bytes=MAX_BYTES, headers=headers
         )
     except (OSError, ValueError):
         return False
-    if status in TELLS_NOTHING:
-        return True
-    return status == 200 and body is not None and isinstance(decoded(body), dict) and b'"error"' not in body[:64]
+    if status in KEY_REFUSED:
+        return not upstream.is_key_refused
+    return status in TELLS_NOTHING or (status == 200 and (body is None or _is_list(decoded(body))))
+
+
+def _is_list(told: object) -> bool:
+    """Whether it may be a list of models, in whatever form."""
+    return isinstance(told, dict | list) and told_error(told) is None

@@ -30,12 +30,7 @@ def sent_headers(
         "x-request-deadline-ms": _left_ms(until_ns),
     }
     is_anthropics = scope["path"] in OF_ANTHROPIC
-    if is_anthropics:
-        headers["anthropic-version"] = ANTHROPIC_VERSION
-    if upstream.key is not None and is_anthropics and upstream.key.startswith(ANTHROPIC_KEY):
-        headers["x-api-key"] = upstream.key
-    elif upstream.key is not None:
-        headers["authorization"] = f"Bearer {upstream.key}"
+    headers |= key_headers(upstream.key, is_anthropics=is_anthropics)
     if upstream.keeps_accounts:
         headers |= {"x-include-timing": "1", **told_tenant(tenant_of(scope))}
     if first_token_by_ns is not None:
@@ -45,6 +40,15 @@ def sent_headers(
         if value is not None and value.isascii() and value.isprintable():  # else no header of ours
             headers[name.decode()] = value
     return headers
+
+
+def key_headers(key: str | None, *, is_anthropics: bool) -> dict[str, str]:
+    """Returns how an upstream knows the gateway. is_anthropics: the path is one of Anthropic's API."""
+    headers = {"anthropic-version": ANTHROPIC_VERSION} if is_anthropics else {}
+    if key is None:
+        return headers
+    is_its_key = is_anthropics and key.startswith(ANTHROPIC_KEY)
+    return headers | ({"x-api-key": key} if is_its_key else {"authorization": f"Bearer {key}"})
 
 
 def _left_ms(until_ns: int) -> str:

@@ -60,7 +60,7 @@ class UpstreamLoad:
 class Upstream:
     """One upstream. in_flight: given by this gateway. in_flight_limit: how many it is given at once, where that is
     found from its queue. round_trip: how far it is. failing: the code of the latest verdict that spoke against it, ""
-    since an answer."""
+    since an answer. is_key_refused: that verdict was about the key."""
 
     def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
         self.config, self.name = config, config.name
@@ -72,7 +72,7 @@ class Upstream:
         most = config.max_in_flight
         self.in_flight_limit = InFlightLimit(most, wait_s) if wait_s is not None and most else None
         self.round_trip = RoundTrip()
-        self.failing = ""
+        self.failing, self.is_key_refused = "", False
         self.pulse = UpstreamPulse(self.address, key, config.first_byte_s)
         self.tells_usage = EACH_CHUNK  # unless it has refused that
         self._lacks_until_ns: dict[tuple[str, str], int] = {}  # by path and model, of the few that are passed on
@@ -83,6 +83,7 @@ class Upstream:
         if old.key != self.key:  # what the address said of that key is nothing of this one
             return
         self._lacks_until_ns, self.tells_usage = old._lacks_until_ns, old.tells_usage
+        self.failing, self.is_key_refused = old.failing, old.is_key_refused
         if old.breaker.config == self.breaker.config:
             self.breaker = old.breaker
         else:
@@ -153,14 +154,14 @@ class Upstream:
             breaker.note_nothing()
         elif verdict.is_against:
             breaker.note_failure(now_ns, tenant if verdict.is_answered else "")
-            self.failing = verdict.code
+            self.failing, self.is_key_refused = verdict.code, verdict.whose is Whose.KEY
             if breaker.is_open and not was_open:
                 log.warning("upstream %r is left alone: it fails again and again: %s", self.name, verdict.code)
         elif verdict.whose is Whose.BUSY:
             breaker.note_busy(now_ns, verdict.pause_s)
         elif verdict.whose is Whose.NOBODY:
             breaker.note_success(now_ns, tenant)
-            self.failing = ""
+            self.failing, self.is_key_refused = "", False
         else:
             breaker.note_nothing()
 
