@@ -451,6 +451,25 @@ def test_a_check_has_the_head_that_its_key_needs(key):
     assert (b"authorization: bearer sk-1" in heads[0]) == (key == "sk-12345678")
 
 
+@pytest.mark.parametrize("has_tenants", [False, True])
+def test_a_pause_that_ends_lets_who_waits_for_another_go_there(has_tenants, tenants):
+    """Nobody comes or leaves meanwhile: the gateway looks by itself."""
+
+    async def ask(app, gateway):
+        head = of("a") if has_tenants else {}
+        first = asyncio.create_task(asked(app, head))
+        while not two.asked:
+            await asyncio.sleep(0.001)
+        one.said = whole(200, WHOLE)
+        assert (await asyncio.wait_for(asked(app, head), 5)).status == 200
+        assert (len(one.asked), len(two.asked), first.done()) == (2, 1, False)
+        first.cancel()
+
+    one, two = Saying(whole(429, {}, "retry-after-ms: 100")), Saying([b""] * 2000)
+    text = "[retries]\npause_s = 0.0\nspare = 5\n" + (tenants if has_tenants else "")
+    gateway_before({"one": one, "two": two}, ask, text, max_in_flight=1)
+
+
 def test_who_answers_it_is_tried_by_requests_that_another_may_have():
     async def ask(app, gateway):
         while bad.num_checks < 3:

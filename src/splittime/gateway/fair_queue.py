@@ -25,7 +25,7 @@ from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.shedding import chance, part_of, retry_after_s
-from splittime.gateway.tenant_share import QueuedRequest, TenantShare, oldest_ns
+from splittime.gateway.tenant_share import Lacking, QueuedRequest, TenantShare, oldest_ns
 from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns
@@ -67,7 +67,7 @@ class FairQueue:
         *,
         until_ns: int,
         tried: Collection[str] = (),
-        lacking: Collection[str] = (),
+        lacking: Lacking = lambda at_ns: (),
         prefix: SeenPrefix | None = None,
         draw: float = NEVER_SHED,
         answers: int = 1,
@@ -75,9 +75,10 @@ class FairQueue:
     ) -> Routed:
         """Returns who gets the request, with its places there taken: `leave` gives them back.
 
-        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: those that
-        do not have its path. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own; the lower, the
-        sooner it is refused by chance. answers: it needs a place for each. on_wait: called if nobody has room now.
+        until_ns: when whoever waits is refused. tried: upstreams that failed this request already. lacking: returns
+        those that do not have its path now. prefix: of its prompt, for affinity. draw: from 0 to 1, the request's own;
+        the lower, the sooner it is refused by chance. answers: it needs a place for each. on_wait: called if nobody has
+        room now.
         Raises `Refused`: 429 where there are upstreams and no room, 503 where no upstream may be asked.
         """
         granted: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
@@ -223,7 +224,8 @@ class FairQueue:
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         newcomer.weighed = self._weighed(newcomer.tokens)
-        has_room = self._router.has_room_for(newcomer.model, self._now_ns(), newcomer.avoided, newcomer.answers)
+        at_ns = self._now_ns()
+        has_room = self._router.has_room_for(newcomer.model, at_ns, newcomer.avoided(at_ns), newcomer.answers)
         if has_room and not self._num_wide:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
@@ -285,7 +287,7 @@ class FairQueue:
                 return True
             if model in kept:
                 continue
-            routed = self._router.choose(model, at_ns, waiting.avoided, waiting.prefix, waiting.answers)
+            routed = self._router.choose(model, at_ns, waiting.avoided(at_ns), waiting.prefix, waiting.answers)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True

@@ -143,7 +143,7 @@ class Forwarding:
                 request.tokens,
                 until_ns=until_ns,
                 tried=tried,
-                lacking=self._lacking(request, at_ns),
+                lacking=partial(self._lacking, request),
                 prefix=self._prefix,
                 draw=self._draw,
                 answers=request.places,

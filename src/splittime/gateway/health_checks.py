@@ -8,7 +8,7 @@ is one that lets this key list no models, unless it has refused the key when req
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from splittime.gateway.sent_headers import ANTHROPIC_KEY, key_headers
 from splittime.gateway.told_error import decoded, told_error
@@ -25,10 +25,11 @@ TELLS_NOTHING = (404, 405, 429, 501)
 
 
 class HealthChecks:
-    """All of the upstreams of one version of the config. `begin` and `end` inside the event loop."""
+    """All of the upstreams of one version of the config. on_look: called each `PERIOD_S`, as a pause may have ended
+    since the last time, or an opening. `begin` and `end` inside the event loop."""
 
-    def __init__(self, upstreams: Sequence[Upstream]) -> None:
-        self._upstreams = upstreams
+    def __init__(self, upstreams: Sequence[Upstream], on_look: Callable[[], None]) -> None:
+        self._upstreams, self._on_look = upstreams, on_look
         self._looking: asyncio.Task[None] | None = None
         self._asking: dict[str, asyncio.Task[None]] = {}
 
@@ -49,6 +50,7 @@ class HealthChecks:
             for upstream in self._upstreams:
                 if upstream.breaker.is_to_be_checked(at_ns) and upstream.name not in self._asking:
                     self._asking[upstream.name] = asyncio.create_task(self._check(connections, upstream))
+            self._on_look()
             await asyncio.sleep(PERIOD_S)
 
     async def _check(self, connections: UpstreamConnections, upstream: Upstream) -> None:

@@ -98,7 +98,7 @@ class GatewayService:
         self.retry_budget, self.tied = self._retries(before)
         self.tenant_pauses = TenantPauses(has_several=len(config.tenant) > 1)
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
-        self._health_checks = HealthChecks(self.router.upstreams)
+        self._health_checks = HealthChecks(self.router.upstreams, self._on_room)
         if before is None:
             self._begin(secrets.upstream_keys)
         else:

@@ -1,7 +1,7 @@
 """What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from splittime.gateway.routing.prefix_table import SeenPrefix
@@ -25,22 +25,26 @@ class Grant(Protocol):
     def set_exception(self, exception: BaseException, /) -> None: ...
 
 
+Lacking = Callable[[int], Collection[str]]  # by the time: a pause ends while a request waits
+
+
 class QueuedRequest:
     """One request in the queue. tokens: prompt and answer, as estimated. weighed: those of them that count for the
     queue's bound. prefix: of its prompt, where that decides who
     gets it. granted: who gets it, or why nobody does. since_ns: when it came. avoided: who is not to have it while
-    another may: who was tried, and who lacks its path. answers: it needs a place for each."""
+    another may: who was tried, and who lacks its path, as it is by then. answers: it needs a place for each."""
 
     __slots__ = (
         "answers",
-        "avoided",
         "granted",
         "is_retry",
+        "lacking",
         "model",
         "prefix",
         "since_ns",
         "tenant",
         "tokens",
+        "tried",
         "weighed",
     )
 
@@ -53,13 +57,16 @@ class QueuedRequest:
         prefix: SeenPrefix | None,
         granted: Grant,
         since_ns: int,
-        lacking: Collection[str] = (),
+        lacking: Lacking = lambda at_ns: (),
         answers: int = 1,
     ) -> None:
         self.tenant, self.model, self.tokens, self.prefix = tenant, model, tokens, prefix
-        self.avoided = (*tried, *lacking)
+        self.tried, self.lacking = tried, lacking
         self.is_retry, self.since_ns, self.granted = bool(tried), since_ns, granted
         self.weighed, self.answers = tokens, answers
+
+    def avoided(self, at_ns: int) -> Collection[str]:
+        return (*self.tried, *self.lacking(at_ns))
 
 
 class TenantShare:
