@@ -175,6 +175,8 @@ def test_a_draft_behind_which_nothing_may_come_ends_a_request_only_if_it_is_righ
     monkeypatch.setattr(runner.slots, "grammars", Grammars(load_tokenizer(MODEL).to_json, 4096))
     good, bad = letter("y"), letter("x")
     fields, said = dead_ends(good, bad)[kind]
+    if "grammar" in fields:
+        runner.slots.grammars.compile(fields["grammar"])
     driver = Driver(runner)
     wrong = Driven("wrong", make_prompts()[0], prefers(good, good, **fields))
     driver.prefill(wrong)

@@ -52,13 +52,19 @@ def known() -> Grammars:
     made.close()
 
 
+def walked(known: Grammars, grammar: str) -> GrammarWalk | FarWalk:
+    """Returns a walk of a form that was compiled before, as the gate has it."""
+    known.compile(grammar)
+    return known.walk(grammar)
+
+
 def ids(text: str) -> list[int]:
     return load_tokenizer(locate(None)).encode(text, add_special_tokens=False)
 
 
 def slot_of(known: Grammars, grammar: str, outputs: list[int], name: str = "r") -> Slot:
     slot = Slot(Admitted(name, (1, *outputs), len(outputs), SamplingParams(grammar=grammar), (0,)), 64, 4096, 0)
-    slot.grammar = known.walk(grammar)
+    slot.grammar = walked(known, grammar)
     return slot
 
 
@@ -93,7 +99,7 @@ def test_a_form_that_takes_too_much_is_refused_and_its_process_gone(known: Gramm
 
 
 def test_memory_has_a_limit_of_its_own(known: Grammars) -> None:
-    walk = known.walk(LARGE)
+    walk = walked(known, LARGE)
     looked(walk, [], 0)
     pid = walk._form._process._pid
     most_bytes, _ = resource.prlimit(pid, resource.RLIMIT_AS)
@@ -119,7 +125,7 @@ def test_a_password_of_four_patterns_is_a_form(known: Grammars) -> None:
     (quote,) = ids('"')
     for text, may_end in (("aB3!aB3!", True), ("aB3aB3aB", False), ("aB3!aB3", False), ("ab3!ab3!", False)):
         outputs = ids(f'"{text}')
-        found = looked(known.walk(of_schema(PASSWORD)), outputs, len(outputs))
+        found = looked(walked(known, of_schema(PASSWORD)), outputs, len(outputs))
         assert bool(has_bits(found.allowed, 4096)[quote]) is may_end, text
 
 
@@ -134,7 +140,7 @@ def test_usual_forms_walk_beside_the_steps(known: Grammars) -> None:
         grammars.of_choice(["yes", "no"], "choice"),
         grammars.of_regex("[a-z]+", "r"),
     ]
-    assert {type(known.walk(grammar)) for grammar in asked} == {GrammarWalk}
+    assert {type(walked(known, grammar)) for grammar in asked} == {GrammarWalk}
 
 
 def test_large_schemas_of_the_usual_kind_are_compiled(known: Grammars) -> None:
@@ -221,7 +227,52 @@ def test_how_large_a_form_is_takes_time_in_proportion_to_its_text(written: str) 
 
 def test_the_engine_reads_no_form_itself(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_size, "_Schema", None)  # here; not in the process that tries it
-    assert isinstance(known.walk(of_schema({"enum": ["read", "elsewhere"]})), GrammarWalk)
+    assert isinstance(walked(known, of_schema({"enum": ["read", "elsewhere"]})), GrammarWalk)
+
+
+# ---- what is not kept any more
+
+
+def test_a_walk_of_what_is_not_kept_compiles_nothing_and_its_looks_do(known: Grammars) -> None:
+    """At first the engine's step waited for it, as long as forms may take."""
+    grammar = grammars.of_regex("not kept|nothing", "regex")
+    known.compile(grammar)
+    near = looked(known.walk(grammar), [], 0)
+    known.kept.drop("", grammar)
+    num_alive = known.far.num_alive
+    walks = [known.walk(grammar) for _ in range(3)]
+    assert known.far.num_alive == num_alive
+    assert {type(walk) for walk in walks} == {FarWalk}
+    for walk in walks:
+        assert (looked(walk, [], 0).allowed == near.allowed).all()
+    assert known.far.num_alive == num_alive + 1
+
+
+@pytest.mark.parametrize("grammar", [of_schema(PRODUCTS), of_schema({"not": {"type": "integer"}})])
+def test_a_look_of_what_is_not_kept_says_why_the_form_cannot_be(known: Grammars, grammar: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        known.compile(grammar)
+    known.kept.drop("", grammar)
+    assert looked(known.walk(grammar), [], 0).error == caught.value.info
+
+
+def test_a_form_that_many_walked_is_compiled_anew_for_who_comes_and_not_in_a_walk(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = grammars.of_regex("walked often", "regex")
+    known.compile(grammar)
+    monkeypatch.setattr(known._processes, "start", None)
+    assert {type(known.walk(grammar)) for _ in range(compiled.MOST_WALKS + 20)} == {GrammarWalk}
+    assert not known.is_known(grammar)
+    monkeypatch.undo()
+    known.compile(grammar)
+    assert known.is_known(grammar)
+
+
+def test_who_leaves_does_not_wait_for_room_of_a_process(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known.far, "_makes_room", lambda form: False)
+    with pytest.raises(FormGone):
+        known.far.begin(known._late("any", ""), lambda: False)
 
 
 # ---- walking elsewhere
@@ -230,7 +281,7 @@ def test_the_engine_reads_no_form_itself(known: Grammars, monkeypatch: pytest.Mo
 def test_a_form_that_walks_elsewhere_has_the_masks_of_one_that_walks_here(known: Grammars) -> None:
     near = _compiled(known, LARGE)
     for text, num_drafts in (("", 0), ("x", 0), ("xab", 2), ("xa", 1), ("xxa", 0), ("xb", 1), ("ab", 0)):
-        outputs, far = ids(text), known.walk(LARGE)
+        outputs, far = ids(text), walked(known, LARGE)
         assert isinstance(far, FarWalk)
         num_sure = max(0, len(outputs) - num_drafts)
         one, other = looked(far, outputs, num_sure), looked(GrammarWalk(near), outputs, num_sure)
@@ -240,11 +291,11 @@ def test_a_form_that_walks_elsewhere_has_the_masks_of_one_that_walks_here(known:
 
 
 def test_a_walk_elsewhere_goes_on_from_look_to_look_with_drafts_and_without(known: Grammars) -> None:
-    outputs, walk = ids("xxab") + ids("a"), known.walk(LARGE)
+    outputs, walk = ids("xxab") + ids("a"), walked(known, LARGE)
     for num_outputs in range(len(outputs) + 1):
         for num_drafts in (1, 0):
             num_sure = max(0, num_outputs - num_drafts)
-            anew = looked(known.walk(LARGE), outputs[:num_outputs], num_sure)
+            anew = looked(walked(known, LARGE), outputs[:num_outputs], num_sure)
             assert (looked(walk, outputs[:num_outputs], num_sure).allowed == anew.allowed).all()
 
 
@@ -256,7 +307,7 @@ def test_a_process_that_was_put_away_is_another_ones_place_and_its_form_goes_on(
     known: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(far_forms, "MOST_ALIVE", 1)
-    walks = [known.walk(grammars.of_regex("x*" + "(ab){9000}" + letter, "regex")) for letter in "cd"]
+    walks = [walked(known, grammars.of_regex("x*" + "(ab){9000}" + letter, "regex")) for letter in "cd"]
     for _ in range(2):
         for walk in walks:
             assert looked(walk, ids("xa"), len(ids("xa"))).allowed is not None
@@ -265,30 +316,30 @@ def test_a_process_that_was_put_away_is_another_ones_place_and_its_form_goes_on(
 
 def test_a_process_that_ends_in_a_look_ends_its_request_and_the_next_has_another(known: Grammars) -> None:
     """As the kernel ends one that takes too much."""
-    walk = known.walk(LARGE)
+    walk = walked(known, LARGE)
     looked(walk, [], 0)
     os.kill(walk._form._process._pid, signal.SIGKILL)
     found = looked(walk, ids("x"), 1)
     assert (found.allowed, found.error.status, found.error.code) == (None, 400, "grammar")
-    assert looked(known.walk(LARGE), ids("x"), 1).allowed is not None
+    assert looked(walked(known, LARGE), ids("x"), 1).allowed is not None
 
 
 def test_a_form_that_is_slow_only_later_costs_its_request_alone(known: Grammars) -> None:
     """Its masks are slow, or too much, behind what was tried; there is an answer, and another form's."""
-    walk = known.walk(SLOW_LATER)
+    walk = walked(known, SLOW_LATER)
     assert isinstance(walk, FarWalk)
     for text in ("x", "x!", "x!a"):
         found = looked(walk, ids(text), len(ids(text)))
         if found.error is not None:
             assert found.error.status == 400
             break
-    assert looked(known.walk(LARGE), ids("x"), 1).allowed is not None
+    assert looked(walked(known, LARGE), ids("x"), 1).allowed is not None
 
 
 def test_a_form_whose_parser_gave_up_is_compiled_anew(known: Grammars) -> None:
     grammar = grammars.of_choice(["a b", "b"], "choice")
-    walk = known.walk(grammar)
-    known.walk(grammar)
+    walk = walked(known, grammar)
+    walked(known, grammar)
     assert known.is_known(grammar)
     assert looked(walk, ids("zz"), len(ids("zz"))).error is not None
     assert not known.is_known(grammar)
@@ -296,7 +347,7 @@ def test_a_form_whose_parser_gave_up_is_compiled_anew(known: Grammars) -> None:
 
 def test_processes_end_with_who_asked(known: Grammars) -> None:
     other = Grammars(load_tokenizer(locate(None)).to_json, 4096)
-    walk = other.walk(LARGE)
+    walk = walked(other, LARGE)
     looked(walk, [], 0)
     pid = walk._form._process._pid
     other.close()

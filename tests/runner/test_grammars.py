@@ -63,6 +63,12 @@ def known() -> Grammars:
     return Grammars(tokenizer.to_json, 4096)
 
 
+def walked(known: Grammars, grammar: str) -> GrammarWalk:
+    """Returns a walk of a form that was compiled before, as the gate has it."""
+    known.compile(grammar)
+    return known.walk(grammar)
+
+
 def ids(text: str) -> list[int]:
     return load_tokenizer(locate(None)).encode(text, add_special_tokens=False)
 
@@ -177,8 +183,8 @@ def test_what_ends_a_request_comes_only_where_its_answer_is_whole(llm: LLM) -> N
 def test_names_of_properties_are_written_in_one_way(known: Grammars) -> None:
     """Else a property of another type could hide behind an escape."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert allowed(known.walk(of_schema(schema)), ids('{"b\\n":"s"}'), 0) == [0]
-    assert allowed(known.walk(of_schema(schema)), ids('{"\\u0061":"s"}'), 0) is None
+    assert allowed(walked(known, of_schema(schema)), ids('{"b\\n":"s"}'), 0) == [0]
+    assert allowed(walked(known, of_schema(schema)), ids('{"\\u0061":"s"}'), 0) is None
 
 
 CHAINS = r"""
@@ -192,7 +198,7 @@ lark = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r600
 known = Grammars(load_tokenizer(locate(None)).to_json, 4096)
 for grammar in (grammars.of_json_schema({"$ref": "#/$defs/a0", "$defs": refs}, "s"), grammars.of_lark(lark, "g")):
     try:
-        known.walk(grammar)
+        known.compile(grammar)
     except RequestError as error:
         print("refused", error)
 print("alive")
@@ -226,7 +232,7 @@ def tokens_of(allowed: np.ndarray) -> list[int]:
 def test_drafts_are_followed_and_taken_back(known: Grammars) -> None:
     grammar = grammars.of_choice(["abc", "axyz"], "choice")
     a, b, c, x = (ids(letter)[0] for letter in "abcx")
-    walk, fresh = known.walk(grammar), partial(known.walk, grammar)
+    walk, fresh = walked(known, grammar), partial(walked, known, grammar)
     behind_a = allowed(fresh(), [a], 1)
     assert {b, x} <= set(behind_a)
     assert allowed(walk, [], 0) == allowed(fresh(), [], 0)
@@ -251,7 +257,7 @@ def test_a_draft_that_is_too_much_for_the_parser_does_not_end_its_request(known:
 
 
 def test_the_end_may_come_only_where_the_answer_could_end(known: Grammars) -> None:
-    walk = known.walk(grammars.of_regex("ab?", "regex"))
+    walk = walked(known, grammars.of_regex("ab?", "regex"))
     a, b = ids("a")[0], ids("b")[0]
     assert 0 not in allowed(walk, [], 0)
     assert {0, b} <= set(allowed(walk, [a], 1))
@@ -268,7 +274,7 @@ def test_a_tokenizer_that_cannot_be_read_is_said() -> None:
 
 def slot_of(known: Grammars, grammar: str, outputs: list[int]) -> Slot:
     slot = Slot(Admitted("r", (1, *outputs), len(outputs), SamplingParams(grammar=grammar), (0,)), 64, 4096, 0)
-    slot.grammar = known.walk(grammar) if grammar else None
+    slot.grammar = walked(known, grammar) if grammar else None
     return slot
 
 
@@ -284,7 +290,7 @@ def test_what_was_begun_is_taken_and_drafts_are_looked_at_behind_what_is_known(k
     taken = masks.take(slots, counts)
     assert list(taken) == [0, 2, 3, 4]
     for line, outputs in ((0, [a, b]), (2, [a, b, c]), (3, []), (4, [a])):
-        assert tokens_of(taken[line]) == allowed(known.walk(grammar), outputs, len(outputs))
+        assert tokens_of(taken[line]) == allowed(walked(known, grammar), outputs, len(outputs))
     assert one.dead_end == 64
 
 
@@ -326,7 +332,7 @@ def test_what_is_quick_is_found_at_once_and_what_is_not_by_a_thread(
     assert masks.look_ahead(slots, True) == [()] * 3
     assert (len(masks._found), len(masks._begun)) == (num_at_once, 3 - num_at_once)
     for found in masks.take(slots, [1] * 3).values():
-        assert tokens_of(found) == allowed(known.walk(slots[0].admitted.sampling.grammar), a, 1)
+        assert tokens_of(found) == allowed(walked(known, slots[0].admitted.sampling.grammar), a, 1)
     assert not masks._found
     assert not masks._begun
 
@@ -431,14 +437,14 @@ def test_a_walk_goes_on_alike_whatever_was_looked_at_before(known: Grammars) -> 
         taken = masks.take([slot] * len(counts), counts)
         for line, count in enumerate(counts):
             outputs = [*came, *forced][:count]
-            assert tokens_of(taken[line]) == allowed(known.walk(grammar), outputs, count)
+            assert tokens_of(taken[line]) == allowed(walked(known, grammar), outputs, count)
         came += [*forced, int(rng.choice(tokens_of(taken[len(forced)])))]
         if came[-1] == 0:
             break
         for token in came[slot.num_known - 1 :]:
             slot.learn_sampled(slot.num_known, token)
         if turn % 5 == 4:  # preempted, and behind a token that nobody looked at
-            slot.grammar = known.walk(grammar)
+            slot.grammar = walked(known, grammar)
     assert len(came) > 9
 
 
@@ -456,7 +462,7 @@ def test_masks_that_nobody_has_taken_yet_stay_as_they_are(known: Grammars) -> No
         masks.look_ahead([slot], True)
     taken = masks.take(slots, [1, 1])
     for line, slot in enumerate(slots):
-        assert tokens_of(taken[line]) == allowed(known.walk(slot.admitted.sampling.grammar), a, 1)
+        assert tokens_of(taken[line]) == allowed(walked(known, slot.admitted.sampling.grammar), a, 1)
 
 
 # ---- what must come
@@ -486,7 +492,7 @@ def test_what_must_come_is_all_that_may(known: Grammars) -> None:
     (forced,) = masks.look_ahead([slot], True)
     assert forced
     for token in forced:
-        assert allowed(known.walk(grammar), taken, len(taken)) == [token]
+        assert allowed(walked(known, grammar), taken, len(taken)) == [token]
         taken.append(token)
     assert masks.look_ahead([slot], False) == [()]
     assert masks.look_ahead([slot_of(known, ANYTHING, [])], True) == [()]
@@ -515,7 +521,7 @@ def test_of_a_long_text_the_parser_is_asked_once(begin: str, known: Grammars, mo
     assert {len(outputs) for outputs, _ in asked} - {0} == {len(came)}  # where no more was known
     assert [count for count, _ in ends] == [len(begin), len(came)]
     for count, token in enumerate(came[len(begin) :], len(begin)):
-        assert allowed(known.walk(grammar), came[:count], count) == [token]
+        assert allowed(walked(known, grammar), came[:count], count) == [token]
 
 
 def test_a_forced_text_that_did_not_come_is_no_mask(known: Grammars) -> None:

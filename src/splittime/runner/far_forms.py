@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -19,7 +19,7 @@ from splittime.core.errors import SplittimeError
 from splittime.runner.form_masks import FoundMask, FoundMasks
 from splittime.runner.form_process import FormLook, Looked
 from splittime.runner.form_walk import FormPlace
-from splittime.runner.form_workers import FormGone, FormProcess, FormProcesses
+from splittime.runner.form_workers import FormGone, FormProcess, FormProcesses, refused
 
 MOST_ALIVE = 16  # processes
 MOST_BYTES = 512 << 20  # of all of them, by their last answers
@@ -37,9 +37,12 @@ class FarForms:
         self._alive: OrderedDict[FarForm, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, form: "FarForm") -> None:
-        """This form is to have a process. Waits until there is room for one."""
+    def begin(self, form: "FarForm", is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """This form is to have a process. Waits until there is room for one. Raises FormGone if nobody wants it any
+        more."""
         while not self._makes_room(form):
+            if not is_wanted():
+                raise FormGone
             time.sleep(ROOM_S)
 
     def note(self, form: "FarForm") -> None:
@@ -85,16 +88,15 @@ class FarForms:
 
 
 class FarForm:
-    """One form. begin: a process that has compiled it."""
+    """One form. begin: a process that has compiled it; None: the first look has it compiled, late."""
 
-    def __init__(self, grammar: str, owner: str, all_: FarForms, begin: FormProcess) -> None:
+    def __init__(self, grammar: str, owner: str, all_: FarForms, begin: FormProcess | None = None) -> None:
         self._grammar, self.owner, self._all = grammar, owner, all_
         self._process: FormProcess | None = begin
         self._asked: deque[tuple[FormLook, Future[Looked]]] = deque()
         self._is_asking = False
         self._lock = threading.Lock()
         self._num_walks, self._ended = 0, list[int]()
-        all_.begin(self)
 
     @property
     def is_asked(self) -> bool:
@@ -150,7 +152,8 @@ class FarForm:
                 if process is None:
                     self._all.begin(self)
                     process = self._process = self._all.processes.start()
-                    process.compile(self._grammar)
+                    if words := process.compile(self._grammar).said:
+                        raise refused(words)
                 answer = process.ask(
                     FormLook(look.walk, look.outputs, look.num_sure, look.end_token_ids, ended), Looked
                 )

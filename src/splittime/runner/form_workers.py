@@ -127,3 +127,7 @@ def too_costly(limits: str) -> RequestError:
     hint = "make the form simpler: shorter repetitions, fewer patterns that must hold together, fewer alternatives"
     words = f"the answer cannot be held to this form: it takes more than {limits}"
     return RequestError(words, code="grammar", param="grammar", hint=hint)
+
+
+def refused(words: str) -> RequestError:
+    return RequestError(f"the answer cannot be held to this form: {words}", code="grammar", param="grammar")

@@ -14,7 +14,8 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import llguidance
 
@@ -25,7 +26,7 @@ from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_process import LIMITS, STACK_BYTES, Tried, compiled
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
-from splittime.runner.form_workers import FormProcess, FormProcesses
+from splittime.runner.form_workers import FormProcess, FormProcesses, refused
 from splittime.runner.kept_forms import KeptForms
 from splittime.runner.machine import num_cores
 
@@ -35,16 +36,20 @@ MOST_GROWN_BYTES = 1 << 20  # when it was tried, likewise
 MOST_NEAR_STATES = 20_000  # that walks leave in a form here: at most some 15 MB
 LEAST_NEAR_BYTES = 512 << 10  # of a form that walks here
 WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
-MOST_WALKS = 256  # of a form that was compiled once: then it is compiled anew, and what they left is gone
+MOST_WALKS = 256  # of a form that was compiled once: for who comes then it is compiled anew, and what they left is gone
 _starts = threading.Lock()  # the stack's size is the process's, and is set for the start of a thread
 
 
-class NearForm(NamedTuple):
-    """A form that walks here."""
+class NearForm:
+    """A form that walks here. num_bytes: when it was compiled."""
 
-    begin: llguidance.LLMatcher
-    num_bytes: int
-    walks: list[None]
+    def __init__(self, begin: llguidance.LLMatcher, num_bytes: int) -> None:
+        self.begin, self.num_bytes, self.num_walks = begin, num_bytes, 0
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether so many have walked it that it is to be compiled anew; who was let in before that still may."""
+        return self.num_walks >= MOST_WALKS
 
 
 class Grammars:
@@ -60,6 +65,7 @@ class Grammars:
         self._processes = FormProcesses(tokenizer, vocab_size, limits)
         self.far = FarForms(self._processes)
         self.kept: KeptForms[NearForm | FarForm | ErrorInfo] = KeptForms()
+        self._lates: WeakValueDictionary[tuple[str, str], FarForm] = WeakValueDictionary()
         self._on_found: Callable[[str], None] | None = None
 
     def tell_found(self, on_found: Callable[[str], None]) -> None:
@@ -69,30 +75,42 @@ class Grammars:
 
     def is_known(self, grammar: str, cache_salt: str = "") -> bool:
         """Whether `compile` would answer at once."""
-        return self.kept.has(owner_of(cache_salt), grammar)
+        return self._found(grammar, owner_of(cache_salt)) is not None
 
     def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Raises RequestError for a grammar that cannot be. Takes from some milliseconds to some seconds. is_wanted:
         where it says no, this ends soon, whatever it was doing."""
-        self._form(grammar, owner_of(cache_salt), is_wanted)
+        owner = owner_of(cache_salt)
+        found = self._found(grammar, owner)
+        if found is None:
+            found, num_bytes = self._made(grammar, owner, is_wanted)
+            self.kept.keep(owner, grammar, found, num_bytes)
+        if isinstance(found, ErrorInfo):
+            raise error_from_info(found)
 
     def walk(self, grammar: str, cache_salt: str = "") -> GrammarWalk | FarWalk:
-        """Returns a walk that begins. Raises RequestError as `compile` does."""
+        """Returns a walk that begins, at once: what is not kept any more its first look has compiled. Raises
+        RequestError where it is known that it cannot be."""
         owner = owner_of(cache_salt)
-        if not self.kept.has(owner, grammar):
-            log.warning("a form is compiled in a step: more came since its request did than are kept")
-        form = self._form(grammar, owner, lambda: True)
+        form = self.kept.get(owner, grammar) or self._late(grammar, owner)
+        if isinstance(form, ErrorInfo):
+            raise error_from_info(form)
         if isinstance(form, FarForm):
             return form.walk()
         self._note_walk(form, grammar, owner)
         return GrammarWalk(form.begin, partial(self.kept.drop, owner, grammar))
 
+    def _late(self, grammar: str, owner: str) -> FarForm:
+        """Returns a form that is not kept, one for all who walk it at the time."""
+        form = self._lates.get((owner, grammar))
+        if form is None:
+            form = self._lates[owner, grammar] = FarForm(grammar, owner, self.far)
+        return form
+
     def _note_walk(self, form: NearForm, grammar: str, owner: str) -> None:
-        form.walks.append(None)
-        if len(form.walks) >= MOST_WALKS:
-            self.kept.drop(owner, grammar)
-        elif len(form.walks) % 16 == 0:  # not each time: this looks through all that are kept
-            self.kept.keep(owner, grammar, form, form.num_bytes + len(form.walks) * WALKED_BYTES)
+        form.num_walks += 1
+        if form.num_walks % 16 == 0:  # not each time: this looks through all that are kept
+            self.kept.keep(owner, grammar, form, form.num_bytes + form.num_walks * WALKED_BYTES)
 
     def masks(self) -> FormMasks:
         """Returns what looks where its walks are. Raises RequestError for a tokenizer that cannot be read."""
@@ -103,14 +121,9 @@ class Grammars:
         """Ends all processes."""
         self._processes.close()
 
-    def _form(self, grammar: str, owner: str, is_wanted: Callable[[], bool]) -> NearForm | FarForm:
+    def _found(self, grammar: str, owner: str) -> NearForm | FarForm | ErrorInfo | None:
         found = self.kept.get(owner, grammar)
-        if found is None:
-            found, num_bytes = self._made(grammar, owner, is_wanted)
-            self.kept.keep(owner, grammar, found, num_bytes)
-        if isinstance(found, ErrorInfo):
-            raise error_from_info(found)
-        return found
+        return None if isinstance(found, NearForm) and found.is_worn else found
 
     def _made(
         self, grammar: str, owner: str, is_wanted: Callable[[], bool]
@@ -123,9 +136,11 @@ class Grammars:
         except RequestError as error:
             return error.info, 0
         if tried.said:
-            return _refused(tried.said), 0
+            return refused(tried.said).info, 0
         if not tried.is_small or tried.slowest_ns > SLOW_NS or tried.num_grown_bytes > MOST_GROWN_BYTES:
-            return FarForm(grammar, owner, self.far, process), 0
+            form = FarForm(grammar, owner, self.far, process)
+            self.far.begin(form, is_wanted)
+            return form, 0
         return _near(tokenizer, grammar, tried, process)
 
     def _known_tokenizer(self) -> Any:
@@ -147,13 +162,9 @@ def _near(tokenizer: Any, grammar: str, tried: Tried, process: FormProcess) -> t
     process.end()
     begin = _compile(tokenizer, grammar)
     if begin.is_error():
-        return _refused(said(begin)), 0
+        return refused(said(begin)).info, 0
     num_bytes = max(tried.num_bytes, LEAST_NEAR_BYTES)
-    return NearForm(begin, num_bytes, []), num_bytes
-
-
-def _refused(words: str) -> ErrorInfo:
-    return RequestError(f"the answer cannot be held to this form: {words}", code="grammar", param="grammar").info
+    return NearForm(begin, num_bytes), num_bytes
 
 
 def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
