@@ -1,10 +1,16 @@
 """A key's limits count work: answers, texts that are embedded or ranked, and texts that are only counted."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from splittime.server.app import PATHS
+from splittime.server.counted import CountedText
+from splittime.text.process import Encode
+from splittime.text.worker import framed
+from splittime.web.http import Disconnected
+from splittime.web.tenants import TENANT
 
 from .conftest import LiveServer, say
 
@@ -118,3 +124,33 @@ def test_every_path_that_works_on_a_body_of_a_key_is_counted_or_named_here(live)
         *("/wake_up", "/kv/blocks", "/ledger/hops", "/ledger/what-if"),
     }
     assert {path for method, path, _ in PATHS if method == "POST"} == counted | of_operators_or_light
+
+
+@pytest.mark.parametrize("was_begun", [True, False])
+def test_work_on_a_text_that_is_left_is_charged_once_it_was_begun(live, monkeypatch, was_begun: bool) -> None:
+    tasks, service = [], live.service
+    submit = service.texts.submit
+
+    def noted(work, **sharer):
+        tasks.append(submit(work, **sharer))
+        tasks[-1].num_tries = int(was_begun)
+        return tasks[-1]
+
+    async def leave() -> None:
+        """The client leaves when its text has been given to the workers."""
+        scope = {"headers": [], TENANT: few(live).tenant}
+
+        async def receive():
+            while not tasks:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(Disconnected), CountedText(service, scope, receive) as text:
+            await text.done(0, lambda: framed(Encode(("a b c " * 100,), True)))
+
+    monkeypatch.setattr(service.texts, "submit", noted)
+    asyncio.run_coroutine_threadsafe(leave(), live.loop).result(60)
+    expected = service.admission.estimate_tokens(600) if was_begun else 0
+    assert tasks[0].size == 600
+    assert (few(live).used_tokens, few(live).num_open) == (expected, 0)
+    assert (expected > 0) is was_begun

@@ -47,6 +47,7 @@ UPSTREAM_MAY_TRY = (408, 421, 425)  # 4xx that are about the exchange
 OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not meet
     {
         *("deadline", "slo_ttft", "deadline_exceeded", "grammars_queue_full", "queued_prompt_tokens", "queued_texts"),
+        "queued_bodies",
         *("open_prefills", "request_too_large", "context_length_exceeded", "string_above_max_length"),
     }
 )

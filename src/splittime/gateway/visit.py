@@ -38,8 +38,9 @@ from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http
 from splittime.web.quota import QuotaUse
-from splittime.web.short_turns import read_beside
+from splittime.web.reading import BodySender, read_beside
 from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import Sharer
 
 now_ns = time.monotonic_ns
 SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope
@@ -58,6 +59,7 @@ class GatewayVisit:
     ) -> None:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
         self.tenant = tenant_of(scope)
+        self._sender = BodySender(Sharer(self.tenant.name, self.tenant.weight), receive)
         self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger, gateway.version, gateway.audit)
         self._turn: CacheTurn | None = None
         self._first_token_by_ns: int | None = None
@@ -75,7 +77,7 @@ class GatewayVisit:
     async def serve(self) -> None:
         self.gateway.enter(self)
         try:
-            await self._watched(self._degraded(await self._come_in()))
+            await self._watched(await self._degraded(await self._come_in()))
         except http.Disconnected:
             self.account.cancelled_ns = self.account.cancelled_ns or now_ns()
             self.account.close(FinishReason.ABORT, None)
@@ -119,7 +121,10 @@ class GatewayVisit:
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         assumed = config.queue.assumed_max_tokens
-        told, policy = await read_beside(len(body), forwarded, self._path, body, assumed), self.gateway.policy
+        told, policy = (
+            await read_beside(self._sender, len(body), forwarded, self._path, body, assumed),
+            self.gateway.policy,
+        )
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
         self._quota.count_as(request.answers, now_ns())
         policy.require(request)
@@ -149,7 +154,7 @@ class GatewayVisit:
         """Forward it, and cancel that at once when the client goes away."""
         loop = asyncio.get_running_loop()
         work = self._work = loop.create_task(self._answer(request))
-        gone = loop.create_task(self._until_gone())
+        gone = loop.create_task(http.until_gone(self._receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not (self._source is not None and self._source.is_answered):
@@ -169,12 +174,12 @@ class GatewayVisit:
         finally:
             del work  # whose error has this frame
 
-    def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
+    async def _degraded(self, request: ForwardedRequest) -> ForwardedRequest:
         """Returns what the ladder's stages that are entered now make of a request."""
         gateway, level = self.gateway, self.gateway.ladder.observe(now_ns())
         if level:
             stages, assumed = gateway.ladder.stages[:level], gateway.config.queue.assumed_max_tokens
-            made = lesser(request, stages, assumed)
+            made = await read_beside(self._sender, len(request.body), lesser, request, stages, assumed)
             if made.stage:
                 self._lesser = made
                 self.account.request, self.account.degraded = self._estimated(made.request), made.stage
@@ -185,10 +190,6 @@ class GatewayVisit:
     def _source(self) -> Relay | Giving | None:
         """Where the answer comes from, as far as that is known."""
         return self._given or (self._forwarding.relay if self._forwarding is not None else None)
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     def end_early(self, error: ErrorInfo) -> None:
         """The gateway shuts down: end it with this error."""

@@ -3,7 +3,7 @@ that generates nothing (`/tokenize`, `/detokenize`, `count_tokens`) as one reque
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from splittime.text.process import TextDone
 from splittime.text.worker import FramedWork, TextTask
 from splittime.web import http
 from splittime.web.quota import Quota, QuotaUse
+from splittime.web.reading import BodySender, read_beside
 from splittime.web.tenants import tenant_of
 from splittime.web.told_tenant import sharer_of
 
@@ -78,19 +79,23 @@ class CountedText:
         if self._use is not None:
             self._use.leave(self._used_tokens, now_ns())
 
-    async def done(self, work: FramedWork) -> TextDone:
-        """Returns what came of it. Given up when the client goes: what it left behind would stand before others'
-        texts."""
+    async def done(self, num_bytes: int, framed_work: Callable[..., FramedWork], *args: object) -> TextDone:
+        """Returns what came of it. framed_work: makes of the body, of so many bytes, what is to be done. Given up when
+        the client goes: what it left behind would stand before others' texts. What was begun by then is charged."""
+        with refusals_counted(self._service):
+            work = await read_beside(BodySender(self._sharer, self._receive), num_bytes, framed_work, *args)
         task = self._service.texts.submit(work, tenant=self._sharer.name, weight=self._sharer.weight)
         watcher = asyncio.get_running_loop().create_task(self._drop_when_gone(task))
         try:
             done = await task.done
+        except http.Disconnected:
+            self._used_tokens += self._service.admission.estimate_tokens(task.size) if task.num_tries else 0
+            raise
         finally:
             watcher.cancel()
         self._used_tokens += sum(done.whole_lens)
         return done
 
     async def _drop_when_gone(self, task: TextTask) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await http.until_gone(self._receive)
         self._service.texts.drop(task, http.Disconnected())

@@ -26,7 +26,6 @@ from splittime.server.service import Service
 from splittime.text.process import Decode, Encode, Render
 from splittime.text.worker import FramedWork, framed
 from splittime.web import http
-from splittime.web.short_turns import read_beside
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
 
@@ -111,7 +110,7 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     model = service.require_model()
     with CountedText(service, scope, receive) as text:
         body = await _read_body(service, scope, receive)
-        done = await text.done(await read_beside(len(body), _tokenize_work, body, model))
+        done = await text.done(len(body), _tokenize_work, body, model)
     await http.respond(send, done.answer)
 
 
@@ -132,7 +131,7 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     model = service.require_model()
     with CountedText(service, scope, receive) as text:
         body = await _read_body(service, scope, receive)
-        done = await text.done(await read_beside(len(body), _detokenize_work, body, model))
+        done = await text.done(len(body), _detokenize_work, body, model)
     await http.respond(send, msgspec.json.encode(Text(done.text)))
 
 

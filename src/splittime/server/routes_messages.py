@@ -19,7 +19,7 @@ from splittime.server.visit import GivenBody
 from splittime.text.process import Render
 from splittime.text.worker import FramedWork, framed
 from splittime.web import http
-from splittime.web.short_turns import read_beside
+from splittime.web.reading import BodySender
 
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -38,7 +38,7 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
             body = await http.read_body_in_time(
                 scope, receive, service.config.max_body_bytes, service.config.body_timeout_s
             )
-            done = await text.done(await read_beside(len(body), _counted_work, body, service, model))
+            done = await text.done(len(body), _counted_work, body, service, model)
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
@@ -70,7 +70,7 @@ class MessageExchange:
     def __init__(self, service: Service, scope: http.Scope) -> None:
         self._config, self._scope, self._marks = service.config, scope, service.marks
 
-    async def chat_of(self, body: bytes) -> GivenBody:
+    async def chat_of(self, sender: BodySender, body: bytes) -> GivenBody:
         """Returns what reads a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
         return GivenBody(len(body), partial(self._chat_of, body))

@@ -16,12 +16,14 @@ from splittime.api.response_items import Item, items_of
 from splittime.api.responses import ResponsesBody, functions_of
 from splittime.api.schema import ChatBody
 from splittime.core.errors import RequestError
+from splittime.server.counted import refusals_counted
 from splittime.server.service import Service
 from splittime.server.translation import TranslatedAnswer, TranslatedVisit
 from splittime.server.visit import GivenBody
 from splittime.web import http
-from splittime.web.short_turns import read_beside
+from splittime.web.reading import BodySender, read_beside
 from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import sharer_of
 
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -41,9 +43,11 @@ async def retrieve(service: Service, scope: http.Scope, receive: http.Receive, s
 async def list_input(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with what a stored response had as input."""
     response_id = scope[http.PATH_REST]
-    kept = service.responses.get(tenant_of(scope).name, response_id, "response_id")
-    items = kept.conversation.items[: kept.num_input]
-    page = await read_beside(kept.size, input_items, response_id, items, http.query(scope))
+    tenant = tenant_of(scope)
+    kept = service.responses.get(tenant.name, response_id, "response_id")
+    items, sender = kept.conversation.items[: kept.num_input], BodySender(sharer_of(scope, tenant), receive)
+    with refusals_counted(service):
+        page = await read_beside(sender, kept.size, input_items, response_id, items, http.query(scope))
     await http.respond(send, page)
 
 
@@ -74,9 +78,9 @@ class ResponseExchange:
         self._asked: dict[str, Any] = {}
         self._conversation = Conversation()  # up to the answer
 
-    async def chat_of(self, body: bytes) -> GivenBody:
+    async def chat_of(self, sender: BodySender, body: bytes) -> GivenBody:
         """Returns what reads a chat's body that asks for this response. Raises what the client must be told."""
-        given, own = await read_beside(len(body), self._given_in, body)
+        given, own = await read_beside(sender, len(body), self._given_in, body)
         is_kept, earlier = self._is_kept(given), self._earlier(given)
         return GivenBody(len(body) + earlier.size, partial(self._chat, given, own, earlier, is_kept))
 

@@ -7,8 +7,9 @@ from typing import Any
 from splittime.server.service import Service
 from splittime.server.visit import GivenBody, Visit
 from splittime.web import http
+from splittime.web.reading import BodySender
 
-ChatOf = Callable[[bytes], Awaitable[GivenBody]]
+ChatOf = Callable[[BodySender, bytes], Awaitable[GivenBody]]
 
 
 class TranslatedVisit(Visit):
@@ -20,8 +21,8 @@ class TranslatedVisit(Visit):
         super().__init__(service, "chat", scope, receive, send)
         self._chat_of = chat_of
 
-    async def _given_by(self, body: bytes) -> GivenBody:
-        return await self._chat_of(body)
+    async def _given_by(self, sender: BodySender, body: bytes) -> GivenBody:
+        return await self._chat_of(sender, body)
 
 
 class TranslatedAnswer:

@@ -33,7 +33,7 @@ from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
 from splittime.web.quota import QuotaUse
-from splittime.web.short_turns import read_beside
+from splittime.web.reading import BodySender, read_beside
 from splittime.web.tenants import tenant_of
 from splittime.web.told_tenant import Sharer, notices_of_head, sharer_of
 
@@ -161,10 +161,12 @@ class Visit:
     async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
         config = self.service.config
         body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
-        given = await self._given_by(body)
-        return await read_beside(given.num_bytes, self._asked_by, given.read, model)
+        sender = BodySender(self._sharer, self._receive)
+        with counted.refusals_counted(self.service):
+            given = await self._given_by(sender, body)
+            return await read_beside(sender, given.num_bytes, self._asked_by, given.read, model)
 
-    async def _given_by(self, body: bytes) -> "GivenBody":
+    async def _given_by(self, sender: BodySender, body: bytes) -> "GivenBody":
         kind, is_strict = ENDPOINTS[self.endpoint].body, self.service.config.strict
         return GivenBody(len(body), partial(decode_body, body, kind, is_strict=is_strict))
 
@@ -226,8 +228,7 @@ class Visit:
 
     async def _watch(self) -> None:
         """Notice the client's going away, whatever the request is doing."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await http.until_gone(self._receive)
         self._is_gone = True
         if self._prompts is not None:
             self._prompts.drop()

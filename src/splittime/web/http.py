@@ -54,6 +54,12 @@ class Disconnected(Exception):
     """The client went away before its request was complete. Nobody is there to be told."""
 
 
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def receive_nothing() -> Message:
     return {"type": "http.disconnect"}
 
