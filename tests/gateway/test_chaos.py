@@ -142,9 +142,10 @@ def test_a_storm(hostile, tmp_path):
 
 def assert_each_attempt_is_asked_once(hostile, accounts, before) -> None:
     known = {attempt.request_id for account in accounts for attempt in account.attempts}
-    asked = Counter(h["x-request-id"] for name in STORM for h, _ in hostile.asked[name][before[name] :])
+    heads = [head for name in STORM for head, _ in hostile.asked[name][before[name] :]]
+    asked = Counter(head["x-request-id"] for head in heads if "x-request-id" in head)  # a breaker's checks have none
     assert max(asked.values()) <= 2
-    twice = {name for name in STORM for h, _ in hostile.asked[name][before[name] :] if asked[h["x-request-id"]] > 1}
+    twice = {name for name in STORM for h, _ in hostile.asked[name][before[name] :] if asked[h.get("x-request-id")] > 1}
     assert twice <= {"hangup"}  # on a connection that was kept, which it closes without a byte
     assert set(asked) <= known
 

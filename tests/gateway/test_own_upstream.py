@@ -114,7 +114,7 @@ def test_a_server_with_a_queue_is_given_fewer_at_once(tmp_path):
         with gateway_of(tmp_path, text) as gateway, ThreadPoolExecutor(16) as threads:
             asked = [threads.submit(gateway.ask, "splittime-code", max_tokens=8) for _ in range(48)]
             assert {one.result()[0] for one in asked} == {200}
-            assert gateway.get("/stats")["upstreams"][0]["limit"] <= 8
+            assert gateway.get("/stats")["upstreams"][0]["limit"] < 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
