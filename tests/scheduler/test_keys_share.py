@@ -198,3 +198,25 @@ def test_drafts_leave_a_block_for_each_who_runs(num_blocks: int, has_drafts: boo
     plan = planned(scheduler, 30)
     assert any(row.draft_token_ids for row in plan.rows) == has_drafts
     assert scheduler.cache.num_free >= min(3, num_blocks - 6)
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_what_a_key_had_while_nobody_wanted_it_is_not_held_against_it(runs_on: bool) -> None:
+    """One key decodes much, another is admitted last: the first one's next prompt does not wait for a flood of the
+    other's prompts."""
+    scheduler = make_scheduler(
+        max_num_seqs=64, max_num_batched_tokens=64, max_model_len=4000, num_blocks=8000, enable_prefix_caching=False
+    )
+    for number in range(8):
+        add(scheduler, f"busy{number}", 1, max_tokens=500 if runs_on else 100, tenant="busy")
+    step(scheduler, 10)
+    add(scheduler, "late", 1, now_ns=15, max_tokens=500 if runs_on else 1, tenant="late")
+    for now_ns in range(20, 1500, 10):
+        if scheduler.has_requests:
+            step(scheduler, now_ns)
+    for number in range(60):
+        add(scheduler, f"flood{number}", 200, now_ns=1505, max_tokens=20, tenant="late")
+    step(scheduler, 1510)
+    add(scheduler, "hello", 4, now_ns=1515, max_tokens=5, tenant="busy")
+    begun = [set(shape(step(scheduler, now_ns)[0])) for now_ns in range(1520, 1560, 10)]
+    assert any("hello" in names for names in begun)

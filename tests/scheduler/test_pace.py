@@ -1,6 +1,8 @@
 """The time of steps is shared among keys: rows sit out where they make another key's tokens late, and not where not."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, shape
 
 from splittime.core.step import RowResult, StepPlan, StepResult
@@ -64,3 +66,105 @@ def test_who_sits_out_stalls_for_the_policy_and_a_key_alone_never_does() -> None
     assert (account.stage, account.cause) == (Stage.DECODE_STALL, Cause.POLICY)
     scheduler.abort("one", now_ns)
     assert set(shape(timed_step(scheduler, now_ns, 0, 1000)[0])) == {"a", "b", "c"}
+
+
+def stream_beside(
+    others: list[tuple[str, int, int]], base_ns: int, row_ns: int, steps: int = 120, budget: int = 64
+) -> tuple[float, int]:
+    """Returns how much slower a stream is than alone beside others, and the most steps in a row without it. others: the
+    key of each request, its prompt and its tokens; who has ended comes again, under the next key of as many `*`."""
+    scheduler = make_scheduler(
+        max_num_seqs=16, max_model_len=4000, num_blocks=4000, max_num_batched_tokens=budget, enable_prefix_caching=False
+    )
+    add(scheduler, "stream", 1, max_tokens=3000, tenant="stream")
+    now_ns = 10
+    for _ in range(3):
+        _, now_ns = timed_step(scheduler, now_ns, base_ns, row_ns)
+    began_ns, missed, most_missed, num_rows = now_ns, 0, 0, 0
+    for number in range(steps):
+        for place, (key, num_prompt, max_tokens) in enumerate(others):
+            if not any(name.startswith(f"{place}-") for name in scheduler.request_ids) and number >= place:
+                tenant = key.replace("*", str(number))
+                add(scheduler, f"{place}-{number}", num_prompt, now_ns, max_tokens, tenant=tenant)
+        plan, now_ns = timed_step(scheduler, now_ns, base_ns, row_ns)
+        missed = 0 if "stream" in shape(plan) else missed + 1
+        most_missed, num_rows = max(missed, most_missed), num_rows + (not missed)
+    return (now_ns - began_ns) / num_rows / (base_ns + row_ns), most_missed
+
+
+@pytest.mark.parametrize("keys", ["abcd", "****"])
+@pytest.mark.parametrize("num_prompt", [1, 8, 16])
+@pytest.mark.parametrize("base_ns", [0, 100_000])
+def test_short_requests_of_others_keep_no_stream_from_its_rows(keys: str, num_prompt: int, base_ns: int) -> None:
+    _, most_missed = stream_beside([(key, num_prompt, 1) for key in keys], base_ns, 1000, budget=16)
+    assert most_missed <= len(keys)
+
+
+requests_of_others = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(requests_of_others, st.sampled_from([0, 1000, 5000, 100_000]))
+def test_a_stream_has_its_share_of_the_time_whatever_other_keys_ask_for(
+    others: list[tuple[str, int, int]], base_ns: int
+) -> None:
+    num_keys = 1 + len({key for key, _, _ in others})
+    slowed, most_missed = stream_beside(others, base_ns, 1000)
+    assert slowed <= 1.25 * num_keys
+    assert most_missed <= 4 * num_keys
+
+
+def test_a_key_that_cannot_have_rows_lets_the_others_go_on_and_marks_nothing() -> None:
+    """Its prompt is too large for the blocks that the other leaves."""
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=400, num_blocks=100)
+    for number in range(3):
+        add(scheduler, f"small{number}", 16, max_tokens=90, tenant="many")
+    now_ns = 10
+    for _ in range(3):
+        _, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+    add(scheduler, "large", 370, now_ns=now_ns, max_tokens=2, tenant="one")
+    before = len(scheduler._states["small0"].account.marks)
+    for _ in range(50):
+        plan, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+        assert set(shape(plan)) == {"small0", "small1", "small2"}
+    assert len(scheduler._states["small0"].account.marks) == before
+
+
+def test_who_awaits_what_may_come_keeps_that_cause_while_its_key_sits_out_and_while_paused() -> None:
+    scheduler = make_scheduler(max_num_seqs=8, num_blocks=400, max_model_len=400)
+    for name in "abcdef":
+        add(scheduler, name, 1, max_tokens=90, tenant="many")
+    _, now_ns = timed_step(scheduler, 10, 0, 1000)
+    plan = scheduler.plan(now_ns)
+    assert plan is not None
+    now_ns += 6000
+    rows = [
+        RowResult(row.request_id, () if row.request_id == "a" else (7,), is_late=row.request_id == "a")
+        for row in plan.rows
+    ]
+    scheduler.commit(plan, StepResult(plan.step_id, tuple(rows)), now_ns)
+    add(scheduler, "one", 1, now_ns=now_ns, max_tokens=40, tenant="one")
+    sat_out = False
+    for _ in range(6):
+        plan, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+        sat_out |= "b" not in shape(plan)
+        assert scheduler._states["a"].account.cause is Cause.GRAMMAR
+    assert sat_out
+    scheduler.configure({"paused": True})
+    assert scheduler.plan(now_ns) is None
+    assert scheduler._states["a"].account.cause is Cause.GRAMMAR
+    assert scheduler._states["b"].account.cause is Cause.PAUSED
+
+
+def test_nobody_owes_for_steps_that_its_key_had_alone() -> None:
+    scheduler = make_scheduler(max_num_seqs=16, num_blocks=400, max_model_len=400)
+    for number in range(8):
+        add(scheduler, f"many{number}", 1, max_tokens=90, tenant="many")
+    _, now_ns = timed_step(scheduler, 10, 0, 1000)
+    add(scheduler, "one", 1, now_ns=now_ns, max_tokens=1, tenant="one")
+    for _ in range(3):  # the second is charged
+        _, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+    add(scheduler, "other", 1, now_ns=now_ns, max_tokens=9, tenant="other")
+    assert len(shape(timed_step(scheduler, now_ns, 0, 1000)[0])) == 9

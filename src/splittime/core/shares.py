@@ -2,8 +2,8 @@
 
 Each key has a counter of what it was served, divided by its weight: the virtual token counter of Sheng et al.,
 "Fairness in Serving Large Language Models" (OSDI 2024). Of those who wait, the key with the least is next; of equal
-ones, whose turn was longest ago. A key that begins to wait starts where the least of the waiting is, or whoever was
-served last if nobody waits: so nobody saves up, and a newcomer owes nothing for what was served before it came.
+ones, whose turn was longest ago. A key that begins to wait starts where the least of the others is that run or wait,
+or the greatest ever where there is none: so nobody saves up, and nobody owes for what it had while it was alone.
 
 Counters are whole numbers, so that it makes no difference in which portions something is counted.
 """
@@ -15,14 +15,14 @@ MOST_REMEMBERED = 4096  # keys whose counters are kept
 
 
 class KeyShare:
-    """What one key has had. unit: what its counter grows by for each that it is served. num_waiting: that wait for
-    something of it."""
+    """What one key has had. unit: what its counter grows by for each that it is served. num_waiting, num_running: that
+    wait for something of it, and that were served and go on. spent_ns: of the time of steps (`scheduler.pace`)."""
 
-    __slots__ = ("counter", "name", "num_waiting", "turn", "unit", "weight")
+    __slots__ = ("counter", "name", "num_running", "num_waiting", "spent_ns", "turn", "unit", "weight")
 
     def __init__(self, name: str, weight: float = 1.0) -> None:
         self.name = name
-        self.counter = self.num_waiting = self.turn = 0
+        self.counter = self.num_waiting = self.num_running = self.turn = self.spent_ns = 0
         self.weigh(weight)
 
     def weigh(self, weight: float) -> None:
@@ -38,12 +38,13 @@ class KeyShare:
 
 
 class KeyShares:
-    """waiting: the keys that wait, each with how many do (`KeyShare.num_waiting`)."""
+    """waiting: the keys that wait, each with how many do (`KeyShare.num_waiting`). running: likewise."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, KeyShare] = {}
+        self.running: dict[str, KeyShare] = {}
         self._known: OrderedDict[str, KeyShare] = OrderedDict()
-        self._served_last = KeyShare("")
+        self._greatest = 0  # counter of those that have gone
         self._num_turns = 0
 
     def of(self, name: str, weight: float = 1.0) -> KeyShare:
@@ -61,7 +62,8 @@ class KeyShares:
     def wait(self, share: KeyShare) -> None:
         """One more waits."""
         if not share.num_waiting:
-            least = min((other.counter for other in self.waiting.values()), default=self._served_last.counter)
+            others = (self.running | self.waiting).values()
+            least = min((other.counter for other in others if other is not share), default=self._greatest)
             share.counter = max(share.counter, least)
             self.waiting[share.name] = share
         share.num_waiting += 1
@@ -74,7 +76,19 @@ class KeyShares:
         if is_served:
             self._num_turns += 1
             share.turn = self._num_turns
-            self._served_last = share
+        self._greatest = max(self._greatest, share.counter)
+
+    def run(self, share: KeyShare) -> None:
+        """One goes on that was served."""
+        share.num_running += 1
+        self.running[share.name] = share
+
+    def stop(self, share: KeyShare) -> None:
+        """One of those has ended, or waits again."""
+        share.num_running -= 1
+        if not share.num_running:
+            del self.running[share.name]
+        self._greatest = max(self._greatest, share.counter)
 
     def first(self) -> KeyShare | None:
         """Returns whose turn it is; None if nobody waits."""
@@ -86,8 +100,9 @@ class KeyShares:
         return sorted(self.waiting.values(), key=_order)
 
     def _forget_oldest(self) -> None:
-        """Forget a key that does not wait, if there is one."""
-        name = next((name for name, share in self._known.items() if not share.num_waiting), None)
+        """Forget a key that has nothing here, if there is one."""
+        gone = (name for name, share in self._known.items() if not share.num_waiting and not share.num_running)
+        name = next(gone, None)
         if name is not None:
             del self._known[name]
 

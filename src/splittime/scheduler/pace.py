@@ -1,17 +1,23 @@
 """How keys share the time of steps: whose rows sit one out.
 
-A step takes as long for one row as for all that are in it. Where the rows of one key make the steps of another longer
-than its share of them justifies, they sit out until the other has caught up. Each key has a counter of the time of its
-steps, by its share of their tokens and by its weight; who has more than the least sits out, if a step of all takes
-longer than one of the least key alone by more than the weights allow: twice as long for two equal keys. Where a batch
-costs little more than a row, as on a card, nobody does.
+A step takes as long for one row as for all that are in it. So the time of a step is shared among the keys in it, by
+their tokens and weights (`KeyShare.spent_ns`), against a level: what one that always got its share has spent. Who has
+spent more owes, and sits out while others have rows, until the level has come up to it. Three rules keep that from
+being felt more than it helps:
 
-What a step of a key alone takes is seen when the others sit out. Where that is not known, or not any more
-(`LOOK_EVERY`), it is taken to be as much less as it had fewer of the tokens.
+* A step is charged only where it is dear: where one of its keys alone would have been faster by more than the weights
+  allow, twice as fast for two equal keys. What that takes is learnt from the steps (`core.row_costs`), and seen by
+  charging one in `LOOK_EVERY` whatever it is. Where a batch costs little more than a row, as on a card, nobody owes.
+* Nobody owes more than the step that it was in. The level rises whoever comes, so how long somebody sits out hangs on
+  its own debt and on the weights of those that share, and not on newcomers: these begin at the level.
+* A key that has no row in a step, and does not sit it out, has no part in it: it saves nothing up by waiting, and who
+  goes on without it owes nothing.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from splittime.core.row_costs import RowCosts
 from splittime.core.shares import UNIT, KeyShare
 from splittime.core.step import Row
 from splittime.scheduler.state import RequestState
@@ -19,32 +25,38 @@ from splittime.scheduler.state import RequestState
 LOOK_EVERY = 64  # steps of several keys
 
 
+class PacedStep(NamedTuple):
+    """tokens: of each key with rows. is_plain: each row decodes one token, without drafts."""
+
+    planned_ns: int
+    tokens: dict[str, int]
+    shares: dict[str, KeyShare]
+    sit_out: Mapping[str, KeyShare]
+    is_plain: bool
+
+
 class KeyPace:
     """Only where several keys have requests."""
 
     def __init__(self) -> None:
-        self._spent: dict[str, int] = {}
-        self._alone_ns: dict[str, float] = {}
-        self._longest_ns = 0  # what the latest step of several keys took
-        self._parts: dict[str, float] = {}  # of its tokens
-        self._planned: dict[int, tuple[int, dict[str, tuple[int, KeyShare]], bool]] = {}
-        self._num_together = 0
+        self._level_ns = 0  # of a key of weight 1
+        self._costs = RowCosts()  # of tokens
+        self._planned: dict[int, PacedStep] = {}
+        self._tokens: dict[str, int] = {}  # that keys with a part in the latest step have in one
+        self._num_together = self._together_ns = 0  # steps in which no key sat out; what the latest took
         self._committed_ns = 0
 
-    def who_sits_out(self, shares: Mapping[str, KeyShare]) -> Collection[str]:
+    def who_sits_out(self, shares: Mapping[str, KeyShare], running: Iterable[RequestState]) -> dict[str, KeyShare]:
         """shares: of the keys that run or wait. Changes nothing: a plan that comes to nothing is in no record."""
-        spent = self._spent_by(shares)
-        least = min(shares, key=lambda name: (spent[name], name))
-        alone_ns = self._alone_ns.get(least, self._longest_ns * self._parts.get(least, 0.0))
-        bound = sum(each.weight for each in shares.values()) / shares[least].weight
-        if alone_ns and self._longest_ns <= alone_ns * bound:
-            return ()
-        return [name for name in shares if spent[name] > spent[least]]
+        owing = {name: share for name, share in shares.items() if share.spent_ns > self._level_ns}
+        helps = owing and any(
+            state.share.name not in owing and state.gets_row and not state.is_ahead for state in running
+        )
+        return owing if helps else {}
 
-    def _spent_by(self, shares: Mapping[str, KeyShare]) -> dict[str, int]:
-        known = {name: spent for name, spent in self._spent.items() if name in shares}
-        start = min(known.values(), default=0) - 1  # a newcomer comes first
-        return {name: known.get(name, start) for name in shares}
+    def stay_alone(self, share: KeyShare) -> None:
+        """One key has requests: it owes nobody."""
+        self._level_ns = max(self._level_ns, share.spent_ns)
 
     def begin(
         self,
@@ -52,32 +64,66 @@ class KeyPace:
         now_ns: int,
         rows: Iterable[Row],
         by_id: Mapping[str, RequestState],
-        shares: Mapping[str, KeyShare],
+        sit_out: Mapping[str, KeyShare],
     ) -> None:
-        """A step was planned, while these keys ran or waited."""
-        self._spent = self._spent_by(shares)
-        tokens: dict[str, tuple[int, KeyShare]] = {}
-        decodes = True
+        """A step was planned, while several keys ran or waited."""
+        tokens: dict[str, int] = {}
+        shares: dict[str, KeyShare] = {}
+        is_plain = True
         for row in rows:
-            share = by_id[row.request_id].share
-            tokens[share.name] = (tokens.get(share.name, (0, share))[0] + row.num_tokens, share)
-            decodes = decodes and len(row.token_ids) == 1
-        self._planned[step_id] = (now_ns, tokens, decodes)
+            state = by_id[row.request_id]
+            is_plain = is_plain and row.num_tokens == 1
+            if not state.is_ahead:
+                name = state.share.name
+                shares[name] = state.share
+                tokens[name] = tokens.get(name, 0) + row.num_tokens
+        self._planned[step_id] = PacedStep(now_ns, tokens, shares, sit_out, is_plain)
 
     def end(self, step_id: int, now_ns: int) -> None:
-        """Learn what the step took, which was committed now."""
-        planned_ns, tokens, decodes = self._planned.pop(step_id, (0, {}, False))
-        took_ns = now_ns - max(planned_ns, self._committed_ns)
+        """Learn what the step took, which was committed now, and share it."""
+        step = self._planned.pop(step_id, None)
+        began_ns = max(step.planned_ns if step else 0, self._committed_ns)
         self._committed_ns = now_ns
-        total = sum(count for count, _ in tokens.values())
-        for name, (count, share) in tokens.items():
-            if name in self._spent:
-                self._spent[name] += took_ns * count * share.unit // (total * UNIT)
-        if len(tokens) == 1 and decodes:
-            self._alone_ns[next(iter(tokens))] = took_ns
-        elif len(tokens) > 1:
-            self._longest_ns = took_ns
-            self._parts = {name: count / total for name, (count, _) in tokens.items()}
-            self._num_together += 1
-            if self._num_together % LOOK_EVERY == 0:
-                self._alone_ns.clear()
+        if step is None or not step.tokens:
+            return
+        took_ns = now_ns - began_ns
+        if step.is_plain:
+            self._costs.learn(sum(step.tokens.values()), took_ns)
+        self._share(step, took_ns)
+
+    def _share(self, step: PacedStep, took_ns: int) -> None:
+        parts = {**step.sit_out, **step.shares}
+        for name, share in parts.items():
+            if name not in self._tokens:
+                share.spent_ns = max(share.spent_ns, self._level_ns)
+        self._tokens = {name: step.tokens.get(name) or self._tokens.get(name, 0) for name in parts}
+        weight = sum(share.weight for share in parts.values())
+        level_ns = self._level_ns + int(took_ns / weight)
+        if self._is_dear(step, parts, took_ns, weight):
+            self._charge(step, took_ns, level_ns)
+            level_ns = max(level_ns, min(share.spent_ns for share in parts.values()))
+        else:
+            for share in parts.values():
+                share.spent_ns = level_ns
+        self._level_ns = level_ns
+
+    def _charge(self, step: PacedStep, took_ns: int, level_ns: int) -> None:
+        total = sum(step.tokens.values())
+        for name, share in step.shares.items():
+            spent_ns = share.spent_ns + took_ns * step.tokens[name] * share.unit // (total * UNIT)
+            share.spent_ns = min(spent_ns, max(share.spent_ns, level_ns + took_ns * share.unit // UNIT))
+
+    def _is_dear(self, step: PacedStep, parts: Mapping[str, KeyShare], took_ns: int, weight: float) -> bool:
+        """Whether a step of all takes longer than one of them alone by more than the weights allow, or that is to be
+        seen."""
+        if len(parts) == 1:
+            return False
+        if step.sit_out:
+            took_ns = max(took_ns, self._together_ns)
+        else:
+            self._num_together, self._together_ns = self._num_together + 1, took_ns
+        is_looked_at = not step.sit_out and self._num_together % LOOK_EVERY == 1
+        return is_looked_at or any(
+            took_ns * share.weight > weight * self._costs.expected_ns(self._tokens[name])
+            for name, share in parts.items()
+        )

@@ -52,10 +52,11 @@ class Planner:
             return None
         self._has_made_way = False
         shares = self._shares()
-        sitting_out = self.pace.who_sits_out(shares) if len(shares) > 1 else ()
+        sitting_out = self.pace.who_sits_out(shares, requests.running)
         rows, admitted, budget = self._plan_rows(now_ns, sitting_out)
-        if sitting_out and not rows and not admitted:  # for whom they do has nothing to compute now
-            rows, admitted, budget = self._plan_rows(now_ns, ())
+        if sitting_out and not rows:  # for whom they do has given its blocks away
+            sitting_out = {}
+            rows, admitted, budget = self._plan_rows(now_ns, sitting_out)
         if not rows:
             return None
         sizes = (budget.num_decodes, config.max_num_batched_tokens, len(requests.running))
@@ -63,7 +64,9 @@ class Planner:
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         if shares:
-            self.pace.begin(self._step_id, now_ns, rows, requests.by_id, shares)
+            self.pace.begin(self._step_id, now_ns, rows, requests.by_id, sitting_out)
+        elif requests.running:
+            self.pace.stay_alone(requests.running[0].share)
         offloads, restores = requests.cache.take_moves()
         released, preempted = requests.take_released()
         moves = offloads, restores
@@ -72,11 +75,8 @@ class Planner:
 
     def _shares(self) -> dict[str, KeyShare]:
         """Returns the keys that run or wait; none where one alone has requests."""
-        requests = self._requests
-        if not requests.is_shared:
-            return {}
-        running = {state.share.name: state.share for state in requests.running if not state.is_ahead}
-        return running | requests.queue.shares.waiting
+        shares = self._requests.queue.shares
+        return shares.running | shares.waiting if self._requests.is_shared else {}
 
     def _plan_rows(
         self, now_ns: int, sitting_out: Collection[str]
@@ -129,15 +129,16 @@ class Planner:
     def _plan_decodes(self, rows: list[Row], now_ns: int, sitting_out: Collection[str]) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.
         Returns those with more to catch up."""
-        running, cache = self._requests.running, self._requests.cache
-        block_size, in_flight = cache.block_size, self._requests.in_flight if sitting_out else ()
+        requests = self._requests
+        running, cache = requests.running, requests.cache
+        block_size, in_flight = cache.block_size, requests.in_flight if sitting_out else ()
         behind: list[RequestState] = []
         position = 0
         while position < len(running):
             state = running[position]
             if sitting_out and state.share.name in sitting_out:
                 position += 1
-                if state not in in_flight:
+                if state not in in_flight and not requests.awaits_form(state):
                     state.stall(Cause.POLICY, now_ns)
                 continue
             num_computed, num_promised = state.num_computed, state.num_promised
@@ -210,5 +211,5 @@ class Planner:
         if first is not None:
             requests.queue.wait(now_ns, first, Cause.PAUSED, Cause.PAUSED)
         for state in requests.running:
-            if not requests.is_in_flight(state):
+            if not requests.is_in_flight(state) and not requests.awaits_form(state):
                 state.stall(Cause.PAUSED, now_ns)

@@ -115,6 +115,7 @@ class Requests:
             self.prompts_ahead.begin(state)
         else:
             self.queue.leave(state, is_admitted=True)
+            self.queue.shares.run(state.share)
         state.num_computed = num_cached_tokens
         bisect.insort(self.running, state, key=rank_of)
         if state.num_cached_tokens is None:
@@ -132,7 +133,7 @@ class Requests:
     def preempt(self, victim: RequestState, now_ns: int) -> None:
         """Take its blocks back; what it had computed is computed again, but for what the prefix cache still has. Why
         it waits from now on is said where this plan admits."""
-        self.running.remove(victim)
+        self._stop(victim)
         self._take_back(victim, is_preempted=True)
         victim.recompute_until = max(victim.recompute_until, victim.num_computed)
         victim.num_computed = victim.num_promised = 0
@@ -163,7 +164,7 @@ class Requests:
         elif state in self.prompts_ahead:
             self.prompts_ahead.remove(state)
         else:
-            self.running.remove(state)
+            self._stop(state)
         self._take_back(state)
         del self.by_id[state.request_id]
         self._forget_key(state.request.tenant)
@@ -172,6 +173,11 @@ class Requests:
         state.account.enter(Stage.DELIVER, now_ns)
         state.account.close(now_ns)
         return end_output(state, reason, now_ns, error, token_ids, logprobs, prompt_logprobs, pooled)
+
+    def _stop(self, state: RequestState) -> None:
+        self.running.remove(state)
+        if not state.is_ahead:
+            self.queue.shares.stop(state.share)
 
     def _forget_key(self, tenant: str) -> None:
         self.keys[tenant] -= 1
@@ -212,6 +218,10 @@ class Requests:
             self._awaiting.remove(state)
             state.plan_until = state.max_num_tokens
         return had_to_wait
+
+    def awaits_form(self, state: RequestState) -> bool:
+        """Whether it gets no row until it is known what may come."""
+        return state in self._awaiting
 
     @property
     def may_run(self) -> bool:
@@ -264,6 +274,9 @@ class Requests:
         assert self.running == sorted(self.running, key=rank_of)
         assert self.speculation.active | self._awaiting <= set(self.running)
         assert all(state.plan_until == 0 and state.num_pending == 1 for state in self._awaiting)
+        assert Counter(state.share.name for state in self.running if not state.is_ahead) == {
+            name: share.num_running for name, share in self.queue.shares.running.items()
+        }
         self.queue.check()
         self.held.check()
         self.adapter_slots.check()

@@ -124,6 +124,12 @@ class RequestState:
         return len(self.token_ids) + self.num_promised - self.num_computed
 
     @property
+    def gets_row(self) -> bool:
+        """Whether it has something to compute in a step that is planned now."""
+        num_tokens = len(self.token_ids) + self.num_promised
+        return num_tokens - self.num_computed >= self.least_behind or num_tokens < self.plan_until
+
+    @property
     def is_recomputing(self) -> bool:
         return self.num_computed < self.recompute_until
 

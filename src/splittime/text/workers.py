@@ -119,8 +119,8 @@ class TextQueue:
         if share is None:
             return None
         task = self._lines[share.name][0]
-        self.remove(task, is_served=True)
         share.charge(task.size)
+        self.remove(task, is_served=True)
         return task
 
     def remove(self, task: TextTask, *, is_served: bool = False) -> None:
