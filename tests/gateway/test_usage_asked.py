@@ -186,6 +186,13 @@ def test_what_was_answered_without_the_field_is_asked_so_from_then_on(num_refuse
     assert to.tells_usage == level
 
 
+def test_who_was_asked_for_less_has_refused_nothing():
+    to = upstream()
+    UsageAsked(forwarded("/v1/completions", body_of(), 16), to).note_answered(200)
+    UsageAsked(forwarded("/v1/completions", body_of(stream=False), 16), to).note_answered(200)
+    assert to.tells_usage == EACH_CHUNK
+
+
 def test_what_the_client_asked_itself_is_refused_to_the_client():
     to = upstream()
     own = UsageAsked(forwarded("/v1/completions", body_of(stream_options={"include_usage": True}), 16), to)
