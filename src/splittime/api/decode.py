@@ -42,6 +42,7 @@ Kind = TypeVar("Kind")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _TOO_LONG = re.compile(r"Expected `array` of length <= (\d+)")
+_TOO_LONG_TEXT = re.compile(r"Expected `str` of length <= (\d+)")
 _PLACE = re.compile(r"(?: - at `\$([^`]*)`)?$")
 _AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 
@@ -214,6 +215,10 @@ def _refusal(message: str, kind: type[Strict]) -> RequestError:
         limit = int(too_long[1])
         said = f"{param} has more than {limit} entries"
         return RequestError(said, param=param, limit=limit, hint=f"send at most {limit} in one request")
+    if too_long_text := _TOO_LONG_TEXT.match(message):
+        limit = int(too_long_text[1])
+        said, hint = f"{param} has more than {limit} characters", f"send at most {limit}, or a hash of what is longer"
+        return RequestError(said, code="string_above_max_length", param=param, limit=limit, hint=hint)
     what: str = located[1] if located else message
     return RequestError(f"{param}: {what}" if param else what, code="invalid_type", param=param)
 

@@ -26,7 +26,7 @@ from splittime.api.cutting import KeepLast, keep_last
 from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model
-from splittime.api.schema import Strict, no_effect
+from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.core.sampling import SamplingParams
@@ -50,10 +50,10 @@ class EmbeddingBody(Strict, kw_only=True):
         Meta(description="So many first values, normalised again. A model's files may say which numbers it allows."),
     ] = None
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
-    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("a text gets them.")] = None
     truncate_prompt_tokens: KeepLast = None
-    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from splittime.api.schema import CacheControl, Strict, no_effect
+from splittime.api.schema import CacheControl, Label, Strict, no_effect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
@@ -158,7 +158,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: Annotated[dict[str, Any] | None, no_effect("labels of the client's.")] = None
-    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
+    service_tier: Annotated[Label | None, no_effect("there is one tier.")] = None
 
     def to_chat(self) -> dict[str, Any]:
         """Returns a chat's body. A stream's chunks count tokens, since the first event tells those of the prompt."""

@@ -17,7 +17,16 @@ from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
-from splittime.api.schema import OPENS_ANSWER, TEMPLATE_VARIABLES, ChatBody, CompletionBody, Message, Strict, ToolGiven
+from splittime.api.schema import (
+    OPENS_ANSWER,
+    TEMPLATE_VARIABLES,
+    ChatBody,
+    CompletionBody,
+    Label,
+    Message,
+    Strict,
+    ToolGiven,
+)
 from splittime.core.errors import RequestError
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.ledger.account import PREFILL
@@ -32,7 +41,7 @@ class PrefillBody(Strict, kw_only=True):
     add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
-    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
 
 
 class PrefillAnswer(msgspec.Struct, kw_only=True):

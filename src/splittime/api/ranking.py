@@ -33,7 +33,7 @@ from splittime.api.embeddings import EmbeddingUsage
 from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, check_model
-from splittime.api.schema import Strict, no_effect
+from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.sampling import LOGITS, SCORE, SamplingParams
 from splittime.text.answer_marks import AnswerMarks
@@ -62,7 +62,7 @@ class RerankBody(Strict, kw_only=True):
     instruction: Annotated[str | None, TASK] = None
     return_documents: Annotated[bool | None, Meta(description="Default: true.")] = None
     truncate_prompt_tokens: KeepLast = None
-    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
 
 
 class ScoreBody(Strict, kw_only=True):
@@ -71,7 +71,7 @@ class ScoreBody(Strict, kw_only=True):
     model: Annotated[str | None, MODEL] = None
     instruction: Annotated[str | None, TASK] = None
     truncate_prompt_tokens: KeepLast = None
-    user: Annotated[str | None, no_effect("a label of the client's.")] = None
+    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
 
 
 class RankedText(msgspec.Struct):

@@ -25,16 +25,17 @@ Told = dict[str, Any]  # an event, an item or a response, as it is written
 def asked_fields(
     body: ResponsesBody, functions: Sequence[OfferedFunction], defaults: Mapping[str, float | int], *, is_kept: bool
 ) -> Told:
-    """Returns the fields of a response that say what was asked, and what became of what was not. defaults: the model's,
-    of sampling. is_kept: the response is to be stored."""
+    """Returns the fields of a response that say what was asked, and what became of what was not. What may be long is
+    written here, once, beside the event loop: a stream tells it three times. defaults: the model's, of sampling.
+    is_kept: the response is to be stored."""
     sampled = {name: _sampled(body, defaults, name) for name in SAMPLED}
     return {
-        "instructions": body.instructions,
+        "instructions": _written(body.instructions),
         "previous_response_id": body.previous_response_id,
         "max_output_tokens": body.max_output_tokens,
         **sampled,
-        "text": {"format": _format(body)},
-        "tools": [_tool(function) for function in functions],
+        "text": _written({"format": _format(body)}),
+        "tools": _written([_tool(function) for function in functions]),
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "metadata": body.metadata or {},
@@ -55,6 +56,10 @@ WITHOUT_CHOICE: Told = {
     "top_logprobs": 0,
     "truncation": "disabled",
 }
+
+
+def _written(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _sampled(body: ResponsesBody, defaults: Mapping[str, float | int], name: str) -> float:

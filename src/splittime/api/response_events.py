@@ -103,20 +103,22 @@ class ResponseEvents:
     def feed(self, body: bytes) -> bytes:
         """Returns the events that these bytes complete."""
         *events, self._rest = (self._rest + body).split(b"\n\n")
-        return b"".join(map(self._translated, events))
+        return b"".join(piece for event in events for piece in self._translated(event))
 
-    def _translated(self, event: bytes) -> bytes:
+    def _translated(self, event: bytes) -> Iterator[bytes]:
         data = event.removeprefix(b"data: ")
-        if not data.startswith(b"{"):
-            return event + b"\n\n"  # the end mark
-        return b"".join(map(self._written, self._events_of(orjson.loads(data))))
+        if data.startswith(b"{"):
+            for told in self._events_of(orjson.loads(data)):
+                yield from self._written(told)
+        else:
+            yield event + b"\n\n"  # the end mark
 
-    def _written(self, told: Told) -> bytes:
-        """Returns the event's bytes. A schema that it repeats may have numbers of more than 64 bits, which orjson does
-        not write."""
+    def _written(self, told: Told) -> tuple[bytes, ...]:
+        """Returns the event's bytes in pieces, as what it repeats may be long. A schema there may have numbers of more
+        than 64 bits, which orjson does not write."""
         numbered = {"type": told["type"], "sequence_number": self._num_events, **told}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), msgspec.json.encode(numbered))
+        return b"event: %b\ndata: " % told["type"].encode(), msgspec.json.encode(numbered), b"\n\n"
 
     def _events_of(self, chunk: Told) -> Iterator[Told]:
         if "error" in chunk:

@@ -16,7 +16,7 @@ from splittime.api.response_items import (
     instructed,
     refused,
 )
-from splittime.api.schema import FunctionTool, JsonObjectFormat, TextFormat, no_effect
+from splittime.api.schema import FunctionTool, JsonObjectFormat, Label, TextFormat, no_effect
 from splittime.core.errors import RequestError
 
 MAX_METADATA = 16
@@ -108,11 +108,11 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    user: Annotated[str | None, no_effect("a label of the client's.")] = None
-    safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
-    prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up.")] = None
-    prompt_cache_retention: Annotated[str | None, no_effect("prefixes stay while there is room.")] = None
-    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
+    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[Label | None, no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[Label | None, no_effect("every prompt's prefix is looked up.")] = None
+    prompt_cache_retention: Annotated[Label | None, no_effect("prefixes stay while there is room.")] = None
+    service_tier: Annotated[Label | None, no_effect("there is one tier.")] = None
     background: Annotated[Literal[False] | None, refused("background")] = None
     include: Annotated[Nothing | None, refused("include")] = None
     reasoning: Annotated[NoReasoning | None, refused("reasoning")] = None

@@ -37,6 +37,9 @@ def no_effect(description: str) -> Meta:
     return Meta(description=f"No effect: {description}", extra_json_schema={"x-effect": "none"})
 
 
+MAX_LABEL_CHARS = 512
+Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]  # of the client's: answers repeat some, more than once
+
 Choices = Annotated[list[str], Meta(min_length=1)]
 A_FORM = "The answer is held to it. One form at most, and not with ignore_eos."
 
@@ -163,15 +166,15 @@ class GenerationBody(ForeignFields, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int | None, Meta(description="Lower goes first, under the priority policy.")] = None
-    cache_salt: Annotated[str | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
     response_format: Annotated[AnswerFormat | None, Meta(description=A_FORM)] = None
     store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
-    user: Annotated[str | None, no_effect("a label of the client's.")] = None
-    safety_identifier: Annotated[str | None, no_effect("a label of the client's.")] = None
-    prompt_cache_key: Annotated[str | None, no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
+    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[Label | None, no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[Label | None, no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
     metadata: Annotated[dict[str, str] | None, no_effect("labels for stored answers; none are stored.")] = None
-    service_tier: Annotated[str | None, no_effect("there is one tier.")] = None
+    service_tier: Annotated[Label | None, no_effect("there is one tier.")] = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
