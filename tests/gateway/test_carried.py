@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.upstreams import Router, Upstream
+from splittime.gateway.verdict import GOOD, AnswerVerdict, Whose
 from splittime.gateway.versions.carried import upstreams_of
 from splittime.web.quota import MINUTE_NS, Quota
 from splittime.web.tenants import Tenant
@@ -92,6 +93,18 @@ def test_an_open_breaker_stays_open_unless_its_key_is_another(change):
     mended = Version(made(key="mended"), before=after)
     assert mended[0].breaker.allows(NOW_NS)
     assert not mended[0].lacks("/v1/rerank", "m", NOW_NS)
+
+
+def test_a_key_that_is_refused_is_known_until_an_answer_or_another_key():
+    before = Version(made())
+    refused = AnswerVerdict(Whose.KEY, "upstream_401")
+    before[0].hear(refused, "/v1/rerank", "m", NOW_NS)
+    after = Version(made(failures=3), before=before)
+    assert (after[0].failing, after[0].is_key_refused) == ("upstream_401", True)
+    mended = Version(made(key="mended"), before=after)
+    assert (mended[0].failing, mended[0].is_key_refused) == ("", False)
+    after[0].hear(GOOD, "/v1/rerank", "m", NOW_NS)
+    assert (after[0].failing, after[0].is_key_refused) == ("", False)
 
 
 def test_equal_configs_share_one_upstream():
