@@ -22,7 +22,8 @@ from splittime.runner import far_forms, form_masks, form_size
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot, Slots
 from splittime.runner.far_forms import FarWalk
-from splittime.runner.form_masks import FormMasks, FoundMasks
+from splittime.runner.form_looks import FoundMask, FoundMasks
+from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk
 from splittime.runner.form_workers import FormGone
@@ -68,7 +69,7 @@ def slot_of(known: Grammars, grammar: str, outputs: list[int], name: str = "r") 
     return slot
 
 
-def looked(walk: FarWalk | GrammarWalk, outputs: list[int], num_sure: int) -> form_masks.FoundMask:
+def looked(walk: FarWalk | GrammarWalk, outputs: list[int], num_sure: int) -> FoundMask:
     place = FormPlace(walk, np.array(outputs, np.int64), num_sure, (0,))
     found = walk.look(place).result(60) if isinstance(walk, FarWalk) else FormMasks(4096, 0, 1).look([place])
     return found[place.key]
@@ -336,13 +337,77 @@ def test_a_form_that_is_slow_only_later_costs_its_request_alone(known: Grammars)
     assert looked(walked(known, LARGE), ids("x"), 1).allowed is not None
 
 
-def test_a_form_whose_parser_gave_up_is_compiled_anew(known: Grammars) -> None:
-    grammar = grammars.of_choice(["a b", "b"], "choice")
-    walk = walked(known, grammar)
-    walked(known, grammar)
-    assert known.is_known(grammar)
-    assert looked(walk, ids("zz"), len(ids("zz"))).error is not None
-    assert not known.is_known(grammar)
+AMBIGUOUS = grammars.of_lark(
+    "start: /[0-9]{100}/ x\nx: "
+    + " | ".join(f"y{number}" for number in range(60))
+    + "".join(f"\ny{number}: x /[a-z0-9 ]/ x | /[a-z]/" for number in range(60)),
+    "grammar",
+)
+
+
+def test_a_form_that_takes_too_much_here_goes_on_elsewhere_with_its_request(known: Grammars) -> None:
+    """Behind more tokens than it was tried with. Its row sits out once; then it has the masks of one that was there
+    from the beginning, and the next request begins there."""
+    found: list[str] = []
+    masks, outputs = FormMasks(4096, 0, 1, found.append), ids("1" * 100)
+    slot = slot_of(known, AMBIGUOUS, outputs)
+    assert isinstance(slot.grammar, GrammarWalk)
+    begin_ns = time.thread_time_ns()
+    assert "Too many items" in looked(known.walk(AMBIGUOUS), outputs, len(outputs)).error.message
+    assert time.thread_time_ns() - begin_ns < 25_000_000  # of 36 ms that the mask takes
+    masks.begin([slot], [len(outputs)])
+    wait(masks._begun.values())
+    assert not masks.take([slot], [len(outputs)])
+    assert (slot.is_late, slot.error, type(slot.grammar)) == (True, None, FarWalk)
+    slot.late_mask[1].result(60)
+    assert found == ["r"]
+    (allowed,) = masks.take([slot], [len(outputs)]).values()
+    assert [bool(has_bits(allowed, 4096)[ids(letter)[0]]) for letter in "a5"] == [True, False]
+    assert isinstance(known.walk(AMBIGUOUS), FarWalk)
+
+
+def test_where_nobody_can_be_told_the_step_waits_for_what_goes_on_elsewhere(known: Grammars) -> None:
+    known.kept.drop("", AMBIGUOUS)
+    outputs = ids("1" * 100)
+    slot = slot_of(known, AMBIGUOUS, outputs)
+    assert list(FormMasks(4096, 0, 1).take([slot], [len(outputs)])) == [0]
+    assert isinstance(slot.grammar, FarWalk)
+
+
+def test_an_answer_that_no_parser_knows_fails_with_what_the_process_says(known: Grammars) -> None:
+    masks, outputs = FormMasks(4096, 0, 1), ids("zz")
+    slot = slot_of(known, grammars.of_choice(["a b", "b"], "choice"), outputs)
+    assert not masks.take([slot], [len(outputs)])
+    assert (slot.error.status, slot.error.code) == (400, "grammar")
+
+
+def test_a_step_waits_no_longer_for_walks_than_for_masks(known: Grammars) -> None:
+    masks, slot = FormMasks(4096, 0, 1), slot_of(known, of_schema({}), [])
+    with masks._walking:  # as a thread has them that looks for long
+        begin_s = time.monotonic()
+        assert masks.look_ahead([slot], finds_forced=True) == [()]
+        assert time.monotonic() - begin_s < 1
+        assert (masks._found, len(masks._begun)) == ({}, 1)
+    assert list(masks.take([slot], [0])) == [0]
+
+
+def test_owners_wait_for_their_own_looks_alone(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for little goes first, and one that is asked for much holds up nobody else's step."""
+    masks, slots = FormMasks(4096, 0, 1, [].append), [slot_of(known, of_schema({}), [], str(one)) for one in range(3)]
+    slots[2].grammar.owner = "other"
+    told, looks_at, may_go = [], masks.look, threading.Event()
+
+    def look(places: list[FormPlace], parser: object) -> FoundMasks:
+        told.append([place.walk.owner for place in places])
+        assert len(told) < 2 or may_go.wait(20)
+        return looks_at(places)
+
+    monkeypatch.setattr(masks, "look", look)
+    masks.begin(slots, [0] * 3)
+    assert masks._begun[masks._asked[2][2]].result(20)
+    assert list(masks.take(slots, [0] * 3)) == [2]
+    may_go.set()
+    assert told == [["other"], ["", ""]]
 
 
 def test_processes_end_with_who_asked(known: Grammars) -> None:
@@ -381,7 +446,7 @@ class HeldWalk:
 
     def tell(self) -> None:
         place, told = self.looks[-1]
-        told.set_result({place.key: form_masks.FoundMask(np.full(128, 7, np.uint32))})
+        told.set_result({place.key: FoundMask(np.full(128, 7, np.uint32))})
 
 
 def test_a_late_mask_holds_up_its_own_row_alone_and_is_asked_for_once(known: Grammars) -> None:
@@ -421,7 +486,7 @@ def test_a_draft_whose_mask_is_late_counts_as_wrong_and_the_row_goes_on(known: G
     slot.grammar, slot.tokens[2] = held, ids('"')[0]
     masks.begin([slot, slot], [1, 2])
     place, told = held.looks[0]
-    told.set_result({place.key: form_masks.FoundMask(np.full(128, 7, np.uint32))})
+    told.set_result({place.key: FoundMask(np.full(128, 7, np.uint32))})
     assert list(masks.take([slot, slot], [1, 2])) == [0]
     assert (slot.is_late, slot.dead_end, slot.error) == (False, 2, None)
 

@@ -17,7 +17,8 @@ from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slot
-from splittime.runner.form_masks import QUICK_NS, SLOW_NS, FormMasks
+from splittime.runner.form_looks import SLOW_NS
+from splittime.runner.form_masks import QUICK_NS, FormMasks
 from splittime.runner.form_walk import MOST_FORCED, FormPlace, GrammarWalk
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
@@ -304,13 +305,17 @@ def test_where_nothing_may_come_a_draft_is_a_dead_end_and_an_answer_an_error(kno
     assert "allows no token" in stuck.error.message
 
 
-def test_a_mistake_of_the_parser_ends_one_request_alone(known: Grammars) -> None:
-    grammar, masks = grammars.of_choice(["abc"], "choice"), known.masks()
-    good, bad = slot_of(known, grammar, []), slot_of(known, grammar, [])
-    bad.grammar.matcher = object()
-    assert list(masks.take([bad, good], [0, 0])) == [1]
+def test_a_mistake_of_the_parser_ends_one_request_alone_unless_it_can_go_on_elsewhere(known: Grammars) -> None:
+    grammar, masks = grammars.of_choice(["abcd"], "choice"), known.masks()
+    good, bad, moved = (slot_of(known, grammar, []) for _ in range(3))
+    for slot in (bad, moved):
+        slot.grammar.matcher = object()
+    bad.grammar.elsewhere = None
+    masks_of = masks.take([bad, good, moved], [0, 0, 0])
+    assert list(masks_of) == [1, 2]
+    assert (masks_of[1] == masks_of[2]).all()
     assert "AttributeError" in bad.error or "TypeError" in bad.error
-    assert good.error is None
+    assert (good.error, moved.error) == (None, None)
 
 
 def test_the_wait_for_a_mask_is_told_once(known: Grammars) -> None:
@@ -366,10 +371,11 @@ def test_the_wait_for_the_thread_is_no_part_of_a_look(known: Grammars, monkeypat
     now_ns, masks = [0], known.masks()
 
     class LongLock:
-        def __enter__(self) -> None:
-            now_ns[0] += 10 * QUICK_NS
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            now_ns[0] += QUICK_NS // 2 if blocking else 0
+            return blocking and timeout <= QUICK_NS / 1e9
 
-        def __exit__(self, *failure: object) -> None: ...
+        def release(self) -> None: ...
 
     masks._walking = LongLock()
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_ns[0])

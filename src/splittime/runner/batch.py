@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
     from concurrent.futures import Future
 
     from splittime.runner.far_forms import FarWalk
-    from splittime.runner.form_masks import FormMasks, FoundMasks
+    from splittime.runner.form_looks import FoundMasks
+    from splittime.runner.form_masks import FormMasks
     from splittime.runner.form_walk import GrammarWalk, Key
     from splittime.runner.grammars import Grammars
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from splittime.core.errors import SplittimeError
-from splittime.runner.form_masks import FoundMask, FoundMasks
+from splittime.runner.form_looks import FoundMask, FoundMasks
 from splittime.runner.form_process import FormLook, Looked
 from splittime.runner.form_walk import FormPlace
 from splittime.runner.form_workers import FormGone, FormProcess, FormProcesses, refused

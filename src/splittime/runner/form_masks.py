@@ -12,59 +12,40 @@ A token that ends a request is no part of a grammar: it may come wherever the an
 come where it must.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
 
-from splittime.core.errors import ErrorInfo, RequestError
 from splittime.kernels.draw import one_bit
-from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, key_of, too_much
+from splittime.runner.form_looks import INTERRUPTS, FormLooks, FoundMask, FoundMasks
+from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, key_of
 from splittime.runner.mask_lines import MaskLines
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot
 
-INTERRUPTS = (KeyboardInterrupt, SystemExit)  # a mistake of the parser is no Exception, and none of these
 QUICK_NS = 1_000_000  # a thread that finds less, for a step, costs more by waking, and by taking turns, than it saves
-SLOW_NS = 2 * QUICK_NS  # for one place: a look as long as this counts, though it may have been interrupted
 LATE_NS = QUICK_NS // 2  # which a step waits for masks, of all its answers together
 LATE_ALONE_NS = 5 * QUICK_NS  # where all of its answers wait for one
 
 
-class FoundMask(NamedTuple):
-    """allowed: which tokens may come, as in `sampler.Allowed`; None where a draft cannot be, so that what follows it is
-    of no interest. error: why the request ends."""
-
-    allowed: np.ndarray | None = None
-    error: str | ErrorInfo | None = None
-
-
-FoundMasks = dict[Key, FoundMask]
-
-
-class FormMasks:
-    """The masks of one model's answers. eos_token_id: what the parser takes for the end. num_threads: the parser's.
-    on_found: is told the id of a request whose mask was late, when it is there, unless the request has lost its slot.
-    None: no step goes on without one."""
+class FormMasks(FormLooks):
+    """The masks of one model's answers. on_found: is told the id of a request whose mask was late, when it is there,
+    unless the request has lost its slot. None: no step goes on without one."""
 
     def __init__(
         self, vocab_size: int, eos_token_id: int, num_threads: int, on_found: Callable[[str], None] | None = None
     ) -> None:
-        self._vocab_size, self._eos_token_id, self._num_threads = vocab_size, eos_token_id, num_threads
+        super().__init__(vocab_size, eos_token_id, num_threads)
         self._thread = ThreadPoolExecutor(1, "masks")
         self._on_found = on_found
         self._asked: tuple[Sequence[Slot], Sequence[int], dict[int, Key]] = (), (), {}  # last, and by line
         self._found: FoundMasks = {}
         self._begun: dict[Key, Future[FoundMasks]] = {}
-        self._walking = threading.Lock()  # walks move one at a time
         self._waited_ns = 0
-        self._looks_ns, self._look_ns = (0, 0, 0), 0  # what the last looks took, for a place, and what one likely does
         self._lines = MaskLines(0, vocab_size, eos_token_id)  # of `_go_on`
 
     def begin(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> None:
@@ -88,12 +69,20 @@ class FormMasks:
         self._found |= (known := self._known(new))
         new = [place for place in new if place.key not in known]
         if near := [place for place in new if isinstance(place.walk, GrammarWalk)]:
-            looking = self._thread.submit(self._look_together, near)
-            self._begun |= dict.fromkeys([place.key for place in near], looking)
+            self._look_beside(near)
         if len(near) < len(new):
             self._begun |= {
                 place.key: place.walk.look(place) for place in new if not isinstance(place.walk, GrammarWalk)
             }
+
+    def _look_beside(self, places: Sequence[FormPlace]) -> None:
+        """Has the thread look: who has few of these places goes first, and waits for nobody who has more."""
+        of_owner: dict[str, list[FormPlace]] = {}
+        for place in places:
+            of_owner.setdefault(place.walk.owner, []).append(place)
+        for own in sorted(of_owner.values(), key=len):
+            looking = self._thread.submit(self._look_together, own)
+            self._begun |= dict.fromkeys([place.key for place in own], looking)
 
     def look_ahead(self, slots: "Sequence[Slot]", finds_forced: bool) -> list[tuple[int, ...]]:
         """Returns what must follow what is known of each of these requests, which are held to a form, and begins to
@@ -110,7 +99,7 @@ class FormMasks:
         if left := [line for line, told in enumerate(forced) if told is None]:
             places = [_place(slots[line], slots[line].num_known - slots[line].prompt_len) for line in left]
             for at, line in enumerate(left):
-                if finds_forced and time.perf_counter_ns() < end_ns and (told := self._forced(places[at])):
+                if finds_forced and time.perf_counter_ns() < end_ns and (told := self._forced(places[at], end_ns)):
                     forced[line], places[at] = told, places[at].behind(told)
             self._submit(self._look_until(places, end_ns))
         return [told or () for told in forced]
@@ -122,12 +111,16 @@ class FormMasks:
         if time.perf_counter_ns() + len(slots) * self._look_ns > end_ns:
             return told
         lines, num_tried = self._room(len(slots)), 0
-        with self._walking:
+        if not self._has_walks_by(end_ns):
+            return told
+        try:
             begin_ns = now_ns = time.perf_counter_ns()  # the thread may have had the walks until now
             for line, slot in enumerate(slots):
                 told[line], num_tried = self._go_on_one(slot, lines, line, finds_forced), line + 1
                 if (now_ns := time.perf_counter_ns()) > end_ns:
                     break
+        finally:
+            self._walking.release()
         if told.count(None) < len(told):  # else there were no looks
             self._learn((now_ns - begin_ns) // num_tried, by_thread=False)
         return told
@@ -157,15 +150,6 @@ class FormMasks:
             self._lines = MaskLines(count, self._vocab_size, self._eos_token_id)
         return self._lines
 
-    def _learn(self, took_ns: int, *, by_thread: bool) -> None:
-        """Looks took so long, for a place. The middle one of three is likely, since one that was interrupted says
-        nothing, but not if the longest took more than an interruption: what is slow one time in three is the thread's.
-        A thread may have waited for its turn, so that what it took raises nothing."""
-        took_ns = min(took_ns, self._look_ns) if by_thread and self._look_ns else took_ns
-        self._looks_ns = *self._looks_ns[1:], took_ns
-        _, middle_ns, longest_ns = sorted(self._looks_ns)
-        self._look_ns = longest_ns if longest_ns >= SLOW_NS else middle_ns
-
     def _note(self, slot: "Slot", forced: tuple[int, ...], allowed: np.ndarray) -> None:
         """Behind what is known these tokens must come, and then what is allowed may."""
         walk, num_outputs = _walk(slot), slot.num_known - slot.prompt_len
@@ -177,21 +161,28 @@ class FormMasks:
         """Looks at these places if that is likely to be done by then, and while it is. Returns the others."""
         now_ns, likely_ns = time.perf_counter_ns(), len(places) * self._look_ns
         for at, place in enumerate(places):
-            if now_ns + likely_ns > end_ns:
+            if now_ns + likely_ns > end_ns or not self._has_walks_by(end_ns):
                 return places[at:]
-            self._found |= self.look([place])
+            try:
+                self._found |= self._looked([place], None)
+            finally:
+                self._walking.release()
             likely_ns, now_ns = 0, time.perf_counter_ns()
         return ()
 
-    def _forced(self, place: FormPlace) -> tuple[int, ...]:
-        """Returns the tokens that must follow these outputs, which are known, up to one that ends the request."""
+    def _forced(self, place: FormPlace, end_ns: int) -> tuple[int, ...]:
+        """Returns the tokens that must follow these outputs, which are known, up to one that ends the request; none
+        where the walks are not free by then."""
+        if not self._has_walks_by(end_ns):
+            return ()
         try:
-            with self._walking:
-                return tuple(place.walk.find_forced(place))
+            return tuple(place.walk.find_forced(place))
         except INTERRUPTS:
             raise
         except BaseException:  # of whatever kind the parser has: who looks there next hears of it
             return ()
+        finally:
+            self._walking.release()
 
     def take(self, slots: "Sequence[Slot]", counts: Sequence[int]) -> dict[int, np.ndarray]:
         """Returns by line which tokens may come there, as in `sampler.Allowed`, and forgets what was found elsewhere. A
@@ -206,6 +197,11 @@ class FormMasks:
                 self._sit_out(slots[line], counts[line], key)
                 continue
             found = self._found.get(key) or self._begun[key].result()[key]
+            if found.error is not None and (elsewhere := self._go_elsewhere(slots[line], counts[line])):
+                if self._on_found is not None:
+                    self._sit_out(slots[line], counts[line], elsewhere)
+                    continue
+                found = self._begun[elsewhere].result()[elsewhere]
             if found.allowed is None:
                 slots[line].end_behind(counts[line], found.error)
             else:
@@ -213,6 +209,21 @@ class FormMasks:
         self.forget()
         self._waited_ns += time.monotonic_ns() - begin_ns
         return allowed
+
+    def _go_elsewhere(self, slot: "Slot", num_outputs: int) -> Key | None:
+        """Has a request whose parser gave up here, behind what is known, go on elsewhere. Returns the place that is
+        looked at there; None where there is none."""
+        walk = slot.grammar
+        if (
+            not isinstance(walk, GrammarWalk)
+            or walk.elsewhere is None
+            or num_outputs > slot.num_known - slot.prompt_len
+        ):
+            return None
+        slot.grammar = goes_on = walk.elsewhere()
+        place = _place(slot, num_outputs)
+        self._begun[place.key] = goes_on.look(place)
+        return place.key
 
     def _late(self, keys: Iterable[Key], is_alone: bool) -> set[Key]:
         """Returns those of these masks for which the step does not wait. is_alone: nobody in it waits for none."""
@@ -243,57 +254,6 @@ class FormMasks:
         waited_ns, self._waited_ns = self._waited_ns, 0
         return waited_ns
 
-    @cached_property
-    def _parser(self) -> llguidance.LLExecutor:
-        """Has threads of its own, which whoever forks must not have."""
-        return llguidance.LLExecutor(self._num_threads)
-
-    def _look_together(self, places: Sequence[FormPlace]) -> FoundMasks:
-        return self.look(places, self._parser)
-
-    def look(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None = None) -> FoundMasks:
-        """Returns what may come at these places, looking now. parser: looks at several at once; it takes as long to ask
-        as a few masks."""
-        found: FoundMasks = {}
-        while places:  # a walk is at one place at a time
-            firsts = {place.walk: place for place in reversed(places)}
-            with self._walking:
-                known = self._known(list(firsts.values()))
-                new = [place for place in firsts.values() if place.key not in known]
-                found |= known | (self._ask(new, parser) if new else {})
-            places = [place for place in places if place.key not in found] if len(firsts) < len(places) else ()
-        return found
-
-    def _known(self, places: Sequence[FormPlace]) -> FoundMasks:
-        """Returns what may come where it is known that only that may."""
-        forced = [(place.key, place.walk.must_come(place.outputs)) for place in places]
-        return {key: FoundMask(one_bit(tokens[0], self._vocab_size)) for key, tokens in forced if tokens}
-
-    def _ask(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> FoundMasks:
-        """Returns what the parser says of these places."""
-        begin_ns = time.perf_counter_ns()
-        try:
-            whole = [place for place in places if place.walk.follow(place.outputs, place.num_sure)]
-            allowed = self._allowed(whole, parser) if whole else {}
-            took_ns = (time.perf_counter_ns() - begin_ns) * min(len(places), self._num_threads if parser else 1)
-            self._learn(took_ns // len(places), by_thread=parser is not None)
-            return {place.key: _found(place, allowed.get(place.key)) for place in places}
-        except INTERRUPTS:
-            raise
-        except BaseException as failure:  # of whatever kind the parser has: it must end one request alone
-            if len(places) == 1:
-                error = f"the form that the answer is held to: {type(failure).__name__}"
-                return {places[0].key: FoundMask(error=error)}
-            return {key: found for place in places for key, found in self._ask([place], parser).items()}
-
-    def _allowed(self, places: Sequence[FormPlace], parser: llguidance.LLExecutor | None) -> dict[Key, np.ndarray]:
-        """Returns what the parser allows, as in `FoundMask`."""
-        lines = MaskLines(len(places), self._vocab_size, self._eos_token_id)
-        lines.fill([place.walk.matcher for place in places], parser)
-        for line, place in enumerate(places):
-            lines.put_ends(line, place.walk.matcher, place.end_token_ids)
-        return dict(zip([place.key for place in places], lines.words, strict=True))
-
 
 def _place(slot: "Slot", num_outputs: int) -> FormPlace:
     assert slot.grammar is not None, "it is held to no form"
@@ -308,15 +268,3 @@ def _outputs(slot: "Slot", num_outputs: int) -> tuple[np.ndarray, int]:
 def _walk(slot: "Slot") -> GrammarWalk:
     assert isinstance(slot.grammar, GrammarWalk), "its form walks elsewhere, or it is held to none"
     return slot.grammar
-
-
-def _found(place: FormPlace, allowed: np.ndarray | None) -> FoundMask:
-    try:
-        follows = place.walk.check(place.outputs, place.num_sure)
-        if allowed is None or not follows:
-            return FoundMask()
-        if not allowed.any():
-            raise too_much("the form that the answer is held to allows no token here")
-        return FoundMask(allowed)
-    except RequestError as error:
-        return FoundMask(error=error.info)

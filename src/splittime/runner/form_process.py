@@ -13,7 +13,7 @@ import resource
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import msgspec
@@ -22,15 +22,12 @@ import numpy as np
 from splittime.core import forked
 from splittime.core.errors import ErrorInfo
 from splittime.kernels.draw import has_bits
-from splittime.runner.form_masks import FormMasks
+from splittime.runner.form_looks import FormLooks
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk, said
 
 STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
 MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
-MAX_STEP_ITEMS = 20_000  # of the parser, for a mask: some tens of milliseconds
-MOST_STATES = 250_000  # that walks leave in a form, of up to a kilobyte
-STEP_LEXER_FUEL = 5_000_000  # for a mask; the library's own 200,000 refuse four patterns of a password's length
 ANY = json.dumps({"grammars": [{"json_schema": {}}]})
 NICER = 10  # a tenth of the weight of a thread that serves
 LIMITS = forked.ForkLimits(cpu_s=1.0, memory_bytes=256 << 20)  # of compiling and of each mask; of a form in all
@@ -64,7 +61,7 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """allowed, error: as in `form_masks.FoundMask`."""
+    """allowed, error: as in `form_looks.FoundMask`."""
 
     allowed: bytes | None
     error: str | ErrorInfo | None
@@ -80,15 +77,28 @@ def described(tokenizer_json: str, vocab_size: int) -> bytes:
     return msgspec.msgpack.encode((tokenizer_json, vocab_size))
 
 
-def compiled(tokenizer: Any, grammar: str, most_states: int = MOST_STATES) -> llguidance.LLMatcher:
+class MaskLimits(NamedTuple):
+    """The bounds of the library's parser. step_items: of a mask, of each some microseconds. step_fuel: of its lexer, of
+    a mask; the library's own 200,000 refuse four patterns of a password's length. states: that walks leave in a form,
+    of up to a kilobyte."""
+
+    step_items: int = 20_000
+    step_fuel: int = 5_000_000
+    states: int = 250_000
+
+
+FAR = MaskLimits()
+
+
+def compiled(tokenizer: Any, grammar: str, limits: MaskLimits = FAR) -> llguidance.LLMatcher:
     """Compiles. It calls itself as deep as rules refer to rules, so the thread needs a stack of STACK_BYTES."""
-    limits = llguidance.LLParserLimits(
+    parser = llguidance.LLParserLimits(
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        step_max_items=MAX_STEP_ITEMS,
-        step_lexer_fuel=STEP_LEXER_FUEL,
-        max_lexer_states=most_states,
+        step_max_items=limits.step_items,
+        step_lexer_fuel=limits.step_fuel,
+        max_lexer_states=limits.states,
     )
-    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=parser)
 
 
 class FormServer:
@@ -96,7 +106,7 @@ class FormServer:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._masks = FormMasks(vocab_size, tokenizer.eos_token, 1)
+        self._looks = FormLooks(vocab_size, tokenizer.eos_token, 1)
         self._walks: dict[int, GrammarWalk] = {}
         self._begin: llguidance.LLMatcher | None = None
         self._held_bytes, self._usual = 0, Tried("")
@@ -126,7 +136,7 @@ class FormServer:
         for _ in range(TRIED_TOKENS):
             place = FormPlace(walk, outputs, len(outputs), ())
             look_ns = time.thread_time_ns()
-            found = self._masks.look([place])[place.key]
+            found = self._looks.look([place])[place.key]
             now_ns = time.thread_time_ns()
             slowest_ns = max(slowest_ns, now_ns - look_ns)
             may_come = np.flatnonzero(has_bits(found.allowed, self._vocab_size)) if found.allowed is not None else ()
@@ -141,7 +151,7 @@ class FormServer:
         assert self._begin is not None, "no form was compiled here"
         walk = self._walks.get(ask.walk) or self._walks.setdefault(ask.walk, GrammarWalk(self._begin))
         place = FormPlace(walk, np.frombuffer(ask.outputs, np.int64), ask.num_sure, ask.end_token_ids)
-        found = self._masks.look([place])[place.key]
+        found = self._looks.look([place])[place.key]
         allowed = None if found.allowed is None else found.allowed.tobytes()
         return Looked(allowed, found.error, self._num_bytes())
 

@@ -24,11 +24,13 @@ class Walk(Protocol):
 
 
 class GrammarWalk:
-    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies. on_end:
-    called when the parser gives up; what all copies share may be at its end then."""
+    """Where one request's answer stands in its grammar. begin: the compiled grammar, of which it walks copies. owner:
+    whose it is. elsewhere: where it goes on when the parser gives up; None: nowhere."""
 
-    def __init__(self, begin: llguidance.LLMatcher, on_end: Callable[[], None] = lambda: None) -> None:
-        self._begin, self.matcher, self._on_end = begin, begin.deep_copy(), on_end
+    def __init__(
+        self, begin: llguidance.LLMatcher, owner: str = "", elsewhere: Callable[[], Any] | None = None
+    ) -> None:
+        self._begin, self.matcher, self.owner, self.elsewhere = begin, begin.deep_copy(), owner, elsewhere
         self._num_sure, self._guesses = 0, list[int]()  # it has consumed so many outputs that are known, and drafts
         self._forced, self._forced_begin = list[int](), 0  # tokens that must follow so many outputs
 
@@ -92,7 +94,6 @@ class GrammarWalk:
             return False
         if self.matcher.is_error() or self._num_sure + len(self._guesses) < min(num_sure, len(outputs)):
             words = said(self.matcher) or "it does not know this answer"
-            self._on_end()
             raise too_much(f"the form that the answer is held to: {words}")
         return True
 

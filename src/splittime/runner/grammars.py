@@ -5,7 +5,8 @@ A grammar is text in llguidance's own form; `text.grammars` writes it. A strange
 in a process with limits (`form_process`), in whatever thread asks (`drive.grammar_gate` asks in some of its own, before
 the request is queued). One that is small by its text (`form_size`) and was quick there is compiled once more here, and
 each request walks a copy (`form_walk.GrammarWalk`), which follows its outputs: those that are known, and the drafts
-behind them, of which the wrong ones are taken back. Any other walks in its process (`far_forms`).
+behind them, of which the wrong ones are taken back. Any other walks in its process (`far_forms`), and so does one that
+takes too much here after all: its requests go on there (`FormMasks.take`).
 
 Forms are kept for who asked for them, by what they weigh (`kept_forms`); what failed is kept too, as its words.
 """
@@ -24,8 +25,8 @@ from splittime.core.forked import ForkLimits
 from splittime.core.request import owner_of
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
-from splittime.runner.form_process import LIMITS, STACK_BYTES, Tried, compiled
-from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk, said
+from splittime.runner.form_process import LIMITS, STACK_BYTES, MaskLimits, compiled
+from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk
 from splittime.runner.form_workers import FormProcess, FormProcesses, refused
 from splittime.runner.kept_forms import KeptForms
 from splittime.runner.machine import num_cores
@@ -33,7 +34,7 @@ from splittime.runner.machine import num_cores
 log = logging.getLogger("splittime.runner")
 SLOW_NS = 20_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process
 MOST_GROWN_BYTES = 1 << 20  # when it was tried, likewise
-MOST_NEAR_STATES = 20_000  # that walks leave in a form here: at most some 15 MB
+NEAR = MaskLimits(1_000, 500_000, 20_000)  # some 10 ms of a mask, and 15 MB: who needs more goes on in a process
 LEAST_NEAR_BYTES = 512 << 10  # of a form that walks here
 WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
 MOST_WALKS = 256  # of a form that was compiled once: for who comes then it is compiled anew, and what they left is gone
@@ -98,7 +99,13 @@ class Grammars:
         if isinstance(form, FarForm):
             return form.walk()
         self._note_walk(form, grammar, owner)
-        return GrammarWalk(form.begin, partial(self.kept.drop, owner, grammar))
+        return GrammarWalk(form.begin, owner, partial(self._go_elsewhere, grammar, owner))
+
+    def _go_elsewhere(self, grammar: str, owner: str) -> FarWalk:
+        """Returns a walk of a form that takes more than it may here: from now on all of its walks are elsewhere."""
+        form = self._late(grammar, owner)
+        self.kept.keep(owner, grammar, form, 0)
+        return form.walk()
 
     def _late(self, grammar: str, owner: str) -> FarForm:
         """Returns a form that is not kept, one for all who walk it at the time."""
@@ -138,10 +145,18 @@ class Grammars:
         if tried.said:
             return refused(tried.said).info, 0
         if not tried.is_small or tried.slowest_ns > SLOW_NS or tried.num_grown_bytes > MOST_GROWN_BYTES:
-            form = FarForm(grammar, owner, self.far, process)
-            self.far.begin(form, is_wanted)
-            return form, 0
-        return _near(tokenizer, grammar, tried, process)
+            return self._far(grammar, owner, process, is_wanted), 0
+        begin = _compile(tokenizer, grammar)
+        if begin.is_error():
+            return self._far(grammar, owner, process, is_wanted), 0
+        process.end()
+        num_bytes = max(tried.num_bytes, LEAST_NEAR_BYTES)
+        return NearForm(begin, num_bytes), num_bytes
+
+    def _far(self, grammar: str, owner: str, process: FormProcess, is_wanted: Callable[[], bool]) -> FarForm:
+        form = FarForm(grammar, owner, self.far, process)
+        self.far.begin(form, is_wanted)
+        return form
 
     def _known_tokenizer(self) -> Any:
         with self._tokenizer_lock:
@@ -158,19 +173,10 @@ class Grammars:
         return self._tokenizer
 
 
-def _near(tokenizer: Any, grammar: str, tried: Tried, process: FormProcess) -> tuple[NearForm | ErrorInfo, int]:
-    process.end()
-    begin = _compile(tokenizer, grammar)
-    if begin.is_error():
-        return refused(said(begin)).info, 0
-    num_bytes = max(tried.num_bytes, LEAST_NEAR_BYTES)
-    return NearForm(begin, num_bytes), num_bytes
-
-
 def _compile(tokenizer: Any, grammar: str) -> llguidance.LLMatcher:
     """Compiles in a thread with a stack of its own, and waits for it."""
     made: list[llguidance.LLMatcher] = []
-    work = threading.Thread(target=lambda: made.append(compiled(tokenizer, grammar, MOST_NEAR_STATES)), name="grammar")
+    work = threading.Thread(target=lambda: made.append(compiled(tokenizer, grammar, NEAR)), name="grammar")
     with _starts:
         before = threading.stack_size(STACK_BYTES)
         try:
