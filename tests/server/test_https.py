@@ -1,6 +1,7 @@
 """The same server over TLS, with a certificate made here."""
 
 import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -15,6 +16,7 @@ import pytest
 from patience import until
 from splittime.core.errors import ConfigError, EngineError
 from splittime.server.config import ServerConfig
+from splittime.web import accepting
 from splittime.wire.get_json import get_json
 from splittime.wire.scrape import ask_first
 from splittime.wire.target import Target
@@ -74,6 +76,17 @@ def test_plain_http_is_not_answered(launch, files) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200" not in client.recv(100)
+
+
+def test_a_connection_that_never_shakes_hands_is_ended(launch, files, monkeypatch) -> None:
+    monkeypatch.setattr(accepting, "HANDSHAKE_S", 0.05)
+    server = launch(config={"ssl_certfile": files[0], "ssl_keyfile": files[1]})
+    silent = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(3)]
+    begun = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    begun.sendall(b"\x16\x03\x01")  # the begin of a record
+    for one in (*silent, begun):
+        with one, contextlib.suppress(ConnectionResetError):
+            assert one.recv(100) == b""  # after a minute, by uvloop's default
 
 
 def test_a_slow_reader_over_tls_is_dropped_too(launch, files) -> None:

@@ -10,6 +10,7 @@ import uvicorn
 from splittime.web.connection import CLOSE, ConnectionProtocol
 
 ACCEPTS_PER_TURN = 16
+HANDSHAKE_S = 5.0  # of TLS: until then a connection has a descriptor, and no place that it could give to a newcomer
 
 
 class ManyAcceptingServer(uvicorn.Server):
@@ -20,6 +21,18 @@ class ManyAcceptingServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         own = list(sockets or ())
         await super().serve([*own, *(one.dup() for one in own for _ in range(ACCEPTS_PER_TURN - 1))])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does for sockets, with a bound of our own on handshakes."""
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(self._protocol, sock=one, backlog=self.config.backlog, **self._tls())
+            for one in sockets or ()
+        ]
+        self.started = True
+
+    def _tls(self) -> dict[str, Any]:
+        return {"ssl": self.config.ssl, "ssl_handshake_timeout": HANDSHAKE_S} if self.config.ssl else {}
 
     def leave(self, listener: socket.socket) -> None:
         """Stop listening where others go on to, and serve whoever the system has let in there. Each answer from here on
@@ -34,7 +47,7 @@ class ManyAcceptingServer(uvicorn.Server):
         self.server_state.default_headers.append(CLOSE)
         for open_one in self.server_state.connections:
             cast(ConnectionProtocol, open_one).end_soon()
-        adopting = (loop.connect_accepted_socket(self._protocol, one, ssl=self.config.ssl) for one in waiting)
+        adopting = (loop.connect_accepted_socket(self._protocol, one, **self._tls()) for one in waiting)
         self._adopted = asyncio.gather(*adopting, return_exceptions=True)
 
     def _protocol(self) -> asyncio.Protocol:
