@@ -25,10 +25,10 @@ class SlowCompiler:
     def __init__(self) -> None:
         self.may_go, self.asked, self.changed = threading.Event(), [], threading.Condition()
 
-    def is_known(self, grammar: str, cache_salt: str = "") -> bool:
+    def is_known(self, grammar: str, owner: str = "") -> bool:
         return grammar == "known"
 
-    def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
         with self.changed:
             self.asked.append(grammar)
             self.changed.notify_all()
@@ -39,9 +39,9 @@ class SlowCompiler:
             raise RequestError("no such grammar", param="grammar")
 
 
-def request_of(name: str, grammar: str = "", salt: str = "") -> Request:
+def request_of(name: str, grammar: str = "", tenant: str = "") -> Request:
     sampling = SamplingParams(max_tokens=2, seed=0, grammar=grammar)
-    return Request(request_id=name, prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=0, cache_salt=salt)
+    return Request(request_id=name, prompt_token_ids=(1, 2), sampling=sampling, submitted_ns=0, tenant=tenant)
 
 
 def crank_of(grammars: SlowCompiler | None) -> Crank:
@@ -134,7 +134,7 @@ def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(m
     gate = GrammarGate(compiler, told.put)
     for name in ("one", "two"):
         gate.let_in(Submit(request_of(name, name)))
-    gate.let_in(Submit(request_of("other", "other", "another tenant\0")))
+    gate.let_in(Submit(request_of("other", "other", "another tenant")))
     assert [(one.request_id, one.error.status) for one in told if isinstance(one, Fail)] == [("two", 429)]
     compiler.may_go.set()
     told.wait_for(6)
@@ -142,12 +142,12 @@ def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(m
 
 
 def test_one_tenants_forms_leave_threads_for_anothers() -> None:
-    """Sixty that never end of one; one of another is compiled at once, whatever salts the requests name."""
+    """Sixty that never end of one; one of another is compiled at once."""
     compiler, told = SlowCompiler(), Told()
     gate = GrammarGate(compiler, told.put)
     for number in range(60):
-        gate.let_in(Submit(request_of(f"a{number}", f"a{number}", f"a\0{number}")))
-    gate.let_in(Submit(request_of("b", "of b", "b\0")))
+        gate.let_in(Submit(request_of(f"a{number}", f"a{number}", "a")))
+    gate.let_in(Submit(request_of("b", "of b", "b")))
     with compiler.changed:
         assert compiler.changed.wait_for(lambda: "of b" in compiler.asked, timeout=20)
     assert len(compiler.asked) == 3
@@ -161,34 +161,72 @@ def test_tenants_take_turns(monkeypatch) -> None:
     compiler, told = SlowCompiler(), Told()
     gate = GrammarGate(compiler, told.put)
     for name in ("a1", "a2", "a3", "b1", "b2"):
-        gate.let_in(Submit(request_of(name, name, name[0] + "\0")))
+        gate.let_in(Submit(request_of(name, name, name[0])))
     compiler.may_go.set()
     told.wait_for(10)
     assert compiler.asked == ["a1", "a2", "b1", "a3", "b2"]
 
 
-def test_who_leaves_as_its_form_is_there_leaves_the_threads_to_others(monkeypatch) -> None:
-    """An abort between the two looks at who waits; at first it cost the tenant a thread for good."""
+def test_who_leaves_as_its_form_is_there_leaves_the_threads_to_others() -> None:
+    """At first an abort between two looks at who waits cost the tenant a thread for good."""
     compiler, told = SlowCompiler(), Told()
     compiler.may_go.set()
     gate = GrammarGate(compiler, told.put)
-    looks = gate._is_wanted
-
-    def leave_behind(request: Request) -> bool:
-        is_wanted = looks(request)
-        if is_wanted and request.sampling.grammar in compiler.asked:
-            leaving = threading.Thread(target=gate.let_in, args=(Abort(request.request_id),))
-            leaving.start()
-            leaving.join(0.02)  # it waits for whoever looks
-        return is_wanted
-
-    monkeypatch.setattr(gate, "_is_wanted", leave_behind)
-    for number in range(4):
-        gate.let_in(Submit(request_of(f"r{number}", f"form {number}")))
-    with compiler.changed:
-        assert compiler.changed.wait_for(lambda: len(compiler.asked) == 4, timeout=5)
+    for number in range(40):
+        name = f"r{number}"
+        gate.let_in(Submit(request_of(name, name)))
+        leaving = threading.Thread(target=gate.let_in, args=(Abort(name),))
+        leaving.start()
+        leaving.join()
+    gate.let_in(Submit(request_of("last", "last")))
+    with told.arrived:
+        assert told.arrived.wait_for(lambda: Release("last") in told, timeout=20)
     gate._pool.shutdown()
-    assert not gate._num_running.total()
+    assert (gate._num_running.total(), gate._waiting, gate._forms) == (0, {}, {})
+
+
+def test_requests_of_one_form_wait_for_it_together() -> None:
+    """However many: it is compiled once, and whoever has left hears nothing."""
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for number in range(100):
+        gate.let_in(Submit(request_of(f"r{number}", "form")))
+    gate.let_in(Submit(request_of("of another tenant", "form", "b")))
+    gate.let_in(Abort("r0"))
+    compiler.may_go.set()
+    told.wait_for(202)
+    assert compiler.asked == ["form", "form"]
+    released = [one.request_id for one in told[102:]]
+    assert sorted(released) == sorted([*(f"r{number}" for number in range(1, 100)), "of another tenant"])
+
+
+def test_all_requests_of_a_form_that_cannot_be_hear_why() -> None:
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for number in range(3):
+        gate.let_in(Submit(request_of(str(number), "bad")))
+    compiler.may_go.set()
+    told.wait_for(6)
+    assert {(one.request_id, one.error.message) for one in told[3:]} == {
+        (str(one), "no such grammar") for one in range(3)
+    }
+
+
+def test_a_form_whose_askers_left_takes_no_place_and_is_begun_anew_for_the_next(monkeypatch) -> None:
+    monkeypatch.setattr("splittime.drive.grammar_gate.MOST_WAITING", 4)
+    compiler, told = SlowCompiler(), Told()
+    gate = GrammarGate(compiler, told.put)
+    for name in "abc":
+        gate.let_in(Submit(request_of(name, name)))
+    for name in "ac":
+        gate.let_in(Abort(name))
+    gate.let_in(Submit(request_of("d", "d")))
+    gate.let_in(Submit(request_of("again", "a")))
+    compiler.may_go.set()
+    with told.arrived:
+        assert told.arrived.wait_for(lambda: all(Release(name) in told for name in ("d", "again")), timeout=20)
+    assert not [one for one in told if isinstance(one, Fail)]
+    assert "c" not in compiler.asked
 
 
 def test_without_a_compiler_nothing_is_held_here() -> None:

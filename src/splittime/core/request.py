@@ -55,9 +55,3 @@ def adapter_id(name: str, number: int) -> str:
 
 def adapter_name(adapter_id: str) -> str:
     return adapter_id.rpartition("#")[0]
-
-
-def owner_of(cache_salt: str) -> str:
-    """Returns whose request it is, by its salt: the part that no request can name itself (`web.tenants`); "" where
-    there are no tenants."""
-    return cache_salt.partition("\0")[0] if "\0" in cache_salt else ""

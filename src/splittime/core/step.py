@@ -34,6 +34,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     stop_token_ids: tuple[int, ...]  # end-of-sequence and stop ids together; masked until min_tokens are out
     cache_salt: str = ""  # whose request it is: nothing of it may show in what another one gets
     adapter: str = ""  # the id of the adapter that computes it; "": the model alone
+    tenant: str = ""  # who asks, for whom forms are kept
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):

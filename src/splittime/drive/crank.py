@@ -141,7 +141,7 @@ class Crank:
         if self._grammars is None:
             return RequestError("this engine cannot hold answers to a form", code="grammar", param="grammar")
         try:
-            self._grammars.compile(grammar, request.cache_salt)
+            self._grammars.compile(grammar, request.tenant)
         except SplittimeError as error:
             return error
         return None

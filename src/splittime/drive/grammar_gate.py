@@ -3,8 +3,9 @@
 It reaches the engine at once, so that its account says what it waits for (`grammar`), and a deadline or an abort finds
 it. Threads have it compiled, elsewhere and within limits; then the engine is told to go on with it, or why it cannot.
 
-Those of one tenant never keep those of another waiting for long: tenants take turns, one has half of the threads at
-most, and what nobody wants any more ends where it is.
+Requests of one form wait for it together. Those of one tenant never keep those of another waiting for long: tenants
+take turns, one has half of the threads at most, and what nobody wants any more ends where it is. Tenants are those
+among whom the server shares, a gateway's each apart.
 """
 
 import threading
@@ -13,23 +14,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from splittime.core.errors import EngineError, Refused, SplittimeError
-from splittime.core.request import Request, owner_of
+from splittime.core.errors import EngineError, ErrorInfo, Refused, SplittimeError
+from splittime.core.request import Request
 from splittime.drive.messages import Abort, Fail, Release, Submit, ToEngine
 from splittime.ledger.stages import Cause
 
 THREADS, MOST_THREADS = 4, 2  # in all, and of one tenant
-MOST_WAITING = 64  # of one tenant
+MOST_WAITING = 64  # forms, of one tenant
 
 
 class GrammarCompiler(Protocol):
     """What the runner has for grammars (`runner.grammars.Grammars`)."""
 
-    def is_known(self, grammar: str, cache_salt: str = "") -> bool:
-        """Whether `compile` would answer at once."""
+    def is_known(self, grammar: str, owner: str = "") -> bool:
+        """Whether `compile` would answer at once. owner: the tenant who asks, for whom forms are kept."""
         ...
 
-    def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Raises RequestError for a grammar that cannot be. is_wanted: where it says no, this ends soon."""
         ...
 
@@ -38,14 +39,24 @@ class GrammarCompiler(Protocol):
         ...
 
 
+class AskedForm:
+    """A form that is to be compiled. request_ids: of those who wait for it; without any, nobody wants it any more."""
+
+    __slots__ = ("grammar", "owner", "request_ids")
+
+    def __init__(self, owner: str, grammar: str) -> None:
+        self.owner, self.grammar, self.request_ids = owner, grammar, dict[str, None]()
+
+
 class GrammarGate:
     """put: gives the engine's loop a message, from any thread."""
 
     def __init__(self, grammars: GrammarCompiler | None, put: Callable[[ToEngine], None]) -> None:
         self._grammars, self._put = grammars, put
         self._pool = ThreadPoolExecutor(THREADS, "grammars")
-        self._waiting: dict[str, Request] = {}  # by id, which a client may use again
-        self._queues: OrderedDict[str, deque[Request]] = OrderedDict()  # by tenant, whose turn is next first
+        self._waiting: dict[str, AskedForm] = {}  # by the request's id, which a client may use again
+        self._forms: dict[tuple[str, str], AskedForm] = {}  # that somebody waits for, by owner and grammar
+        self._queues: OrderedDict[str, deque[AskedForm]] = OrderedDict()  # by owner, whose turn is next first
         self._num_running: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -60,7 +71,7 @@ class GrammarGate:
             self._put(message)
             return
         request = message.request
-        if grammars.is_known(request.sampling.grammar, request.cache_salt):
+        if grammars.is_known(request.sampling.grammar, request.tenant):
             self._put(message)
             return
         self._put(Submit(request, Cause.GRAMMAR))
@@ -69,20 +80,40 @@ class GrammarGate:
     def _forget(self, request_id: str) -> None:
         """From now on the engine is told nothing of who waits under this id, which may be another's next."""
         with self._lock:
-            self._waiting.pop(request_id, None)
+            form = self._waiting.pop(request_id, None)
+            if form is None:
+                return
+            del form.request_ids[request_id]
+            if not form.request_ids:
+                self._drop(form)
+
+    def _drop(self, form: AskedForm) -> None:
+        """Nobody waits for this form any more: who asks for it next has it compiled anew."""
+        del self._forms[form.owner, form.grammar]
+        queue = self._queues.get(form.owner, ())
+        if form in queue:
+            self._queues[form.owner].remove(form)
 
     def _queue(self, grammars: GrammarCompiler, request: Request) -> None:
-        owner = owner_of(request.cache_salt)
+        owner, grammar = request.tenant, request.sampling.grammar
         with self._lock:
-            queue = self._queues.setdefault(owner, deque())
-            is_full = len(queue) + self._num_running[owner] >= MOST_WAITING
-            if not is_full:
-                self._waiting[request.request_id] = request
-                queue.append(request)
+            form = self._forms.get((owner, grammar)) or self._new_form(owner, grammar)
+            if form is not None:
+                form.request_ids[request.request_id] = None
+                self._waiting[request.request_id] = form
                 self._begin(grammars)
-        if is_full:
-            words = f"{MOST_WAITING} requests wait for their forms to be compiled"
+        if form is None:
+            words = f"{MOST_WAITING} forms wait to be compiled"
             self._put(Fail(request.request_id, Refused(words, reason="grammars_queue_full").info))
+
+    def _new_form(self, owner: str, grammar: str) -> AskedForm | None:
+        """Returns a form that waits for its turn; None where as many wait as may."""
+        queue = self._queues.setdefault(owner, deque())
+        if len(queue) + self._num_running[owner] >= MOST_WAITING:
+            return None
+        form = self._forms[owner, grammar] = AskedForm(owner, grammar)
+        queue.append(form)
+        return form
 
     def _begin(self, grammars: GrammarCompiler) -> None:
         """Has threads compile for those whose turn it is, while there are threads."""
@@ -91,31 +122,30 @@ class GrammarGate:
             if owner is None:
                 return
             queue = self._queues[owner]
-            request = queue.popleft() if queue else None
+            form = queue.popleft() if queue else None
             self._queues.move_to_end(owner)
             if not queue:
                 del self._queues[owner]
-            if request is not None and self._is_wanted(request):
+            if form is not None:
                 self._num_running[owner] += 1
-                self._pool.submit(self._compile, grammars, request, owner)
+                self._pool.submit(self._compile, grammars, form)
 
-    def _is_wanted(self, request: Request) -> bool:
-        return self._waiting.get(request.request_id) is request
-
-    def _compile(self, grammars: GrammarCompiler, request: Request, owner: str) -> None:
-        """Tells the engine what became of it, unless its client has gone."""
-        answer: ToEngine = Release(request.request_id)
+    def _compile(self, grammars: GrammarCompiler, form: AskedForm) -> None:
+        """Tells the engine what became of the form, for those who still wait for it."""
+        error: ErrorInfo | None = None
         try:
-            grammars.compile(request.sampling.grammar, request.cache_salt, lambda: self._is_wanted(request))
-        except SplittimeError as error:
-            answer = Fail(request.request_id, error.info)
-        except BaseException as error:  # whatever it was, the request must not wait for ever
-            words = f"the compiler of forms failed: {type(error).__name__}"
-            answer = Fail(request.request_id, EngineError(words, code="grammar").info)
+            grammars.compile(form.grammar, form.owner, lambda: bool(form.request_ids))
+        except SplittimeError as failure:
+            error = failure.info
+        except BaseException as failure:  # whatever it was, the requests must not wait for ever
+            words = f"the compiler of forms failed: {type(failure).__name__}"
+            error = EngineError(words, code="grammar").info
         with self._lock:
-            if self._is_wanted(request):
-                del self._waiting[request.request_id]
-                self._put(answer)
-            self._num_running[owner] -= 1
+            if form.request_ids:
+                del self._forms[form.owner, form.grammar]
+            for request_id in form.request_ids:
+                del self._waiting[request_id]
+                self._put(Release(request_id) if error is None else Fail(request_id, error))
+            self._num_running[form.owner] -= 1
             self._num_running += Counter()  # without those of whom none runs
             self._begin(grammars)

@@ -238,7 +238,7 @@ class Slots:
         Raises `SplittimeError` where there is no such thing."""
         adapter, grammar = slot.admitted.adapter, slot.admitted.sampling.grammar
         if grammar and self.grammars is not None:
-            slot.grammar = self.grammars.walk(grammar, slot.admitted.cache_salt)
+            slot.grammar = self.grammars.walk(grammar, slot.admitted.tenant)
             self.masks = self.masks or self.grammars.masks()
         if adapter and self.adapters is None:
             slot.error = "this runner has no adapters"

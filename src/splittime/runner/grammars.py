@@ -22,7 +22,6 @@ import llguidance
 
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, error_from_info
 from splittime.core.forked import ForkLimits
-from splittime.core.request import owner_of
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_process import LIMITS, STACK_BYTES, MaskLimits, compiled
@@ -74,14 +73,13 @@ class Grammars:
         id when the mask is there."""
         self._on_found = on_found
 
-    def is_known(self, grammar: str, cache_salt: str = "") -> bool:
-        """Whether `compile` would answer at once."""
-        return self._found(grammar, owner_of(cache_salt)) is not None
+    def is_known(self, grammar: str, owner: str = "") -> bool:
+        """Whether `compile` would answer at once. owner: the tenant who asks, for whom it is kept."""
+        return self._found(grammar, owner) is not None
 
-    def compile(self, grammar: str, cache_salt: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Raises RequestError for a grammar that cannot be. Takes from some milliseconds to some seconds. is_wanted:
         where it says no, this ends soon, whatever it was doing."""
-        owner = owner_of(cache_salt)
         found = self._found(grammar, owner)
         if found is None:
             found, num_bytes = self._made(grammar, owner, is_wanted)
@@ -89,10 +87,9 @@ class Grammars:
         if isinstance(found, ErrorInfo):
             raise error_from_info(found)
 
-    def walk(self, grammar: str, cache_salt: str = "") -> GrammarWalk | FarWalk:
+    def walk(self, grammar: str, owner: str = "") -> GrammarWalk | FarWalk:
         """Returns a walk that begins, at once: what is not kept any more its first look has compiled. Raises
         RequestError where it is known that it cannot be."""
-        owner = owner_of(cache_salt)
         form = self.kept.get(owner, grammar) or self._late(grammar, owner)
         if isinstance(form, ErrorInfo):
             raise error_from_info(form)

@@ -127,7 +127,7 @@ class Requests:
         state.is_known_to_runner = True
         request, known = state.request, tuple(state.token_ids)
         stop_ids, salt = tuple(state.stop_ids), request.cache_salt
-        asked = request.sampling, stop_ids, salt, request.adapter
+        asked = request.sampling, stop_ids, salt, request.adapter, request.tenant
         return Admitted(state.request_id, known, state.num_output, *asked)
 
     def preempt(self, victim: RequestState, now_ns: int) -> None:
