@@ -221,7 +221,7 @@ async def raced(first: AnAttempt, turns: int):
     """Returns who won, the second, and the waits that were noted; the second is begun after 10 ms."""
     tied, seconds = TiedRequests(TiedConfig(after_s=0.01)), []
 
-    def send_second(_: AnAttempt) -> AnAttempt:
+    async def send_second(_: AnAttempt) -> AnAttempt:
         seconds.append(AnAttempt(turns))
         return seconds[0]
 

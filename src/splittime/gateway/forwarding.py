@@ -20,7 +20,7 @@ from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.responses.held import HeldResponse
-from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.resume.resumption import Asked, Resumption
 from splittime.gateway.retry_budget import longest_pause_s
 from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
@@ -34,13 +34,15 @@ from splittime.gateway.upstreams import Routed, Upstream
 from splittime.gateway.verdict import Whose
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
+from splittime.web.reading import BodySender
+from splittime.web.told_tenant import Sharer
 
 now_ns = time.monotonic_ns
 
 
 class Forwarding:
-    """tenant: its name. draw: of chance, for shedding. headers: returns those that every answer has. mark: what an
-    answer says of itself that is less than was asked for. first_token_by_ns: when the client wants a first token.
+    """draw: of chance, for shedding. headers: returns those that every answer has. mark: what an answer says of itself
+    that is less than was asked for. first_token_by_ns: when the client wants a first token.
 
     relay: the latest attempt's, which has the answer. upstream_name: whom the latest attempt asked, "" before one.
     was_granted: whether it ever had a place."""
@@ -51,7 +53,7 @@ class Forwarding:
         account: RequestAccount,
         scope: http.Scope,
         *,
-        tenant: str,
+        tenant: Sharer,
         draw: float,
         first_token_by_ns: int | None,
         send: http.Send,
@@ -60,11 +62,12 @@ class Forwarding:
         mark: dict[str, str],
     ) -> None:
         self._gateway, self._account, self._scope = gateway, account, scope
-        self._tenant, self._draw, self._first_token_by_ns = tenant, draw, first_token_by_ns
+        self._tenant, self._draw, self._first_token_by_ns = tenant.name, draw, first_token_by_ns
+        self._sender = BodySender(tenant, http.receive_never)  # who leaves has all of this cancelled
         self._send, self._headers, self._sign, self._mark = send, headers, sign, mark
         self._tried: list[str] = []  # whom it was sent to
         self._resumption: Resumption
-        self._turn = DifficultyTurn(gateway, account, tenant)
+        self._turn = DifficultyTurn(gateway, account, tenant.name)
         self._prefix: SeenPrefix | None = None
         self.relay: Relay | None = None
         self.upstream_name = ""
@@ -201,7 +204,7 @@ class Forwarding:
 
     async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
         """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
-        attempt = self._sent(request, routed, self._resumption)
+        attempt = await self._sent(request, routed, self._resumption)
         self._account.enter(Stage.UPSTREAM, attempt.begin_ns)
         self._attend(attempt)
         if self._gateway.tied.is_on and request.is_stream and not self._resumption.is_continuing:
@@ -227,7 +230,7 @@ class Forwarding:
                 self._attend(race.decisive)
         return race.decisive
 
-    def _second(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt | None:
+    async def _second(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt | None:
         """Returns an attempt beside the first one, already sent; None if there may be no other now."""
         gateway, at_ns = self._gateway, now_ns()
         if len(self._tried) >= gateway.config.retries.max_attempts:
@@ -240,16 +243,21 @@ class Forwarding:
         if not gateway.retry_budget.take(at_ns):
             gateway.queue.give_back(routed, self._tenant, request.tokens)
             return None
-        second = self._sent(request, routed, self._turn.resumption(request))
+        try:
+            second = await self._sent(request, routed, self._turn.resumption(request))
+        except Refused:  # as many bodies of its tenant wait to be read as may
+            return None
         first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
         return second
 
-    def _sent(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> RunningAttempt:
+    async def _sent(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> RunningAttempt:
         """Returns an attempt that has its place, and is about to be sent."""
-        attempt_id, begin_ns = http.new_request_id(), now_ns()
+        attempt_id = http.new_request_id()
         self._tried.append(routed.upstream.name)
         try:
-            relay = self._relay(routed.upstream, resumption, attempt_id, begin_ns)
+            asked = await resumption.asked(routed.upstream, self._sender)
+            begin_ns = now_ns()
+            relay = self._relay(routed.upstream, resumption, asked, attempt_id, begin_ns)
         except BaseException:
             self._gateway.queue.give_back(routed, self._tenant, request.tokens)
             raise
@@ -269,7 +277,7 @@ class Forwarding:
             is_written=request.is_written,
         )
 
-    def _relay(self, upstream: Upstream, resumption: Resumption, attempt_id: str, begin_ns: int) -> Relay:
+    def _relay(self, upstream: Upstream, resumption: Resumption, asked: Asked, attempt_id: str, begin_ns: int) -> Relay:
         deadline = self._deadline(upstream.config.total_s)
         headers = sent_headers(self._scope, upstream, attempt_id, deadline.at_ns, self._first_token_by_ns)
         if self._gateway.tracing is not None:
@@ -280,6 +288,7 @@ class Forwarding:
             headers,
             deadline,
             resumption,
+            asked,
             max_answer_bytes=self._gateway.config.max_answer_bytes,
             send=self._send,
             answer_headers=self._headers,

@@ -24,7 +24,7 @@ from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
 from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
-from splittime.gateway.resume.resumption import BREAKS, Resumption
+from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
 from splittime.gateway.told_error import decoded, event_error
 from splittime.gateway.typed_events import events_of
@@ -67,6 +67,7 @@ class Relay:
         headers: dict[str, str],
         deadline: Deadline,
         resumption: Resumption,
+        asked: Asked,
         *,
         max_answer_bytes: int,
         send: http.Send,
@@ -77,7 +78,7 @@ class Relay:
     ) -> None:
         self._upstream, self._resumption = upstream, resumption
         self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
-        self._request, recorder = resumption.attempt(upstream)
+        self._request, recorder = asked
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
         self.events = events_of(self.path)

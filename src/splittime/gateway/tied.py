@@ -14,7 +14,7 @@ have been longer than it was given, and that is what is noted.
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ class TiedRace:
         tied: TiedRequests,
         line: str,
         first: "RunningAttempt",
-        send_second: "Callable[[RunningAttempt], RunningAttempt | None]",
+        send_second: "Callable[[RunningAttempt], Awaitable[RunningAttempt | None]]",
     ) -> None:
         self._tied, self._line, self._first, self._send_second = tied, line, first, send_second
         self._opening: dict[asyncio.Task[None], RunningAttempt] = {}
@@ -82,7 +82,7 @@ class TiedRace:
         try:
             self._open(self._first)
             done, _ = await asyncio.wait(self._opening, timeout=self._tied.after_s(self._line))
-            if not done and (second := self._send_second(self._first)) is not None:
+            if not done and (second := await self._send_second(self._first)) is not None:
                 self._second = second
                 self._open(second)
             failure = await self._until_decided()

@@ -218,7 +218,7 @@ class GatewayVisit:
             self.gateway,
             self.account,
             self._scope,
-            tenant=self.tenant.name,
+            tenant=self._sender.sharer,
             draw=self._draw,
             first_token_by_ns=self._first_token_by_ns,
             send=self._send,

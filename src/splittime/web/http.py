@@ -60,6 +60,12 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
+async def receive_never() -> Message:
+    """For who is told otherwise that the client has left."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError("nothing comes")
+
+
 async def receive_nothing() -> Message:
     return {"type": "http.disconnect"}
 

@@ -18,8 +18,10 @@ from splittime.gateway.resume.request import (
 from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, mark_of, prompt_of
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.attempts import FirstTokens
+from splittime.web.reading import BodySender, read_beside
 
 BREAKS = ("upstream_died", "upstream_stalled")
+Asked = tuple[ForwardedRequest, AnswerEditor | None]  # of an upstream, and who reads its chunks: None for nobody
 
 
 class Resumption:
@@ -32,8 +34,18 @@ class Resumption:
         self.reason = ""
         self.is_continuing = False  # the client has a beginning, and the next attempt goes on with it
 
-    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, AnswerEditor | None]:
-        """Returns what this upstream is asked, and who reads its chunks (None: nobody; it is not continued)."""
+    async def asked(self, upstream: Upstream, sender: BodySender) -> Asked:
+        """As `attempt`, beside the loop where the body is long. Raises `Refused` where too many of those wait."""
+        if not self.reads_body(upstream):
+            return self.attempt(upstream)
+        return await read_beside(sender, len(self._request.body), self.attempt, upstream)
+
+    def reads_body(self, upstream: Upstream) -> bool:
+        """Whether `attempt` reads or writes the request's body, which may be long."""
+        return self.is_continuing or (upstream.config.resume and self._request.is_stream)
+
+    def attempt(self, upstream: Upstream) -> Asked:
+        """Returns what this upstream is asked. In whatever thread."""
         story, request = self.story, self._request
         if self.is_continuing and story is not None:
             asked = continued(request, self._body, story.way, prompt_of(story), story.num_tokens)

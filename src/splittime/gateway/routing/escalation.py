@@ -21,7 +21,7 @@ import msgspec
 from splittime.gateway.answer_events import DONE, AnswerEditor, WholeEvents
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.resume.request import body_of
-from splittime.gateway.resume.resumption import Resumption
+from splittime.gateway.resume.resumption import Asked, Resumption
 from splittime.gateway.routing.escalated import OVER_SHARE, Escalations
 from splittime.gateway.routing.first_tokens import (
     asking_for_logprobs,
@@ -63,7 +63,10 @@ class CheckedResumption(Resumption):
         self._held: HeldAnswer | None = None
         self._why_not = ""
 
-    def attempt(self, upstream: Upstream) -> tuple[ForwardedRequest, AnswerEditor | None]:
+    def reads_body(self, upstream: Upstream) -> bool:
+        return True
+
+    def attempt(self, upstream: Upstream) -> Asked:
         asked, editor = super().attempt(upstream)
         self._held, self._why_not = None, "" if self.is_continuing else why_not_looked_at(body_of(asked))
         if self.is_continuing or self._why_not:
