@@ -85,6 +85,10 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
+    def num_holders(self, block_id: int) -> int:
+        """Returns how many leases hold a block."""
+        return self._num_refs[block_id]
+
     @property
     def num_free(self) -> int:
         """Blocks that `take` can still give: free and evictable ones."""

@@ -16,6 +16,7 @@ A block that another server has sent (`kv.imports`) comes in the same way: `adop
 the index, and the next plan copies its content there.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -105,6 +106,20 @@ class KVCache:
     def num_new(self, lease: Lease, num_tokens: int) -> int:
         """Returns how many blocks the lease needs to hold so many tokens, besides those that it has."""
         return self.blocks_for(num_tokens) - len(lease.block_ids) + len(lease.in_host)
+
+    def num_holders(self, block_id: int) -> int:
+        """Returns how many leases hold a block."""
+        return self._pool.num_holders(block_id)
+
+    def part_of(self, lease: Lease) -> float:
+        """Returns how many blocks it holds, of one that several hold its part. These are the first ones, the more of
+        them the earlier: so whole runs are counted, in O(log blocks)."""
+        block_ids, begin, part = lease.block_ids, 0, 0.0
+        while begin < len(block_ids) and (num_holders := self.num_holders(block_ids[begin])) > 1:
+            end = bisect_right(block_ids, -num_holders, begin, key=lambda block_id: -self.num_holders(block_id))
+            part += (end - begin) / num_holders
+            begin = end
+        return part + len(block_ids) - begin
 
     def has_room(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
         """Whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
@@ -246,3 +261,9 @@ class KVCache:
             parent = names[-1] if names else lease.root
             begin, end = len(names) * self.block_size, count * self.block_size
             names += block_names(parent, token_ids[begin:end], self.block_size)
+
+
+def num_in_common(found: Sequence[int], block_ids: Sequence[int]) -> int:
+    """Returns how many blocks two leases have in common, which are their first ones."""
+    most = min(len(found), len(block_ids))
+    return bisect_left(range(most), True, key=lambda place: found[place] != block_ids[place])

@@ -30,7 +30,7 @@ from splittime.scheduler.pace import KeyPace
 from splittime.scheduler.prompt_pass import PromptPass, StepBudget, take_row
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import DECODE, RequestState
-from splittime.scheduler.turns import Holdings, blocks_of
+from splittime.scheduler.turns import FreedBlocks, Holdings
 
 
 class Planner:
@@ -168,8 +168,10 @@ class Planner:
         running = self._requests.running
         victim = running[-1]
         if self._requests.is_shared and not victim.is_ahead:
-            holdings = Holdings(running, blocks_of)
-            victim = holdings.who_gives(state.share, 1, 1) or holdings.worst_of(state.share)
+            cache = self._requests.cache
+            holdings = Holdings(running, lambda each: cache.part_of(each.lease))
+            givers = holdings.who_gives(state.share, 1, 1, FreedBlocks(cache))
+            victim = givers[0] if givers else holdings.worst_of(state.share)
             take_row(victim, rows)
             if victim in behind:
                 behind.remove(victim)

@@ -4,14 +4,15 @@ One key alone: the running first, then the queue, until something is missing; th
 admission. Of several keys each does so for itself when it is its turn (`scheduler.turns`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from splittime.core.step import Admitted, Row
+from splittime.kv.cache import num_in_common
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.requests import Requests
 from splittime.scheduler.state import RequestState
-from splittime.scheduler.turns import Holdings, Turns, blocks_of, one_slot
+from splittime.scheduler.turns import FreedBlocks, Holdings, Turns, one_slot
 
 
 class StepBudget:
@@ -58,7 +59,11 @@ class PromptPass:
         self._blocked: list[tuple[RequestState, Cause]] = []  # the first of each key that waits on, in turn
         self._claim: float | None = None  # what the first that lacks blocks would hold with them, by weight
         self._held: dict[Cause, Holdings] = {}  # of slots and of blocks, since somebody last came or went
-        self._num_new = 0  # blocks that the last one looked at needs
+        # of the one that blocks were last sought for:
+        self._num_blocks = 0  # by which its key would hold more, that of its next token too: else it would be too many
+        self._num_lacking = 0
+        self._found: frozenset[int] = frozenset()  # of its prefix
+        self._fits = False  # in the step's budget
 
     def run(self, behind: list[RequestState], sitting_out: Collection[str] = ()) -> tuple[Admitted, ...]:
         """behind: who runs and has prompts to compute, best rank first. sitting_out: keys of which nobody is admitted.
@@ -112,16 +117,21 @@ class PromptPass:
     def obstacle_to(self, state: RequestState) -> Cause | None:
         """Returns what keeps the first of its key from being admitted now, even if others make way; else None, with its
         cached prefix leased."""
+        has_way = False
         while True:
             cause = self.obstacle() or self.find_blocks(state)
-            if cause in (Cause.BATCH_SLOTS, Cause.KV_BLOCKS) and self._make_way(state, cause):
-                continue
-            if cause is Cause.KV_BLOCKS and self._claim is None:
-                self._claim = self._level_with(state)
-            elif cause is None and self._has_more(state):
-                self._let_go(state)
-                cause = Cause.POLICY
-            return cause
+            victims = self._who_makes_way(state, cause)
+            if not victims:
+                break
+            has_way = True
+            for victim in victims:
+                self._preempt(victim)
+        if cause is Cause.KV_BLOCKS and self._claim is None:
+            self._claim = self._level_with(state)
+        elif cause is None and not has_way and self._has_more(state):
+            self._let_go(state)
+            cause = Cause.POLICY
+        return cause
 
     def obstacle(self) -> Cause | None:
         """Returns what keeps any request from being admitted now."""
@@ -138,17 +148,29 @@ class PromptPass:
         cache, num_tokens = self._requests.cache, len(state.token_ids)
         if not state.request.sampling.computes_prompt:
             state.num_computed = cache.match(state.lease, state.token_ids)
-        self._num_new = cache.num_new(state.lease, num_tokens)
+        self._num_lacking = cache.num_new(state.lease, num_tokens) + self._keep_free - cache.num_free
+        self._fits = self._config.batching != "continuous" or self._budget.chunk(state.num_pending) > 0
+        if self._requests.is_shared:
+            self._note_prefix(state)
         cause = None
-        if cache.num_free - self._num_new < self._keep_free:
+        if self._num_lacking > 0:
             cause = Cause.KV_BLOCKS
-        elif self._config.batching == "continuous" and self._budget.chunk(state.num_pending) == 0:
+        elif not self._fits:
             cause = Cause.TOKEN_BUDGET
         if cause is not None:
             self._let_go(state)
         elif state.num_cached_tokens is None:
             state.num_host_tokens = len(state.lease.in_host) * self._config.block_size
         return cause
+
+    def _note_prefix(self, state: RequestState) -> None:
+        """Blocks that its key holds already make it hold no more; those that others hold it may soon hold alone."""
+        cache, found = self._requests.cache, state.lease.block_ids
+        self._found = frozenset(found)
+        self._num_blocks = cache.blocks_for(len(state.token_ids) + 1)
+        if found and not state.lease.in_host and cache.num_holders(found[0]) > 1:
+            own = (other.lease for other in self._requests.running if other.share is state.share)
+            self._num_blocks -= max((num_in_common(found, lease.block_ids) for lease in own), default=0)
 
     @property
     def _keep_free(self) -> int:
@@ -164,40 +186,71 @@ class PromptPass:
 
     def _level_with(self, state: RequestState) -> float:
         """Returns what its key would hold of the blocks with it."""
-        return self._holdings(Cause.KV_BLOCKS).level(state.share, self._num_blocks(state))
-
-    def _num_blocks(self, state: RequestState) -> int:
-        """Returns how many it would hold: cached ones too, and that of its next token, for which it would be taken as
-        having more than it has now."""
-        return self._requests.cache.blocks_for(len(state.token_ids) + 1)
+        return self._holdings(Cause.KV_BLOCKS).level(state.share, self._num_blocks)
 
     # ---- who makes way
 
-    def _make_way(self, state: RequestState, cause: Cause) -> bool:
-        """Put aside what is computed ahead, or who has more than its key's share, whose slot or blocks this one lacks.
-        Returns whether there was any."""
-        victim = self._requests.running_prompt_ahead
-        if victim is None and self._requests.is_shared:
-            victim = self._who_gives(state, cause)
-        if victim is not None:
-            self._preempt(victim)
-        return victim is not None
+    def _who_makes_way(self, state: RequestState, cause: Cause | None) -> list[RequestState]:
+        """Returns who is preempted so that this one has the slot or blocks that it lacks: what is computed ahead, or
+        those with more than their key's share. Nobody if it could not be admitted all the same, or is to come last."""
+        if cause not in (Cause.BATCH_SLOTS, Cause.KV_BLOCKS):
+            return []
+        ahead = self._requests.running_prompt_ahead
+        if ahead is not None:
+            return [ahead]
+        if not self._requests.is_shared:
+            return []
+        givers = self._who_gives_slot(state) if cause is Cause.BATCH_SLOTS else self._who_gives_blocks(state)
+        return [] if any(self._comes_behind(state, giver) for giver in givers) else givers
 
-    def _who_gives(self, state: RequestState, cause: Cause) -> RequestState | None:
-        holdings = self._holdings(cause)
-        if cause is Cause.KV_BLOCKS:
-            lacking = self._num_new + self._keep_free - self._requests.cache.num_free
-            return holdings.who_gives(state.share, self._num_blocks(state), lacking)
-        return holdings.who_gives(state.share, 1, 1) or holdings.whose_turn_ends(state.share)
+    def _comes_behind(self, state: RequestState, giver: RequestState) -> bool:
+        """Whether its priority is worse than the giver's, and than that of who asks for none: by a better one than
+        others have, a key keeps nothing from them."""
+        return self._config.policy == "priority" and state.request.priority > max(0, giver.request.priority)
+
+    def _who_gives_slot(self, state: RequestState) -> list[RequestState]:
+        holdings = self._holdings(Cause.BATCH_SLOTS)
+        givers = holdings.who_gives(state.share, 1, 1, one_slot) or holdings.whose_turn_ends(state.share)
+        if not givers:
+            return []
+        if self.find_blocks(state) is None:
+            self._let_go(state)
+        if not self._fits:  # a row that is taken back makes room for a token
+            self._fits = self._budget.enable_chunked_prefill and any(
+                row.request_id == givers[0].request_id for row in self._rows
+            )
+        return self._who_gives_blocks(state, givers)
+
+    def _who_gives_blocks(self, state: RequestState, givers: Sequence[RequestState] = ()) -> list[RequestState]:
+        """Returns these and who else has to be preempted, for one that blocks were sought for; nobody if it would stay
+        out all the same."""
+        if not self._fits or self._has_more(state):
+            return []
+        freed_by = FreedBlocks(self._requests.cache, self._found)
+        lacking = self._num_lacking - sum(map(freed_by, givers))
+        if lacking <= 0:
+            return list(givers)
+        holdings = self._holdings(Cause.KV_BLOCKS) if not givers else self._block_holdings(givers)
+        others = holdings.who_gives(state.share, self._num_blocks, lacking, freed_by)
+        return [*givers, *others] if others else []
 
     def _holdings(self, cause: Cause) -> Holdings:
         """Returns what the running hold; whom this plan has admitted it does not preempt."""
         found = self._held.get(cause)
         if found is None:
-            fresh = {admitted.request_id for admitted in self._admitted}
-            amount_of = blocks_of if cause is Cause.KV_BLOCKS else one_slot
-            found = self._held[cause] = Holdings(self._requests.running, amount_of, fresh)
+            is_slots = cause is Cause.BATCH_SLOTS
+            found = Holdings(self._requests.running, one_slot, self._fresh) if is_slots else self._block_holdings()
+            self._held[cause] = found
         return found
+
+    def _block_holdings(self, without: Sequence[RequestState] = ()) -> Holdings:
+        cache = self._requests.cache
+        running = [state for state in self._requests.running if state not in without]
+        return Holdings(running, lambda state: cache.part_of(state.lease), self._fresh)
+
+    @property
+    def _fresh(self) -> set[str]:
+        return {admitted.request_id for admitted in self._admitted}
 
     def _preempt(self, victim: RequestState) -> None:
         """Take back the row that the plan has for it, too."""

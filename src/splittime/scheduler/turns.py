@@ -11,10 +11,11 @@ the most served when that is `TURN_TOKENS` ahead.
 """
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from splittime.core.shares import UNIT, KeyShare
+from splittime.kv.cache import KVCache
 from splittime.scheduler.state import RequestState
 
 TURN_TOKENS = 512  # of a key of weight 1
@@ -64,10 +65,9 @@ class Holdings:
     besides those who have got no token since they were last."""
 
     def __init__(
-        self, running: Sequence[RequestState], amount_of: Callable[[RequestState], int], kept: Collection[str] = ()
+        self, running: Sequence[RequestState], amount_of: Callable[[RequestState], float], kept: Collection[str] = ()
     ) -> None:
-        self._amount_of = amount_of
-        self._held: dict[str, int] = defaultdict(int)
+        self._held: dict[str, float] = defaultdict(float)
         self._states: dict[str, list[RequestState]] = defaultdict(list)
         self._last: dict[str, RequestState] = {}
         for state in running:
@@ -77,9 +77,8 @@ class Holdings:
             if state.request_id not in kept and len(state.token_ids) > state.spared_until:
                 self._states[name].append(state)
         self._levels = {name: self._held[name] / state.share.weight for name, state in self._last.items()}
-        self._most = max(self._levels.values(), default=0.0)
 
-    def level(self, share: KeyShare, more: int = 0) -> float:
+    def level(self, share: KeyShare, more: float = 0) -> float:
         """Returns what a key would hold with so much more, by weight."""
         return (self._held.get(share.name, 0) + more) / share.weight
 
@@ -87,37 +86,50 @@ class Holdings:
         """Returns who ranks last of a key that runs."""
         return self._last[share.name]
 
-    def who_gives(self, share: KeyShare, need: int, lacking: int) -> RequestState | None:
-        """Returns who is preempted so that a key gets `need` more, of which so many are lacking; None if that does not
-        help, or nobody has more than it would have."""
-        level = self.level(share, need)
-        if level >= self._most:
-            return None
-        levels, left, first = dict(self._levels), {name: list(states) for name, states in self._states.items()}, None
-        while lacking > 0:
+    def who_gives(
+        self, share: KeyShare, need: float, lacking: int, freed_by: Callable[[RequestState], int]
+    ) -> list[RequestState]:
+        """Returns who is preempted so that a key gets `need` more, of which so many are lacking; nobody if that does
+        not help, or none of those has more than it would have. freed_by: what comes free of one, called for one after
+        another."""
+        level, victims = self.level(share, need), []
+        levels = {name: each for name, each in self._levels.items() if each > level and self._states[name]}
+        left = {name: list(self._states[name]) for name in levels}
+        while lacking > 0 and levels:
             most = max(levels, key=levels.__getitem__)
-            if levels[most] <= level or not left.get(most):
-                return None
             victim = left[most].pop()
-            first = first or victim
-            levels[most] -= self._amount_of(victim) / victim.share.weight
-            lacking -= self._amount_of(victim)
-        return first
+            victims.append(victim)
+            freed = freed_by(victim)
+            lacking -= freed
+            levels[most] -= freed / victim.share.weight
+            if levels[most] <= level or not left[most]:
+                del levels[most]
+        return [] if lacking > 0 else victims
 
-    def whose_turn_ends(self, share: KeyShare) -> RequestState | None:
-        """Returns who is preempted so that a key that holds nothing gets its turn; None if it has some, or nobody was
+    def whose_turn_ends(self, share: KeyShare) -> list[RequestState]:
+        """Returns who is preempted so that a key that holds nothing gets its turn; nobody if it has some, or nobody was
         served so much more."""
         if self._held.get(share.name):
-            return None
+            return []
         last = (states[-1] for states in self._states.values() if states)
         most = max(last, key=lambda state: state.share.counter, default=None)
         is_ahead = most is not None and most.share.counter - share.counter > TURN_TOKENS * UNIT
-        return most if is_ahead else None
+        return [most] if most is not None and is_ahead else []
 
 
 def one_slot(_: RequestState) -> int:
     return 1
 
 
-def blocks_of(state: RequestState) -> int:
-    return len(state.lease.block_ids)
+class FreedBlocks:
+    """Counts the blocks that come free when one after another is preempted: those that nobody else holds any more.
+    wanted: stay in use, by the one for whom it is done."""
+
+    def __init__(self, cache: KVCache, wanted: Collection[int] = ()) -> None:
+        self._cache, self._wanted = cache, wanted
+        self._given: Counter[int] = Counter()
+
+    def __call__(self, victim: RequestState) -> int:
+        self._given.update(victim.lease.block_ids)
+        free = (block_id for block_id in victim.lease.block_ids if block_id not in self._wanted)
+        return sum(self._given[block_id] == self._cache.num_holders(block_id) for block_id in free)
