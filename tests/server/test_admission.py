@@ -244,7 +244,9 @@ def test_a_bad_time_for_the_first_token_names_its_header(launch, value: str) -> 
 
 def test_a_first_token_that_no_queue_keeps_away_gets_no_time_to_come_back() -> None:
     class Slow:
-        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
+        def wait_s(
+            self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
+        ) -> tuple[float, float]:
             return (0.1 * requests, 0.1 * requests + own_tokens)
 
     room = Admission(QueueLimits(10, 1000), predictor=Slow())
@@ -261,7 +263,9 @@ def test_a_first_token_that_no_queue_keeps_away_gets_no_time_to_come_back() -> N
 
 def test_a_queue_that_is_full_names_the_time_until_the_next_one_leaves_it() -> None:
     class Known:
-        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
+        def wait_s(
+            self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
+        ) -> tuple[float, float]:
             return (0.25 + requests, 0.5 + requests)
 
     room = Admission(QueueLimits(1, 1000), predictor=Known())
@@ -350,11 +354,13 @@ def test_a_key_that_fills_the_queue_with_tokens_turns_nobody_else_away() -> None
 
 
 def test_before_a_newcomer_of_a_key_stand_as_many_of_each_other_key_as_of_its_own() -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, float]] = []
 
     class Asked:
-        def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float]:
-            asked.append((requests, tokens))
+        def wait_s(
+            self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
+        ) -> tuple[float, float]:
+            asked.append((requests, tokens, weight))
             return 0.0, 0.0
 
     room = Admission(QueueLimits(1000, 10**6), predictor=Asked())
@@ -362,7 +368,7 @@ def test_before_a_newcomer_of_a_key_stand_as_many_of_each_other_key_as_of_its_ow
         enter_of(room, "greedy", tokens=50)
     for name, weight in (("other", 1.0), ("heavy", 4.0), ("greedy", 1.0)):
         room.check(1, tokens=20, deadline_ns=10**12, tenant=name, weight=weight)
-    assert asked == [(1, 20), (1, 5), (100, 5000)]
+    assert asked == [(1, 20, 1.0), (1, 5, 4.0), (100, 5000, 1.0)]
 
 
 def enter_of(room: Admission, tenant: str, *, weight: float = 1.0, count: int = 1, tokens: int = 1) -> Place:

@@ -178,3 +178,14 @@ def test_rows_that_decode_count_no_longer_than_they_have_tokens() -> None:
     assert wait_s(decoding(18), 0) == pytest.approx(0.110 + 0.002, rel=0.05)
     assert wait_s(decoding(10), 0) == pytest.approx(0.110 + 0.010, rel=0.05)
     assert wait_s(decoding(18), 2) == pytest.approx(0.110 + 0.020, rel=0.05)  # two at a time, in ten steps
+
+
+@pytest.mark.parametrize(("weight", "is_given"), [(1.0, True), (0.3, True), (0.2, False), (0.1, False)])
+def test_a_key_is_given_slots_by_its_weight(weight: float, is_given: bool) -> None:
+    """Four hold slots of another key: a light key would soon have as much."""
+    model = waits(decoding(10, 10, 10, 10))
+    known = model.wait_s(0, 0, 1, "light", weight)
+    behind = model.wait_s(0, 0, 1)
+    assert known is not None
+    assert behind is not None
+    assert (known[0] < behind[0]) is is_given

@@ -42,9 +42,11 @@ class QueueLimits:
 
 
 class WaitPredictor(Protocol):
-    def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float] | None:
+    def wait_s(
+        self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
+    ) -> tuple[float, float] | None:
         """Returns how long one of so many prompt tokens waits behind so many requests of so many prompt tokens in all,
-        and how long until its first token; None if it cannot tell. key: that asks, where that is known."""
+        and how long until its first token; None if it cannot tell. key: that asks, of this weight, where it is known."""
         ...
 
 
@@ -197,11 +199,14 @@ class Admission:
         known yet."""
         if key is None:
             return self._expected(self.queued_requests, self.queued_prompt_tokens, tokens)
-        return self._expected(*self._before(key, tokens), tokens, key.name)
+        return self._expected(*self._before(key, tokens), tokens, key.name, key.weight)
 
-    def _expected(self, requests: int, queued_tokens: int, tokens: int, key: str | None = None) -> ExpectedWait | None:
+    def _expected(
+        self, requests: int, queued_tokens: int, tokens: int, key: str | None = None, weight: float = 1.0
+    ) -> ExpectedWait | None:
         """Departures do not say how long the newcomer's own prompt takes: by them `ttft_s` is `wait_s`."""
-        said = self._predictor.wait_s(requests, queued_tokens, tokens, key) if self._predictor is not None else None
+        predictor, asked = self._predictor, (requests, queued_tokens, tokens, key, weight)
+        said = predictor.wait_s(*asked) if predictor is not None else None
         if said is not None:
             return ExpectedWait(*said, "model")
         wait_s = self.rate.wait_s(requests, queued_tokens)

@@ -107,17 +107,19 @@ class WaitModel:
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
 
-    def wait_s(self, requests: int, tokens: int, own_tokens: int, key: str | None = None) -> tuple[float, float] | None:
+    def wait_s(
+        self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
+    ) -> tuple[float, float] | None:
         """Returns the seconds until the first step and until the first token of a newcomer of `own_tokens`, behind
         `requests` of `tokens` prompt tokens in all. None if too little was seen, or the model is too far off. key: that
-        asks; it gets slots from one that has more of them."""
+        asks, of this weight; it gets slots from one that has more of them."""
         stats, last = self._stats(), self._last
         queue = _Queue.of(stats.knobs)
         if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
             return None
         running = list(self._running())
         places = min(queue.slots, len(running) + _room(stats, len(running)))
-        is_given = key is not None and _is_given_slots(running, key, requests + 1)
+        is_given = key is not None and _is_given_slots(running, key, (requests + 1) / weight)
         slot_steps = 0.0 if is_given else self._steps_to_a_slot(running, requests, places)
         if slot_steps is None:
             return None
@@ -202,13 +204,13 @@ class _Queue(NamedTuple):
         return (steps, with_prompts, row_steps, tokens, kv, tokens * (prompt + 1) / 2)
 
 
-def _is_given_slots(running: list[Begun], key: str, count: int) -> bool:
-    """Whether another key would have more slots than this one, by weight, after it got so many (`scheduler.turns`)."""
+def _is_given_slots(running: list[Begun], key: str, more: float) -> bool:
+    """Whether another key would have more slots than this one, by weight, after it got so much (`scheduler.turns`)."""
     held: dict[str, float] = defaultdict(float)
     for row in running:
         held[row.tenant] += 1 / row.weight
     most = max((level for name, level in held.items() if name != key), default=0.0)
-    return held[key] + count < most
+    return held[key] + more < most
 
 
 KNOBS = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens")
