@@ -168,3 +168,35 @@ def test_nobody_owes_for_steps_that_its_key_had_alone() -> None:
         _, now_ns = timed_step(scheduler, now_ns, 0, 1000)
     add(scheduler, "other", 1, now_ns=now_ns, max_tokens=9, tenant="other")
     assert len(shape(timed_step(scheduler, now_ns, 0, 1000)[0])) == 9
+
+
+def beside_a_flood(num_many: int, base_ns: int) -> tuple[float, float]:
+    """Returns how much longer 100 tokens of a stream take beside so many answers of 2,000 tokens than alone, but for a
+    step, and how many steps of all a request of two tokens takes that comes meanwhile."""
+    row_ns = 1000
+    scheduler = make_scheduler(max_num_seqs=64, max_model_len=4000, num_blocks=40_000, max_num_batched_tokens=256)
+    for number in range(num_many):
+        add(scheduler, f"many{number}", 4, max_tokens=2000, tenant="many")
+    now_ns = 10
+    for _ in range(5):
+        _, now_ns = timed_step(scheduler, now_ns, base_ns, row_ns)
+    add(scheduler, "stream", 1, now_ns=now_ns, max_tokens=100, tenant="stream")
+    began_ns, whole_ns, asked_ns, told_ns = now_ns, base_ns + 64 * row_ns, 0, 0
+    for number in range(1000):
+        if number == 40:
+            asked_ns = now_ns
+            add(scheduler, "hello", 2, now_ns=now_ns, max_tokens=2, tenant="other")
+        _, now_ns = timed_step(scheduler, now_ns, base_ns, row_ns)
+        if number >= 40 and "hello" not in scheduler.request_ids:
+            told_ns = told_ns or now_ns
+        if "stream" not in scheduler.request_ids:
+            break
+    took_ns = now_ns - began_ns - whole_ns  # plus a step
+    return took_ns / (100 * (base_ns + row_ns)), (told_ns - asked_ns) / whole_ns
+
+
+@pytest.mark.parametrize("base_ns", [0, 10_000, 100_000, 1_000_000])
+def test_beside_a_flood_another_key_takes_twice_as_long_and_a_step(base_ns: int) -> None:
+    stream, hello = beside_a_flood(128, base_ns)
+    assert stream <= 2.1
+    assert hello <= 2.1

@@ -46,7 +46,7 @@ class WaitPredictor(Protocol):
         self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
     ) -> tuple[float, float] | None:
         """Returns how long one of so many prompt tokens waits behind so many requests of so many prompt tokens in all,
-        and how long until its first token; None if it cannot tell. key: that asks, of this weight, where it is known."""
+        and how long until its first token; None if it cannot tell. key: that asks, of this weight, if it is known."""
         ...
 
 
