@@ -67,7 +67,7 @@ def test_a_name_that_is_none_is_refused(live, path: str) -> None:
     assert not live.engine.submitted
 
 
-def test_without_keys_whoever_asks_is_believed(launch) -> None:
+def test_without_keys_whoever_asks_is_believed_a_name_and_no_weight(launch) -> None:
     live = launch()
     assert ask(live, SEARCH)[0] == 200
-    assert [(one.tenant, one.weight) for one in live.engine.submitted] == [("search", 2.0)]
+    assert [(one.tenant, one.weight) for one in live.engine.submitted] == [("search", 1.0)]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import RequestError
 from splittime.web.tenants import ANYBODY, Tenant
-from splittime.web.told_tenant import NOT_BELIEVED, TOLD_TENANT, notices_of_head, sharer_of, told_tenant
+from splittime.web.told_tenant import ALL_ALIKE, NOT_BELIEVED, TOLD_TENANT, notices_of_head, sharer_of, told_tenant
 
 OPERATOR = Tenant(name="gateway", is_operator=True, weight=4.0)
 ORDINARY = Tenant(name="shop", weight=3.0)
@@ -32,7 +32,7 @@ def test_a_gateway_without_keys_names_nobody() -> None:
 
 def test_a_weight_may_be_left_out() -> None:
     assert sharer_of(scope("search"), OPERATOR) == ("gateway/search", 4.0)
-    assert sharer_of(scope("search;weight=2.5"), ANYBODY) == ("search", 2.5)
+    assert sharer_of(scope("search;weight=2.5"), OPERATOR) == ("gateway/search", 10.0)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,12 @@ def test_what_names_nobody_is_refused_of_an_operator_and_left_alone_of_others(va
         assert caught.value.info.param == TOLD_TENANT
         assert len(caught.value.info.value) <= 64
     assert sharer_of(scope(*values), ORDINARY) == ("shop", 3.0)
+
+
+def test_where_no_key_is_asked_for_all_count_alike_and_a_weight_is_told_so() -> None:
+    assert sharer_of(scope("me;weight=1000000"), ANYBODY) == ("me", 1.0)
+    assert notices_of_head(scope("me;weight=1000000"), ANYBODY) == [ALL_ALIKE]
+    assert notices_of_head(scope("me"), ANYBODY) == notices_of_head(scope(), ANYBODY) == []
 
 
 def test_another_key_takes_no_share_but_its_own_and_is_told_so() -> None:
