@@ -1,20 +1,24 @@
 """Forms of strangers: what they may take, where they walk, and what is kept of them."""
 
+import contextlib
+import fcntl
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.errors import RequestError
-from splittime.core.forked import ForkLimits
+from splittime.core.forked import ForkLimits, frame, read_message
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
@@ -24,9 +28,10 @@ from splittime.runner.batch import Slot, Slots
 from splittime.runner.far_forms import FarWalk
 from splittime.runner.form_looks import FoundMask, FoundMasks
 from splittime.runner.form_masks import FormMasks
+from splittime.runner.form_process import Tried
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk
-from splittime.runner.form_workers import FormGone
+from splittime.runner.form_workers import FormGone, FormProcess
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
 
@@ -426,6 +431,83 @@ def test_processes_end_with_who_asked(known: Grammars) -> None:
 def _is_running(pid: int) -> bool:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_processes_that_take_too_much_together_are_put_away_as_they_answer(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No new one has to come for that; who answered last stays."""
+    walks = [walked(known, grammars.of_regex("x*" + "(ab){9000}" + letter, "regex")) for letter in "ef"]
+    looked(walks[0], ids("xa"), 1)
+    monkeypatch.setattr(far_forms, "MOST_BYTES", walks[0]._form.num_bytes - 1)
+    looked(walks[1], ids("xa"), 1)
+    assert (walks[0]._form.num_bytes, known.far.num_alive) == (0, 1)
+    assert walks[1]._form.num_bytes > 0
+
+
+def test_processes_that_nobody_asks_are_ended(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = walked(known, LARGE)
+    looked(walk, [], 0)
+    monkeypatch.setattr(far_forms, "IDLE_S", 3600)
+    known.far.put_away_idle()
+    assert walk._form.num_bytes > 0
+    assert known.far._watch.daemon
+    known.far._watch.cancel()
+    monkeypatch.setattr(far_forms, "IDLE_S", 0)
+    known.far.put_away_idle()
+    assert (known.far.num_alive, known.far._watch) == (0, None)
+    assert looked(walk, ids("x"), 1).allowed is not None
+
+
+GONE_PID = 4_194_305  # above any that the kernel gives
+
+
+def process_of(ours: socket.socket, theirs: socket.socket, answer: Tried | None) -> FormProcess:
+    """Returns a process that has this answer, or ends when it is asked."""
+
+    def serve() -> None:
+        theirs.sendall(frame(msgspec.msgpack.encode(GONE_PID)))
+        read_message(theirs)
+        if answer is None:
+            theirs.close()
+        else:
+            theirs.sendall(frame(msgspec.msgpack.encode(answer)))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return FormProcess(ours, compiled.LIMITS)
+
+
+@pytest.mark.parametrize(("answer", "kills"), [(Tried(""), [GONE_PID]), (None, [])])
+def test_a_process_is_killed_once_and_none_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, answer: Tried | None, kills: list[int]
+) -> None:
+    """Its number may be another's by then."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, how: killed.append(pid))
+    ours, theirs = socket.socketpair()
+    process = process_of(ours, theirs, answer)
+    with contextlib.suppress(RequestError):
+        process.compile("any")
+    process.end()
+    process.end()
+    del process
+    assert killed == kills
+
+
+def test_a_process_is_heard_however_many_files_are_open() -> None:
+    """`select` takes no descriptor above 1023."""
+    ours, theirs = socket.socketpair()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    high = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
+    assert process_of(high, theirs, Tried("no")).compile("any").said == "no"
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_runs_out_of_memory_leaves_no_file_of_it(known: Grammars) -> None:
+    walk = walked(known, LARGE)
+    looked(walk, [], 0)
+    assert resource.prlimit(walk._form._process._pid, resource.RLIMIT_CORE) == (0, 0)
 
 
 # ---- masks that are late

@@ -96,6 +96,7 @@ def begin(channel: socket.socket, num_bytes: int) -> None:
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # who has no more of it would leave a file of all that it had
     channel.sendall(frame(msgspec.msgpack.encode(os.getpid())))
 
 

@@ -24,6 +24,7 @@ from splittime.runner.form_workers import FormGone, FormProcess, FormProcesses, 
 MOST_ALIVE = 16  # processes
 MOST_BYTES = 512 << 20  # of all of them, by their last answers
 MOST_ASKED = 64  # at once, of different forms
+IDLE_S = 60.0  # a process that nobody asked for as long is ended
 ROOM_S = 0.05  # how often who waits for room looks again
 TRIES = 3  # of a look, each with another process
 
@@ -34,8 +35,9 @@ class FarForms:
     def __init__(self, processes: FormProcesses) -> None:
         self.processes = processes
         self.threads = ThreadPoolExecutor(MOST_ASKED, "far-forms")
-        self._alive: OrderedDict[FarForm, None] = OrderedDict()
+        self._alive: OrderedDict[FarForm, float] = OrderedDict()  # when each was asked last
         self._lock = threading.Lock()
+        self._watch: threading.Timer | None = None  # of those that nobody asks
 
     def begin(self, form: "FarForm", is_wanted: Callable[[], bool] = lambda: True) -> None:
         """This form is to have a process. Waits until there is room for one. Raises FormGone if nobody wants it any
@@ -49,21 +51,45 @@ class FarForms:
         """This form's process has answered."""
         with self._lock:
             if form in self._alive:
+                self._alive[form] = time.monotonic()
                 self._alive.move_to_end(form)
+            while self._takes_too_much and (other := self._dispensable(form)) is not None:
+                self._put_away(other)
+
+    def put_away_idle(self) -> None:
+        """Ends those that nobody has asked for long, and looks again later if there are others."""
+        with self._lock:
+            self._watch, since_s = None, time.monotonic() - IDLE_S
+            for form, asked_s in list(self._alive.items()):
+                if asked_s <= since_s and not form.is_asked:
+                    self._put_away(form)
+            if self._alive:
+                self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        if self._watch is None:
+            self._watch = threading.Timer(IDLE_S, self.put_away_idle)
+            self._watch.daemon = True
+            self._watch.start()
+
+    def _put_away(self, form: "FarForm") -> None:
+        del self._alive[form]
+        form.put_away()
 
     def _makes_room(self, form: "FarForm") -> bool:
         with self._lock:
-            while self._is_full():
+            while len(self._alive) >= MOST_ALIVE or self._takes_too_much:
                 other = self._dispensable(form)
                 if other is None:
                     return False
-                del self._alive[other]
-                other.put_away()
-            self._alive[form] = None
+                self._put_away(other)
+            self._alive[form] = time.monotonic()
+            self._begin_watch()
             return True
 
-    def _is_full(self) -> bool:
-        return len(self._alive) >= MOST_ALIVE or sum(one.num_bytes for one in self._alive) > MOST_BYTES
+    @property
+    def _takes_too_much(self) -> bool:
+        return sum(one.num_bytes for one in self._alive) > MOST_BYTES
 
     def _dispensable(self, form: "FarForm") -> "FarForm | None":
         """Returns whose process is to make room for this form's; None for nobody's, now."""

@@ -23,7 +23,7 @@ from splittime.runner.form_process import Ask, Compile, Looked, Tried, described
 
 SILENT_S = 30.0  # more than its processor time; then a process that says nothing is ended (the machine may be busy)
 START_S = 120.0  # for the parent to read a tokenizer
-LOOK_S = 0.05  # how often who waits asks whether that is still wanted
+LOOK_MS = 50  # how often who waits asks whether that is still wanted
 Got = TypeVar("Got", Tried, Looked)
 
 
@@ -75,9 +75,12 @@ class FormProcess:
                 self._pid = msgspec.msgpack.decode(self._receive(START_S, is_wanted), type=int)
             self._send(frame(msgspec.msgpack.encode(ask)))
             answer = cast(Got, msgspec.msgpack.decode(self._receive(SILENT_S, is_wanted), type=kind))
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            failure = self._failure()
+            if isinstance(error, EOFError):
+                self._pid = None  # it has ended: its number may be another's
             self.end()
-            raise self._failure() from None
+            raise failure from None
         except BaseException:
             self.end()
             raise
@@ -85,6 +88,8 @@ class FormProcess:
         return answer
 
     def _failure(self) -> Exception:
+        if self.is_ended:
+            return FormGone()
         if self._pid is None:
             return EngineError("no process to compile a form in", code="no_form_process")
         cpu_s, memory_bytes = self._limits.cpu_s, self._limits.memory_bytes
@@ -96,9 +101,10 @@ class FormProcess:
 
     def _receive(self, patience_s: float, is_wanted: Callable[[], bool]) -> bytes:
         """Raises EOFError at the process's end, TimeoutError where it says nothing."""
-        received, end_s = bytearray(), time.monotonic() + patience_s
+        received, end_s, ready = bytearray(), time.monotonic() + patience_s, select.poll()
+        ready.register(self._channel, select.POLLIN)
         while len(received) < HEAD.size or len(received) < HEAD.size + HEAD.unpack_from(received)[0]:
-            if select.select([self._channel], [], [], LOOK_S)[0]:
+            if ready.poll(LOOK_MS):
                 part = self._channel.recv(1 << 20)
                 if not part:
                     raise EOFError
@@ -112,9 +118,10 @@ class FormProcess:
     def end(self) -> None:
         """Now, whatever it does; from any thread."""
         self.is_ended = True
-        if self._pid is not None:
+        pid, self._pid = self._pid, None  # once: behind that the number may be another's
+        if pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)  # who waits at it notices; one that was not yet there, too
 
