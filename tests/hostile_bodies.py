@@ -40,6 +40,7 @@ def hostile_bodies(body_of, *, only_worst: bool = False) -> dict[str, bytes]:
         "many numbers": told + b', "user": [' + b"1," * 1_000_000 + b"1]}",
         "too many numbers": told + b', "user": [' + b"1," * (BYTES // 2 - 99) + b"1]}",
         "slow numbers": told + b', "chat_template_kwargs": {"a": [' + b"1e-310," * (BYTES // 7 - 99) + b"1]}}",
+        "a long label": told + b', "user": "' + b"\\n" * (BYTES // 2 - 99) + b'"}',
         "a long number": told + b', "user": ' + b"1" * (BYTES - 99) + b"}",
         "deep": told + b', "user": ' + b"[" * (BYTES // 2 - 99) + b"]" * (BYTES // 2 - 99) + b"}",
         "as deep as may be": told + b', "user": [' + b",".join([b"[" * 400 + b"]" * 400] * 40) + b"]}",

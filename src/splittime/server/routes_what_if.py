@@ -22,6 +22,9 @@ from splittime.server.simulation import DRAWS
 from splittime.simulate.change import Change
 from splittime.simulate.question import question
 from splittime.web import http
+from splittime.web.reading import BodySender, read_beside
+from splittime.web.tenants import tenant_of
+from splittime.web.told_tenant import sharer_of
 
 if TYPE_CHECKING:
     from splittime.diagnose.excerpt import Excerpt
@@ -43,7 +46,7 @@ async def what_if(service: Service, scope: http.Scope, receive: http.Receive, se
     http.query_of(scope)
     config = service.config
     raw = await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
-    body = _decoded(raw)
+    body = await read_beside(BodySender(sharer_of(scope, tenant_of(scope)), receive), len(raw), _decoded, raw)
     service.require_model()
     work = functools.partial(_answer, service, service.facts(), body)
     await http.respond(send, await asyncio.wrap_future(service.simulation.start(work)))
