@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
-from splittime.core.errors import RequestError
+from splittime.core.errors import Overloaded, RequestError
 from splittime.core.forked import ForkLimits, frame, read_message
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
@@ -234,6 +234,22 @@ def test_how_large_a_form_is_takes_time_in_proportion_to_its_text(written: str) 
 def test_the_engine_reads_no_form_itself(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_size, "_Schema", None)  # here; not in the process that tries it
     assert isinstance(walked(known, of_schema({"enum": ["read", "elsewhere"]})), GrammarWalk)
+
+
+def test_where_steps_are_planned_ahead_no_form_may_keep_all_waiting() -> None:
+    """At first each of its masks could take a second, with everybody's step."""
+    ahead = Grammars(load_tokenizer(locate(None)).to_json, 4096, is_ahead=True)
+    usual = of_schema({"enum": ["a", "b"]})
+    assert walked(ahead, usual).elsewhere is None
+    with pytest.raises(RequestError) as caught:
+        ahead.compile(LARGE)
+    assert "--async-scheduling" in caught.value.info.hint
+    assert ahead.far.num_alive == 0
+    ahead.kept.drop("", usual)
+    with pytest.raises(Overloaded) as lost:
+        ahead.walk(usual)
+    assert (lost.value.info.status, lost.value.info.retry_after_s) == (429, 1.0)
+    ahead.close()
 
 
 # ---- what is not kept any more

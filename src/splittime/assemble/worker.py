@@ -190,7 +190,9 @@ def _grammars(config: WorkerSettings, runner: "TorchRunner") -> "Grammars":
     from splittime.runner.grammars import Grammars
 
     path = Path(config.runner.model_path)
-    runner.slots.grammars = Grammars(lambda: load_tokenizer(path).to_json(), runner.resolved.vocab_size)
+    runner.slots.grammars = Grammars(
+        lambda: load_tokenizer(path).to_json(), runner.resolved.vocab_size, is_ahead=config.runner.async_scheduling
+    )
     return runner.slots.grammars
 
 

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import llguidance
 
-from splittime.core.errors import EngineError, ErrorInfo, RequestError, error_from_info
+from splittime.core.errors import EngineError, ErrorInfo, Refused, RequestError, error_from_info
 from splittime.core.forked import ForkLimits
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
@@ -37,6 +37,13 @@ NEAR = MaskLimits(1_000, 500_000, 20_000)  # some 10 ms of a mask, and 15 MB: wh
 LEAST_NEAR_BYTES = 512 << 10  # of a form that walks here
 WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
 MOST_WALKS = 256  # of a form that was compiled once: for who comes then it is compiled anew, and what they left is gone
+NOT_AHEAD = RequestError(
+    "the answer cannot be held to this form: its tokens may take long to find, and all would wait for them",
+    code="grammar",
+    param="grammar",
+    hint="make the form simpler, or start the server without --async-scheduling",
+)
+FORGOTTEN = Refused("more forms came than are kept, and this one is lost", reason="grammars_queue_full")
 _starts = threading.Lock()  # the stack's size is the process's, and is set for the start of a thread
 
 
@@ -56,10 +63,13 @@ class Grammars:
     """The compiled grammars of one model. May be used by several threads.
 
     tokenizer: returns the tokenizer's JSON; called once, when the first grammar comes. vocab_size: width of the logits.
+    is_ahead: steps are planned ahead, so that all wait for each mask: forms that would walk in a process are refused.
     """
 
-    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, limits: ForkLimits = LIMITS) -> None:
-        self._read_tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self, tokenizer: Callable[[], str], vocab_size: int, limits: ForkLimits = LIMITS, is_ahead: bool = False
+    ) -> None:
+        self._read_tokenizer, self._vocab_size, self._is_ahead = tokenizer, vocab_size, is_ahead
         self._tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
         self._processes = FormProcesses(tokenizer, vocab_size, limits)
@@ -90,13 +100,14 @@ class Grammars:
     def walk(self, grammar: str, owner: str = "") -> GrammarWalk | FarWalk:
         """Returns a walk that begins, at once: what is not kept any more its first look has compiled. Raises
         RequestError where it is known that it cannot be."""
-        form = self.kept.get(owner, grammar) or self._late(grammar, owner)
+        form = self.kept.get(owner, grammar) or (FORGOTTEN.info if self._is_ahead else self._late(grammar, owner))
         if isinstance(form, ErrorInfo):
             raise error_from_info(form)
         if isinstance(form, FarForm):
             return form.walk()
         self._note_walk(form, grammar, owner)
-        return GrammarWalk(form.begin, owner, partial(self._go_elsewhere, grammar, owner))
+        elsewhere = None if self._is_ahead else partial(self._go_elsewhere, grammar, owner)
+        return GrammarWalk(form.begin, owner, elsewhere)
 
     def _go_elsewhere(self, grammar: str, owner: str) -> FarWalk:
         """Returns a walk of a form that takes more than it may here: from now on all of its walks are elsewhere."""
@@ -150,7 +161,11 @@ class Grammars:
         num_bytes = max(tried.num_bytes, LEAST_NEAR_BYTES)
         return NearForm(begin, num_bytes), num_bytes
 
-    def _far(self, grammar: str, owner: str, process: FormProcess, is_wanted: Callable[[], bool]) -> FarForm:
+    def _far(
+        self, grammar: str, owner: str, process: FormProcess, is_wanted: Callable[[], bool]
+    ) -> FarForm | ErrorInfo:
+        if self._is_ahead:
+            return NOT_AHEAD.info
         form = FarForm(grammar, owner, self.far, process)
         self.far.begin(form, is_wanted)
         return form
