@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from splittime.core.errors import Refused
 from splittime.server.app import PATHS
 from splittime.server.counted import CountedText
 from splittime.text.process import Encode
 from splittime.text.worker import framed
 from splittime.web.http import Disconnected
+from splittime.web.reading import SHORT_BYTES, ReadingLine
 from splittime.web.tenants import TENANT
 
 from .conftest import LiveServer, say
@@ -154,3 +156,39 @@ def test_work_on_a_text_that_is_left_is_charged_once_it_was_begun(live, monkeypa
     assert tasks[0].size == 600
     assert (few(live).used_tokens, few(live).num_open) == (expected, 0)
     assert (expected > 0) is was_begun
+
+
+LONG_TEXT = "a " * SHORT_BYTES
+LONG = [
+    ("/v1/completions", {"prompt": LONG_TEXT}),
+    ("/v1/responses", {"input": LONG_TEXT}),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": LONG_TEXT}]}),
+    ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": LONG_TEXT}]}),
+    ("/tokenize", {"prompt": LONG_TEXT}),
+    ("/detokenize", {"tokens": [1] * SHORT_BYTES}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG)
+def test_a_long_body_is_read_in_its_keys_turn(live, monkeypatch, path: str, body: dict) -> None:
+    asked, add = set(), ReadingLine.add
+
+    def noting(line, sharer, *args):
+        asked.add(sharer)
+        return add(line, sharer, *args)
+
+    monkeypatch.setattr(ReadingLine, "add", noting)
+    live.post(path, body, FEW)
+    assert asked == {("few", 3.0)}
+
+
+def test_too_many_long_bodies_of_one_key_are_refused_and_counted(live, monkeypatch) -> None:
+    def refuse(line, sharer, num_bytes, work):
+        raise Refused("too many bodies wait", reason="queued_bodies", limit=5)
+
+    monkeypatch.setattr(ReadingLine, "add", refuse)
+    for path, body in LONG[:2]:
+        status, headers, answer = live.post(path, body, FEW)
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "queued_bodies", "1")
+    assert few(live).num_open == 0
+    assert live.service.admission.refusals["queued_bodies"] == 2

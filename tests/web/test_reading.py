@@ -119,12 +119,12 @@ def test_a_key_that_sends_one_body_waits_for_one_of_a_key_that_sent_many():
 def test_keys_share_by_bytes_and_weight():
     async def main() -> None:
         reader = HeldReader()
-        heavy = [reader.submit(Client("heavy", 2.0), "heavy", 2 * LONG) for _ in range(4)]
-        light = [reader.submit(Client("light"), "light") for _ in range(4)]
-        double = [reader.submit(Client("long"), "long", 2 * LONG) for _ in range(4)]
+        heavy = [reader.submit(Client("heavy", 2.0), "heavy", 2 * LONG) for _ in range(8)]
+        light = [reader.submit(Client("light"), "light") for _ in range(8)]
+        double = [reader.submit(Client("long"), "long", 2 * LONG) for _ in range(8)]
         await reader.release(*heavy, *light, *double)
-        first = reader.order[:5]
-        assert (first.count("heavy"), first.count("light"), first.count("long")) == (2, 2, 1)
+        first = reader.order[:10]
+        assert (first.count("heavy"), first.count("light"), first.count("long")) == (4, 4, 2)
 
     run(main())
 

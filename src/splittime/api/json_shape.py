@@ -48,8 +48,8 @@ class JsonShape:
 
     @property
     def most_numbers(self) -> int:
-        """More numbers there cannot be: values have commas between them, but for one of each part."""
-        return self.num_commas + self.num_parts + 1
+        """More numbers there cannot be: a part with several values has a comma between each two."""
+        return self.num_commas + 1
 
     def num_floats(self) -> int:
         """Returns how many numbers have a point."""
