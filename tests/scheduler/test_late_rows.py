@@ -1,43 +1,32 @@
 """Rows that were to sample and could not yet (`RowResult.is_late`): their requests wait, with the cause, alone."""
 
-import msgspec
 import pytest
+from guessing import Guesser
+from late_rows import LateRunner
 
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.step import StepPlan, StepResult
+from splittime.core.step import Row
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
+from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
-
-
-class LateRunner:
-    """late: of each request, how often its next row that samples gives nothing."""
-
-    def __init__(self, late: dict[str, int]) -> None:
-        self.late, self.rows, self._runner = late, list[tuple[str, ...]](), FakeRunner(block_size=4)
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.rows.append(tuple(row.request_id for row in plan.rows))
-        result = self._runner.run(plan)
-        told = []
-        for row, one in zip(plan.rows, result.rows, strict=True):
-            is_late = bool(row.num_samples and self.late.get(row.request_id))
-            self.late[row.request_id] = self.late.get(row.request_id, 0) - is_late
-            told.append(msgspec.structs.replace(one, token_ids=(), is_late=True) if is_late else one)
-        return msgspec.structs.replace(result, rows=tuple(told))
+from splittime.simulate.fake import FakeRunner, expected_tokens
 
 
 class Turned:
-    """An engine under a clock that ticks once a call. tokens: of each request so far."""
+    """An engine under a clock that ticks once a call. late: of each request, how often its next row that samples gives
+    nothing. tokens: of each so far. guesser: tells drafts."""
 
-    def __init__(self, late: dict[str, int], **config: object) -> None:
+    def __init__(self, late: dict[str, int], guesser: Guesser | None = None, **config: object) -> None:
         self.engine = Engine(
             Scheduler(SchedulerConfig(**{"num_blocks": 64, "block_size": 4, "max_model_len": 20, **config}))
         )
-        self.runner, self.now_ns = LateRunner(late), 0
+        self.late, self.now_ns = late, 0
+        self.num_drafts = [0, 0]  # of rows that were not late, and that were
+        self.runner = LateRunner(FakeRunner(block_size=4), self._is_late)
+        self.drafting = self.runner if guesser is None else DraftingRunner(self.runner, guesser, lambda: self.now_ns)
         self.tokens: dict[str, tuple[int, ...]] = {}
         self.outputs: list[object] = []
         self.marks: dict[str, list[tuple[Stage, Cause | None]]] = {}
@@ -49,6 +38,12 @@ class Turned:
         )
         self.engine.submit(request, self.now_ns, self.now_ns)
 
+    def _is_late(self, row: Row) -> bool:
+        is_late = self.late.get(row.request_id, 0) > 0
+        self.num_drafts[is_late] += len(row.draft_token_ids)
+        self.late[row.request_id] = self.late.get(row.request_id, 0) - is_late
+        return is_late
+
     def tick(self) -> int:
         self.now_ns += 1
         return self.now_ns
@@ -56,7 +51,7 @@ class Turned:
     def step(self) -> bool:
         plan = self.engine.begin(self.tick())
         if plan is not None:
-            self.engine.end(self.runner.run(plan), self.tick())
+            self.engine.end(self.drafting.run(plan), self.tick())
             self.engine._ended = None
         self.engine.scheduler.check()
         for one in self.engine.take_outputs():
@@ -88,7 +83,7 @@ def test_who_is_late_waits_and_others_go_on(before: int) -> None:
     turned.submit("other")
     for _ in range(before):
         turned.step()
-    turned.runner.late["late"] = 1
+    turned.late["late"] = 1
     turned.run()
     assert turned.tokens["other"] == undisturbed("other")["other"]
     assert len(turned.tokens["late"]) == before
@@ -145,7 +140,7 @@ def test_who_was_preempted_while_it_waited_is_computed_anew_and_waits_no_more() 
     turned.submit("first", max_tokens=16, prompt=4)
     turned.submit("late", max_tokens=8, prompt=4)
     turned.step()
-    turned.runner.late["late"] = 1
+    turned.late["late"] = 1
     turned.run()
     turned.go_on("late")
     turned.run()
@@ -180,3 +175,19 @@ def test_who_waits_for_a_mask_is_not_let_on_by_the_end_of_a_hold() -> None:
     assert not turned.engine.release("x", turned.now_ns, turned.tick())
     turned.run()
     assert len(turned.runner.rows) == 1
+
+
+def test_drafts_of_a_late_row_are_neither_right_nor_wrong() -> None:
+    """Nobody looked at them: the drafter learns nothing, and no count has them."""
+    guesser = Guesser(lambda name, tokens, count: expected_tokens(tokens, count), 1000)
+    turned = Turned({}, guesser, max_model_len=200)
+    turned.submit("r", max_tokens=100)
+    while turned.engine.scheduler.has_requests:
+        turned.late["r"] = len(turned.runner.rows) % 3 == 0
+        turned.step()
+        turned.go_on("r")
+    counts = turned.engine.scheduler.counts
+    assert min(turned.num_drafts) > 20
+    assert counts.draft_tokens == guesser.num_learnt == turned.num_drafts[False]
+    assert 0 < counts.accepted_draft_tokens == guesser.num_learnt_right
+    assert len(turned.tokens["r"]) == 100

@@ -226,11 +226,11 @@ def _work(plan: StepPlan) -> StepWork:
 
 
 def _verified(plan: StepPlan, result: StepResult) -> tuple[tuple[str, int, int], ...]:
-    """The rows with drafts, with how many they had and how many were right."""
+    """The rows with drafts that were looked at, with how many they had and how many were right."""
     return tuple(
         (row.request_id, len(row.draft_token_ids), max(0, len(one.token_ids) - 1))
         for row, one in zip(plan.rows, result.rows, strict=True)
-        if row.draft_token_ids
+        if row.draft_token_ids and not one.is_late
     )
 
 

@@ -129,7 +129,9 @@ class DraftingRunner:
         """Returns how many drafts were right, of those that the drafter told."""
         num_right = 0
         for row, one in zip(plan.rows, result.rows, strict=True):
-            if row.draft_token_ids and one.error is None and row.request_id not in self._sure:
+            if one.error is not None or one.is_late:  # nobody looked at its drafts
+                continue
+            if row.draft_token_ids and row.request_id not in self._sure:
                 self._drafter.learn(row.request_id, len(row.draft_token_ids), len(one.token_ids) - 1)
                 num_right += len(one.token_ids) - 1
         return num_right

@@ -116,12 +116,12 @@ class Speculation:
         return min(num_drafts, len(state.lease.block_ids) * self._cache.block_size - num_known)
 
     def count(self, states: list[RequestState | None], rows: tuple[Row, ...], results: tuple[RowResult, ...]) -> None:
-        """The drafts of a step, but for those of rows that are of no interest any more."""
+        """The drafts of a step, but for those that nobody looked at, as their row was late, or is of no interest."""
         if not self._num_drafted:
             return
         for state, row, result in zip(states, rows, results, strict=True):
             self._num_drafted -= bool(row.draft_token_ids)
-            if state is not None and row.draft_token_ids:
+            if state is not None and row.draft_token_ids and not result.is_late:
                 self._counts.draft_tokens += len(row.draft_token_ids)
                 self._counts.accepted_draft_tokens += max(0, len(result.token_ids) - 1)
 
