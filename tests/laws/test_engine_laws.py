@@ -1,5 +1,5 @@
 """The laws that hold whatever happens: random arrivals, aborts, deadlines, tiny caches, preemptions, changed knobs,
-requests that are held and released, drafts that are right, wrong, or neither.
+requests that are held and released, drafts that are right, wrong, or neither, masks that are late.
 
 Everything comes as a message at an instant of virtual time, to the loop that serves. After every turn the scheduler's
 books are checked against the cache's. At the end: each submitted request has had exactly one terminal event; its
@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from zlib import crc32
 
 import msgspec
 from guessing import DraftsAhead, Guesser
@@ -22,8 +23,9 @@ from splittime.core.clock import VirtualClock
 from splittime.core.engine_stats import EngineStats
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import AHEAD, SamplingParams
+from splittime.core.step import Row
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort, Configure, StepOutput
+from splittime.drive.messages import Abort, Configure, MaskFound, StepOutput
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord, verify_steps
@@ -71,7 +73,8 @@ class CheckedCrank(Crank):
 class World:
     """An engine on a fake runner in its loop under a virtual clock, and everything that came out of it.
 
-    at_ns: when the next event of the script comes. chance: what is told of each draft. num_keys: that ask, each of
+    at_ns: when the next event of the script comes. chance: what is told of each draft. late: masks are, unless
+    steps are planned ahead. num_keys: that ask, each of
     another weight.
     """
 
@@ -82,6 +85,7 @@ class World:
         execution: str = "host",
         drafts: bool = False,
         chance: float | None = None,
+        late: bool = False,
     ) -> None:
         self.config, self.plans_ahead, self.execution = config, plans_ahead, execution
         self.num_keys = 1
@@ -91,8 +95,10 @@ class World:
         self.num_turns = self.num_taken_in = 0
         self.scheduler = Scheduler(config)
         self.engine = Engine(self.scheduler, plans_ahead=plans_ahead)
-        fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, move_ns=5)
+        is_late = self.is_late if late and not plans_ahead else None
+        fake = FakeRunner(config.block_size, VOCAB_SIZE, EOS_EVERY, 1000, 10, self.clock, execution, 5, is_late)
         self.guesser = Guesser(following, VOCAB_SIZE, chance)
+        self.num_late: Counter[str] = Counter()
         drafting = DraftsAhead(fake, self.guesser, self.clock.now_ns)
         self.crank = CheckedCrank(self.parts(drafting if drafts else fake), self)
         self.played = TimedRun(self.crank, self.clock, HostCosts(after_output_ns=3, per_message_ns=1))
@@ -125,6 +131,15 @@ class World:
         )
         self.played.submit(request, self.at_ns + 7)
         self.at_ns += 8
+
+    def is_late(self, row: Row) -> bool:
+        """Whether the mask of a row that samples is: of every third, and then of some again. It is there later."""
+        mixed = crc32(f"{row.request_id} {row.start} {self.num_late[row.request_id]}".encode())
+        if mixed % 3:
+            return False
+        self.num_late[row.request_id] += 1
+        self.played.at(self.clock.now_ns() + 1 + mixed % (4 * STEP_NS), MaskFound(row.request_id))
+        return True
 
     def call(self, of_scheduler: Callable[[], object]) -> None:
         """What a driver does that holds requests; a message to nobody brings about a turn."""
@@ -233,8 +248,7 @@ class World:
                 before = computed.get(request_id, 0)
                 assert (stage is Stage.RECOMPUTE) == (start < before), f"{request_id} is in {stage}"
                 assert stage in (Stage.RECOMPUTE, Stage.PREFILL, Stage.DECODE)
-                wrong = sum(drafts - right for name, drafts, right in record.verified if name == request_id)
-                computed[request_id] = max(before, start + count - wrong)
+                computed[request_id] = max(before, start + count - record.unverified_drafts(request_id))
 
     def verify_device_time(self) -> None:
         """On this clock the host hears of a step's end at once: the device worked, waited, or there was no work."""
@@ -363,16 +377,20 @@ def play(world: World, event: tuple) -> None:
 @settings(max_examples=300, deadline=None)
 @given(
     configs.map(shrink_cache),
-    st.tuples(*[st.booleans()] * 3),
+    st.tuples(*[st.booleans()] * 4),
     st.sampled_from([None, 0.5, 0.95]),
     st.integers(1, 3),
     st.lists(events, min_size=3, max_size=30),
 )
 def test_laws_hold_under_anything(
-    config: SchedulerConfig, kinds: tuple[bool, bool, bool], chance: float | None, num_keys: int, script: list[tuple]
+    config: SchedulerConfig,
+    kinds: tuple[bool, bool, bool, bool],
+    chance: float | None,
+    num_keys: int,
+    script: list[tuple],
 ) -> None:
-    plans_ahead, is_apart, drafts = kinds
-    world = World(config, plans_ahead, "eager" if is_apart else "host", drafts, chance)
+    plans_ahead, is_apart, drafts, late = kinds
+    world = World(config, plans_ahead, "eager" if is_apart else "host", drafts, chance, late)
     world.num_keys = num_keys
     for event in script:
         play(world, event)

@@ -14,8 +14,9 @@ from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import SleepAsk
+from splittime.core.step import Row
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort, FromEngine, Sleep, StepOutput, Wake
+from splittime.drive.messages import Abort, FromEngine, MaskFound, Sleep, StepOutput, Wake
 from splittime.engine.engine import Engine
 from splittime.ledger.account import EMBEDDINGS, Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
@@ -201,6 +202,15 @@ def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_
     )
 
 
+def is_late(row: Row, run: TimedRun, clock: VirtualClock, seed: int, late: int) -> bool:
+    """Whether the mask of a row that samples is; it is there some steps later."""
+    mixed = crc32(f"{seed} {row.request_id} {row.start} {clock.now_ns()}".encode())
+    if mixed % late:
+        return False
+    run.at(clock.now_ns() + 1 + mixed % (4 * STEP_NS), MaskFound(row.request_id))
+    return True
+
+
 def record_run(
     config: SchedulerConfig,
     seed: int,
@@ -215,15 +225,18 @@ def record_run(
     is_crowded: bool = False,
     embeds: float = 0.0,
     num_keys: int = 1,
+    late: int = 0,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed. is_crowded:
     they come at once, their stop strings are found at once, and no such account waits for the engine's last word.
-    embeds: of what share of them no token is wanted. num_keys: of how many keys they are, each of another weight."""
+    embeds: of what share of them no token is wanted. num_keys: of how many keys they are, each of another weight.
+    late: the mask of one row in so many is; 0: of none."""
     gaps_ns, after, lengths = BESIDE if is_crowded else APART
     rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after, embeds), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
-    runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays)
+    of_row = (lambda row: is_late(row, run, clock, seed, late)) if late else None
+    runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays, is_late=of_row)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
     engine, computes = Engine(Scheduler(config), plans_ahead), runner
     if guess_ns is not None:

@@ -40,6 +40,27 @@ def test_a_replay_shares_among_keys_as_the_recorded_run_did(
     assert replay(recorded) is None
 
 
+@settings(max_examples=50)
+@given(CONFIGS, st.integers(0, 10_000), st.sampled_from([None, 3]), st.sampled_from([2, 9]))
+def test_a_replay_gives_nothing_to_rows_that_were_late(
+    config: SchedulerConfig, seed: int, guess_ns: int | None, late: int
+) -> None:
+    recorded = record_run(config, seed, guess_ns=guess_ns, late=late, stops=0.0)
+    verify_steps(recorded.steps)
+    assert replay(recorded) is None
+
+
+def test_a_ledger_that_does_not_say_which_rows_were_late_is_told_otherwise() -> None:
+    recorded = record_run(TIGHT, seed=4, late=3)
+    late = [name for step in recorded.steps for name, _ in step.late_rows]
+    assert len(late) > 30
+    assert len(late) > len(set(late))
+    assert replay(recorded) is None
+    untold = [msgspec.structs.replace(step, late=UNSET) for step in recorded.steps]
+    divergence = replay(msgspec.structs.replace(recorded, steps=untold))
+    assert divergence is not None
+
+
 def test_a_replay_that_does_not_know_the_keys_decides_otherwise() -> None:
     """So what the accounts say of keys and weights is needed, and used."""
     recorded = [record_run(TIGHT, seed, num_keys=3, stops=0.0) for seed in range(8)]

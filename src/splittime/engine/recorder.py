@@ -72,13 +72,14 @@ class Parts(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What a step computes, as its record tells it. draft_tokens: among the others."""
+    """What a step computes, as its record tells it. draft_tokens: among the others. late: as in `StepRecord`."""
 
     rows: tuple[tuple[str, int, int], ...]
     num_tokens: int
     decode_tokens: int
     draft_tokens: int
     kv_tokens_read: int
+    late: tuple[tuple[str, int], ...] | UnsetType
 
 
 class Recorder:
@@ -135,7 +136,7 @@ class Recorder:
         host_gap_ns: int,
         idle_ns: int,
     ) -> StepRecord:
-        plan, scheduler, work = step.plan, self._scheduler, _work(step.plan)
+        plan, scheduler, work = step.plan, self._scheduler, _work(step.plan, result)
         lasted_ns = span.end_ns - span.begin_ns + host_gap_ns
         cpu_wait_ns, off_cpu_ns = _without_processor(times.thread, lasted_ns, result)
         return StepRecord(
@@ -175,6 +176,7 @@ class Recorder:
             off_cpu_ns=off_cpu_ns,
             draft_ns=min(result.draft_ns, parts.launch_ns),
             mask_ns=min(result.mask_ns, parts.sample_ns),
+            late=work.late,
         )
 
     def _overlapped(self, step: InFlight, times: StepTimes) -> Span:
@@ -209,20 +211,22 @@ def _without_processor(thread: ThreadTime | None, lasted_ns: int, result: StepRe
     return waited_ns, max(0, lasted_ns - waited_ns - thread.ran_ns - result.collective_ns)
 
 
-def _work(plan: StepPlan) -> StepWork:
+def _work(plan: StepPlan, result: StepResult) -> StepWork:
     """Counts a plan's rows, in one pass: every row of every step comes by here."""
-    rows = []
+    rows, late = [], []
     num_tokens = decode_tokens = draft_tokens = kv_tokens_read = 0
-    for row in plan.rows:
+    for row, one in zip(plan.rows, result.rows, strict=True):
         num_drafts, start = len(row.draft_token_ids), row.start
         count = len(row.token_ids) + num_drafts
         rows.append((row.request_id, start, count))
         num_tokens += count
         kv_tokens_read += start + count
         draft_tokens += num_drafts
-        if row.num_samples and count == 1 + num_drafts:
+        if one.is_late:
+            late.append((row.request_id, num_drafts))
+        elif row.num_samples and count == 1 + num_drafts:
             decode_tokens += count
-    return StepWork(tuple(rows), num_tokens, decode_tokens, draft_tokens, kv_tokens_read)
+    return StepWork(tuple(rows), num_tokens, decode_tokens, draft_tokens, kv_tokens_read, tuple(late) or UNSET)
 
 
 def _verified(plan: StepPlan, result: StepResult) -> tuple[tuple[str, int, int], ...]:

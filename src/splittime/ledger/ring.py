@@ -25,7 +25,8 @@ def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
         texts = len(record.prefixes) + len(record.answer_prefixes)
         return ACCOUNT_BYTES + TOKEN_BYTES * numbers + INTERVAL_BYTES * parts + texts
     if isinstance(record, StepRecord):
-        return STEP_BYTES + ROW_BYTES * (len(record.rows) + len(record.verified) + len(record.told_drafts))
+        of_drafts = len(record.verified) + len(record.told_drafts)
+        return STEP_BYTES + ROW_BYTES * (len(record.rows) + of_drafts + len(record.late_rows))
     return HOP_BYTES
 
 

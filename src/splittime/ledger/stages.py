@@ -69,7 +69,7 @@ STAGE_MEANING: dict[Stage, str] = {
     Stage.DECODE: "Steps compute its next tokens; each step it is in is charged whole.",
     Stage.DECODE_STALL: "It is decoding, and a step went by without a row for it.",
     Stage.PREEMPTED: "Its blocks were taken back; it waits to be admitted again.",
-    Stage.RECOMPUTE: "What the preemption threw away is computed again.",
+    Stage.RECOMPUTE: "What a preemption threw away, or a late mask of a form made useless, is computed again.",
     Stage.DELIVER: "All tokens are ready; the rest of the answer is on its way to the socket.",
     Stage.CLIENT_WAIT: "All tokens are ready; the client does not read.",
     Stage.UNATTRIBUTED: "Time nobody can explain. Zero, unless the engine died or (vLLM) never told of the request.",

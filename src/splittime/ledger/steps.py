@@ -38,24 +38,25 @@ Told = int | tuple[int, ...]  # of drafts: how many, or their chances in thousan
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
-    """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that
-    attention read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token,
-    drafts among them, so a prompt of one token, or a last chunk of one, is too. `verified`: the rows with drafts,
-    as (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were computed.
-    `drafts`: the rows whose results brought drafts for the request's next row, as (request_id, chances): of each draft
-    the chance, in thousandths, that it and all before it are right, or how many drafts there were, where nobody knew.
-    Not written where there are none (`told_drafts`). `draft_ns`: of `launch_ns`, what guessing drafts for the next
-    step took. `victims` are the requests preempted while planning it. `hidden_ns`: what the host did for other steps
-    while this one ran; part of no sum. `ahead_ns`: how long after its begin the engine planned what comes behind it, or
-    found nothing to plan; None where it does not plan ahead, and in early ledgers. `execution`, `padded_rows`,
-    `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`; `enqueue_ns` is part of no sum, as the device
-    may work then. `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to host memory, and back.
-    `mask_ns`: of `sample_ns`, finding what the forms of answers allow: waiting for what is looked for beside the rest,
-    and looking at once behind the step's tokens.
-    `num_refused`: requests that the server had refused for want of room since its start when it took this record in;
-    accounts are kept of the latest of them only. `server_ran_ns`, `others_ran_ns`: how long this server's processes,
-    and all others, had run on its processors since the machine began, as of then or up to a second before; None where
-    the system does not tell."""
+    """One step. `rows` are (request_id, start, num_tokens). `kv_tokens_read` counts the cached positions that attention
+    read over all rows. `decode_tokens` counts the tokens of rows that sample after one known token, drafts among them,
+    so a prompt of one token, or a last chunk of one, is too; a row that was late gave nothing, and is not. `verified`:
+    the rows with drafts, as (request_id, drafts, accepted drafts); their `num_tokens` holds all drafts, since all were
+    computed. `drafts`: the rows whose results brought drafts for the request's next row, as (request_id, chances): of
+    each draft the chance, in thousandths, that it and all before it are right, or how many drafts there were, where
+    nobody knew. Not written where there are none (`told_drafts`). `late`: the rows that were to sample and gave
+    nothing, as what may come was not known in time, as (request_id, drafts); nobody looked at the drafts, and the last
+    known token is computed again. Not written where there are none (`late_rows`). `draft_ns`: of `launch_ns`, what
+    guessing drafts for the next step took. `victims` are the requests preempted while planning it. `hidden_ns`: what
+    the host did for other steps while this one ran; part of no sum. `ahead_ns`: how long after its begin the engine
+    planned what comes behind it, or found nothing to plan; None where it does not plan ahead, and in early ledgers.
+    `execution`, `padded_rows`, `enqueue_ns` and `collective_ns` are those of `core.step.StepResult`; `enqueue_ns` is
+    part of no sum, as the device may work then. `offload_ns`, `restore_ns`: copies of so many blocks of KV cache to
+    host memory, and back. `mask_ns`: of `sample_ns`, finding what the forms of answers allow: waiting for what is
+    looked for beside the rest, and looking at once behind the step's tokens. `num_refused`: requests that the server
+    had refused for want of room since its start when it took this record in; accounts are kept of the latest of them
+    only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its processors
+    since the machine began, as of then or up to a second before; None where the system does not tell."""
 
     step_id: int
     begin_ns: int
@@ -96,11 +97,22 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     draft_ns: int = 0
     drafts: tuple[tuple[str, Told], ...] | UnsetType = UNSET
     mask_ns: int = 0
+    late: tuple[tuple[str, int], ...] | UnsetType = UNSET
 
     @property
     def told_drafts(self) -> tuple[tuple[str, Told], ...]:
         """`drafts`, also where there are none."""
         return () if self.drafts is UNSET else self.drafts
+
+    @property
+    def late_rows(self) -> tuple[tuple[str, int], ...]:
+        """`late`, also where there are none."""
+        return () if self.late is UNSET else self.late
+
+    def unverified_drafts(self, request_id: str) -> int:
+        """Returns how many drafts of this request's row gave no token: wrong ones, and those of a late row."""
+        wrong = sum(drafts - right for name, drafts, right in self.verified if name == request_id)
+        return wrong + sum(drafts for name, drafts in self.late_rows if name == request_id)
 
     @property
     def parts_ns(self) -> int:
@@ -151,9 +163,12 @@ def verify_drafts(record: StepRecord) -> None:
         raise ValueError(
             f"step {record.step_id}: {record.draft_ns} ns of guessing in a launch of {record.launch_ns} ns"
         )
-    if not record.verified and not record.drafts:
+    if not record.verified and not record.drafts and not record.late:
         return
     num_tokens = {request_id: count for request_id, _, count in record.rows}
+    for request_id, drafts in record.late_rows:
+        if not 0 <= drafts < num_tokens.get(request_id, 0):
+            raise ValueError(f"step {record.step_id}: a row with {drafts} drafts was late for {request_id}")
     for request_id, drafts, accepted in record.verified:
         if not 0 <= accepted <= drafts < num_tokens.get(request_id, 0):
             raise ValueError(f"step {record.step_id}: {accepted} of {drafts} drafts accepted for {request_id}")

@@ -209,6 +209,7 @@ class Requests:
         state.num_promised -= row.num_samples
         self.speculation.settle(state, row, row_result)
         state.num_computed, state.plan_until = len(state.token_ids) - 1, 0
+        state.recompute_until = len(state.token_ids)
         self._awaiting.add(state)
 
     def go_on(self, state: RequestState) -> bool:

@@ -40,7 +40,7 @@ class RequestState:
         decode row computes; 1 where the prompt is pooled, after which nothing follows.
     plan_until: it gets no row while it has so many tokens, promised ones included. The most that it may have, since the
         last of them is never computed; 0 while its next row has to wait for what is accepted.
-    recompute_until: after a preemption, tokens [0, recompute_until) had been computed before.
+    recompute_until: after a preemption, or a late row, tokens [0, recompute_until) had been computed before.
     spared_until: with no more tokens than these it is not preempted for another key.
     """
 
@@ -176,7 +176,7 @@ class RequestState:
     def resume(self, now_ns: int) -> None:
         """Note that it gets a row for one token, which ends a stall."""
         if self.account.stage is Stage.DECODE_STALL:
-            self.account.enter(DECODE, now_ns)
+            self.account.enter(Stage.RECOMPUTE if self.is_recomputing else DECODE, now_ns)
         elif self.account.stage is Stage.PREFILL_STALL:  # one token of its prompt is left
             self.account.enter(self.computing_stage, now_ns)
 

@@ -15,7 +15,7 @@ import msgspec
 from splittime.core.request import FinishReason
 from splittime.drive.messages import Abort, ToEngine
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.held_blocks import leases_after, num_held, wrong_drafts
+from splittime.simulate.held_blocks import leases_after, num_held
 from splittime.simulate.host_parts import is_queued
 from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
 
@@ -241,5 +241,5 @@ class Course:
 def _end_of_row(traced: TracedRequest, step: StepRecord) -> int | None:
     """Returns the place behind what is right of its row in this step; None if it has none."""
     name = traced.request.request_id
-    wrong = wrong_drafts(name, step)
+    wrong = step.unverified_drafts(name)
     return next((start + count - wrong for request_id, start, count in step.rows if request_id == name), None)

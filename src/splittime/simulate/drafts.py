@@ -143,7 +143,10 @@ def _told_in(drafted: Sequence[StepRecord]) -> dict[str, list[_ToldOnce]]:
     for step in drafted:
         verified = {request_id: counts for request_id, *counts in step.verified}
         told = dict(step.told_drafts)
+        late = dict(step.late_rows)
         for request_id, start, count in step.rows:
+            if request_id in late:  # nobody looked at its drafts, and it was told none
+                continue
             num_drafts, num_right = verified.get(request_id, (0, 0))
             place = start + count - num_drafts
             last = found[request_id][-1] if request_id in found else None

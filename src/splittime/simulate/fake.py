@@ -10,7 +10,7 @@ never written or belongs to somebody else by now.
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from splittime.core.clock import Clock, SystemClock, VirtualClock
@@ -20,7 +20,7 @@ from splittime.core.step import PENDING, Admitted, Row, RowResult, StepPlan, Ste
 class FakeRunner:
     """block_size: of the KV cache. vocab_size: tokens are 1..vocab_size - 1; 0 is end-of-sequence if `eos_every` > 0:
     a token is 0 when its hash divides by `eos_every`. execution: of `StepResult`; other than "host", it is a device
-    that tells how long it waited."""
+    that tells how long it waited. is_late: of a row that samples, whether it gives nothing yet."""
 
     verifies_drafts = True
 
@@ -34,6 +34,7 @@ class FakeRunner:
         clock: Clock | None = None,
         execution: str = "host",
         move_ns: int = 0,
+        is_late: Callable[[Row], bool] | None = None,
     ) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -43,6 +44,7 @@ class FakeRunner:
         self._clock = clock or SystemClock()
         self._execution = execution
         self._move_ns = move_ns
+        self._is_late = is_late
         self._host: dict[int, array] = {}  # slot of host memory -> what a block held
         self._known: dict[str, Admitted] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -107,6 +109,10 @@ class FakeRunner:
             block[position % self._block_size] = token_id
         if not row.num_samples:
             return RowResult(row.request_id)
+        if self._is_late is not None and self._is_late(row):
+            if row.draft_token_ids:
+                del blocks[-(-(row.start + len(token_ids) - 1) // self._block_size) :]
+            return RowResult(row.request_id, is_late=True)
         accepted = self._accept(blocks, row)
         self._sampled[row.request_id] = accepted[-1]
         return RowResult(row.request_id, tuple(accepted))

@@ -47,7 +47,7 @@ def leases_after(
     for record in _latest_first(records, step):
         for name, start, count in record.rows:
             if name in named and name not in victims and name not in leases:
-                end = start + count - (wrong_drafts(name, record) if record.step_id <= step.step_id else 0)
+                end = start + count - (record.unverified_drafts(name) if record.step_id <= step.step_id else 0)
                 leases[name] = _lease(named[name], record.step_id, end, block_size)
         victims.update(record.victims)
         if len(leases) == num_running:
@@ -55,11 +55,6 @@ def leases_after(
     rest = [name for name in named if name not in leases and name not in victims]
     without_row = [name for name in rest if _is_admitted(named[name], step.end_ns)]
     return leases | {name: _lease(named[name], step.step_id, 0, block_size) for name in without_row}
-
-
-def wrong_drafts(request_id: str, step: StepRecord) -> int:
-    """Returns how many drafts of its row in this step were wrong."""
-    return next((drafts - right for name, drafts, right in step.verified if name == request_id), 0)
 
 
 def _is_admitted(traced: TracedRequest, at_ns: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from splittime.core.clock import VirtualClock
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.drive.crank import EngineParts
-from splittime.drive.messages import Submit, ToEngine
+from splittime.drive.messages import MaskFound, Submit, ToEngine
 from splittime.engine.engine import Engine
 from splittime.ledger.steps import StepRecord, Told
 from splittime.scheduler.scheduler import Scheduler
@@ -34,6 +34,7 @@ class RecordedSteps:
     def __init__(self, records: Sequence[StepRecord]) -> None:
         self.records = records
         self.num_begun = self.num_ended = 0
+        self._late: set[str] = set()  # who gets no row until its mask is there
 
     @property
     def next(self) -> StepRecord | None:
@@ -44,6 +45,11 @@ class RecordedSteps:
     def latest(self) -> StepRecord:
         """The record of the step that was taken last."""
         return self.records[self.num_ended - 1]
+
+    @property
+    def going_on(self) -> list[str]:
+        """Whose masks were late and are there by the time when the next step to end is planned: it has rows of them."""
+        return [row[0] for row in self.next.rows if row[0] in self._late] if self._late and self.next else []
 
     @property
     def looked_ns(self) -> int:
@@ -63,6 +69,8 @@ class RecordedSteps:
         if record is None or record.rows != rows:
             raise UnknownStep(rows)
         self.num_ended += 1
+        self._late.difference_update(row[0] for row in record.rows)
+        self._late.update(name for name, _ in record.late_rows)
         return record
 
     def time_of(self, plan: StepPlan, now_ns: int) -> StepTime:
@@ -123,10 +131,13 @@ class RecordedArrivals:
         if record.asleep_ns:
             self._forget()
         self._clock.advance_to(record.begin_ns)
+        for request_id in self._steps.going_on:
+            yield MaskFound(request_id), record.begin_ns
 
 
 class RecordedAnswers(Answers):
-    """The answers of a replay: as many drafts are right as the step's record says, and it tells the next ones."""
+    """The answers of a replay: as many drafts are right as the step's record says, and it tells the next ones.
+    Rows that were late give nothing."""
 
     def __init__(self, steps: RecordedSteps) -> None:
         super().__init__()
@@ -137,6 +148,8 @@ class RecordedAnswers(Answers):
 
     def result(self, row: Row) -> RowResult:
         record = self._steps.latest
+        if row.num_samples and row.request_id in dict(record.late_rows):
+            return RowResult(row.request_id, is_late=True)
         if not row.num_samples or not (record.verified or record.drafts):
             return super().result(row)
         if record is not self._record:

@@ -53,6 +53,8 @@ class StepTime(NamedTuple):
 
 def shape_of_record(record: StepRecord) -> StepShape:
     num_drafts = sum(drafts for _, drafts, _ in record.verified)
+    late_drafts = dict(record.late_rows)  # such a row costs what others do
+    num_late = sum(count == 1 + late_drafts.get(name, count) for name, _, count in record.rows) if late_drafts else 0
     moved = record.offloaded_blocks + record.restored_blocks
     tokens, pairs = record.prefill_tokens + record.decode_tokens, 0
     if tokens > len(record.rows):  # else each row has one token
@@ -60,7 +62,7 @@ def shape_of_record(record: StepRecord) -> StepShape:
     return StepShape(
         rows=len(record.rows),
         tokens=tokens,
-        decode_rows=record.decode_tokens - num_drafts,
+        decode_rows=record.decode_tokens - num_drafts + num_late,
         kv_tokens=record.kv_tokens_read,
         prompt_pairs=pairs,
         moved_blocks=moved,

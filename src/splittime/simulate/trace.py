@@ -188,7 +188,8 @@ def _traced(
 ) -> TracedRequest:
     stopped = _met_stop_string(account)
     went_away = account.finish_reason == FinishReason.ABORT
-    held_until = [interval.end_ns for interval in account.intervals if interval.cause is Cause.GRAMMAR]
+    queued = [interval for interval in account.intervals if interval.stage is Stage.QUEUE]  # else its mask was late
+    held_until = [interval.end_ns for interval in queued if interval.cause is Cause.GRAMMAR]
     return TracedRequest(
         request=_request(account, prompt, max_model_len),
         account=account,

@@ -173,6 +173,7 @@ class Shareable(SharedNames):
             execution=record.execution if record.execution in EXECUTIONS else "host",
             verified=verified,
             drafts=drafts or msgspec.UNSET,
+            late=tuple((self.request_id(name), count) for name, count in record.late_rows) or msgspec.UNSET,
         )
 
     def facts(self, facts: ServerFacts | None) -> ServerFacts | None:
