@@ -16,7 +16,7 @@ from zlib import crc32
 
 import msgspec
 from guessing import DraftsAhead, Guesser
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
@@ -374,6 +374,14 @@ def play(world: World, event: tuple) -> None:
             world.played.at(world.at_ns, Configure(0, knobs))
 
 
+NO_BUDGET_AHEAD = SchedulerConfig(
+    max_num_seqs=2, max_num_batched_tokens=6, max_prefill_tokens=1, max_model_len=MAX_MODEL_LEN, block_size=1,
+    num_blocks=40, batching="static", starvation_bound_ms=0.0,
+)  # fmt: skip
+ASKED_AT_ONCE = [("burst", [(0, 1, 1, None, 0, kind)]) for kind in ("", "", "ahead")]
+
+
+@example(NO_BUDGET_AHEAD, (False,) * 4, None, 1, ASKED_AT_ONCE)  # admitted by a plan that has no tokens left for it
 @settings(max_examples=300, deadline=None)
 @given(
     configs.map(shrink_cache),

@@ -201,7 +201,7 @@ class Planner:
         num_tokens = 0 if len(requests.queue) else min(budget.chunk(state.num_pending), AHEAD_TOKENS)
         if num_tokens == 0:
             state.stall(Cause.POLICY if len(requests.queue) else Cause.TOKEN_BUDGET, now_ns)
-            return ()
+            return admitted
         state.account.enter(state.computing_stage, now_ns)
         rows.append(state.next_row(num_tokens))
         return admitted
