@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from test_draft_rows import committed, planned
 from test_scheduler import add, make_scheduler, shape, step
 
+from splittime.core.shares import KeyShare
 from splittime.core.step import RowResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
-from splittime.scheduler.turns import TURN_TOKENS
+from splittime.scheduler.turns import TURN_TOKENS, Holdings, one_slot
 from splittime.web.tenants import Tenant
 from splittime.web.told_tenant import sharer_of, told_tenant
 
@@ -337,3 +338,28 @@ def test_who_asks_to_come_last_takes_from_nobody_before_it(taker: int, victim: i
     add(scheduler, "other", 4, now_ns=15, tenant="other", priority=taker)
     plan, _ = step(scheduler, 20)
     assert bool(plan.preempted) == ("other" in shape(plan)) == (taker <= max(0, victim))
+
+
+@pytest.mark.parametrize(("lacking", "num_victims"), [(1, 1), (2, 2), (3, 0), (5, 0)])
+def test_a_key_gives_down_to_what_the_taker_would_have_and_nothing_if_that_is_too_little(
+    lacking: int, num_victims: int
+) -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    flood(scheduler, 3)
+    step(scheduler, 10)
+    holdings = Holdings(scheduler.running, one_slot)
+    assert len(holdings.who_gives(KeyShare("taker"), 1, lacking, one_slot)) == num_victims
+
+
+def test_nobody_is_preempted_for_a_prompt_that_does_not_fit_the_step() -> None:
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=16, num_blocks=20, enable_chunked_prefill=False)
+    for number in range(2):
+        add(scheduler, f"greedy{number}", 28, max_tokens=4, tenant="greedy")
+    step(scheduler, 10)
+    step(scheduler, 20)
+    assert running_of(scheduler) == {"greedy": 2}
+    for name in ("x", "y"):
+        add(scheduler, name, 12, now_ns=25, tenant=name)
+    plan, _ = step(scheduler, 30)
+    assert len(shape(plan)) == 3
+    assert not plan.preempted

@@ -1,12 +1,16 @@
 """The time of steps is shared among keys: rows sit out where they make another key's tokens late, and not where not."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, shape
 
-from splittime.core.step import RowResult, StepPlan, StepResult
+from splittime.core.shares import KeyShare
+from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.pace import KeyPace
 from splittime.scheduler.scheduler import Scheduler
 
 
@@ -200,3 +204,47 @@ def test_beside_a_flood_another_key_takes_twice_as_long_and_a_step(base_ns: int)
     stream, hello = beside_a_flood(128, base_ns)
     assert stream <= 2.1
     assert hello <= 2.1
+
+
+class Paced:
+    """Steps of two keys, one with nearly all of the tokens."""
+
+    def __init__(self) -> None:
+        self.pace, self.now_ns, self.num_steps = KeyPace(), 0, 0
+        self.shares = {name: KeyShare(name) for name in ("many", "one", "other")}
+
+    def step(self, took_ns: int, *, sit_out: str = "", **tokens: int) -> None:
+        by_id = {name: SimpleNamespace(share=self.shares[name], is_ahead=False) for name in tokens}
+        rows = [Row(name, 0, (7,), (), 1) for name, count in tokens.items() for _ in range(count)]
+        self.num_steps += 1
+        out = {sit_out: self.shares[sit_out]} if sit_out else {}
+        self.pace.begin(self.num_steps, self.now_ns, rows, by_id, out)  # type: ignore[arg-type]
+        self.now_ns += took_ns
+        self.pace.end(self.num_steps, self.now_ns)
+
+    def who(self, *, gets_row: bool = True) -> set[str]:
+        state = SimpleNamespace(share=self.shares["one"], is_ahead=False, gets_row=gets_row)
+        return set(self.pace.who_sits_out(self.shares, [state]))  # type: ignore[list-item]
+
+
+def test_nobody_owes_more_than_the_step_that_it_was_in() -> None:
+    paced = Paced()
+    for _ in range(5):
+        paced.step(30_000, many=29, one=1)
+    assert paced.who() == {"many"}
+    assert paced.who(gets_row=False) == set()
+    for _ in range(60):
+        paced.step(1000, sit_out="many", one=1)
+    assert paced.who() != {"many"}
+
+
+def test_who_is_alone_owes_nothing_any_more_and_a_newcomer_begins_level() -> None:
+    paced = Paced()
+    for _ in range(3):
+        paced.step(30_000, many=29, one=1)
+    level_ns = paced.pace._level_ns
+    paced.step(1000, sit_out="many", one=1, other=1)
+    assert paced.shares["other"].spent_ns >= level_ns
+    assert "many" in paced.who()
+    paced.pace.stay_alone(paced.shares["many"])
+    assert paced.who() == set()
