@@ -30,10 +30,10 @@ MAX_TEXTS = 5 * 2**14  # names of fields are texts too
 MAX_NAMES = 2**15
 MAX_COMMAS = 2**20  # as many values as that, roughly: a million whole numbers take 10 ms
 MAX_FLOATS = 2**16
-MAX_SLOW_NUMBERS = 2**10  # 10 us each
+MAX_SLOW_NUMBERS = 2**9  # 10 us each, and a short body is read on the event loop
 MAX_SLOW_BYTES = 2**16
 LONG_BYTES = 2**14  # of a shorter body all is within bounds
-SOME_BYTES = 2**13  # and of this, but for numbers with an exponent
+SOME_BYTES = 2**12  # and of this, but for numbers with an exponent
 MAX_WHOLE = 2**63
 
 Body = TypeVar("Body", bound=Strict)
