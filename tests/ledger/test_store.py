@@ -648,6 +648,47 @@ def test_of_many_the_latest_are_told_oldest_first():
     assert [account.request_id for account in ledger.accounts(limit=2)] == ["cmpl-4-0", "cmpl-5-0"]
 
 
+class Noted(FileWriter):
+    """Notes how many records each try has."""
+
+    def _insert(self, batch):
+        self.__dict__.setdefault("tries", []).append(len(batch))
+        super()._insert(batch)
+
+
+def test_each_outage_tells_that_records_are_lost_and_a_try_has_one(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "RETRY_S", 0.01)
+    writer = Noted(tmp_path / "l.sqlite", 10, 99, max_queued_records=8)
+    other = sqlite3.connect(tmp_path / "l.sqlite")
+    for outage in (1, 2):
+        other.execute("ALTER TABLE steps RENAME TO away")
+        other.commit()
+        for i in range(20):
+            writer.put(books.step(i, i))
+        num_tries = len(writer.__dict__.get("tries", ()))
+        writer._wake.set()
+        while len(writer.__dict__.get("tries", ())) < num_tries + 4:
+            time.sleep(0.005)
+        assert set(writer.tries[-2:]) == {1}
+        assert caplog.text.count("those that come are lost") == outage
+        other.execute("ALTER TABLE away RENAME TO steps")
+        other.commit()
+        assert writer.flush(10)
+        assert max(writer.tries) > 1
+    assert writer.num_dropped >= 20
+    writer.close()
+
+
+def test_a_batch_is_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "MAX_BATCH_BYTES", 3 * weight_bytes(books.step(0, 0)))
+    writer = Noted(tmp_path / "l.sqlite", 10, 99)
+    for i in range(10):
+        writer.put(books.step(i, i))
+    writer.close()
+    assert max(writer.tries) <= 3
+    assert len(open_readonly(tmp_path / "l.sqlite").steps()) == 10
+
+
 def test_a_queue_with_no_room_takes_nothing(tmp_path):
     writer = FileWriter(tmp_path / "l.sqlite", 10, 10, max_queued_records=0)
     writer.put(books.step(1, 0))

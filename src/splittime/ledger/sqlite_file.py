@@ -6,8 +6,8 @@ deleted, oldest first. The file holds at most `max_bytes` and a batch; beside it
 While the disk takes nothing, records wait in the queue, and are written when there is room again.
 The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
 A path that cannot be written, or that another process writes (`sqlite_open`), is a `ConfigError` at once; a disk that
-fails later is logged once for each outage, and serving goes on. `num_unwritten`: records that cannot be written at all,
-and those that still wait at the end.
+fails later, or is too slow, is logged once for each outage, and serving goes on. One that fails is tried by one record.
+`num_unwritten`: records that cannot be written at all, and those that still wait at the end.
 
     accounts(seq, request_id, group_id, e2e_ns, body)      body is the record as JSON, so that other tools can read it
     refused(the same)                                      since format 3: of requests that never reached the engine
@@ -43,7 +43,7 @@ FACTS_INTERVAL_S = 10.0
 MAX_FACTS = 100
 HOPS_PER_ACCOUNT = 4  # kept in the file, in the mean
 BATCH_INTERVAL_S = 0.1
-MAX_BATCH_RECORDS = 2_000
+MAX_BATCH_RECORDS, MAX_BATCH_BYTES = 2_000, 8 * 2**20
 MAX_QUEUED_RECORDS, MAX_QUEUED_BYTES = 50_000, 256 * 2**20
 RETRY_S = 1.0  # while the disk takes nothing
 OF_A_RECORD = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
@@ -74,7 +74,7 @@ class FileWriter:
         self._max_queued_records, self._max_queued_bytes = max_queued_records, max_queued_bytes
         self.num_dropped = self.num_unwritten = 0
         self._num_put = self._num_done = self._num_put_bytes = self._num_done_bytes = 0
-        self._is_failing = False
+        self._is_failing = self._is_losing = False
         self._reader: LedgerFile | None = None
         self._file = OwnFile(path)
         self._connection = self._file.connection
@@ -86,8 +86,9 @@ class FileWriter:
     def put(self, record: Queued) -> None:
         num_bytes = weight_bytes(record)
         if len(self._queue) >= self._max_queued_records or self._queued_bytes + num_bytes > self._max_queued_bytes:
-            if not self.num_dropped:
+            if not self._is_losing:
                 log.error("ledger file %s: too many records wait to be written; those that come are lost", self._path)
+            self._is_losing = True
             self.num_dropped += 1
             return
         self._num_put += 1
@@ -146,7 +147,7 @@ class FileWriter:
 
     def _write_batch(self) -> bool:
         """Returns whether the disk takes anything: else the batch is at the head of the queue again."""
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_RECORDS))]
+        batch = self._next_batch()
         try:
             if not self._write(lambda: self._insert(batch)):
                 self._queue.extendleft(reversed(batch))
@@ -156,7 +157,16 @@ class FileWriter:
                 self._write_alone(record)
         self._num_done += len(batch)
         self._num_done_bytes += sum(map(weight_bytes, batch))
+        self._is_losing = self._is_losing and bool(self._queue)
         return True
+
+    def _next_batch(self) -> list[Queued]:
+        """Returns what is written next: one record where the disk took nothing, so that a try costs little."""
+        most_records, batch, num_bytes = 1 if self._is_failing else MAX_BATCH_RECORDS, list[Queued](), 0
+        while self._queue and len(batch) < most_records and num_bytes < MAX_BATCH_BYTES:
+            batch.append(self._queue.popleft())
+            num_bytes += weight_bytes(batch[-1])
+        return batch
 
     def _write_alone(self, record: Queued) -> None:
         try:
