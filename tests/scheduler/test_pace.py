@@ -248,3 +248,21 @@ def test_who_is_alone_owes_nothing_any_more_and_a_newcomer_begins_level() -> Non
     assert "many" in paced.who()
     paced.pace.stay_alone(paced.shares["many"])
     assert paced.who() == set()
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_steps_that_are_not_planned_are_those_of_a_key_alone_too(is_planned: bool) -> None:
+    scheduler = make_scheduler(max_num_seqs=16, num_blocks=400, max_model_len=400)
+    for number in range(8):
+        add(scheduler, f"many{number}", 1, max_tokens=90, tenant="many")
+    _, now_ns = timed_step(scheduler, 10, 0, 1000)
+    add(scheduler, "one", 1, now_ns=now_ns, max_tokens=50, tenant="one")
+    _, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+    share, planner = scheduler._states["many0"].share, scheduler._planner
+    assert share.spent_ns > planner.pace._level_ns
+    scheduler.abort("one", now_ns)
+    if is_planned:
+        timed_step(scheduler, now_ns, 0, 1000)
+    else:
+        planner.pass_steps(1)
+    assert share.spent_ns <= planner.pace._level_ns

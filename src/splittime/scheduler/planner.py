@@ -65,8 +65,8 @@ class Planner:
         requests.begin_step(self._step_id, rows)
         if shares:
             self.pace.begin(self._step_id, now_ns, rows, requests.by_id, sitting_out)
-        elif requests.running:
-            self.pace.stay_alone(requests.running[0].share)
+        else:
+            self._stay_alone()
         offloads, restores = requests.cache.take_moves()
         released, preempted = requests.take_released()
         moves = offloads, restores
@@ -123,8 +123,13 @@ class Planner:
         return PromptPass(self._requests, [], budget, now_ns)
 
     def pass_steps(self, count: int) -> None:
-        """Go on behind a number of steps that were taken without a plan."""
+        """Go on behind a number of steps that were taken without a plan: those of one key."""
         self._step_id += count
+        self._stay_alone()
+
+    def _stay_alone(self) -> None:
+        if self._requests.running:
+            self.pace.stay_alone(self._requests.running[0].share)
 
     def _plan_decodes(self, rows: list[Row], now_ns: int, sitting_out: Collection[str]) -> list[RequestState]:
         """A row for each running request with one pending token, which needs a new block at a block's edge only.
