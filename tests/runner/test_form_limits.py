@@ -30,7 +30,7 @@ from splittime.runner.form_looks import FoundMask, FoundMasks
 from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_process import Tried
 from splittime.runner.form_size import is_small
-from splittime.runner.form_walk import FormPlace, GrammarWalk
+from splittime.runner.form_walk import FormPlace, GrammarWalk, key_of
 from splittime.runner.form_workers import FormGone, FormProcess
 from splittime.runner.grammars import Grammars
 from splittime.text import grammars
@@ -393,6 +393,15 @@ def test_where_nobody_can_be_told_the_step_waits_for_what_goes_on_elsewhere(know
     slot = slot_of(known, AMBIGUOUS, outputs)
     assert list(FormMasks(4096, 0, 1).take([slot], [len(outputs)])) == [0]
     assert isinstance(slot.grammar, FarWalk)
+
+
+def test_what_a_parser_says_behind_a_draft_moves_no_request(known: Grammars) -> None:
+    """The draft may be wrong: what is sampled behind it does not count."""
+    masks, slot = FormMasks(4096, 0, 1), slot_of(known, of_schema({}), ids("{"))
+    slot.tokens[2] = ids('"')[0]
+    masks._found[key_of(slot.grammar, slot.tokens[1:3], 1)] = FoundMask(error="too much")
+    assert list(masks.take([slot, slot], [1, 2])) == [0]
+    assert (type(slot.grammar), slot.dead_end, slot.error) == (GrammarWalk, 2, None)
 
 
 def test_an_answer_that_no_parser_knows_fails_with_what_the_process_says(known: Grammars) -> None:
