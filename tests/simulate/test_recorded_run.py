@@ -15,6 +15,7 @@ from splittime.ledger.steps import Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
+from splittime.simulate.shape import shape_of_record
 
 
 @given(CONFIGS, st.integers(0, 10_000))
@@ -55,6 +56,11 @@ def test_a_ledger_that_does_not_say_which_rows_were_late_is_told_otherwise() -> 
     late = [name for step in recorded.steps for name, _ in step.late_rows]
     assert len(late) > 30
     assert len(late) > len(set(late))
+    alone = [step for step in recorded.steps if len(step.late_rows) == len(step.rows)]
+    assert {step.decode_tokens for step in alone} == {0}
+    of_one_token = [step for step in alone if step.prefill_tokens == len(step.rows)]
+    assert all(shape_of_record(step).decode_rows == len(step.rows) for step in of_one_token)
+    assert of_one_token
     assert replay(recorded) is None
     untold = [msgspec.structs.replace(step, late=UNSET) for step in recorded.steps]
     divergence = replay(msgspec.structs.replace(recorded, steps=untold))
