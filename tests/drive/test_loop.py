@@ -7,14 +7,25 @@ from splittime.core.clock import VirtualClock
 from splittime.core.errors import EngineError
 from splittime.core.facts import Machine
 from splittime.core.request import FinishReason, Request
-from splittime.core.sampling import SamplingParams
+from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.loop import QUIET_S, Inbox, run_loop
-from splittime.drive.messages import Abort, Configure, ConfigureDone, FromEngine, Measured, StepOutput, Submit, ToEngine
+from splittime.drive.loop import AWAITING_S, QUIET_S, Inbox, run_loop
+from splittime.drive.messages import (
+    Abort,
+    Configure,
+    ConfigureDone,
+    FromEngine,
+    MaskFound,
+    Measured,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
+from splittime.simulate.virtual import TimedRun
 
 STEP_NS = 10
 
@@ -129,6 +140,36 @@ def test_no_piece_is_begun_where_a_deadline_comes_first(room_s: float, is_measur
     loop.run()
     assert loop.ends() == {"a": (FinishReason.DEADLINE, deadline_ns)}
     assert any(at_ns < deadline_ns for at_ns in loop.measured_at) is is_measured
+
+
+class CountedCrank(Crank):
+    num_turns = 0
+
+    def turn(self) -> StepOutput | None:
+        self.num_turns += 1
+        assert self.num_turns < 1000, "the loop spins"
+        return super().turn()
+
+
+@pytest.mark.parametrize("ahead_tokens", [0, 30], ids=["all who run await", "one is computed ahead"])
+def test_a_loop_does_not_spin_while_nobody_gets_a_row(ahead_tokens: int) -> None:
+    """Who runs awaits its mask, a static batch lets nobody in, and a prompt that is computed ahead makes way."""
+    config = SchedulerConfig(batching="static", max_num_seqs=3, max_num_batched_tokens=6, max_model_len=64)
+    clock, found_ns = VirtualClock(), round(9.5 * AWAITING_S * 1e9)
+    runner = FakeRunner(step_ns=STEP_NS, clock=clock, is_late=lambda row: clock.now_ns() < found_ns)
+    crank = CountedCrank(EngineParts(Engine(Scheduler(config)), runner), clock)
+    run = TimedRun(crank, clock)
+    if ahead_tokens:
+        ahead = ask("ahead", max_tokens=1).request
+        sampling = msgspec.structs.replace(ahead.sampling, pooling=AHEAD)
+        run.submit(msgspec.structs.replace(ahead, prompt_token_ids=tuple(range(ahead_tokens)), sampling=sampling))
+    run.submit(ask("a", 5).request)
+    run.submit(ask("b", 15).request)
+    run.at(found_ns, MaskFound("a"))
+    run.run()
+    assert {len(outcome.finish_reasons) for outcome in run.outcomes.values()} == {1}
+    assert 10 <= crank.num_turns - len(run.steps) <= 12  # one in `AWAITING_S`
+    assert run.outcomes["a"].token_ready_ns[0] - found_ns <= 3 * STEP_NS
 
 
 def test_a_failure_ends_it_though_it_waits_and_whatever_else_has_come() -> None:

@@ -229,11 +229,6 @@ class Crank:
         """A turn would have something to do (or to say)."""
         return self.engine.has_work or self.falls_asleep_next
 
-    @property
-    def is_awaiting(self) -> bool:
-        """All who run wait for what may come in their answers."""
-        return bool(self.engine.scheduler.running) and not self.engine.scheduler.may_run
-
     def seconds_to_deadline(self) -> float | None:
         """How long until a turn has something to do though nothing comes in; None: it never has."""
         known = (self.engine.scheduler.next_deadline_ns(), self.residency.deadline_ns)

@@ -105,7 +105,7 @@ def run_loop(crank: Crank, arrivals: Arrivals, send: Send) -> None:
         output = crank.turn()
         if output is not None:
             send(output)
-        elif crank.is_awaiting:  # somebody queues, and those who run wait for what may come in their answers
+        elif crank.has_work:  # nobody gets a row before something comes: what may come in an answer, say
             arrivals.wait(AWAITING_S)
 
 
