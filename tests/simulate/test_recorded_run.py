@@ -1,6 +1,7 @@
 """A recorded run, replayed with the step times of its ledger, decides the same in every step."""
 
 from bisect import bisect
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -65,6 +66,16 @@ def test_a_ledger_that_does_not_say_which_rows_were_late_is_told_otherwise() -> 
     untold = [msgspec.structs.replace(step, late=UNSET) for step in recorded.steps]
     divergence = replay(msgspec.structs.replace(recorded, steps=untold))
     assert divergence is not None
+
+
+def test_a_replay_with_nobody_to_compute_tells_where() -> None:
+    """It would otherwise look for something to do at one instant for ever."""
+    recorded = record_run(TIGHT, seed=0, count=1, late=2, stops=0.0, have_deadlines=False)
+    behind = next(after for before, after in pairwise(recorded.steps) if before.late_rows)
+    steps = [msgspec.structs.replace(step, rows=()) if step is behind else step for step in recorded.steps]
+    assert replay(recorded) is None
+    divergence = replay(msgspec.structs.replace(recorded, steps=steps))
+    assert divergence == Divergence(behind.step_id, "rows", (), ())
 
 
 def test_a_replay_that_does_not_know_the_keys_decides_otherwise() -> None:

@@ -105,11 +105,22 @@ class RecordedArrivals:
         self.is_closed, self._forget = False, forget
         self._clock, self._steps, self._messages, self._num_taken = clock, steps, deque(messages), num_taken
         self._num_submitted = 0
+        self._came_to: tuple[int, ...] = ()  # when it was last asked for messages
 
     def wait(self, timeout_s: float | None) -> bool:
         return True  # time goes on in `take_all`
 
+    def _require_progress(self) -> None:
+        """Raises UnknownStep if nothing has come or ended since the last turn: then nothing ever does, for the replay
+        has nobody to compute where the recorded run had a step."""
+        steps = self._steps
+        now_at = steps.num_begun, steps.num_ended, len(self._messages), self._clock.now_ns()
+        if now_at == self._came_to:
+            raise UnknownStep(())
+        self._came_to = now_at
+
     def take_all(self) -> Iterator[tuple[ToEngine, int]]:
+        self._require_progress()
         record = self._steps.next
         if record is None:
             self.is_closed = True
