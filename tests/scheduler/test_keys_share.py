@@ -363,3 +363,16 @@ def test_nobody_is_preempted_for_a_prompt_that_does_not_fit_the_step() -> None:
     plan, _ = step(scheduler, 30)
     assert len(shape(plan)) == 3
     assert not plan.preempted
+
+
+def test_nobody_is_preempted_for_a_step_that_computes_no_more_prompts() -> None:
+    """A decode row that is taken back makes no room among the tokens of prompts."""
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=64, max_prefill_tokens=8)
+    flood(scheduler, 2)
+    step(scheduler, 10)
+    for name in ("x", "y"):
+        add(scheduler, name, 12, now_ns=25, tenant=name)
+    plan, _ = step(scheduler, 30)
+    assert (shape(plan), plan.preempted) == ({"greedy0": 1, "greedy1": 1, "x": 8}, ())
+    plan, _ = step(scheduler, 40)
+    assert (shape(plan), plan.preempted) == ({"greedy0": 1, "y": 8}, ("greedy1",))

@@ -40,6 +40,11 @@ class StepBudget:
         fits = num_pending <= self.tokens or not self.has_prefill
         return num_pending if fits and self.tokens > 0 else 0
 
+    def has_tokens_without(self, num_tokens: int, *, is_decode: bool) -> bool:
+        """Whether anything is left if a row of so many tokens is taken back."""
+        most = min(self._left - self.num_decodes + is_decode, self._most_prefill)
+        return most > self._spent - (0 if is_decode else num_tokens)
+
     def spend(self, num_tokens: int) -> None:
         self._spent += num_tokens
         self.has_prefill = True
@@ -215,11 +220,17 @@ class PromptPass:
             return []
         if self.find_blocks(state) is None:
             self._let_go(state)
-        if not self._fits:  # a row that is taken back makes room for a token
-            self._fits = self._budget.enable_chunked_prefill and any(
-                row.request_id == givers[0].request_id for row in self._rows
-            )
+        self._fits = self._fits or self._makes_room(givers[0])
         return self._who_gives_blocks(state, givers)
+
+    def _makes_room(self, giver: RequestState) -> bool:
+        """Whether a chunk fits into the step where this one's row is taken back."""
+        budget = self._budget
+        return budget.enable_chunked_prefill and any(
+            budget.has_tokens_without(row.num_tokens, is_decode=place < budget.num_decodes)
+            for place, row in enumerate(self._rows)
+            if row.request_id == giver.request_id
+        )
 
     def _who_gives_blocks(self, state: RequestState, givers: Sequence[RequestState] = ()) -> list[RequestState]:
         """Returns these and who else has to be preempted, for one that blocks were sought for; nobody if it would stay

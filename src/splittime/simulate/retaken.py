@@ -48,7 +48,8 @@ class RecordedSteps:
 
     @property
     def going_on(self) -> list[str]:
-        """Whose masks were late and are there by the time when the next step to end is planned: it has rows of them."""
+        """Whose masks were late and are there by the time when the next step to end is planned: it has rows of them.
+        Of who was preempted in that plan the record does not say it: of several keys, that may be a divergence."""
         return [row[0] for row in self.next.rows if row[0] in self._late] if self._late and self.next else []
 
     @property
