@@ -376,3 +376,14 @@ def test_nobody_is_preempted_for_a_step_that_computes_no_more_prompts() -> None:
     assert (shape(plan), plan.preempted) == ({"greedy0": 1, "greedy1": 1, "x": 8}, ())
     plan, _ = step(scheduler, 40)
     assert (shape(plan), plan.preempted) == ({"greedy0": 1, "y": 8}, ("greedy1",))
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+def test_a_decode_row_that_is_taken_back_makes_room_for_a_chunk(chunks: bool) -> None:
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=3, enable_chunked_prefill=chunks)
+    for number in range(3):
+        add(scheduler, f"greedy{number}", 1, max_tokens=20, tenant="greedy")
+    step(scheduler, 10)
+    add(scheduler, "x", 12, now_ns=25, tenant="x")
+    plan, _ = step(scheduler, 30)
+    assert (shape(plan).get("x", 0), plan.preempted) == ((1, ("greedy2",)) if chunks else (0, ()))
