@@ -238,14 +238,15 @@ class World:
             assert learnt == (told.draft_tokens, told.accepted_draft_tokens)
 
     def verify_recomputation(self) -> None:
-        """What was computed before is computed again in `recompute`, however often it was preempted meanwhile, and
-        nothing else is."""
+        """What was computed before, or cached, is computed again in `recompute`, however often it was preempted
+        meanwhile, and nothing else is."""
         computed: dict[str, int] = {}
         for record in self.records:
             for request_id, start, count in record.rows:
-                account = self.outcomes[request_id].account
+                outcome = self.outcomes[request_id]
+                account = outcome.account
                 (stage,) = [i.stage for i in account.intervals() if i.begin_ns <= record.begin_ns < i.end_ns]
-                before = computed.get(request_id, 0)
+                before = computed.get(request_id, outcome.num_cached_tokens or 0)
                 assert (stage is Stage.RECOMPUTE) == (start < before), f"{request_id} is in {stage}"
                 assert stage in (Stage.RECOMPUTE, Stage.PREFILL, Stage.DECODE)
                 computed[request_id] = max(before, start + count - record.unverified_drafts(request_id))
