@@ -92,3 +92,15 @@ def test_who_was_preempted_goes_before_who_came_later() -> None:
         now_ns += 10
         order += [admitted.request_id for admitted in step(scheduler, now_ns)[0].admitted]
     assert order == ["b", "c"]
+
+
+def test_what_a_row_that_is_taken_back_leaves() -> None:
+    budget = StepBudget(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8), 2)
+    budget.spend(6)
+    assert budget.tokens == 0
+    assert budget.has_tokens_without(6, is_decode=False)
+    assert budget.has_tokens_without(1, is_decode=True)
+    capped = StepBudget(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=8, max_prefill_tokens=4), 2)
+    capped.spend(4)
+    assert capped.has_tokens_without(4, is_decode=False)
+    assert not capped.has_tokens_without(1, is_decode=True)
