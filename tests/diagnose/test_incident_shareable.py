@@ -171,11 +171,13 @@ def test_a_step_keeps_its_numbers_and_names_the_accounts_requests():
         "victims": (PLANTED,),
         "verified": ((PLANTED, 3, 2),),
         "drafts": ((PLANTED, 2),),
+        "late": ((PLANTED, 1),),
     }
     full, shareable = StepRecord(**{**numbers, **lists, "execution": "eager"}), Shareable(FACTS)
     shown, name = shareable.step(full), shareable.request_id(PLANTED)
     assert shown.rows == ((name, 0, 5),)
     assert (shown.victims, shown.verified, shown.drafts) == ((name,), ((name, 3, 2),), ((name, 2),))
+    assert shown.late == ((name, 1),)
     assert msgspec.structs.replace(shown, **lists) == full
     assert shareable.step(msgspec.structs.replace(full, execution=PLANTED, drafts=msgspec.UNSET)).execution == "host"
 

@@ -86,7 +86,7 @@ def test_bodies_teach_nothing_but_their_prompts(launch, path: str) -> None:
     """Megabytes in a field that is not the prompt made giants look like ten tokens."""
     server = launch()
     for _ in range(3):
-        body = {"user": "u" * 4_000_000, "max_tokens": 1}
+        body = {"metadata": {"note": "u" * 4_000_000}, "max_tokens": 1}
         body |= {"prompt": "hello world"} if path == "/v1/completions" else {"messages": MESSAGES}
         assert server.post(path, body)[0] == 200
     assert server.service.admission.estimate_tokens(1000) >= 1000 / INITIAL_BYTES_PER_TOKEN
@@ -109,7 +109,7 @@ def test_prompts_count_as_what_they_are(launch) -> None:
     enter = server.service.admission.enter
     server.service.admission.enter = lambda *args, **how: seen.append(how["tokens"]) or enter(*args, **how)
     for prompt in ([65] * 40, "a" * 400, "a" * 20_000):
-        server.post("/v1/completions", {"prompt": prompt, "user": "u" * 10_000, "max_tokens": 1})
+        server.post("/v1/completions", {"prompt": prompt, "metadata": {"note": "u" * 10_000}, "max_tokens": 1})
     assert seen == [40, 100, 0]
 
 
