@@ -4,7 +4,7 @@ tokens to finish."""
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splittime.cluster.controller import (
@@ -76,8 +76,8 @@ class FleetWorld:
     def _share_load(self) -> None:
         ready = self.of_state(FleetState.READY)
         draining = sum(one.tokens for one in self.of_state(FleetState.DRAINING))
-        for one in ready:
-            tokens = max(0, self.load - draining) // len(ready)
+        for number, one in enumerate(ready):  # each token is somebody's: what nobody had looked like an idle fleet
+            tokens = (max(0, self.load - draining) + number) // len(ready)
             self.replicas[one.name] = FleetReplica(one.name, one.state, one.revision, tokens, CAPACITY)
 
     def _do(self, order) -> None:
@@ -149,6 +149,10 @@ def test_whatever_the_load_there_are_never_too_many_and_from_the_start_on_never_
             assert gone <= 0 or len(world.of_state(FleetState.READY)) >= decision.wanted
 
 
+TO_NONE = ScaleSettings(min_replicas=0, max_replicas=2, up_delay_s=0.0, down_delay_s=5.0, idle_s=20, drain_s=60)
+
+
+@example(TO_NONE, 0, 1)  # less than a token for each
 @given(SETTINGS, st.integers(0, 9000), st.integers(0, 9000))
 @settings(deadline=None, max_examples=60)
 def test_a_constant_load_comes_to_rest(told, before, load):
