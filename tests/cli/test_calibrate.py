@@ -69,6 +69,7 @@ def test_its_steps_are_of_every_kind_that_the_settings_allow(calibrated):
     assert pairs > 100 * 100 / 2
     assert replica.costs.num_steps == told["num_steps"] > 200
     assert "calibration" in replica.source
+    assert replica.mix is None, "its own stairs are nobody's requests"
 
 
 def test_its_table_fits_80_columns_and_cuts_no_figure_off():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from known_replicas import ONE_AT_A_TIME, unsure
+from known_replicas import ONE_AT_A_TIME, REPLICA, unsure
 from typer.testing import CliRunner, Result
 
 import splittime
@@ -16,7 +16,10 @@ from splittime.cli.main import app
 from splittime.core.facts import Machine
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import keep
+from splittime.plan.load import requests_for
 from splittime.runner.machine import cpu_name, num_cores
+from splittime.simulate.change import Change
+from splittime.simulate.recorded import written_ledger
 from splittime.simulate.replica import Replica, save_replica
 
 LOAD = ("--duration", "3s", "--input-tokens", "16", "--output-tokens", "1")
@@ -43,6 +46,18 @@ def test_each_figure_is_told_with_its_formula(replica: Path) -> None:
     assert "a million output tokens" in result.stdout
     assert all(len(line) <= 100 for line in result.stdout.splitlines())
     assert "an open loop" in result.stderr
+
+
+def test_a_ledger_is_planned_with_its_own_mix(tmp_path: Path) -> None:
+    lengths = {"input_tokens": "130", "output_tokens": "3"}
+    requests = requests_for({"rate": 20.0, "duration_s": 4.0, "seed": 3, **lengths}, REPLICA)
+    with written_ledger(REPLICA.facts, tmp_path / "run.sqlite") as ledger:
+        REPLICA.run_each(requests, Change(), 0, ledger.add_account, ledger.add_step)
+    plan = invoke(tmp_path / "run.sqlite", "--slo", "ttft_mean=12ms", "--duration", "1s", "--draws", 1, "--json")
+    first = json.loads(plan.stdout)["plans"][0]["lines"][0]
+    assert first["formula"].endswith(
+        f"; 130 + 3 tokens a request in the mean, as the {len(requests)} requests that it served"
+    )
 
 
 def test_servers_stand_side_by_side(replica: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

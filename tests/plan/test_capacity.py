@@ -273,4 +273,5 @@ def test_a_page_says_what_load_it_is_about() -> None:
     terms = PlanTerms(peak=200.0, growth=1.5, regions=2)
     assert load_words(load, terms) == "200 requests/s x 1.5, 2 regions, poisson, 64 + 32 tokens, cv 3"
     assert load_words({"trace": "a.csv"}, PlanTerms(peak=3.0)) == "3 requests/s, the trace's own times, trace a.csv"
-    assert load_words({}, PlanTerms()) == "one server, no rate given, poisson, 512 + 128 tokens"
+    assert load_words({"output_tokens": "8"}, terms).endswith("poisson, its own + 8 tokens")
+    assert load_words({}, PlanTerms()) == "one server, no rate given, poisson"

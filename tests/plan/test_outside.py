@@ -105,6 +105,12 @@ def test_the_budget_is_found_and_the_check_is_close(found: Replica) -> None:
     assert found.approach.to_admission_ns < 1_000_000
 
 
+def test_it_is_planned_with_the_requests_of_its_runs(found: Replica, runs: list[Run]) -> None:
+    lengths = [(one.prompt_tokens, one.output_tokens) for run in runs for one in run.outcomes]
+    assert found.mix.rows == tuple(lengths)
+    assert found.mix.cached_share == 0
+
+
 def test_its_cache_is_not_full_before_the_model_refuses(found: Replica, runs: list[Run]) -> None:
     """It has room for `REACH` times the positions that were seen, and for a block that is not full of each request."""
     config, most = found.config, found.costs.most[LIMITED.index("kv_tokens")]

@@ -9,10 +9,11 @@ from known_replicas import LOAD, REPLICA
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.plan import load as planned_load
-from splittime.plan.load import load_at, requests_for
+from splittime.plan.load import lengths_words, load_at, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.cost import Pace, PaceOf
-from splittime.simulate.replica import Approach, load_replica, save_replica
+from splittime.simulate.mix import Mix, mix_of
+from splittime.simulate.replica import Approach, Replica, load_replica, save_replica
 
 
 def test_a_load_arrives_as_it_would_be_sent() -> None:
@@ -42,6 +43,54 @@ def test_prompts_share_in_the_simulated_cache_what_they_share_in_truth() -> None
     num_requests = len(requests_for(shared, REPLICA))
     assert cached["none"] == 0
     assert cached["half"] == pytest.approx(48 * num_requests, rel=0.1)
+
+
+OF_ITS_OWN = msgspec.structs.replace(REPLICA, mix=Mix(((130, 33), (130, 33), (40, 7)), cached_share=0.5))
+WHEN = {"rate": 20.0, "duration_s": 5.0, "seed": 3}
+
+
+def lengths_of(load: dict, replica: Replica = OF_ITS_OWN) -> set[tuple[int, int]]:
+    requests = requests_for({**WHEN, **load}, replica)
+    return {(len(each.request.prompt_token_ids), each.request.sampling.max_tokens) for each in requests}
+
+
+def test_a_server_is_planned_with_the_requests_that_it_served() -> None:
+    """The lengths come from its own rows, prompt and answer of one row together, unless a flag says others."""
+    assert lengths_of({}) == {(130, 33), (40, 7)}
+    assert lengths_of({"input_tokens": "96", "output_tokens": "12"}) == {(96, 12)}
+    assert lengths_of({"output_tokens": "12"}) == {(130, 12), (40, 12)}
+    assert lengths_of({"input_tokens": "96"}) == {(96, 33), (96, 7)}
+    assert lengths_of({}, REPLICA) == {(512, 128)}, "of which nothing is known but its speed"
+    small = msgspec.structs.replace(OF_ITS_OWN.config, max_model_len=200)
+    assert lengths_of({}, msgspec.structs.replace(OF_ITS_OWN, config=small)) == {(130, 33), (40, 7)}
+
+
+@pytest.mark.parametrize(
+    ("load", "share"),
+    [({}, 0.5), ({"output_tokens": "2"}, 0.5), ({"input_tokens": "96"}, 0), ({"prefix_share": 0.0}, 0)],
+)
+def test_prompts_of_its_own_have_as_much_in_common_as_they_had(load: dict, share: float) -> None:
+    accounts = OF_ITS_OWN.run(requests_for({**WHEN, **load}, OF_ITS_OWN), Change(), 0).accounts
+    cached, prompts = (sum(getattr(one, name) for one in accounts) for name in ("cached_tokens", "prompt_tokens"))
+    assert cached / prompts == pytest.approx(share, abs=0.06)
+
+
+def test_it_is_told_whence_lengths_are() -> None:
+    assert lengths_words({}, OF_ITS_OWN) == "as the 3 requests that it served, and 50% of the prompts' tokens cached"
+    assert lengths_words({"input_tokens": "9"}, OF_ITS_OWN) == "as the answers of 3 requests that it served"
+    assert lengths_words({"output_tokens": "9", "prefix_share": 0.1}, OF_ITS_OWN).startswith("as the prompts of 3")
+    assert lengths_words(LOAD, OF_ITS_OWN) == lengths_words({"trace": "a.csv"}, REPLICA) == ""
+    assert "nothing is known" in lengths_words({}, REPLICA)
+
+
+def test_the_mix_of_a_ledger_is_of_answers_that_ended() -> None:
+    accounts = REPLICA.run(requests_for(LOAD, REPLICA), Change(), seed=0).accounts
+    left = msgspec.structs.replace(accounts[0], finish_reason="abort", output_tokens=1)
+    assert mix_of([left, *accounts[1:]]) == Mix(((96, 12),) * (len(accounts) - 1))
+    assert mix_of([left]) == Mix(((96, 1),)), "nobody knows better"
+    assert mix_of([]) is None
+    half = [msgspec.structs.replace(accounts[0], cached_tokens=72), accounts[1]]
+    assert mix_of(half) == Mix(((96, 12),) * 2, cached_share=72 / 192)
 
 
 def test_who_hangs_up_leaves_the_simulated_server() -> None:

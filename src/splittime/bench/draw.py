@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import Fitter, parse_distribution, stream
+from splittime.bench.distributions import Fitter, LengthRows, parse_distribution, stream
 from splittime.bench.file_workload import Conversations, FileRequests
 from splittime.bench.prompts import Alphabet, Salt, token_ids, words
 from splittime.bench.schedule import Planned, Schedule, load_schedule, save
@@ -71,12 +71,13 @@ def draw(
     max_model_len: int | None,
     block_size: int | None = None,
     salt: str | None = None,
+    usual: LengthRows | None = None,
 ) -> Schedule:
     """The whole schedule. `vocab_size` may be None where no token ids are sent; `block_size` is the prefix cache's, and
-    without it only "nothing shared" can be expected. Raises `ConfigError` and `NotFound`."""
+    without it only "nothing shared" can be expected. usual: as of `Synthetic`. Raises `ConfigError` and `NotFound`."""
     check(spec)
     trace = read_trace(spec) if spec.trace is not None else None
-    workload = _workload(spec, trace, vocab_size, max_model_len, Salt(spec.seed, salt, spec.reuse_prompts))
+    workload = _workload(spec, trace, vocab_size, max_model_len, Salt(spec.seed, salt, spec.reuse_prompts), usual)
     starts = draw_starts(spec, trace)
     placed, notes = _placed(spec, workload, starts)
     if not any(phase is Phase.MEASURED for phase, _ in placed):
@@ -158,7 +159,12 @@ def _asked(spec: LoadSpec) -> dict[str, Any]:
 
 
 def _workload(
-    spec: LoadSpec, trace: Trace | None, vocab_size: int | None, max_model_len: int | None, salt: Salt
+    spec: LoadSpec,
+    trace: Trace | None,
+    vocab_size: int | None,
+    max_model_len: int | None,
+    salt: Salt,
+    usual: LengthRows | None,
 ) -> Workload:
     kind = spec.workload_kind
     if kind == "sharegpt":
@@ -169,7 +175,7 @@ def _workload(
     if kind == "trace":
         assert trace is not None
         return TraceWorkload(spec, trace, alphabet, salt, fitter)
-    synthetic = Synthetic(spec, alphabet, salt, fitter)
+    synthetic = Synthetic(spec, alphabet, salt, fitter, usual)
     return SyntheticSessions(spec, synthetic) if spec.has_sessions else synthetic
 
 

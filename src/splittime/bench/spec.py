@@ -48,9 +48,11 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_form: Annotated[
         PromptForm | None, Meta(description="Default: ids where lengths are exact, else what the file holds.")
     ] = None
-    input_tokens: Annotated[str | None, Meta(description=f"Prompt lengths: {_LENGTH}. Default: 512.")] = None
+    input_tokens: Annotated[
+        str | None, Meta(description=f"Prompt lengths: {_LENGTH}. Default: 512, or the ledger's.")
+    ] = None
     output_tokens: Annotated[
-        str | None, Meta(description=f"Output lengths: {_LENGTH}. Default: 128, or the file's.")
+        str | None, Meta(description=f"Output lengths: {_LENGTH}. Default: 128, or the file's or ledger's.")
     ] = None
     lengths_file: Annotated[str | None, Meta(description="Draw both lengths from this file's rows.")] = None
     length_scale: Annotated[float, Meta(description="Times every length of a trace or lengths file.")] = 1.0

@@ -73,15 +73,16 @@ class Opening(NamedTuple):
 class Synthetic:
     """One turn each; `sessions` builds on the same openings."""
 
-    def __init__(self, spec: LoadSpec, alphabet: Alphabet, salt: Salt, fitter: Fitter) -> None:
+    def __init__(
+        self, spec: LoadSpec, alphabet: Alphabet, salt: Salt, fitter: Fitter, usual: LengthRows | None = None
+    ) -> None:
+        """usual: rows from which a length comes that the spec does not say."""
         self.spec, self.alphabet, self.salt, self.fitter = spec, alphabet, salt, fitter
         self.inputs = parse_distribution(spec.input_tokens or DEFAULT_INPUT_TOKENS, "input_tokens", 1)
         self.outputs = parse_distribution(spec.output_tokens or DEFAULT_OUTPUT_TOKENS, "output_tokens", 1)
-        self._file_rows: LengthRows | None = None
-        if spec.lengths_file is None:
+        self._rows = traces.read_lengths(spec) if spec.lengths_file is not None else usual
+        if self._rows is None:
             check_fixed(self.inputs, self.outputs, fitter.max_model_len)
-        else:
-            self._file_rows = traces.read_lengths(spec)
         self._prefixes: dict[int, Ids] = {}
 
     def draw(self, phase: Phase, count: int, begin: int = 0) -> list[Conversation]:
@@ -111,9 +112,16 @@ class Synthetic:
 
     def draw_rows(self, rng: Generator, count: int, evenly: bool) -> LengthRows:
         """Lengths before they are fitted."""
-        if self._file_rows is not None:
-            return self._file_rows.draw(rng, count, evenly)
-        return draw_lengths(self.inputs, self.outputs, rng, count, evenly)
+        if self._rows is None:
+            return draw_lengths(self.inputs, self.outputs, rng, count, evenly)
+        rows = self._rows.draw(rng, count, evenly)
+        if self.spec.input_tokens is None and self.spec.output_tokens is None:
+            return rows
+        said = draw_lengths(self.inputs, self.outputs, rng, count, evenly)
+        return LengthRows(
+            rows.inputs if self.spec.input_tokens is None else said.inputs,
+            rows.outputs if self.spec.output_tokens is None else said.outputs,
+        )
 
     def _in_group(self, own: Ids, output_tokens: int, group: int, salt_ids: Ids) -> Ids:
         num_shared = int(len(own) * self.spec.prefix_share)

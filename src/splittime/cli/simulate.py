@@ -98,6 +98,7 @@ def simulate(
     if check:
         raise typer.Exit(_check(recorded, json))
     served = _of_replica(ledger, load) if recorded is None else _of_ledger(recorded, load)
+    _tell_lengths(load, served)
     prediction = _predicted(served, change, draws, out)
     if json:
         write_data(orjson.dumps(msgspec.to_builtins(prediction)))
@@ -131,6 +132,14 @@ def _of_ledger(recorded: "Recorded", load: dict[str, Any]) -> "ServedLoad":
 
     others = functools.partial(requests_for, load) if load else None
     return recorded_load(recorded, others, simulator_of(recorded.facts).to_replica)
+
+
+def _tell_lengths(load: dict[str, Any], served: "ServedLoad") -> None:
+    from splittime.plan.load import lengths_words
+
+    words = lengths_words(load, served.replica) if load else ""
+    if words:
+        talk().print(f"lengths: {words}", markup=False)
 
 
 def _of_replica(source: str | None, load: dict[str, Any]) -> "ServedLoad":

@@ -35,7 +35,7 @@ def calibration_of(arms: Sequence[Arm]) -> ServerCalibration:
     rows = [request_id for step in steps for request_id, _, _ in step.rows]
     source = f"a calibration of {len(steps):,} steps"
     return ServerCalibration(
-        replica=msgspec.structs.replace(replica, source=source),
+        replica=msgspec.structs.replace(replica, source=source, mix=None),  # its users' requests nobody knows
         errors=errors_by_kind(steps),
         others_share=sum(request_id not in ours for request_id in rows) / len(rows),
         num_steps=len(steps),

@@ -22,7 +22,7 @@ import msgspec
 
 from splittime.bench.book.metrics import RATES
 from splittime.core.errors import ConfigError, EngineError, SplittimeError
-from splittime.plan.load import load_at
+from splittime.plan.load import lengths_words, load_at
 from splittime.plan.rate_trial import RateTrial, TooMany, simulated_trial
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import hours, interval, over_cores, share_within
@@ -58,7 +58,8 @@ class RateInterval(NamedTuple):
 class Capacity(msgspec.Struct, frozen=True):
     """rate: the highest that keeps the SLO, over the likeliest model and the draws. share: the probability with which
     another model lies within its interval. knee: from the lowest kept to the highest broken rate. likeliest: the search
-    on the likeliest model. slo: the terms that are kept."""
+    on the likeliest model. slo: the terms that are kept. lengths: where those of the requests come from that the load
+    did not say, for people."""
 
     rate: RateInterval
     share: float
@@ -66,6 +67,7 @@ class Capacity(msgspec.Struct, frozen=True):
     likeliest: Knee
     draws: int
     slo: dict[str, float]
+    lengths: str = ""
 
     @property
     def kept(self) -> RateTrial:
@@ -108,7 +110,8 @@ def capacity(
     kept, broken = zip(*knees, strict=True)
     low, high = interval(kept)
     rate = RateInterval(low, statistics.median(kept), high)
-    return Capacity(rate, share_within(len(knees)), (min(kept), max(broken)), likeliest, draws, dict(slo))
+    lengths = lengths_words(dict(load), replica)
+    return Capacity(rate, share_within(len(knees)), (min(kept), max(broken)), likeliest, draws, dict(slo), lengths)
 
 
 def _counted(say: Say, draws: int) -> Say:

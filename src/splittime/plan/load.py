@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from splittime.bench.distributions import LengthRows
 from splittime.bench.draw import draw
 from splittime.bench.schedule import Planned, Schedule
 from splittime.bench.spec import spec_of
 from splittime.bench.traces import Trace, read_trace
 from splittime.core.errors import ConfigError
 from splittime.simulate.asked import Asked, asked_requests
+from splittime.simulate.mix import Mix
 from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import Follows, TracedRequest
 
@@ -24,12 +28,26 @@ VOCAB_SIZE = 32_000  # nobody reads a simulated prompt: its tokens are equal or 
 
 
 def requests_for(load: dict[str, Any], replica: AnyReplica) -> list[TracedRequest]:
-    """Returns the requests of a load, given by fields of `LoadSpec`, as this replica would meet them. Raises
-    ConfigError for a load that cannot be drawn or simulated."""
-    spec = spec_of({"prompt_form": "ids", **load})
-    config = replica.config
-    schedule = draw(spec, vocab_size=VOCAB_SIZE, max_model_len=config.max_model_len, block_size=config.block_size)
+    """Returns the requests of a load, given by fields of `LoadSpec`, as this replica would meet them. Lengths that it
+    does not say are those of the requests that the server served, where these are known. Raises ConfigError for a load
+    that cannot be drawn or simulated."""
+    config, mix = replica.config, replica.mix
+    spec = spec_of({"prompt_form": "ids", **(mix.load(load) if mix else load)})
+    schedule = draw(
+        spec,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        usual=LengthRows(*np.array(mix.rows).T) if mix and mix.words(load) else None,
+    )
     return requests_of_schedule(schedule, replica)
+
+
+def lengths_words(load: dict[str, Any], replica: AnyReplica) -> str:
+    """Returns for people where lengths come from that the load does not say; nothing if it says all."""
+    mix = replica.mix or Mix(())
+    words = mix.words(load)
+    return words if not words or replica.mix else "as `bench` sends by default: nothing is known of its own requests"
 
 
 def requests_of_schedule(schedule: Schedule, replica: AnyReplica) -> list[TracedRequest]:

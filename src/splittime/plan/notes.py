@@ -15,11 +15,10 @@ def notes_of(replica: AnyReplica, found: Capacity, has_peak: bool) -> Iterator[s
         yield f"no higher rate was simulated: {found.likeliest.stopped}"
     if not found.rate.middle:
         yield "most of the models that fit as well keep the SLO at no rate: nobody can tell what it costs"
-    kept, config = found.kept, replica.config
+    config = replica.config
     yield (
-        f"a request has {kept.input_tokens:,.4g} + {kept.output_tokens:,.4g} tokens in the mean; the scheduler has "
-        f"max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens {config.max_num_batched_tokens:,}, "
-        f"max_model_len {config.max_model_len:,}"
+        f"the scheduler has max_num_seqs {config.max_num_seqs:,}, max_num_batched_tokens "
+        f"{config.max_num_batched_tokens:,}, max_model_len {config.max_model_len:,}"
     )
     if replica.guesses_ahead:
         yield "the server guesses tokens ahead; nobody knows what it would guess of these requests, so here it does not"

@@ -18,6 +18,7 @@ request that comes to an idle server. The scheduler's settings are guesses, give
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from splittime.bench.book.records import Run
@@ -27,6 +28,7 @@ from splittime.plan.own_runs import answered, checked_by_runs
 from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, prompt_tokens_of, read_steps
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.fit import buckets_of, persistence_of
+from splittime.simulate.mix import Mix
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.replica import Approach, Replica, replica_with
 
@@ -72,6 +74,7 @@ def replica_of_runs(runs: Sequence[Run], arm: int = 0, **guesses: Any) -> Replic
     around = Approach(to_admission_ns=round(explained.line.coefficients[-1]))
     source = f"bench runs of {runs[0].label or runs[0].arms[arm].url}, from outside"
     replica = replica_with(settings, _costs(explained), around, source)
+    replica = msgspec.structs.replace(replica, mix=_mix(runs, arm))
     return checked_by_runs(replica, runs, arm, max(explained.error, explained.prompt_error))
 
 
@@ -198,6 +201,12 @@ def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesse
         "block_size": BLOCK_TOKENS,
         "num_blocks": known.num_blocks or -(-max(context, int(REACH * held)) // BLOCK_TOKENS) + slots,
     }
+
+
+def _mix(runs: Sequence[Run], arm: int) -> Mix:
+    served = [outcome for run in runs for outcome in answered(run, arm)]
+    rows = tuple((prompt_tokens_of(one), output_tokens(one) or len(one.chunk_ns)) for one in served)
+    return Mix(rows, sum(one.cached_tokens or 0 for one in served) / sum(prompt for prompt, _ in rows))
 
 
 def _likely_budget(explained: Explained) -> int:

@@ -48,7 +48,8 @@ def load_words(load: Mapping[str, Any], terms: PlanTerms) -> str:
     words += [f"{terms.regions} regions"] if terms.regions > 1 else []
     words.append(left.pop("arrivals", None) or ("the trace's own times" if trace and not rate else "poisson"))
     if not trace and "lengths_file" not in left:
-        words.append(f"{left.pop('input_tokens', None) or 512} + {left.pop('output_tokens', None) or 128} tokens")
+        told = {name: left.pop(name, None) for name in ("input_tokens", "output_tokens")}
+        words += [" + ".join(length or "its own" for length in told.values()) + " tokens"] if any(told.values()) else []
     return ", ".join([*words, *(f"{name} {value}" for name, value in left.items())])
 
 

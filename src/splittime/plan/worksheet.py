@@ -96,7 +96,7 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
     no lines about servers and money."""
     low, middle, high = found.rate
     most = "the most that keeps the SLO, simulated" if found.likeliest.stopped is None else BEYOND
-    lines = [SheetLine("highest rate", middle, "requests/s", most, low, high)]
+    lines = [SheetLine("highest rate", middle, "requests/s", f"{most}; {_lengths(found)}", low, high)]
     if terms.peak:
         lines += _of_all(replica, found, terms, terms.peak)
     elif terms.price is not None and middle:
@@ -104,6 +104,12 @@ def worksheet(label: str, replica: AnyReplica, found: Capacity, terms: PlanTerms
         lines += _of_tokens(found, terms, terms.price, words, middle, "in an hour at the highest rate", (low, high))
     lines += [*_of_one(replica, found), *_of_memory(replica, found)]
     return Sheet(label, replica.source, found, tuple(lines), tuple(notes_of(replica, found, bool(terms.peak))))
+
+
+def _lengths(found: Capacity) -> str:
+    """Returns how long a request is, and whence that is known."""
+    whence = f", {found.lengths}" if found.lengths else ""
+    return f"{found.kept.input_tokens:,.4g} + {found.kept.output_tokens:,.4g} tokens a request in the mean{whence}"
 
 
 def _of_one(replica: AnyReplica, found: Capacity) -> Iterator[SheetLine]:

@@ -30,6 +30,7 @@ from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.figures import Figures, RunningFigures
+from splittime.simulate.mix import Mix, mix_of
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
@@ -90,14 +91,15 @@ class EngineConfig(Protocol):
 
 class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     """A server that can be simulated, whichever engine it has; a subclass knows how. pace: how fast its machine was at
-    each time. settings, token_cost, machine: what the server says of itself. start_up_ns: from its processes' start
-    until it could serve. source: where the costs come from, for people."""
+    each time. mix: lengths of its users' requests. settings, token_cost, machine: what the server says of itself.
+    start_up_ns: from its processes' start until it could serve. source: where the costs come from, for people."""
 
     config: EngineConfig
     costs: CostModel
     pace: Pace = STEADY
     approach: Approach = Approach()
     delivery: Delivery = Delivery()
+    mix: Mix | None = None
     settings: dict[str, Any] = {}
     token_cost: TokenCost | None = None
     machine: Machine | None = None
@@ -217,6 +219,7 @@ def measured(recorded: Recorded) -> dict[str, Any]:
         "pace": pace,
         "approach": _approach(served),
         "delivery": _delivery(served, recorded.steps),
+        "mix": mix_of(served),
         "settings": recorded.facts.settings,
         "token_cost": recorded.facts.cost,
         "machine": recorded.facts.machine,
