@@ -160,8 +160,8 @@ def measure(
             continue
         with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
             if arm == WITH_ZEROS:  # AWQ with nothing searched for
-                stack.enter_context(patch("splittime.lab.quantize.channel_scales.STEPS", 0))
-                stack.enter_context(patch("splittime.lab.quantize.channel_scales.CLIP_STEPS", 0))
+                stack.enter_context(patch("splittime.lab.quantize.treat.STEPS", 0))
+                stack.enter_context(patch("splittime.lab.quantize.treat.CLIP_STEPS", 0))
             begin = time.monotonic()
             quantize(folder, Path(place) / "out", settings, calibration)
             taken_s = time.monotonic() - begin

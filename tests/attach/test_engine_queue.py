@@ -5,8 +5,7 @@ from counted_calls import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.attach.engine_books import DecidedPlan, EngineBooks
-from splittime.attach.engine_queue import EngineQueue
+from splittime.attach.engine_books import DecidedPlan, EngineBooks, EngineQueue
 from splittime.attach.request_book import AskedRequest, EngineBook
 from splittime.ledger.account import Mark
 from splittime.ledger.stages import Cause, Stage

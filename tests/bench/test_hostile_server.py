@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.bench import client as client_module
-from splittime.bench import exchange, own_book, servers
+from splittime.bench import own_book, servers
 from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, load_run, save
 from splittime.bench.event_loop import run_loop
@@ -185,7 +185,7 @@ def test_a_long_body_is_no_long_header():
 
 
 def test_an_endless_answer_ends_the_request(monkeypatch):
-    monkeypatch.setattr(exchange, "MAX_CHUNKS", 100)
+    monkeypatch.setattr(client_module, "MAX_CHUNKS", 100)
     found = outcome_of(*[[CHUNKED, *[chunk(event() * 50)] * 3]] * 3)
     assert found.ending is Ending.FAILED
     assert "more than 100 chunks" in found.error

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Arm, Ending, Phase, RunCheck, Sample
-from splittime.bench.report.html import render_html, write_html
+from splittime.bench.report.html import bucket_medians, render_html, write_html
 from splittime.bench.report.html_books import SLOTS, pieces
-from splittime.bench.report.html_spread import bucket_medians
 from splittime.bench.report.html_time import in_flight, silences
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts

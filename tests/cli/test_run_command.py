@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from splittime.assemble import model_source
-from splittime.cli import chat, main
+from splittime.cli import main
+from splittime.cli import run as run_module
 from splittime.cli.run import RunWords, words_of
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
@@ -229,7 +230,7 @@ def conversation(llm, monkeypatch, lines, max_tokens=8):
     asked, waiting, real = [], iter(lines), llm.stream
     monkeypatch.setattr("builtins.input", lambda _: typed(next(waiting)))
     monkeypatch.setattr(llm, "stream", lambda prompt, sampling: asked.append(prompt) or real(prompt, sampling))
-    chat.chat(llm, SamplingParams(max_tokens=max_tokens), raw=False)
+    run_module.chat(llm, SamplingParams(max_tokens=max_tokens), raw=False)
     return [prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt) for prompt in asked]
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from splittime.cli.shown_keys import warning_of
+from splittime.cli.main import warning_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from splittime.bench.distributions import LengthRows
 from splittime.bench.traces import Trace
 from splittime.cluster.scaling import ScaleSettings
-from splittime.cluster.simulated import scalers
+from splittime.cluster.simulated import fleet
 from splittime.cluster.simulated.figures import FleetFigures, figures_of
 from splittime.cluster.simulated.fleet import FleetRun
 from splittime.cluster.simulated.load import FleetLoadSpec, FleetRequest, load_of_trace
@@ -151,7 +151,7 @@ def test_the_controller_starts_servers_and_a_warm_pool_is_sooner():
 
 def test_waiting_alone_lets_a_fleet_go_that_keeps_up(monkeypatch):
     """Nobody waits at servers that keep up: a scaler that sees no more has too few of them."""
-    monkeypatch.setattr(scalers, "WINDOW_S", 30.0)
+    monkeypatch.setattr(fleet, "WINDOW_S", 30.0)
     settings, trace = with_(FIXED, scale=SIZES, starts=StartTimes(cold_s=30, wake_s=1)), trace_of(20, 120)
     (_, own), (_, blind) = (run_of(with_(settings, scaling=kind), trace) for kind in ("tokens", "waiting"))
     assert min(period.ready for period in blind.periods) == 1

@@ -20,12 +20,12 @@ from splittime.gateway.routing.judge import (
     DifficultyJudge,
     JudgedWorth,
     calibrated,
+    embedded,
     judges_of,
     lower_end,
     nearest_of,
 )
 from splittime.gateway.routing.labels import LabelledFile, LabelledPrompt, read_labels, text_of_request
-from splittime.gateway.routing.ngrams import embedded
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream

@@ -8,8 +8,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.runner import suffix_drafter
 from splittime.runner.drafting import Draft, Look
-from splittime.runner.search_pace import LONGEST_PAUSE
-from splittime.runner.suffix_drafter import EXPLORE, SuffixDrafter
+from splittime.runner.suffix_drafter import EXPLORE, LONGEST_PAUSE, SuffixDrafter
 
 pytestmark = pytest.mark.usefixtures("native")
 GREEDY = SamplingParams(temperature=0.0, seed=0)

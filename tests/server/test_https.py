@@ -16,7 +16,7 @@ import pytest
 from patience import until
 from splittime.core.errors import ConfigError, EngineError
 from splittime.server.config import ServerConfig
-from splittime.web import accepting
+from splittime.web import serving
 from splittime.wire.get_json import get_json
 from splittime.wire.scrape import ask_first
 from splittime.wire.target import Target
@@ -79,7 +79,7 @@ def test_plain_http_is_not_answered(launch, files) -> None:
 
 
 def test_a_connection_that_never_shakes_hands_is_ended(launch, files, monkeypatch) -> None:
-    monkeypatch.setattr(accepting, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(serving, "HANDSHAKE_S", 0.05)
     server = launch(config={"ssl_certfile": files[0], "ssl_keyfile": files[1]})
     silent = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(3)]
     begun = socket.create_connection(("127.0.0.1", server.port), timeout=30)

@@ -1,8 +1,9 @@
 """The `splittime` command. A command's modules are imported when it is called: each start of a server or a gateway
 would wait for those of all others. `--help` of the whole imports them all."""
 
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -11,7 +12,10 @@ from typer.core import TyperGroup
 
 from splittime import __version__
 from splittime.cli.panels import GroupedCommand
-from splittime.cli.shown_keys import warning_of
+
+_FLAG = re.compile(r"(--(?!ttft)(?:[a-z]+-)*(?:key|keys|token|password|secret))(?:=.*)?", re.DOTALL)
+_IN_URL = re.compile(r"[a-z+]+://[^/@\s]*:[^/@\s]+@", re.IGNORECASE)
+_IN_HEADER = re.compile(r"(?:authorization|x-api-key)\s*[:=]", re.IGNORECASE)
 
 
 class Listed(NamedTuple):
@@ -121,6 +125,29 @@ def _options(
 
 def main() -> None:
     app()
+
+
+def shown_keys(words: Sequence[str]) -> Iterator[str]:
+    """Yields what in a command line has a key: a flag, a URL with a password, a header."""
+    for word in words:
+        flag = _FLAG.fullmatch(word)
+        if flag is not None:
+            yield flag[1]
+        elif _IN_URL.match(word):
+            yield "a URL with a password"
+        elif _IN_HEADER.match(word):
+            yield "a header with a key"
+
+
+def warning_of(words: Sequence[str]) -> str | None:
+    """Returns what the user is told; None where no key is shown."""
+    found = ", ".join(dict.fromkeys(shown_keys(words)))
+    way_out = "give keys by the environment (SPLITTIME_API_KEY) or in a file (api_keys_file, key_file)"
+    return (
+        f"warning: {found}: every user of this machine can read it in the list of processes; {way_out}"
+        if found
+        else None
+    )
 
 
 if __name__ == "__main__":

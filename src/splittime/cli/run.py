@@ -7,10 +7,16 @@
 A prompt becomes a message of a chat where the model has a chat template; without one, with `--raw`, and by the packaged
 models, which were trained on code alone, its text is continued as it stands. One word could be either: `words_of` says
 how it is read.
+
+A chat at the terminal, several turns long, with the model in this process.
+
+The whole conversation is the prompt of each turn, so the prefix cache computes only what is new. When it no longer
+fits into the model's context, the oldest turns are forgotten, and that is said. Ctrl-C ends an answer, not the chat.
 """
 
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
@@ -21,14 +27,15 @@ import typer
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
 from splittime.cli.answer import MAX_TOKENS, asked, stream
-from splittime.cli.options import EXIT_CODES, JsonFlag, with_settings, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, say_error, talk, with_settings, write_data
 from splittime.cli.progress import loading
-from splittime.core.errors import ConfigError
+from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account_json import account_json
+from splittime.present.tables import Sentence
 
 if TYPE_CHECKING:
-    from splittime.llm import LLM
+    from splittime.llm import LLM, Prompt
 
 PANEL = "Sampling"
 ADVISED = "Default: the model's own advice."
@@ -42,6 +49,10 @@ Examples:
   echo "def main(" | splittime run - --temperature 0 --json
 
 {EXIT_CODES}"""
+PROMPT = ">>> "
+EXITS = ("/exit", "/quit", "/bye")
+HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops an answer."
+LEAST_ROOM = 4  # an answer may fill this part of the context, unless --max-tokens says otherwise
 
 
 class RunWords(NamedTuple):
@@ -104,8 +115,6 @@ def run(settings: Settings, given: GenerateOptions) -> None:
     llm = _loaded(settings, model)
     sampling = msgspec.structs.replace(llm.default_sampling, **sampling_given)
     if is_chat:
-        from splittime.cli.chat import chat
-
         return chat(llm, sampling, given.raw)
     raw = given.raw or model_source.is_packaged(model or settings["model"])
     output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not given.json)
@@ -165,3 +174,69 @@ def _unclear(message: str, hint: str) -> ConfigError:
 
 def _no_prompt() -> NoReturn:
     raise _unclear("no prompt", 'splittime run "PROMPT", or --prompt TEXT, or pipe one into standard input')
+
+
+def chat(llm: "LLM", sampling: SamplingParams, raw: bool) -> None:
+    """Returns when the person leaves."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (input() then has a history and an editor)
+    has_turns = llm.tokenizer.has_chat_template and not raw
+    kind = "a chat" if has_turns else "each line is continued by itself" + ("" if raw else ": it has no chat template")
+    talk().print(f"{llm.name}, {kind}. {HELP}", markup=False)
+    if sampling.max_tokens is None:
+        sampling = msgspec.structs.replace(sampling, max_tokens=llm.max_model_len // LEAST_ROOM)
+    messages: list[dict[str, str]] = []
+    while (line := _line()) is not None:
+        if line in EXITS:
+            return
+        if line == "/clear":
+            messages.clear()
+        elif line.startswith("/") and " " not in line:
+            known = "" if line == "/help" else f"{line} is no command. "
+            talk().print(Sentence(f"{known}{HELP}"))
+        elif line:
+            messages.append({"role": "user", "content": line})
+            _turn(llm, messages, sampling, raw)
+            if not has_turns:
+                messages.clear()
+
+
+def _line() -> str | None:
+    """Returns what the person typed; None at the end of the input."""
+    try:
+        return input(PROMPT).strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:  # meant for an answer that had just ended
+        talk().print("\n(/exit or Ctrl-D ends the chat)", style="dim", markup=False)
+        return ""
+
+
+def _turn(llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, raw: bool) -> None:
+    """Answers the last message and adds the answer; a message that got none is taken back."""
+    try:
+        output = stream(llm, *_fitting(llm, messages, sampling, raw))
+    except KeyboardInterrupt:
+        print()
+        messages.pop()
+    except RequestError as error:
+        say_error(error)
+        messages.pop()
+    else:
+        messages.append({"role": "assistant", "content": output.text})
+
+
+def _fitting(
+    llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, raw: bool
+) -> "tuple[Prompt, SamplingParams]":
+    """Returns the prompt with as many of the latest turns as leave room for an answer; the others are forgotten."""
+    context_tokens = llm.max_model_len
+    room_tokens = min(sampling.max_tokens or context_tokens, context_tokens // LEAST_ROOM)
+    prompt, params = asked(llm, messages, sampling, raw)
+    if len(messages) > 1 and len(prompt) + room_tokens > context_tokens:
+        talk().print("(the context is full: the oldest turns are forgotten)", style="dim", markup=False)
+        while len(messages) > 1 and len(prompt) + room_tokens > context_tokens:
+            del messages[:2]
+            prompt, params = asked(llm, messages, sampling, raw)
+    return prompt, params

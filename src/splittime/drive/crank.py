@@ -23,11 +23,10 @@ from splittime.core.facts import Machine
 from splittime.core.kv_blocks import MAX_NAMES, MAX_TOLD_BYTES, BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import SleepAsk, Sleeper, SleepReport
-from splittime.core.step import AsyncRunner, Runner, StepResult
+from splittime.core.step import AsyncRunner, Runner, StepPlan, StepResult
 from splittime.drive.adapter_gate import AdapterLoader
 from splittime.drive.grammar_gate import GrammarCompiler
 from splittime.drive.host_time import GcPauses, ProcessorTime
-from splittime.drive.in_turn import InTurn
 from splittime.drive.kv_gate import BlockSharing
 from splittime.drive.messages import StepOutput
 from splittime.drive.residency import Answer, Residency, ended_by_sleep
@@ -318,3 +317,19 @@ class Crank:
             return None
         before, self._thread = self._thread, self._processor.now()
         return ThreadTime(self._thread.ran_ns - before.ran_ns, self._thread.waited_ns - before.waited_ns)
+
+
+class InTurn:
+    """A `Runner` as an `AsyncRunner`: a step is computed when its result is asked for."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._plan: StepPlan | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step was launched"
+        return self._runner.run(plan)

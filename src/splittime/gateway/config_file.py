@@ -5,6 +5,7 @@ A key that is planned and not built is refused by its name: nobody believes in a
 
 import difflib
 import re
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,11 +41,11 @@ from splittime.gateway.config import (
     VerifierConfig,
 )
 from splittime.gateway.degrade.check import check_ladder
-from splittime.gateway.listening import check_listening
 from splittime.gateway.routing.check import check_routing
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate
+from splittime.web.http import is_loopback
 from splittime.wire.target import Target
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
@@ -255,3 +256,27 @@ def _check_names(table: str, names: Sequence[str]) -> None:
 
 def _join(path: str | None, name: str) -> str:
     return f"{path.lstrip('.')}.{name}" if path else name
+
+
+def check_listening(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for an address that needs a key and has none, keys without an operator's, and a shared port
+    that cannot be."""
+    if not is_loopback(config.host) and not config.tenant:
+        hint = "give a [[tenant]] with a key, or bind to 127.0.0.1"
+        message = f"host {config.host} can be reached from other machines and there is no [[tenant]]"
+        raise ConfigError(message, param="host", value=config.host, hint=hint)
+    if config.tenant and not any(tenant.operator for tenant in config.tenant):
+        hint = "set operator = true for one: else nobody may ask for /metrics or everybody's accounts"
+        raise ConfigError("no [[tenant]] is an operator", param="tenant", hint=hint)
+    if config.shared_port is not None:
+        _check_shared(config.shared_port, config.port)
+
+
+def _check_shared(shared: int, own: int) -> None:
+    if shared == own:
+        hint = "give each gateway a port of its own, where its metrics and its state are"
+        raise ConfigError(f"shared_port = {shared} is port too", param="shared_port", value=shared, hint=hint)
+    if sys.platform != "linux":
+        hint = "leave it out, and put a balancer in front of the gateways' own ports"
+        message = f"shared_port needs Linux, which shares connections out; this is {sys.platform}"
+        raise ConfigError(message, param="shared_port", value=shared, hint=hint)

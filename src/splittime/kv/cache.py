@@ -14,6 +14,15 @@ into which it is copied back. Such a block is in the index as soon as that is pl
 
 A block that another server has sent (`kv.imports`) comes in the same way: `adopt` takes a block for it and puts it in
 the index, and the next plan copies its content there.
+
+Blocks of the cache whose content another server has sent: which content goes to which block, and until when a block
+may not be sent on, since its content is not there yet.
+
+    adopt ──▶ planned ──take──▶ handed out ──when two more plans were made──▶ like any other block
+                 └──given away meanwhile: the content is not wanted any more
+
+Plans are carried out in order, with one in flight at most while the next is made (ADR 9): when a plan is made, the last
+but one has been carried out.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,7 +32,6 @@ from itertools import islice
 
 from splittime.kv.blocks import BlockPool, PrefixIndex, block_names, root_name
 from splittime.kv.host import HostTier, Moves
-from splittime.kv.imports import Imports
 
 NO_BLOCK = -1
 """In the place of a block that was found in host memory, until `reserve` takes one for it."""
@@ -267,3 +275,39 @@ def num_in_common(found: Sequence[int], block_ids: Sequence[int]) -> int:
     """Returns how many blocks two leases have in common, which are their first ones."""
     most = min(len(found), len(block_ids))
     return bisect_left(range(most), True, key=lambda place: found[place] != block_ids[place])
+
+
+class Imports:
+    """unwanted: numbers of contents that found no block or lost it, until `take_unwanted`."""
+
+    def __init__(self) -> None:
+        self._planned: dict[int, int] = {}  # by block, the number of its content
+        self._handed_out: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # the latest plan's last
+        self.unwanted: list[int] = []
+
+    def plan(self, block_id: int, number: int) -> None:
+        self._planned[block_id] = number
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """These go to somebody else."""
+        if self._planned:
+            self.unwanted += [self._planned.pop(each) for each in block_ids if each in self._planned]
+
+    def take(self) -> Moves:
+        """Content (by number) and block, for the plan that is sent next."""
+        if not self._planned and not self._handed_out[1] and not self._handed_out[0]:
+            return ()
+        moves = tuple((number, block_id) for block_id, number in self._planned.items())
+        self._handed_out = self._handed_out[1], frozenset(self._planned)
+        self._planned = {}
+        return moves
+
+    def take_unwanted(self) -> list[int]:
+        """Returns the numbers of contents that nobody wants, once."""
+        unwanted, self.unwanted = self.unwanted, []
+        return unwanted
+
+    @property
+    def on_their_way(self) -> set[int]:
+        """Blocks in the index whose content may not be there yet."""
+        return {*self._planned, *self._handed_out[0], *self._handed_out[1]}

@@ -16,6 +16,12 @@ come and indexed when a search wants them. In one step of `EXPLORE` all are sear
 A corpus is of one tenant (the request's `cache_salt`), and so is what is learnt of how often drafts are right
 (`by_tenant`): what is guessed by another's answers would show in how fast tokens come. A corpus holds the newest
 `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked last.
+
+When a request's text is searched: in the step after one that found a draft to tell, else after pauses that double.
+
+A search takes microseconds, and a step of a small model only some hundred of them. Pauses end where the step's number
+is a multiple of their length, so that requests which are seldom asked are asked in the same steps, and most steps have
+none to ask.
 """
 
 from collections import OrderedDict
@@ -30,12 +36,36 @@ from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch
 from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
 from splittime.runner.by_tenant import ByTenant
 from splittime.runner.drafting import Draft, Look
-from splittime.runner.search_pace import LONGEST_PAUSE, SearchPace
 from splittime.runner.speculative import CORPUS_TOKENS, MOST_TENANTS, MOST_TOKENS
+
+LONGEST_PAUSE = 16  # steps; a power of two
+
 
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
 EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such
+
+
+class SearchPace:
+    """next_step: when the request is to be searched again. num_steps: from one search to the one before, at most
+    `LONGEST_PAUSE`."""
+
+    __slots__ = ("_last", "_pause", "next_step", "num_steps")
+
+    def __init__(self) -> None:
+        self._last = self.next_step = self.num_steps = 0
+        self._pause = 1
+
+    def searched(self, step: int) -> None:
+        """Takes in a search, due or not, that came to nothing unless `succeed` follows."""
+        self.num_steps, self._last = min(step - self._last, LONGEST_PAUSE), step
+        if step >= self.next_step:
+            self.next_step = (step // self._pause + 1) * self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def succeed(self) -> None:
+        """Takes in that the search came to something."""
+        self.next_step, self._pause = 0, 1
 
 
 class Found(NamedTuple):

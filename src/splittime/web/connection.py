@@ -18,9 +18,16 @@ in chunks, for fields of the head: a key or a name of the server that came there
 what comes between and behind chunks has one too, and trailers are dropped.
 
 A head that two readers would read in two ways is refused, and nothing behind it is read.
+
+How long a request had lain in its socket before its head was read, which no account could say of itself.
+
+The kernel knows: `tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a
+few ms coarse. It costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
 """
 
 import asyncio
+import socket
+import struct
 import time
 from collections import deque
 from typing import Any, cast
@@ -43,7 +50,6 @@ from splittime.web.http import (
 )
 from splittime.web.places import Places
 from splittime.web.tenants import ANYBODY, TENANT
-from splittime.web.unseen import unseen_ns
 
 LEAST_TLS_BYTES = 1  # with 0 uvloop's TLS asks for a pause at each write, and never goes on
 MAX_SKIPPED_BYTES = 64 * 1024  # of a body that nobody reads; a longer one costs its sender the connection
@@ -52,6 +58,10 @@ FRAMING_BYTES = 8  # around each byte of a body in chunks; chunks of one byte ne
 CLOSE = (b"connection", b"close")
 LEAVE_S = 1.0  # for requests of those who had just come in at a port that others go on to listen at
 VERSIONS = ("1.0", "1.1")
+TCP_INFO = getattr(socket, "TCP_INFO", None)
+LAST_DATA_RECV = struct.Struct("=I")
+LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
+LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
 
 
 class Answered:
@@ -287,3 +297,17 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+def unseen_ns(connection: socket.socket | None) -> int:
+    """Returns how long the data being read now lay in its socket; 0 below `LEAST_UNSEEN_MS`, or if nobody can say."""
+    if TCP_INFO is None or connection is None:
+        return 0
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_DATA_RECV_AT + LAST_DATA_RECV.size)
+    except OSError:  # it is closed already
+        return 0
+    if len(info) < LAST_DATA_RECV_AT + LAST_DATA_RECV.size:
+        return 0
+    (ms,) = LAST_DATA_RECV.unpack_from(info, LAST_DATA_RECV_AT)
+    return ms * 1_000_000 if ms >= LEAST_UNSEEN_MS else 0

@@ -12,14 +12,12 @@ from tables import Bytes, Table, Telling, drawn_texts, random_logits, silent
 
 from splittime.core.errors import ConfigError
 from splittime.lab.quality.documents import Document
-from splittime.lab.quality.gate import Gate, Tasks
+from splittime.lab.quality.gate import Gate, Tasks, known, unread, unusual
 from splittime.lab.quality.html import render_html
 from splittime.lab.quality.margins import EXIT_CODES, Margins, judge, overall, standard
 from splittime.lab.quality.model import Reads
-from splittime.lab.quality.reads import unread
 from splittime.lab.quality.report import as_json
 from splittime.lab.quality.texts import DECODE
-from splittime.lab.quality.usual import known, unusual
 from splittime.stats.paired import BootstrapEstimate
 
 LOGITS = random_logits()

@@ -8,9 +8,9 @@ from tiny import correlated
 
 from splittime.core.errors import ConfigError
 from splittime.lab.quantize import gptq, prune
-from splittime.lab.quantize.channel_scales import awq_clip, awq_scales, smooth_scales
 from splittime.lab.quantize.grid import Grid, round_to_nearest, round_values
 from splittime.lab.quantize.moments import Gatherer, relative_error
+from splittime.lab.quantize.treat import awq_clip, awq_scales, smooth_scales
 
 SYMMETRIC = Grid(4, 32, True, torch.float16)
 ASYMMETRIC = Grid(4, 32, False, torch.float16)

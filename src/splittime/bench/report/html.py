@@ -8,6 +8,12 @@ run before anything is seen. The page's own script (`assets/report.js`) only add
 Colours of stages are the dashboard's own file, read as it is: one stage has one colour everywhere. All that comes from
 a run goes through the template's escaping, and a content policy lets no other script run and nothing be loaded.
 `tests/bench/test_html_report.py` and `tests/browser/test_report.py` check it.
+
+How latencies are spread: a histogram of each, and TTFT against prompt length with the buckets' medians.
+
+Histograms count complete, measured requests. Bins have one width on the plot's scale, which is logarithmic where the
+spread is wide. Chunk gaps and token gaps are drawn together and apart: a server that sends several tokens in a chunk
+has long gaps between chunks, and many token gaps of 0, which a logarithmic scale cannot show and the caption counts.
 """
 
 import base64
@@ -16,28 +22,35 @@ import string
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+import numpy as np
 import orjson
 from markupsafe import Markup
 
 from splittime.bench.book import requests as one
 from splittime.bench.book.definitions import DEFINITIONS
-from splittime.bench.book.figures import prompt_tokens, summary
+from splittime.bench.book.figures import Summary, prompt_tokens, summary
 from splittime.bench.book.records import Outcome, Run
+from splittime.bench.book.series import complete, in_time_order, per_request, series
 from splittime.bench.book.slo import judge
 from splittime.bench.join import join
 from splittime.bench.report import html_words as words
 from splittime.bench.report.html_books import largest_part, left_out, part_lines, slowest, time_went
-from splittime.bench.report.html_spread import histograms, ttft_by_prompt
 from splittime.bench.report.html_time import TimePlots
+from splittime.bench.report.text import ms, percent
 from splittime.bench.server_view import server_view
 from splittime.core.whole_file import write_whole
-from splittime.present.plot import plot_styles
+from splittime.ledger.derive import PROMPT_BUCKET_EDGES, prompt_bucket
+from splittime.present.plot import Plot, plot_styles
+from splittime.present.scale import Array, Scale, duration, fitting, from_zero, number
+from splittime.stats.intervals import nearest_rank
 from splittime.wire.dialects import DIALECTS
 
 MOST_NAMED = 20_000  # requests whose dots say who they are; beyond, that alone would be megabytes
+BINS = 60
+PERCENTS = (50, 99)
 
 
 def write_html(run: Run, path: Path) -> None:
@@ -112,3 +125,115 @@ def _embedded(outcomes: Sequence[Outcome]) -> Markup:
     }
     text = orjson.dumps(columns).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return Markup(text)
+
+
+class SpreadPlot(NamedTuple):
+    """A plot with its heading; `clause` says what the plot cannot show."""
+
+    title: str
+    plot: Plot
+    clause: str
+
+
+def histograms(run: Run, found: Summary) -> list[SpreadPlot]:
+    whole = complete(in_time_order(run.measured(found.arm)))
+    pairs = (
+        ("Time to first token", "ttft", "service_ttft"),
+        ("End to end", "e2e", "service_e2e"),
+        ("Time per output token", "tpot", None),
+        ("Gaps", "chunk_gap", "token_gap"),
+    )
+    made = []
+    for title, main, other in pairs:
+        values = series(whole, main).values
+        if len(values):
+            beside = series(whole, other).values if other else np.empty(0)
+            made.append(_histogram(title, main, values, beside))
+    return made
+
+
+def _histogram(title: str, name: str, values: Array, beside: Array) -> SpreadPlot:
+    is_gaps = name == "chunk_gap"
+    together = np.array_equal(np.sort(values), np.sort(beside))
+    other = np.empty(0) if together else beside
+    zeros = int((other <= 0).sum()) if is_gaps else 0
+    scale = fitting(np.concatenate([values, other]))
+    edges = scale.edges(BINS)
+    shares = [_shares(array, edges) for array in (values, other) if len(array)]
+    plot = Plot(scale, from_zero(np.concatenate(shares), 1.25), described=_described(title, values), height_px=150)
+    plot.x_axis(duration).steps(edges, shares[0], "chunk" if is_gaps else "response", "area")
+    if len(shares) > 1:
+        plot.steps(edges, shares[1], "token" if is_gaps else "service")
+    for percent_, value, place in zip(PERCENTS, nearest_rank(values, PERCENTS), ("below", "lower"), strict=True):
+        plot.upright(value, "text")
+        side = "left" if scale.share(value) > 0.6 else "right"
+        plot.note(f"p{percent_} {duration(value)}", value, plot.y.high, "text", f"{side} {place}")
+    return SpreadPlot(title, plot, _clause(is_gaps, together, len(beside), zeros))
+
+
+def _clause(is_gaps: bool, together: bool, num_beside: int, zeros: int) -> str:
+    if not is_gaps:
+        return "" if together or not num_beside else "Outline: service time, from the actual send."
+    if not num_beside:
+        return "Between chunks. The server does not tell how many tokens a chunk holds."
+    if together:
+        return "Every chunk was one token: chunk gaps and token gaps are the same."
+    came = f"; {percent(zeros / num_beside)} of the tokens came in one chunk with the token before (0 ms)"
+    return f"Filled: between chunks. Outline: between tokens{came if zeros else ''}."
+
+
+def _shares(values: Array, edges: Array) -> Array:
+    """Returns the share of all values in each bin; what is 0 on a logarithmic scale is counted in none."""
+    return np.histogram(values, edges)[0] / len(values)
+
+
+def _described(title: str, values: Array) -> str:
+    middle, high = nearest_rank(values, PERCENTS)
+    return f"{title}: half within {ms(middle)} ms, 99 % within {ms(high)} ms, of {len(values):,}."
+
+
+def ttft_by_prompt(run: Run, arm: int) -> Plot | None:
+    """None if there are no lengths, or only one."""
+    whole = [o for o in complete(in_time_order(run.measured(arm))) if prompt_tokens(o) and o.chunk_ns]
+    lengths = np.array([prompt_tokens(o) for o in whole], dtype=np.float64)
+    if len(np.unique(lengths)) < 2:
+        return None
+    felt = per_request(whole, "ttft")
+    across = _lengths_scale(lengths)
+    described = "TTFT of each request against the tokens of its prompt, with the median of each bucket of lengths."
+    plot = Plot(across, fitting(felt), title="TTFT", described=described, height_px=280)
+    ticks = [e for e in PROMPT_BUCKET_EDGES if across.low <= e <= across.high] if across.is_log else None
+    plot.x_axis(lambda tokens: f"{number(tokens)}", ticks).y_axis(duration).dots(lengths, felt, "response")
+    plot.answers("prompt", "ttft sttft")
+    plot.key("response", "a request")
+    plot.key("median", "median of a bucket of lengths")
+    for low, high, median in bucket_medians(lengths, felt):
+        left, right = max(low, across.low), min(high, across.high)
+        plot.level(left, right, median, "median")
+        plot.note(
+            duration(median),
+            (left * right) ** 0.5 if across.is_log else (left + right) / 2,
+            median,
+            "text",
+            "middle on",
+        )
+    return plot
+
+
+def _lengths_scale(lengths: Array) -> Scale:
+    if lengths.max() / lengths.min() < 4:
+        return Scale(float(lengths.min()) * 0.95, float(lengths.max()) * 1.05)
+    return Scale(float(lengths.min()) / 1.1, float(lengths.max()) * 1.1, is_log=True)
+
+
+def bucket_medians(lengths: Array, values: Array) -> list[tuple[float, float, float]]:
+    """From, to (tokens) and median of each prompt-length bucket that has requests."""
+    buckets: dict[str, list[float]] = {}
+    for length, value in sorted(zip(lengths, values, strict=True)):
+        buckets.setdefault(prompt_bucket(int(length)), []).append(value)
+    return [(*_ends(name, lengths), float(np.median(members))) for name, members in buckets.items()]
+
+
+def _ends(bucket: str, lengths: Sequence[float] | Array) -> tuple[float, float]:
+    low, _, high = bucket.partition("-")
+    return (float(low), float(high)) if high else (float(low.rstrip("+")), float(max(lengths)))

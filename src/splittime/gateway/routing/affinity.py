@@ -5,6 +5,13 @@ The upstream may have more in flight than the least loaded one: `load_cap` times
 tokens as it need not compute again. Of those within the cap, the one that served most of the prompt has it, the latest
 of equal ones; if there is none, load decides as ever. Nobody knows what an upstream still has: this goes by what was
 sent there, and an attempt that fails is forgotten.
+
+What affinity reads of a request: its prompt as bytes to which the next turn of a chat only appends.
+
+Messages (or items of a response's input), and tools and instructions before them, are written in one form (names in
+order, no spaces, no nulls), one after the other with nothing around them: a chat's turn begins with the whole of the
+turn before. A prompt lacks its closing quote or bracket for the same reason. Nothing of this is sent anywhere;
+`prefix_table` keeps hashes of it.
 """
 
 from collections import Counter
@@ -16,14 +23,15 @@ import msgspec
 from splittime.gateway.config import AffinityConfig
 from splittime.gateway.forwarded import BYTES_PER_TOKEN, ForwardedRequest
 from splittime.gateway.routing.prefix_table import BLOCK_BYTES, PrefixTable, SeenPrefix
-from splittime.gateway.routing.prompt_prefix import salted_prompt
 from splittime.ledger.attempts import CAPPED, HIT, NO_AFFINITY, AffinityDecision
 
 if TYPE_CHECKING:
     from splittime.gateway.upstreams import Upstream
+from typing import Any, NamedTuple
 
 RESULTS = (HIT, CAPPED, NO_AFFINITY)
 UNREAD = SeenPrefix((), -1)
+MAX_BODY_BYTES = 2**20  # a longer request is passed on, and chosen for by load
 
 
 class PrefixAffinity:
@@ -116,3 +124,52 @@ def _why_none(prefix: SeenPrefix, depths: Mapping[str, int]) -> str:
     if not prefix.keys:
         return "short"
     return "shared" if depths else "unseen"
+
+
+class PromptBody(msgspec.Struct):
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    tools: Any = None
+    functions: Any = None
+    system: Any = None
+    instructions: Any = None
+    cache_salt: Any = None
+
+
+class SaltedPrompt(NamedTuple):
+    """text: the prompt in its one form. salt: the client's own, as JSON: prefixes are shared within one."""
+
+    text: bytes
+    salt: bytes
+
+
+def salted_prompt(body: bytes) -> SaltedPrompt | None:
+    """Returns the prompt of a request's body; None for one that is too long or cannot be read."""
+    if len(body) > MAX_BODY_BYTES:
+        return None
+    try:
+        told = msgspec.json.decode(body, type=PromptBody)
+        first = (told.tools, told.functions, told.system, told.instructions)
+        before = [_encoded(each) for each in first if each is not None]
+        return SaltedPrompt(b"".join([*before, *_pieces(told)]), _encoded(told.cache_salt))
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _pieces(told: PromptBody) -> list[bytes]:
+    turns = told.input if told.messages is None else told.messages
+    if isinstance(turns, list):
+        return [_encoded(_without_nulls(turn)) for turn in turns]
+    prompt = told.prompt if turns is None else turns
+    return [] if prompt is None else [_encoded(prompt)[:-1]]
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")

@@ -8,10 +8,17 @@ those of its own fold, and equal texts are in one fold. Where a file does not sa
 worth they are taken to be right, and nothing is uncertain about them.
 
 Scores are rounded, so that the same file and text have the same score whatever order a processor adds numbers in.
+
+Embeddings that need no model: hashed n-grams of characters and words.
+
+These measure *wording*, not meaning: two texts are near if they share letters and words.
 """
 
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +30,6 @@ from numpy.typing import NDArray
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, GatewayConfig
 from splittime.gateway.routing.labels import LabelledFile, LabelledPrompt, read_labels
-from splittime.gateway.routing.ngrams import embedded
 
 FOLDS = 10
 DECIMALS = 4  # of a score and a threshold
@@ -36,6 +42,12 @@ MAX_KEPT = 4  # judges
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+DIMENSIONS = 1024
+MAX_CHARS = 4000
+CHARS = (3, 4)  # lengths of n-grams of characters, over words with their borders
+WORD_WEIGHT = 2.0  # of a word, or of two in a row, beside one n-gram of characters
+
+Vector = NDArray[np.float32]
 
 
 class JudgedWorth(NamedTuple):
@@ -199,3 +211,24 @@ def _made(file: LabelledFile, neighbours: int, target: float) -> DifficultyJudge
     while len(_kept) > MAX_KEPT:
         _kept.pop(next(iter(_kept)))
     return found
+
+
+def embedded(text: str) -> Vector:
+    """Returns a vector of length 1 (of length 0 for a text without a letter or digit)."""
+    found = np.zeros(DIMENSIONS, dtype=np.float32)
+    for (part, weight), times in Counter(_parts(text[:MAX_CHARS])).items():
+        hashed = zlib.crc32(part.encode("utf-8", "surrogatepass"))
+        sign = 1.0 if hashed & 0x80000000 else -1.0
+        found[hashed % DIMENSIONS] += sign * weight * (1.0 + math.log(times))
+    length = float(np.linalg.norm(found))
+    return found / length if length else found
+
+
+def _parts(text: str) -> Iterator[tuple[str, float]]:
+    words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
+    for word in words:
+        framed = f"<{word}>"
+        for size in CHARS:
+            yield from ((framed[at : at + size], 1.0) for at in range(len(framed) - size + 1))
+        yield f"w {word}", WORD_WEIGHT
+    yield from ((f"w {one} {two}", WORD_WEIGHT) for one, two in pairwise(words))

@@ -4,8 +4,20 @@ unread claims             -> FAIL, whatever else was found: the figures would be
 any check beyond margin   -> FAIL
 all checks within         -> PASS
 else                      -> INCONCLUSIVE
+
+Was what the model claims to keep in fewer bits read in those bits? By the counters of its kernels.
+
+A gate that never ran the quantised path says nothing of it: prompts shorter than a chunk read nothing back from the
+cache, a loader that falls back to the unpacked weights reads none of the packed ones. Either is a FAIL with its reason.
+
+What a scheme usually costs, beside which a candidate's cost is judged: more than `UNUSUAL` times as much is noted.
+
+A broken scale among many may cost less than the margin, and still several times what the scheme costs when it works. By
+how much a scheme that works costs, models differ twofold and more: so the best yardstick is the base itself, rounded to
+nearest at loading, over part of the same texts (`Gate`). Where that cannot be had, `known` has the most that was seen.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,18 +39,22 @@ from splittime.lab.quality.documents import (
     tokenized,
 )
 from splittime.lab.quality.margins import MIN_DOCUMENTS, Check, Margins, overall
-from splittime.lab.quality.model import Model
+from splittime.lab.quality.model import Model, Reads
 from splittime.lab.quality.needle import Needle
 from splittime.lab.quality.questions import AnswerQuestion, ChoiceQuestion, Paired
-from splittime.lab.quality.reads import unread
 from splittime.lab.quality.report import Report, ReportSide, TextFigures, text_figures
 from splittime.lab.quality.texts import Tell, checks, mean_of, read_windows
-from splittime.lab.quality.usual import known, measured, unusual
+from splittime.stats.paired import BootstrapEstimate
 
 SHORT = 256
 MOST_TIMES = 100
 USUAL_TOKENS = 5000  # over which what is usual is measured: a factor of two needs no more
 LONG_DOCUMENTS = 2 * MIN_DOCUMENTS  # that must fill the longest context: half of them may be of one kind
+LEAST_SHARE = 0.9  # of what cannot but have been read; kernels may count without padding
+USUAL_KL = {"weights.int8": 0.0019, "weights.int4": 0.061, "kv.int8": 0.0020}
+"""Mean KL, nats, of each claim carried out right: the largest of rounding to nearest that BENCHMARKS.md has of the
+packaged model, two babyllamas and (8 bits only) stories260K. Larger models have less."""
+UNUSUAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -235,4 +251,59 @@ def _side(model: Model) -> ReportSide:
         facts=dict(model.facts),
         claims=None if reads is None else reads.claims,
         read=None if reads is None else reads.read,
+    )
+
+
+def unread(name: str, reads: Reads | None) -> list[str]:
+    """A sentence for each claim that the counters do not bear out."""
+    if reads is None:
+        return []
+    weights = [claim for claim in reads.claims if claim.startswith("weights.")]
+    silent = [claim for claim in reads.claims if reads.read.get(claim, 0) <= 0]
+    reasons = [f"{name} claims {claim}, and its kernels read no byte of it" for claim in silent]
+    if weights and not set(weights) & set(silent):
+        reasons += _too_few(name, weights, reads, reads.weights_least)
+    caches = [claim for claim in reads.claims if claim.startswith("kv.")]
+    if caches and reads.kv_least == 0:
+        reasons.append(f"{name} claims {caches[0]}, and no text was long enough to be read back from the cache")
+    elif caches and not set(caches) & set(silent):
+        reasons += _too_few(name, caches, reads, reads.kv_least)
+    return reasons
+
+
+def _too_few(name: str, claims: list[str], reads: Reads, least: int) -> list[str]:
+    read = sum(reads.read.get(claim, 0) for claim in claims)
+    if read >= LEAST_SHARE * least:
+        return []
+    said = " and ".join(claims)
+    return [f"{name} claims {said}: {read:,} bytes were read, where the steps that were run need {least:,}"]
+
+
+@dataclass(frozen=True)
+class Usual:
+    """kl: the mean, in nats. whose: the rest of the sentence "times the 0.002 that"."""
+
+    kl: float
+    whose: str
+
+
+def known(claims: Sequence[str]) -> Usual | None:
+    """For a candidate with these claims, as in `model.Reads`; None where one was never measured, or there is none."""
+    kl = sum(USUAL_KL.get(claim, math.inf) for claim in claims)
+    if not claims or math.isinf(kl):
+        return None
+    return Usual(kl, f"{' and '.join(claims)} cost at most on the models that it was measured on")
+
+
+def measured(claims: Sequence[str], kl: float) -> Usual:
+    return Usual(kl, f"{' and '.join(claims)} cost the base when it is rounded to nearest")
+
+
+def unusual(usual: Usual | None, kl: BootstrapEstimate) -> str:
+    """A sentence where the whole interval is beyond `UNUSUAL` times what is usual, else ""."""
+    if usual is None or kl.low <= UNUSUAL * usual.kl:
+        return ""
+    return (
+        f"mean KL is {kl.value:.2g} nats, {kl.value / usual.kl:.1f} times the {usual.kl:.2g} that {usual.whose}: "
+        "look for a broken scale"
     )
