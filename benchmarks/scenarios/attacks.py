@@ -3,8 +3,8 @@
     python -m benchmarks.scenarios.attacks NAME PORT --seconds 10 --seed 1
 
 Bodies are small, or of the size that a server takes, and few are sent at once: what is asked is whether one client can
-take everybody's time with little of its own. So the process is nice to the others. It tells how each of its requests
-ended, by status.
+take everybody's time with little of its own. So the process leaves the processors to the others (a niceness of 19), as
+a client on another machine would. It tells how each of its requests ended, by status.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import aiohttp
 
 from benchmarks.scenarios.guarded import MODEL, NARROW, WIDE
 
-NICE = 10
+NICE = 19
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LARGE = 3_900_000  # bytes; a server takes 4 MiB
 SILENT = 1100  # connections

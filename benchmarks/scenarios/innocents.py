@@ -14,7 +14,7 @@ holds: yes; no, with the first figure that is beyond it; VOID if the measuring p
 the excess may be its own. Failed requests of the innocent are a no. An attack by forms also asks that no form of the
 innocent took longer than a second. grown_mb: the resident memory of all processes, after less before.
 
-All processes share the machine's cores; the attackers are nice to the others.
+All processes share the machine's cores; the attackers have what the others leave of them (a niceness of 19).
 """
 
 import argparse

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
+from splittime.core.background import NICER
 from splittime.core.errors import Overloaded, RequestError
 from splittime.core.forked import ForkLimits, frame, read_message
 from splittime.core.sampling import SamplingParams
@@ -28,7 +29,7 @@ from splittime.runner.batch import Slot, Slots
 from splittime.runner.far_forms import FarWalk
 from splittime.runner.form_looks import FoundMask, FoundMasks
 from splittime.runner.form_masks import FormMasks
-from splittime.runner.form_process import Tried
+from splittime.runner.form_process import FIRST_NICER, Tried
 from splittime.runner.form_size import is_small
 from splittime.runner.form_walk import FormPlace, GrammarWalk, key_of
 from splittime.runner.form_workers import FormGone, FormProcess
@@ -125,6 +126,23 @@ def test_what_nobody_wants_any_more_ends_where_it_is(known: Grammars) -> None:
     assert processes[0].is_ended
     assert not slow.is_known(of_schema(PRODUCTS))
     slow.close()
+
+
+def test_a_form_that_is_slow_gives_way_to_others_forms(known: Grammars) -> None:
+    """And each to the threads that serve: niceness counts within a session alone."""
+    seen: list[int] = []
+    process = known._processes.start()
+
+    def is_wanted() -> bool:
+        if process._pid is not None:
+            threads = map(int, os.listdir(f"/proc/{process._pid}/task"))
+            seen.extend(os.getpriority(os.PRIO_PROCESS, thread) - os.nice(0) for thread in threads)
+            assert os.getsid(process._pid) == os.getsid(0)
+        return len(seen) < 4
+
+    with pytest.raises(FormGone):
+        process.compile(of_schema(PRODUCTS), is_wanted)
+    assert seen == [FIRST_NICER, FIRST_NICER, NICER, NICER]
 
 
 def test_a_password_of_four_patterns_is_a_form(known: Grammars) -> None:

@@ -40,7 +40,7 @@ def lane_of(most_workers: int, *, is_kept: bool = False) -> Lane:
             self.workers.append(Worker(self))
             self._go_on()
 
-    return OwnLane(None, None, most_workers, is_kept=is_kept)
+    return OwnLane(None, None, None, most_workers, is_kept=is_kept)
 
 
 def at_work(lane: Lane) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from splittime.core.background import NICER
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
 from splittime.core.forked import ForkLimits
 from splittime.drive import host_time
@@ -188,7 +189,7 @@ def test_small_texts_do_not_wait_for_large_ones() -> None:
 def test_a_large_texts_worker_ends_with_it() -> None:
     async def body(workers: TextWorkers) -> None:
         await workers.submit(Encode(("a" * 20_000,))).done
-        while workers.lanes[1].workers:
+        while workers.lanes[-2].workers:
             await asyncio.sleep(0.01)
 
     with_workers(body)
@@ -211,12 +212,89 @@ def test_what_nobody_wants_any_more_is_not_worked_on() -> None:
     with_workers(body, limits=ForkLimits(20.0, 2**30))
 
 
+BRIEF, SHORT = Encode(("a" * 100,)), Encode(("a" * 5000,))
+
+
+@pytest.mark.parametrize(("work", "index"), [(CHAT, 0), (BRIEF, 0), (SHORT, 1)], ids=["chat", "brief", "short"])
+def test_who_asks_and_leaves_has_no_worker_made_anew(work: Encode | Render, index: int) -> None:
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(work).done
+        lane = workers.lanes[index]
+        (worker,) = lane.workers
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it is at work when its text is left
+        left = workers.submit(work)
+        workers.drop(left, RuntimeError("gone"))
+        os.kill(worker.pid, signal.SIGCONT)
+        waits = workers.submit(work)
+        assert len((await waits.done).ids) == 1
+        assert (worker in lane.workers, waits.num_tries, left.num_tries) == (True, 1, 1)
+        assert isinstance(left.done.exception(), RuntimeError)
+
+    with_workers(body)
+
+
+def test_what_was_left_and_does_not_end_is_ended(monkeypatch) -> None:
+    monkeypatch.setattr(text_workers, "LEFT_S", 0.01)
+
+    async def body(workers: TextWorkers) -> None:
+        await workers.submit(CHAT).done
+        (worker,) = workers.lanes[0].workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        workers.drop(workers.submit(CHAT), RuntimeError("gone"))
+        while is_alive(worker.pid):
+            await asyncio.sleep(0.01)
+        assert worker not in workers.lanes[0].workers
+        assert (await workers.submit(CHAT).done).ids == ((104, 105),)
+
+    with_workers(body)
+
+
+def test_one_worker_of_the_kept_is_there_for_another_key_at_once() -> None:
+    async def body(workers: TextWorkers) -> None:
+        workers.start()
+        for lane, work in ((workers.lanes[0], BRIEF), (workers.lanes[1], SHORT)):
+            while not all(worker.is_idle for worker in lane.workers):
+                await asyncio.sleep(0.01)
+            for worker in lane.workers[:-1]:
+                os.kill(worker.pid, signal.SIGSTOP)
+            greedy = [workers.submit(work, tenant="greedy") for _ in range(3)]
+            assert [task.cause for task in greedy] == [None, None, Cause.TEXTS_BEFORE]
+            other = workers.submit(work, tenant="other")
+            assert other.cause is None
+            await other.done
+
+    with_workers(body)
+
+
+@pytest.mark.parametrize(("size", "nicer"), [(2048, 0), (2049, NICER), (20_000, NICER), (300_000, NICER)])
+def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int, nicer: int) -> None:
+    """Niceness counts within a session alone, where Linux shares processors out among sessions."""
+
+    async def body(workers: TextWorkers) -> None:
+        lane = next(lane for lane in workers.lanes if lane.most_chars is None or size <= lane.most_chars)
+        task = workers.submit(Encode(("a" * size,)))
+        while not any(worker.pid for worker in lane.workers):
+            await asyncio.sleep(0)
+        (worker,) = lane.workers
+        assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, os.nice(0) + nicer)
+        assert os.getsid(worker.pid) == os.getsid(0)
+        assert os.getpgid(worker.pid) == workers.parent.pid != os.getpgid(0)
+        assert len((await task.done).ids[0]) == size
+
+    with_workers(body)
+
+
+def test_who_gives_way_has_longer_by_the_clock() -> None:
+    assert ForkLimits(10.0, 0).wall_s == 10.0
+    assert 90 < ForkLimits(10.0, 0, NICER).wall_s < 95
+
+
 def test_what_waits_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(text_workers, "MAX_WAITING_CHARS", 1_000_000)
 
     async def body(workers: TextWorkers) -> None:
         for _ in range(3):
-            workers.submit(Encode(("a" * 400_000,))) if not workers.lanes[2].waiting else None
+            workers.submit(Encode(("a" * 400_000,))) if not workers.lanes[-1].waiting else None
         workers.submit(Encode(("a" * 400_000,)))
         with pytest.raises(Overloaded) as caught:
             workers.submit(Encode(("a" * 400_000,)))

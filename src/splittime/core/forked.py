@@ -29,10 +29,17 @@ MOST_WORDS_BYTES = 4096  # with which a worker is asked for
 
 
 class ForkLimits(msgspec.Struct, frozen=True):
-    """cpu_s: processor time of one message. memory_bytes: what a worker may take besides what it begins with."""
+    """cpu_s: processor time of one message. memory_bytes: what a worker may take besides what it begins with. nicer: by
+    how much it gives way to who asks (`os.nice`)."""
 
     cpu_s: float
     memory_bytes: int
+    nicer: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """How long `cpu_s` takes beside a thread that serves: Linux gives it 1.25 as much for each step of niceness."""
+        return self.cpu_s * 1.25**self.nicer
 
 
 def frame(message: bytes) -> bytes:
@@ -91,11 +98,12 @@ def _bury(*_: object) -> None:
             pass
 
 
-def begin(channel: socket.socket, num_bytes: int) -> None:
-    """Lets this process take so much memory besides what it has, and tells who asks its number."""
+def begin(channel: socket.socket, limits: ForkLimits) -> None:
+    """Gives this process its limits: of memory those besides what it has. Tells who asks its number."""
+    os.nice(limits.nicer)
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+    resource.setrlimit(resource.RLIMIT_AS, (held + limits.memory_bytes, held + limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # who has no more of it would leave a file of all that it had
     channel.sendall(frame(msgspec.msgpack.encode(os.getpid())))
 
@@ -143,7 +151,7 @@ class ForkParent:
                 stdout=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
                 pass_fds=(theirs.fileno(), description),
-                start_new_session=True,  # Ctrl-C is the server's, and all of its children can be ended at once
+                process_group=0,  # Ctrl-C is the server's, whose session this is; all can be ended at once
             )
         finally:
             theirs.close()

@@ -29,7 +29,7 @@ from splittime.runner.form_walk import FormPlace, GrammarWalk, said
 STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
 MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
 ANY = json.dumps({"grammars": [{"json_schema": {}}]})
-NICER = 10  # a tenth of the weight of a thread that serves
+FIRST_NICER = 5  # a third of the weight of a thread that serves; who is slow gives way to others' (`FormProcess`)
 LIMITS = forked.ForkLimits(cpu_s=1.0, memory_bytes=256 << 20)  # of compiling and of each mask; of a form in all
 TRIED_TOKENS, TRIED_NS = 24, 200_000_000  # of an answer, and at most
 
@@ -167,7 +167,7 @@ def main() -> None:
     tokenizer_json, vocab_size = msgspec.msgpack.decode(forked.description())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then
-    os.nice(NICER)
+    os.nice(FIRST_NICER)
 
     def work(channel: socket.socket, limits: forked.ForkLimits) -> None:
         threading.stack_size(STACK_BYTES)
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _work(channel: socket.socket, tokenizer: Any, vocab_size: int, limits: forked.ForkLimits) -> None:
-    forked.begin(channel, limits.memory_bytes)
+    forked.begin(channel, limits)
     server = FormServer(tokenizer, vocab_size)
     decoder, encoder = msgspec.msgpack.Decoder(Ask), msgspec.msgpack.Encoder()
     forked.answer_each(channel, limits.cpu_s, lambda message: encoder.encode(server.answer(decoder.decode(message))))

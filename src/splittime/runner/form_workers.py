@@ -17,13 +17,14 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from splittime.core.background import NICER
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.forked import HEAD, ForkLimits, ForkParent, frame
 from splittime.runner.form_process import Ask, Compile, Looked, Tried, described
 
 SILENT_S = 30.0  # more than its processor time; then a process that says nothing is ended (the machine may be busy)
 START_S = 120.0  # for the parent to read a tokenizer
-LOOK_MS = 50  # how often who waits asks whether that is still wanted
+LOOK_MS = 50  # how often who waits asks whether that is still wanted; a form that takes longer gives way to others
 Got = TypeVar("Got", Tried, Looked)
 
 
@@ -113,7 +114,16 @@ class FormProcess:
                 raise FormGone
             elif time.monotonic() > end_s:
                 raise TimeoutError
+            else:
+                self._give_way()
         return bytes(received[HEAD.size :])
+
+    def _give_way(self) -> None:
+        """Have it leave the processor to forms that are quick."""
+        if self._pid is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                for thread in os.listdir(f"/proc/{self._pid}/task"):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + NICER)
 
     def end(self) -> None:
         """Now, whatever it does; from any thread."""

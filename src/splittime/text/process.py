@@ -222,7 +222,7 @@ def ready_tokenizer(description: bytes) -> Tokenizer:
 
 def _be_worker(channel: socket.socket, tokenizer: Tokenizer, limits: forked.ForkLimits) -> None:
     """Answer one work after the other until the server closes the socket."""
-    forked.begin(channel, limits.memory_bytes)
+    forked.begin(channel, limits)
     decoder, encoder = msgspec.msgpack.Decoder(TextWork), msgspec.msgpack.Encoder()
     forked.answer_each(channel, limits.cpu_s, lambda message: encoder.encode(_answer(decoder, message, tokenizer)))
 

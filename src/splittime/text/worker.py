@@ -104,7 +104,7 @@ class TextWorker(asyncio.Protocol):
         task.begin()
         assert self._transport is not None
         self._transport.write(task.message)
-        self._set_alarm()
+        self.end_within(self._limits.wall_s + SILENT_S)
 
     def end(self) -> None:
         """Now, whatever it does."""
@@ -114,10 +114,10 @@ class TextWorker(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _set_alarm(self) -> None:
+    def end_within(self, most_s: float) -> None:
+        """End it if it has not answered by then."""
         self._stop_alarm()
-        loop = asyncio.get_running_loop()
-        self._alarm = loop.call_later(self._limits.cpu_s + SILENT_S, self.end)
+        self._alarm = asyncio.get_running_loop().call_later(most_s, self.end)
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:
@@ -128,7 +128,7 @@ class TextWorker(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._set_alarm()
+        self.end_within(self._limits.wall_s + SILENT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_alarm()

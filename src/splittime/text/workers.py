@@ -2,9 +2,13 @@
 its own (`text.process`).
 
     lane      texts of at most    workers    a worker serves
+    brief     2 Ki characters     2          one after the other
     short     16 Ki characters    2          one after the other
     long      256 Ki characters   1          one text, and gives its memory back
     giant     any                 1          one text, and gives its memory back
+
+Workers of all lanes but the first give way to the threads that serve (`NICER`): the texts of one key take both
+processors of a small machine from nobody's tokens.
 
 A text waits in its lane only. A key's texts are served as they come, and of several keys that one's is next that has
 had least by weight (`core.shares`). All workers above may work for one key; each lane has one more for other keys
@@ -12,7 +16,8 @@ had least by weight (`core.shares`). All workers above may work for one key; eac
 that is refused with 429, unless its key has less than its share of what waits. A worker that takes more processor time
 or memory than it may is ended by the kernel, one that does not answer is ended from here; the request is told, and the
 next worker takes its place. A text whose worker ended before its time was up is given to another once: somebody may
-have killed it.
+have killed it. A worker whose text was left is ended, of brief and short ones after `LEFT_S`: to make another takes
+longer than such a text, and who asks and leaves must not have all workers of a lane made anew all the time.
 
 How long a text waits, and what for, is in its account: `TextTask.cause` says at once, `on_begin` when it is over.
 """
@@ -24,6 +29,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+from msgspec.structs import replace
+
+from splittime.core.background import NICER
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.forked import ForkLimits, ForkParent
 from splittime.core.shares import KeyShares
@@ -32,8 +40,9 @@ from splittime.text.foreign_code import too_costly
 from splittime.text.process import TextWork
 from splittime.text.worker import FramedWork, TextTask, TextWorker, framed
 
-SHORT_CHARS, LONG_CHARS = 16 * 2**10, 256 * 2**10
-SHORT_WORKERS = 2
+BRIEF_CHARS, SHORT_CHARS, LONG_CHARS = 2 * 2**10, 16 * 2**10, 256 * 2**10
+KEPT_WORKERS = 2
+LEFT_S = 0.5
 MAX_WAITING_CHARS = 64 * 2**20  # in one lane
 SPARE = 1  # workers of a lane that are there for other keys than those who have all others
 TRIES = 2
@@ -43,18 +52,20 @@ class TextWorkers:
     """Make one for a server, in any thread; `submit` in its event loop."""
 
     def __init__(self, describe: Callable[[], bytes], limits: ForkLimits) -> None:
-        self.parent, self.limits = ForkParent("splittime.text.process", describe), limits
+        parent, nicer = ForkParent("splittime.text.process", describe), replace(limits, nicer=NICER)
+        self.parent = parent
         self.lanes = (
-            Lane(self, SHORT_CHARS, SHORT_WORKERS, is_kept=True),
-            Lane(self, LONG_CHARS, 1, is_kept=False),
-            Lane(self, None, 1, is_kept=False),
+            Lane(parent, limits, BRIEF_CHARS, KEPT_WORKERS, is_kept=True),
+            Lane(parent, nicer, SHORT_CHARS, KEPT_WORKERS, is_kept=True),
+            Lane(parent, nicer, LONG_CHARS, 1, is_kept=False),
+            Lane(parent, nicer, None, 1, is_kept=False),
         )
 
     def start(self) -> None:
-        """Have the short texts' workers ready before the first text."""
+        """Have the workers that are kept ready before the first text."""
         self.parent.start()
-        for _ in range(SHORT_WORKERS):
-            self.lanes[0].add_worker()
+        for lane in self.lanes:
+            lane.start()
 
     def submit(
         self,
@@ -70,7 +81,7 @@ class TextWorkers:
         return task
 
     def drop(self, task: TextTask, error: Exception) -> None:
-        """Nobody wants it any more: it fails with `error`, and what works on it is ended."""
+        """Nobody wants it any more: it fails with `error`, and no worker is at it for long."""
         task.fail(error)
         for lane in self.lanes:
             lane.forget(task)
@@ -139,12 +150,19 @@ class Lane:
     """most_chars: of its texts; None for any. most_workers: at work for one key. is_kept: its workers serve more than
     one text."""
 
-    def __init__(self, owner: TextWorkers, most_chars: int | None, most_workers: int, *, is_kept: bool) -> None:
-        self._owner, self.most_chars, self._most_workers, self._is_kept = owner, most_chars, most_workers, is_kept
+    def __init__(
+        self, parent: ForkParent, limits: ForkLimits, most_chars: int | None, most_workers: int, *, is_kept: bool
+    ) -> None:
+        self._parent, self._limits = parent, limits
+        self.most_chars, self._most_workers, self._is_kept = most_chars, most_workers, is_kept
         self.waiting = TextQueue()
         self.workers: list[TextWorker] = []
         self._is_closed = False
         self._starting: set[asyncio.Task[Any]] = set()  # the loop itself keeps no tasks alive
+
+    def start(self) -> None:
+        for _ in range(self._most_workers + SPARE if self._is_kept else 0):
+            self.add_worker()
 
     def add(self, task: TextTask) -> None:
         self.waiting.require_room(task)
@@ -173,7 +191,7 @@ class Lane:
         return max(0, self._most_workers - at_work)
 
     def add_worker(self) -> None:
-        worker = TextWorker(self, self._owner.limits)
+        worker = TextWorker(self, self._limits)
         self.workers.append(worker)
         making = asyncio.get_running_loop().create_task(self._connect(worker))
         self._starting.add(making)
@@ -181,7 +199,7 @@ class Lane:
 
     async def _connect(self, worker: "TextWorker") -> None:
         try:
-            channel = self._owner.parent.new_worker(self._owner.limits)
+            channel = self._parent.new_worker(self._limits)
             await asyncio.get_running_loop().create_connection(lambda: worker, sock=channel)
         except OSError as error:
             self.worker_ended(worker, EngineError(f"no process to tokenise in: {error}", code="no_text_worker"))
@@ -209,7 +227,7 @@ class Lane:
 
     def _return(self, task: TextTask) -> None:
         """The task's worker ended: try once more, or fail the task."""
-        cpu_s, memory_bytes = self._owner.limits.cpu_s, self._owner.limits.memory_bytes
+        cpu_s, memory_bytes = self._limits.cpu_s, self._limits.memory_bytes
         is_early = time.monotonic() - task.began_s < cpu_s
         if is_early and task.num_tries < TRIES and not task.done.done() and not self._is_closed:
             self.waiting.push(task, is_first=True)
@@ -221,7 +239,7 @@ class Lane:
             self.waiting.remove(task)
         for worker in self.workers:
             if worker.task is task:
-                worker.end()
+                worker.end_within(LEFT_S if self._is_kept else 0)
 
     def close(self) -> None:
         self._is_closed = True
