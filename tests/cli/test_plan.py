@@ -13,11 +13,12 @@ from typer.testing import CliRunner, Result
 import splittime
 from splittime.cli import kept
 from splittime.cli.main import app
+from splittime.core.allowed import num_cores
 from splittime.core.facts import Machine
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import keep
 from splittime.plan.load import requests_for
-from splittime.runner.machine import cpu_name, num_cores
+from splittime.runner.machine import cpu_name
 from splittime.simulate.change import Change
 from splittime.simulate.recorded import written_ledger
 from splittime.simulate.replica import Replica, save_replica

@@ -10,7 +10,8 @@ from splittime.bench.book.records import RunCheck
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.unexplained import MAX_UNEXPLAINED
+from splittime.diagnose.finding import Abstention
+from splittime.diagnose.unexplained import MAX_UNEXPLAINED, unexplained
 from splittime.ledger.stages import Cause
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
@@ -103,6 +104,73 @@ def test_a_wait_is_for_others_as_far_as_they_ran(wait, own, others, found):
         assert f"{whole:.0%} of the requests' time: by what they ran" in why
         for_others = whole * others / (own + others)
         assert f"{for_others:.0%} for other processes, {whole - for_others:.0%} for this server's own" in why
+
+
+@pytest.mark.parametrize(
+    ("throttled", "others", "found"),
+    [
+        (0.0, 0.9, ["cpu_starved"]),
+        (0.05, 0.9, ["cpu_starved"]),
+        (0.9, 0.9, ["cpu_quota"]),
+        (2.0, 0.9, ["cpu_quota"]),  # of several processors at once
+        (0.5, 0.9, ["cpu_quota", "cpu_starved"]),
+        (0.9, 0.0, ["cpu_quota"]),
+        (None, 0.9, ["cpu_starved"]),
+    ],
+)
+def test_a_group_that_is_throttled_waits_for_nobody(throttled, others, found):
+    books = Ward(wait_share=1.0, beside=(0.0, others), throttled=throttled).run(*CHATS, *PROMPTS)
+    diagnosis = diagnose(books)
+    assert [one.name for one in diagnosis.illnesses] == found
+    if found[0] == "cpu_quota":
+        part = min(1.0, throttled) * attribution(books).share(Computed.CPU_WAIT)
+        assert diagnosis.illnesses[0].share_of_time == pytest.approx(part, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("throttled", "found"), [(1.0, "cpu_quota"), (0.0, "engine_stopped"), (None, "engine_stopped")]
+)
+def test_a_kernel_by_which_who_is_throttled_does_not_ask_to_run(throttled, found):
+    stops = [(at, 60) for at in range(0, 6000, 100)]
+    books = Ward(stops_ms=stops, beside=(0.0, 0.0), throttled=throttled).run(*CHATS, *PROMPTS)
+    assert names(books) == [found]
+
+
+@pytest.mark.parametrize(
+    ("quota", "machine", "said", "flags"),
+    [
+        (1.5, (2, 1), "quota of 1.5 cores", ("--num-threads", "1")),
+        (0.5, (1, 1), "quota of 0.5 cores", ()),
+        (None, (2, 2), "processor quota and", ()),  # it was set, or the server moved there, after the start
+    ],
+)
+def test_a_quota_is_told_with_what_it_takes(quota, machine, said, flags):
+    ward = Ward(wait_share=1.0, beside=(0.0, 0.5), throttled=0.9, machine=machine, quota=quota)
+    first = diagnose(ward.run(*CHATS, *PROMPTS)).illnesses[0]
+    assert first.name == "cpu_quota"
+    assert said in first.claim
+    assert first.cure.flags == flags
+    assert f"{machine[0] + 1} cores or more" in first.cure.sentence
+
+
+def test_few_steps_with_many_requests_are_evidence_enough():
+    """Steps of a quarter of a second, nearly all of it waiting for others' turns."""
+    cases = [Case(400 * i, ids(16, i), 1) for i in range(30)]
+    books = Ward(step_ms=30, wait_share=6.0, beside=(0.0, 4.0)).run(*cases)
+    assert len(books.steps) < 50
+    assert names(books) == ["cpu_starved"]
+
+
+def test_only_what_was_asked_is_said_to_have_been():
+    """Requests wait for slots, which a larger batch would not shorten; and without steps nobody can ask that."""
+    books = Ward(step_ms=0.01, token_ms=5.0, settings={"max_num_seqs": 4}).run(*poisson(12, 100, prompt=2))
+    asked = [Abstention(name="slot_bound", why="32 would serve only 2% more a second")]
+    lacks = [Abstention(name="burst", why="no records of steps", was_asked=False)]
+    told = [unexplained(books, (), abstentions).cure.sentence for abstentions in (asked, lacks, asked + lacks, ())]
+    assert ["asked and would not" in words for words in told] == [True, False, True, False]
+    assert ["could not be asked" in words for words in told] == [False, True, True, False]
+    without_steps = diagnose(msgspec.structs.replace(books, steps=())).abstentions
+    assert {one.name: one.was_asked for one in without_steps}["kv_bound"] is False
 
 
 def test_the_load_generator_beside_the_server_is_not_the_others():

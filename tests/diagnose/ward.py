@@ -139,8 +139,9 @@ class Ward:
     """step_ms and token_ms: what a step and each token in it cost; gap_ms: what the host does after each. wake_ms: what
     an engine without work takes to wake; take_ms: what it takes to take a request in. execution: `FakeRunner`'s. knobs:
     (at ms, settings) changed while it runs. stops_ms: (at, for so long). machine: threads and cores. beside:
-    how many cores this server's other processes, and all others, keep busy. guessing: None: nothing is guessed. Other
-    arguments are the scheduler's settings, and `Hindered`'s."""
+    how many cores this server's other processes, and all others, keep busy. throttled: the part of the engine's waits
+    in which its group was. quota: of the machine, in cores. guessing: None: nothing is guessed. Other arguments are the
+    scheduler's settings, and `Hindered`'s."""
 
     step_ms: float = 4.0
     token_ms: float = 0.05
@@ -156,6 +157,8 @@ class Ward:
     sample_share: float = 0.0
     machine: tuple[int, int] | None = None
     beside: tuple[float, float] | None = None
+    throttled: float | None = None
+    quota: float | None = None
     guessing: Guessing | None = None
     told: dict[str, Any] = field(default_factory=dict)
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
@@ -169,7 +172,7 @@ class Ward:
         host = HostCosts(int(self.gap_ms * MS), int(self.wake_ms * MS), int(self.take_ms * MS))
         played = TimedRun(self.crank, self.clock, host, on_end=self._close)
         self.closed: list[ClosedAccount] = []
-        self.engine_ran_ns = 0
+        self.engine_ran_ns = self.kept_ns = 0
         self._cases: dict[str, Case] = {}
         begin_ns = self.clock.now_ns()
         runner.stops = tuple((begin_ns + int(at * MS), int(ms * MS)) for at, ms in self.stops_ms)
@@ -187,7 +190,7 @@ class Ward:
             model="fake",
             max_model_len=config.max_model_len,
             settings={name: getattr(config, name) for name in config.__struct_fields__} | self.told,
-            machine=Machine(cpu="made up", threads=self.machine[0], cores=self.machine[1]) if self.machine else None,
+            machine=self._machine(),
             cost=TokenCost(
                 weight_bytes=1,
                 kv_bytes_per_token=4096,
@@ -197,6 +200,11 @@ class Ward:
             processes=(Process(name="engine", started_ns=begin_ns - 10**10, ready_ns=begin_ns - 10**10),),
         )
         return make_books(facts, self.closed, self.steps, "a ward")
+
+    def _machine(self) -> Machine | None:
+        if self.machine is None:
+            return None
+        return Machine(cpu="made up", threads=self.machine[0], cores=self.machine[1], quota=self.quota)
 
     def _answering(self, runner: Hindered) -> Any:
         if self.guessing is None:
@@ -225,7 +233,10 @@ class Ward:
         own, others = self.beside
         self.engine_ran_ns += step.end_ns - step.begin_ns + step.host_gap_ns - step.cpu_wait_ns - step.off_cpu_ns
         server_ns = self.engine_ran_ns + int(own * step.end_ns)
-        return msgspec.structs.replace(step, server_ran_ns=server_ns, others_ran_ns=int(others * step.end_ns))
+        self.kept_ns += step.cpu_wait_ns + step.off_cpu_ns
+        told_ns = None if self.throttled is None else int(self.throttled * self.kept_ns)
+        others_ns = int(others * step.end_ns)
+        return msgspec.structs.replace(step, server_ran_ns=server_ns, others_ran_ns=others_ns, throttled_ns=told_ns)
 
     def _close(self, outcome: RequestOutcome, ready_ns: int) -> None:
         account, request_id = outcome.account, outcome.request.request_id

@@ -11,10 +11,11 @@ import torch
 
 from splittime import LLM, SamplingParams
 from splittime.assemble.model_source import load_tokenizer
+from splittime.core import allowed
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.models.encoder_config import ENCODERS, is_encoder, load_encoder_config, parse_encoder_config
-from splittime.runner import encoder, machine
+from splittime.runner import encoder
 from splittime.runner.config import RunnerConfig
 from splittime.runner.encoder import load_encoder_runner
 
@@ -208,7 +209,7 @@ def test_an_encoder_is_computed_by_the_kernels_that_are_quicker(bert: Path, nati
     took_ms = {"native": native_ms, "torch": 2.0}
     monkeypatch.setattr(encoder, "_product_ms", lambda kernels, config, model: took_ms[kernels])
     llm = LLM(str(bert), dtype="float32")
-    assert (llm.resolved["kernels"], llm.resolved["num_threads"]) == (chosen, machine.num_cores())
+    assert (llm.resolved["kernels"], llm.resolved["num_threads"]) == (chosen, allowed.num_cores())
     assert f"native {native_ms:.2f}, torch 2.00" in llm.resolved["kernels_reason"]
 
 

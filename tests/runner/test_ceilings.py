@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from splittime.core import allowed
 from splittime.core.facts import Machine
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.choose import make_backend
@@ -67,7 +68,7 @@ def test_what_is_measured_is_known_at_the_next_start(tmp_path):
     assert (found.peak_operations_per_s or found.operations_per_s) >= found.operations_per_s
     assert found.cpu
     assert found.threads == 1
-    assert found.cores == machine.num_cores()
+    assert found.cores == allowed.num_cores()
     second = gauge(tmp_path / "made" / "here")
     assert second.known() == found
     assert not second.is_due()

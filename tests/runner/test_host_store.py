@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import StepPlan
 from splittime.kernels.layer import KvGroup
-from splittime.runner import kv_store, machine
+from splittime.runner import kv_store
 from splittime.runner.config import RunnerConfig
 from splittime.runner.kv_store import KvStore, bytes_per_block
 
@@ -117,7 +117,7 @@ def test_a_slot_takes_what_a_block_takes(groups: list[KvGroup]) -> None:
 
 
 def test_room_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(kv_store.allowed, "free_memory_bytes", lambda: 1000)
 
     def slots(asked: int, kernels: str = "triton", ranks: int = 1) -> int:
         config = RunnerConfig(model_path="", kv_offload_memory_bytes=asked, tensor_parallel_size=ranks)

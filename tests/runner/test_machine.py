@@ -80,14 +80,6 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert machine.packed_cache_folder("auto") is None
 
 
-@pytest.mark.parametrize(("quota", "want"), [("max 100000", 8), ("150000 100000", 2), ("20000 100000", 1), ("", 8)])
-def test_cores_are_what_the_control_group_gives(monkeypatch, tmp_path, quota, want):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    (tmp_path / "cpu.max").write_text(quota)
-    assert machine.num_cores() == want
-
-
 def test_threads():
     assert machine.choose_num_threads(3, 1) == (3, "as asked")
     assert machine.choose_num_threads(None, 1 << 20) == (

@@ -246,7 +246,7 @@ def test_weights_that_do_not_fit_the_host_leave_it_awake(thin: Path, monkeypatch
     runner, sleeper = load(thin, "triton")
     sleeper.parks = True
     before = generate_little(runner)
-    monkeypatch.setattr(sleep.machine, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(sleep.allowed, "free_memory_bytes", lambda: 1000)
     with pytest.raises(EngineError, match="stays awake") as caught:
         sleeper.sleep(1)
     assert (caught.value.info.limit, caught.value.info.hint) == (1000, "level=2 drops them")
@@ -260,7 +260,7 @@ def test_too_little_memory_at_waking_says_how_much_and_leaves_it_asleep(
     before = generate(runner)
     sleeper.sleep(2)
     with monkeypatch.context() as patch:
-        patch.setattr(sleep.machine, "free_memory_bytes", lambda: 1000)
+        patch.setattr(sleep.allowed, "free_memory_bytes", lambda: 1000)
         with pytest.raises(EngineError, match="too few") as caught:
             sleeper.wake()
     needed = runner.resolved.weights_bytes

@@ -6,6 +6,7 @@ import logging
 import pytest
 import tiny_checkpoint
 
+from splittime.core import allowed
 from splittime.runner import machine, start_memory, threads
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
@@ -99,7 +100,7 @@ def test_an_entry_that_makes_no_sense_is_measured_anew(tmp_path, found):
 def test_five_starts_of_a_runner_decide_the_same(tmp_path, monkeypatch):
     tiny_checkpoint.write(tmp_path)
     config = RunnerConfig(model_path=str(tmp_path), packed_cache=str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "num_cores", lambda: 2)
+    monkeypatch.setattr(allowed, "num_cores", lambda: 2)
     found = []
     for _ in range(5):
         runner = load_torch_runner(config)

@@ -150,7 +150,8 @@ def _kernels() -> InstallationCheck:
 
 def _threads() -> InstallationCheck:
     """Says how many threads compute, and whether the settings of this folder and environment can be read."""
-    from splittime.runner.machine import cpu_name, num_cores
+    from splittime.core.allowed import num_cores
+    from splittime.runner.machine import cpu_name
 
     cores = num_cores()
     found = f"{cores} of {os.cpu_count()} cores may be used; {cpu_name()}"
@@ -169,7 +170,7 @@ def _threads() -> InstallationCheck:
 
 
 def _memory() -> InstallationCheck:
-    from splittime.runner.machine import free_memory_bytes
+    from splittime.core.allowed import free_memory_bytes
 
     free = free_memory_bytes()
     found = f"{free / 2**30:.1f} GiB free"

@@ -27,7 +27,7 @@ from splittime.bench.event_loop import no_garbage_collection, run_loop
 from splittime.bench.jobs import Job
 from splittime.bench.load import Load
 from splittime.bench.share import LoadCounts, LoadShare, Vitals
-from splittime.core.cores import num_cores
+from splittime.core.allowed import num_cores
 from splittime.core.errors import EngineError, SplittimeError
 
 CHUNKS_PER_S_OF_ONE = 8_000.0  # what one process reads with its event loop mostly idle

@@ -47,7 +47,8 @@ def _this_machine() -> set[tuple[str, int | None]]:
     """Returns what facts call this machine, with its cores, and each card of it."""
     import torch  # two seconds
 
-    from splittime.runner.machine import cpu_name, num_cores
+    from splittime.core.allowed import num_cores
+    from splittime.runner.machine import cpu_name
 
     cards = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
     return {(cpu_name(), num_cores()), *((card.name, card.multi_processor_count) for card in cards)}

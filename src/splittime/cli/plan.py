@@ -17,7 +17,7 @@ from splittime import __version__
 from splittime.cli.bench_flags import NOT_PLANNED, TERMS_HELP, time_ns, with_load_flags
 from splittime.cli.options import JsonFlag, talk, wide, write_data
 from splittime.cli.progress import loading
-from splittime.core.cores import num_cores
+from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError, EngineError
 from splittime.present.tables import FittingTable, Sentence
 
@@ -232,7 +232,7 @@ def _kv_formula(path: Path, token_bytes: int) -> str:
 
 def _this_processor(precision: str) -> "Device":
     """Returns this machine's processor. Raises EngineError where it cannot be measured."""
-    from splittime.runner.machine import free_memory_bytes
+    from splittime.core.allowed import free_memory_bytes
     from splittime.runner.this_cpu import measured_processor
     from splittime.simulate.data_sheet import processor
 

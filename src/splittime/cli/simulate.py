@@ -15,7 +15,7 @@ from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
 from splittime.cli.kept import is_url, kept_calibration
 from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide, write_data
 from splittime.cli.progress import loading
-from splittime.core.cores import num_cores
+from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
 from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 

@@ -20,7 +20,7 @@ from splittime.cli.options import fails_clearly, flag_of, parameters_of, sign, t
 from splittime.cli.panels import place_of
 from splittime.cli.progress import loading
 from splittime.cli.tune_options import TuneOptions, check
-from splittime.core.cores import num_cores
+from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
 from splittime.core.settings import settings_of
 from splittime.core.whole_file import write_whole

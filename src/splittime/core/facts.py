@@ -17,8 +17,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         addition are two; None if it could not be measured, or not yet.
     peak_operations_per_s: of the fastest instructions that the processor has for such numbers, whoever uses them; None
         too where nothing measures it (a card, no native kernels, books of an earlier version).
-    cache_bytes: the processor's last-level cache as the machine reports it, for information. cores: that the process
-        may use.
+    cache_bytes: the processor's last-level cache as the machine reports it, for information. cores: whole ones that
+        the process may use. quota: cores' worth of time that its control groups give it; None for no bound.
     measured_at_unix_ns: when, which may be some days before the start: ceilings are kept between starts.
     """
 
@@ -31,6 +31,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     measured_at_unix_ns: int | None = None
     cache_bytes: int | None = None
     cores: int | None = None
+    quota: float | None = None
 
 
 class TokenCost(msgspec.Struct, frozen=True, kw_only=True):

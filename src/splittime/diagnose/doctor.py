@@ -4,8 +4,9 @@ It begins with whose the requests' time was (`diagnose.attribution`): each nanos
 what is theirs. What is largest is told first; what the books state and no rule explains is told as `no_cure_known`
 (`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.agree`).
 
-It abstains rather than guesses. A rule runs only when the books hold what it needs, in a number that carries it
-(`MIN_REQUESTS`, `MIN_STEPS`); what is missing is named. When more than `MAX_RESIDUAL` of the requests' time is
+It abstains rather than guesses. A rule runs only when the books hold what it needs, of enough requests
+(`MIN_REQUESTS`); what is missing is named. How sure a rule is, is said by its interval over requests, not by how many
+steps these took; a fitted cost says itself how many it takes. When more than `MAX_RESIDUAL` of the requests' time is
 unattributed, or lies in neither book and no finding about the way between them accounts for it, the rules about the
 server are withheld: what they would explain might not be the time that was lost.
 
@@ -38,7 +39,6 @@ for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
 
 MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
-MIN_STEPS = 50  # below, the gaps and costs of steps are anecdotes
 MAX_RESIDUAL = 0.05  # the issue's bound
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
@@ -122,7 +122,7 @@ def diagnose(books: Books) -> Diagnosis:
     if withheld:
         more = []
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
-        unable = [Abstention(name=rule.name, why=why) for rule in rest]
+        unable = [Abstention(name=rule.name, why=why, was_asked=False) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
     told = _in_words_of_the_server(books, findings if left is None else [*findings, left])
@@ -180,7 +180,7 @@ def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstentio
     abstentions: list[Abstention] = []
     for rule in rules:
         lack = next((why for need in rule.needs if (why := _lacks(books, need))), None) or _unknown(books, rule)
-        answer = Abstention(name=rule.name, why=lack) if lack else rule.check(books)
+        answer = Abstention(name=rule.name, why=lack, was_asked=False) if lack else rule.check(books)
         if isinstance(answer, Finding):
             findings.append(answer)
         elif answer is not None:
@@ -210,9 +210,7 @@ def _accounts(books: Books) -> str | None:
 
 
 def _steps(books: Books) -> str | None:
-    if not books.steps:
-        return "no records of steps"
-    return f"steps: only {len(books.steps)}; {MIN_STEPS} are the least" if len(books.steps) < MIN_STEPS else None
+    return None if books.steps else "no records of steps"
 
 
 def _machine(books: Books) -> str | None:

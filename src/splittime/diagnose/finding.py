@@ -110,10 +110,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule that could not tell, and why. name: as in `Finding`."""
+    """A rule that could not tell, and why. name: as in `Finding`. was_asked: it looked, and was not sure; else the
+    books lack what it reads."""
 
     name: str = ""
     why: str
+    was_asked: bool = True
 
 
 Answer = Finding | Abstention | None

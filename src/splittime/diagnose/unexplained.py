@@ -6,7 +6,7 @@ the rules (`Rule.explains`). What is left over and worth telling is one more fin
 rules that might have explained it said instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -58,7 +58,9 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
     if not left or not (share.is_worth_it or share.value >= MAX_UNEXPLAINED):
         return None  # so much of it is told, be it of this run alone
     first, first_share = left[0]
-    reasons = _reasons({owner for owner, _ in left}, abstentions)
+    about = _about({owner for owner, _ in left}, abstentions)
+    reasons = {abstention.name: abstention.why for abstention in about}
+    asked = {abstention.name for abstention in about if abstention.was_asked}
     return Finding(
         name=NAME,
         claim=f"{first_share:.0%} of all requests' time is {first}: {meaning(first).rstrip('.')}. It is stated in the "
@@ -72,7 +74,7 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
         share_interval=share.interval,
         confidence=CERTAIN,
         confidence_from="stages and causes of the accounts, and the steps' own split",
-        cure=Cure(sentence=_what_remains(reasons)),
+        cure=Cure(sentence=_what_remains(asked, reasons)),
         cost="Not known.",
         counter_check="At half the rate the same share of the time goes there: then it is no matter of load.",
         regime="this load at these settings",
@@ -80,14 +82,15 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
     )
 
 
-def _reasons(owners: set[Owner], abstentions: Sequence[Abstention]) -> dict[str, str]:
+def _about(owners: set[Owner], abstentions: Sequence[Abstention]) -> list[Abstention]:
     """What the rules that might have explained these said instead."""
     able = {name for name, rule in RULES.items() if owners & set(rule.explains)}
-    return {abstention.name: abstention.why for abstention in abstentions if abstention.name in able}
+    return [abstention for abstention in abstentions if abstention.name in able]
 
 
-def _what_remains(reasons: Mapping[str, str]) -> str:
-    refuted = "What usually helps was asked and would not (see above). " if reasons else ""
-    return (
-        f"{refuted}Look at the requests named here (`splittime explain`); a lower rate or a second server always helps."
-    )
+def _what_remains(asked: Collection[str], reasons: Collection[str]) -> str:
+    """asked: those of the rules in reasons that looked."""
+    refuted = "What usually helps was asked and would not (see above). " if asked else ""
+    unknown = "What might help could not be asked (see above). " if len(asked) < len(reasons) else ""
+    look = "Look at the requests named here (`splittime explain`); a lower rate or a second server always helps."
+    return refuted + unknown + look

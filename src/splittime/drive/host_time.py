@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from splittime.core.allowed import affinity, throttled_ns
 from splittime.core.clock import Clock
 from splittime.engine.recorder import ThreadTime
 from splittime.ledger.store import Ran
@@ -149,8 +150,9 @@ class MachineTime:
         return self._latest
 
     def _read(self) -> Ran:
-        own = sum(map(_own_ticks, _tree(os.getpid())))
-        return Ran(own * self._tick_ns, max(0, _busy_ticks() - own) * self._tick_ns)
+        pids = list(_tree(os.getpid()))
+        own = sum(map(_own_ticks, pids))
+        return Ran(own * self._tick_ns, max(0, _busy_ticks() - own) * self._tick_ns, throttled_ns(pids))
 
 
 def machine_time() -> MachineTime | None:
@@ -163,7 +165,7 @@ def machine_time() -> MachineTime | None:
 
 def _busy_ticks() -> int:
     """Returns the busy time of the processors that this process may use."""
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    usable = {f"cpu{number}" for number in affinity()}
     lines = (line.split() for line in STAT.read_text().splitlines() if line.startswith("cpu"))
     found = [sum(int(words[field]) for field in BUSY) for words in lines if words[0] in usable]
     if not found:

@@ -56,7 +56,8 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     looked for beside the rest, and looking at once behind the step's tokens. `num_refused`: requests that the server
     had refused for want of room since its start when it took this record in; accounts are kept of the latest of them
     only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its processors
-    since the machine began, as of then or up to a second before; None where the system does not tell."""
+    since the machine began, as of then or up to a second before; None where the system does not tell. `throttled_ns`:
+    as of then, how long this server's control groups have been throttled (`core.allowed`); None where none tells."""
 
     step_id: int
     begin_ns: int
@@ -93,6 +94,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     num_refused: int = 0
     server_ran_ns: int | None = None
     others_ran_ns: int | None = None
+    throttled_ns: int | None = None
     verified: tuple[tuple[str, int, int], ...] = ()
     draft_ns: int = 0
     drafts: tuple[tuple[str, Told], ...] | UnsetType = UNSET

@@ -41,10 +41,12 @@ TellFacts = Callable[[], ServerFacts | None]
 
 
 class Ran(NamedTuple):
-    """How long a server's processes, and all others, have run on its processors since the machine began, in ns."""
+    """How long a server's processes, and all others, have run on its processors since the machine began, in ns, and how
+    long its control groups have been throttled; None if they do not tell."""
 
     server_ns: int
     others_ns: int
+    throttled_ns: int | None = None
 
 
 TellRan = Callable[[], Ran | None]
@@ -147,6 +149,7 @@ class Ledger:
         ran = self._tell_ran() if self._tell_ran is not None else None
         if ran is not None:
             told |= {"server_ran_ns": ran.server_ns, "others_ran_ns": ran.others_ns}
+            told |= {} if ran.throttled_ns is None else {"throttled_ns": ran.throttled_ns}
         return msgspec.structs.replace(record, **told) if told else record
 
     def account(self, request_id: str, tenant: str | None = None) -> list[ClosedAccount]:

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 import msgspec
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import AsyncRunner, StepPlan, StepResult
 from splittime.kernels.api import WeightScheme
@@ -117,7 +118,7 @@ def load_torch_runner(
     runner = load_part(config, on_phase, on_layer)
     if start_memory.wants_threads(runner):
         begin_ns = time.monotonic_ns()
-        start_memory.choose_threads(runner, machine.num_cores())
+        start_memory.choose_threads(runner, allowed.num_cores())
         on_phase("measure threads", begin_ns, time.monotonic_ns())
     return runner
 
@@ -208,7 +209,7 @@ def _divided(config: RunnerConfig) -> tuple[RunnerConfig, str]:
     if asked is not None and asked < count:
         message = f"num_threads is {asked}, fewer than one for each of tensor_parallel_size={count} ranks"
         raise ConfigError(message, param="num_threads", value=asked, limit=count)
-    threads = asked or machine.num_cores()
+    threads = asked or allowed.num_cores()
     told = f"{threads} as asked" if asked is not None else f"{threads} cores"
     each = max(1, threads // count)
     return msgspec.structs.replace(config, num_threads=each), f"{told}, among {count} ranks"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.core.sampling import SCORE
@@ -119,7 +120,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
     name = str(dtype).removeprefix("torch.")
     ops, scheme = make_backend(kernels, dtype), machine.choose_weights(config, name, kernels).layers
-    ops.set_threads(config.num_threads or machine.num_cores())
+    ops.set_threads(config.num_threads or allowed.num_cores())
     with torch.inference_mode():
         encoder = load_encoder(folder, model, ops, scheme)
     on_phase("load weights", begin_ns, time.monotonic_ns())
@@ -199,7 +200,7 @@ def _num_threads(config: RunnerConfig, kernels: str) -> tuple[int, str]:
     """Returns how many threads there are, and why so many."""
     if config.num_threads:
         return config.num_threads, "as asked"
-    return machine.num_cores(), PARTS if kernels == "native" else CORES
+    return allowed.num_cores(), PARTS if kernels == "native" else CORES
 
 
 def _resolved(

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import llguidance
 
+from splittime.core.allowed import num_cores
 from splittime.core.errors import EngineError, ErrorInfo, Refused, RequestError, error_from_info
 from splittime.core.forked import ForkLimits
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
@@ -28,7 +29,6 @@ from splittime.runner.form_process import LIMITS, STACK_BYTES, MaskLimits, compi
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk
 from splittime.runner.form_workers import FormProcess, FormProcesses, refused
 from splittime.runner.kept_forms import KeptForms
-from splittime.runner.machine import num_cores
 
 log = logging.getLogger("splittime.runner")
 SLOW_NS = 20_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process

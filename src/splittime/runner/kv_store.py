@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import StepPlan, StepResult
 from splittime.kernels.api import CPU, KvShape, LayerKv
 from splittime.kernels.layer import KvGroup
-from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.marks import StreamMark, to_device
 
@@ -171,7 +171,7 @@ def num_host_slots(config: RunnerConfig, kernels: str, bytes_per_block: int) -> 
     if asked < bytes_per_block:
         message = f"{PARAM} is {asked}, less than one block of KV cache, {bytes_per_block} bytes"
         raise ConfigError(message, param=PARAM, value=asked, limit=bytes_per_block)
-    room, ranks = machine.free_memory_bytes(), config.tensor_parallel_size
+    room, ranks = allowed.free_memory_bytes(), config.tensor_parallel_size
     if asked * ranks > room:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         message = f"{PARAM} is {asked}{each}, but {room} bytes of host memory are free"

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.kernels.api import Ops
@@ -57,7 +58,7 @@ def load(
     choices = _Choices.make(config, ranks)
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
-    choices.ops.set_threads(config.num_threads or machine.num_cores())
+    choices.ops.set_threads(config.num_threads or allowed.num_cores())
     loaded = _load_weights(config, choices, on_layer or (lambda done, total, num_bytes: None), ranks)
     check_activations(config.activation_dtype, loaded.plan, choices.ops)
     weights_ns = time.monotonic_ns()
@@ -154,7 +155,7 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
     this machine's free memory, and after `SURE_LAYERS` as soon as it is clear that they all will not."""
     if config.load_format != "dummy" or ops.device.type != "cpu":
         return on_layer
-    room, first_bytes = machine.free_memory_bytes() // config.tensor_parallel_size, 0
+    room, first_bytes = allowed.free_memory_bytes() // config.tensor_parallel_size, 0
 
     def note(done: int, total: int, num_bytes: int) -> None:
         nonlocal first_bytes
@@ -181,7 +182,7 @@ def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
 def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
     """What is made of the config's numbers alone, with no file's size to warn: a turn of each position, and of random
     weights the largest matrix. Raises `ConfigError` where either is more than this machine's free memory."""
-    model, room = choices.model, machine.free_memory_bytes()
+    model, room = choices.model, allowed.free_memory_bytes()
     widest = max(model.vocab_size, *(layer.widest for layer in model.layers))
     matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
     needed = {

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from splittime.core.allowed import affinity, free_memory_bytes, num_cores, quota_cores
 from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
@@ -33,7 +34,6 @@ from splittime.runner.speculative import speculative_config
 
 log = logging.getLogger("splittime.runner")
 
-CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
 MOST_BLOCKS = 1 << 20  # of a card's cache, beyond what all requests can fill: each is some host memory and start time
@@ -148,16 +148,6 @@ def kernels_build(ops: Ops) -> list[object]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def num_cores() -> int:
-    """How many cores this process may use: by its affinity, and by its control group's quota, rounded up."""
-    cores = len(_cores())
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return max(1, min(cores, -(-int(quota) // int(period))))  # ValueError when the quota is "max"
-    except (OSError, ValueError):
-        return cores
-
-
 def cpu_name() -> str:
     """As the system calls the processor."""
     with suppress(OSError):
@@ -169,7 +159,9 @@ def cpu_name() -> str:
 
 def without_ceilings(threads: int) -> Machine:
     """Returns this machine as far as it is known without measuring."""
-    return Machine(cpu=cpu_name(), cores=num_cores(), threads=threads, cache_bytes=cache_bytes(threads))
+    return Machine(
+        cpu=cpu_name(), cores=num_cores(), quota=quota_cores(), threads=threads, cache_bytes=cache_bytes(threads)
+    )
 
 
 class Others:
@@ -182,13 +174,13 @@ class Others:
         """How many of them others, or the hypervisor, have kept busy, beyond those that this process leaves free; 0
         where the system does not tell. The system counts in hundredths of a second: two of them are not told."""
         (begin_s, begin_busy_s), (end_s, end_busy_s) = self._begin, self._now()
-        free = len(_cores()) - num_cores()
+        free = len(affinity()) - num_cores()
         busy_s = end_busy_s - begin_busy_s - 2 / os.sysconf("SC_CLK_TCK")
         return max(0.0, busy_s / max(1e-9, end_s - begin_s) - free)
 
     def _now(self) -> tuple[float, float]:
         """The time, and how long the cores have been busy with others, in s."""
-        ticks, wanted = 0, {f"cpu{core}" for core in _cores()}
+        ticks, wanted = 0, {f"cpu{core}" for core in affinity()}
         with suppress(OSError, ValueError):
             for line in Path("/proc/stat").read_text().splitlines():
                 name, *fields = line.split()
@@ -198,14 +190,10 @@ class Others:
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def _cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
 def cache_bytes(threads: int) -> int | None:
     """The last-level caches that so many threads of this process can use together; None where the system tells none."""
     found = {}  # size by (level, the cores that share it)
-    for core in _cores():
+    for core in affinity():
         for folder in CPUS.glob(f"cpu{core}/cache/index*"):
             with suppress(OSError, ValueError):
                 level, shared, size = (
@@ -224,25 +212,6 @@ def choose_num_threads(asked: int | None, weights_bytes: int) -> tuple[int, str]
     if weights_bytes <= SMALL_MODEL_BYTES:
         return 1, f"weights are {weights_bytes >> 20} MiB, at most {SMALL_MODEL_BYTES >> 20}: one thread, not measured"
     return num_cores(), "one for each core"
-
-
-def free_memory_bytes() -> int:
-    """What the system could give to a new process now: MemAvailable, within the control group's limit."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    return min(free, _cgroup_room_bytes())
-
-
-def _cgroup_room_bytes() -> int:
-    try:
-        limit = int((CGROUP / "memory.max").read_text())  # ValueError when it says "max"
-        return max(0, limit - int((CGROUP / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return 1 << 62
 
 
 def choose_max_model_len(config: RunnerConfig, model: ModelConfig | EncoderConfig) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError, EngineError, SplittimeError, error_from_info
 from splittime.core.sleep import Moved, Part
 from splittime.models.decoder import Decoder
@@ -124,10 +125,10 @@ class TorchSleeper:
 
     def _host_room_bytes(self, tensors: list[Tensor]) -> int:
         """Torch keeps pinned memory that was let go of, of the sleep before for one: it is free if it is needed."""
-        free = machine.free_memory_bytes()
+        free = allowed.free_memory_bytes()
         if self._device.type == "cuda" and sum(one.nbytes() for one in storages_of(tensors)) > free:
             getattr(torch._C, "_host_emptyCache", lambda: torch.accelerator.empty_host_cache())()
-            return machine.free_memory_bytes()
+            return allowed.free_memory_bytes()
         return free
 
     def _take_all(self) -> SplittimeError | None:
@@ -171,7 +172,7 @@ class TorchSleeper:
             machine.packed_cache_folder(config.packed_cache),
         )
         is_dummy = config.load_format == "dummy"
-        ops.set_threads(config.num_threads or machine.num_cores())
+        ops.set_threads(config.num_threads or allowed.num_cores())
         try:
             loaded = load_decoder(path, old.config, ops, plan, resolved.max_model_len, folder, is_dummy=is_dummy)
         finally:
@@ -182,7 +183,7 @@ class TorchSleeper:
         """Before anything is touched: is what was given back there to be taken?"""
         on_card = self._device.type == "cuda"
         needed = self._weights_bytes + (self._kv.num_bytes if on_card else 0)
-        free = torch.cuda.mem_get_info(self._device)[0] if on_card else machine.free_memory_bytes()
+        free = torch.cuda.mem_get_info(self._device)[0] if on_card else allowed.free_memory_bytes()
         if needed > free:
             raise EngineError(
                 f"{needed} bytes are needed and {free} are free, {needed - free} too few",

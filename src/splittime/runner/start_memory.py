@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from splittime.core import allowed
 from splittime.runner import kept_json, machine, threads
 from splittime.runner.config import Resolved
 from splittime.runner.torch_runner import TorchRunner
@@ -84,7 +85,7 @@ def memory_of(runner: TorchRunner) -> StartMemory:
     computed = (resolved.weights, resolved.weights_bytes, resolved.kv_cache_dtype, resolved.linear_backend)
     facts = (
         machine.cpu_name(),
-        machine.num_cores(),
+        allowed.num_cores(),
         machine.kernels_build(decoder.ops),
         repr(decoder.config),
         computed,

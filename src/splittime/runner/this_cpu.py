@@ -2,12 +2,12 @@
 
 import torch
 
+from splittime.core import allowed
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import make_backend
 from splittime.models.quant.plan import QUANTIZATIONS, choose
-from splittime.runner import machine
 from splittime.runner.ceilings import Gauge
 
 
@@ -18,8 +18,8 @@ def measured_processor(precision: str) -> Machine:
     plain = "float32" if is_quantised or precision == "float16" else precision
     scheme = choose(precision if is_quantised else None, plain).layers
     ops = _backend(getattr(torch, plain))
-    ops.set_threads(machine.num_cores())
-    found = Gauge(ops, scheme, machine.num_cores(), None)
+    ops.set_threads(allowed.num_cores())
+    found = Gauge(ops, scheme, allowed.num_cores(), None)
     return [one for one in found.measure() if one is not None][-1]
 
 

@@ -10,7 +10,7 @@ The values to try are multiples and fractions of the present one: a knob that is
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from splittime.core.cores import num_cores
+from splittime.core.allowed import num_cores
 from splittime.simulate.change import SIMULATED_KNOBS
 
 Values = Callable[[Mapping[str, Any]], list[Any]]

@@ -1,100 +1,18 @@
-"""What kept the engine's thread from running: nobody let it, others had the processors, or too many threads share them.
+"""What kept the engine's thread from running: nobody let it, its quota was used up, others had the processors, or too
+many threads share them.
 
 Read from what the kernel states of each step (`StepRecord.cpu_wait_ns`, `off_cpu_ns`), never from how long a step took;
-whose turn it was when the thread waited, from how long others ran (`beside`).
-
-`beside` divides the engine's wait for a processor (`StepRecord.cpu_wait_ns`) in proportion to who ran in that time, by
-what the kernel counted (`drive.host_time`). Who ran is told about once a second: from one reading to the next is a
-stretch, and a stretch counts by the wait in it. What ran in an hour without requests made no step wait, and one minute
-of other work is not thinned by ten quiet ones.
+whose turn it was meanwhile is from `who_ran`.
 """
-
-from collections.abc import Iterator, Sequence
-from urllib.parse import urlsplit
-
-import msgspec
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
-from splittime.diagnose.rules.step_cost import length_ns
+from splittime.diagnose.rules.who_ran import Beside, beside, quota_part
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
-from splittime.ledger.steps import StepRecord
-
-_Reading = tuple[int, int, int]  # when, what this server had run, what others had
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LEAST_NS = 3 * 10**9  # of counters that are read once a second: over less their ends matter
-
-
-class Beside(msgspec.Struct, frozen=True):
-    """How many cores each kept busy while the engine waited for one, on average. server: this server's other threads
-    and processes. client: the load generator, as far as it says how busy it was; nothing where it is
-    on another machine. others: all other processes."""
-
-    server: float
-    client: float
-    others: float
-
-    @property
-    def others_part(self) -> float:
-        return self.others / max(1e-9, self.server + self.client + self.others)
-
-
-class _Stretch(msgspec.Struct):
-    """From one reading to the next. server_ns: without the engine's thread. waited_ns: by the engine's thread."""
-
-    lasted_ns: int
-    server_ns: int
-    others_ns: int
-    waited_ns: int
-
-
-def beside(books: Books) -> Beside | None:
-    stretches = list(_stretches(books.steps))
-    waited_ns = sum(one.waited_ns for one in stretches)
-    if sum(one.lasted_ns for one in stretches) < LEAST_NS or not waited_ns:
-        return None
-    server = sum(one.server_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
-    others = sum(one.others_ns / one.lasted_ns * one.waited_ns for one in stretches) / waited_ns
-    client = min(_client_cores(books), others)
-    return Beside(server, client, others - client)
-
-
-def _stretches(steps: Sequence[StepRecord]) -> Iterator[_Stretch]:
-    """From one new reading to the next, since the first step's may be a second old; without those in which a counter
-    went back: another server's, or a process that was not seen for a moment."""
-    latest: tuple[int, int] | None = None
-    begin: _Reading | None = None
-    engine_ns = waited_ns = 0
-    for step in steps:
-        engine_ns += length_ns(step) - (step.cpu_wait_ns or 0) - (step.off_cpu_ns or 0)
-        waited_ns += step.cpu_wait_ns or 0
-        if step.server_ran_ns is None or step.others_ran_ns is None:
-            continue
-        reading = step.server_ran_ns, step.others_ran_ns
-        if reading == latest:
-            continue
-        now = (step.end_ns, *reading) if latest is not None else None
-        if begin is not None and now is not None:
-            yield from _stretch(begin, now, engine_ns, waited_ns)
-        latest, begin, engine_ns, waited_ns = reading, now, 0, 0
-
-
-def _stretch(begin: _Reading, end: _Reading, engine_ns: int, waited_ns: int) -> Iterator[_Stretch]:
-    lasted_ns, server_ns, others_ns = (after - before for before, after in zip(begin, end, strict=True))
-    if lasted_ns > 0 and server_ns >= 0 and others_ns >= 0:
-        yield _Stretch(lasted_ns, max(0, server_ns - engine_ns), others_ns, waited_ns)
-
-
-def _client_cores(books: Books) -> float:
-    """The load generator's, where it asks this machine as its own; one that is elsewhere takes nothing here."""
-    if books.run is None or books.served is None or urlsplit(books.served.url).hostname not in LOOPBACK:
-        return 0.0
-    return sum(check.value or 0.0 for check in books.run.checks if check.name == "cpu")
-
 
 NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
 STARVED_SHARE = 0.2  # where nobody tells who ran: a server's own two processes and a client on two cores take a tenth
@@ -119,6 +37,57 @@ SLOWED = (
 @rule(
     "accounts",
     "steps",
+    root_of=("engine_stopped", "cpu_starved", "too_many_threads", "too_few_threads", *SLOWED),
+    explains=(Computed.CPU_WAIT, Computed.STOPPED),
+    reads=("cpu_wait_ns",),
+)
+def cpu_quota(books: Books) -> Answer:
+    """The server's control group has used up its quota of processor time, and nothing in it runs till the next
+    period."""
+    lost = _kept_from_running(books, quota_part(books), Computed.CPU_WAIT, Computed.STOPPED)
+    share = stated(lost, served(books.accounts))
+    if not share.is_worth_it:
+        return share.unsure()
+    threads, cores = threads_and_cores(books)
+    told = [step.throttled_ns for step in books.steps if step.throttled_ns is not None]
+    quota = books.facts.machine.quota if books.facts is not None and books.facts.machine is not None else None
+    of_cores = "" if quota is None else f" of {quota:g} cores"
+    return Finding(
+        claim=f"The server's control group used up its processor quota{of_cores} and was throttled for "
+        f"{(told[-1] - told[0]) / 1e9:.1f} s: {share.value:.0%} of all requests' time.",
+        evidence=(
+            Fact("throttled", ms(told[-1] - told[0]), "ms, over all its processors"),
+            Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
+            Fact("threads that compute", threads),
+            Fact("quota when it started", "none" if quota is None else quota, "cores"),
+        ),
+        request_ids=worst(lost),
+        step_ids=_steps_with_most(books, Part.CPU_WAIT, Part.STOPPED),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the kernel's own counts: how long the group was throttled (cpu.stat), and how long the "
+        "engine's thread was kept from running meanwhile",
+        cure=Cure(
+            sentence=f"Give its container or unit {threads + 1} cores or more (limits.cpu, --cpus, CPUQuota, cpu.max): "
+            "one for each thread that computes and one for the rest of the server; or no quota, and a weight."
+            + (f" Within this quota, {cores} thread{'s' * (cores != 1)}." if threads > cores else ""),
+            flags=("--num-threads", str(cores)) if threads > cores else (),
+        ),
+        cost="Others on this machine get less of it.",
+        counter_check="With the quota raised and the same load nr_throttled in cpu.stat stays, or TPOT p50 does.",
+        regime="any load that keeps more cores busy than the quota has",
+    )
+
+
+def _kept_from_running(books: Books, part: float, *owners: Computed) -> dict[str, float]:
+    """Returns, by request, this part of the time that these owners have."""
+    return {name: ns * part for name, ns in attribution(books).of(*owners).items() if part}
+
+
+@rule(
+    "accounts",
+    "steps",
     root_of=("cpu_starved", "too_few_threads", *SLOWED),
     explains=(Computed.STOPPED,),
     reads=("off_cpu_ns",),
@@ -127,7 +96,7 @@ def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention(why=NOT_STATED)
-    lost = attribution(books).of(Computed.STOPPED)
+    lost = _kept_from_running(books, 1 - quota_part(books), Computed.STOPPED)
     share = stated(lost, served(books.accounts))
     if attribution(books).share(Computed.CPU_WAIT) > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
@@ -156,9 +125,8 @@ def engine_stopped(books: Books) -> Answer:
         confidence=CERTAIN,
         confidence_from="the kernel's own count of what the engine's thread ran and waited in each step",
         cure=Cure(
-            sentence="Find who stops it: a signal (SIGSTOP, a debugger, a checkpoint), a container's processor quota "
-            "(cpu.max; cpu.stat counts nr_throttled), memory that is swapped out, or a virtual machine whose host does "
-            "not run it (steal in /proc/stat)."
+            sentence="Find who stops it: a signal (SIGSTOP, a debugger, a checkpoint), memory that is swapped out, or "
+            "a virtual machine whose host does not run it (steal in /proc/stat)."
         ),
         cost="None: no setting of this server changes it.",
         counter_check="With the engine left alone, at the same load, steps are off the processor as long.",
@@ -182,10 +150,10 @@ def cpu_starved(books: Books) -> Answer:
     ran = beside(books)
     if threads > cores:
         return None
-    accounts, lost = served(books.accounts), attribution(books).of(Computed.CPU_WAIT)
+    accounts, lost = served(books.accounts), _kept_from_running(books, 1 - quota_part(books), Computed.CPU_WAIT)
     share = whole = of_requests(lost, accounts, STARVED_SHARE)
     if ran is not None:
-        lost = {request_id: ns * ran.others_part for request_id, ns in lost.items()}
+        lost = _kept_from_running(books, (1 - quota_part(books)) * ran.others_part, Computed.CPU_WAIT)
         share = of_requests(lost, accounts)
     if not share.is_worth_it:
         return share.unsure() or _as_usual(whole, share, ran)
@@ -287,6 +255,6 @@ def too_many_threads(books: Books) -> Answer:
     )
 
 
-def _steps_with_most(books: Books, part: Part) -> tuple[int, ...]:
-    amounts = timeline(books).by_step[:, part]
+def _steps_with_most(books: Books, *parts: Part) -> tuple[int, ...]:
+    amounts = timeline(books).by_step[:, list(parts)].sum(axis=1)
     return slowest_steps(step for step, ns in zip(books.steps, amounts, strict=True) if ns >= LONG_NS)
