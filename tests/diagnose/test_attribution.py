@@ -1,6 +1,8 @@
 """Whose the time was: every nanosecond has one owner, whatever the books hold; what is stated outranks what is "
 "inferred."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,15 @@ from hypothesis import strategies as st
 from test_rules_queue import poisson
 from ward import MS, Case, Ward, ids
 
-from splittime.diagnose.attribution import COMPUTING, MEANING, Computed, attribution
+from splittime.diagnose.attribution import (
+    COMPUTING,
+    DEPRIVED,
+    MEANING,
+    Computed,
+    attribution,
+    owners_between,
+    stages_and_stops,
+)
 from splittime.diagnose.finding import RULES
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
@@ -38,6 +48,26 @@ def test_every_nanosecond_has_one_owner(ward, output):
         assert sum(owned) == pytest.approx(account.end_ns - account.start_ns, abs=2_000)
         assert min(owned) >= 0
     assert sum(share for _, share in found.largest()) == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(WARDS, st.integers(1, 60), st.data())
+def test_whoever_asks_of_a_part_of_a_request_is_told_what_the_doctor_says_of_all(ward, output, data):
+    """`explain`, the comparison with the usual request and the critical path read what the doctor reads."""
+    books = ward.run(*poisson(20, 40, prompt=80, output=output))
+    account = data.draw(st.sampled_from(books.accounts))
+    cuts = data.draw(st.lists(st.integers(account.start_ns, account.end_ns), max_size=4).map(sorted))
+    edges = list(pairwise([account.start_ns, *cuts, account.end_ns]))
+    parts = [owners_between(books, account, *edge) for edge in edges]
+    for (begin_ns, end_ns), part in zip(edges, parts, strict=True):
+        assert sum(part.values()) == pytest.approx(end_ns - begin_ns, abs=2_000)
+    told = {owner: times.get(account.request_id, 0.0) for owner, times in attribution(books).times_ns.items()}
+    for owner in {*told, *(owner for part in parts for owner in part)}:
+        assert sum(part.get(owner, 0.0) for part in parts) == pytest.approx(told.get(owner, 0.0), abs=2_000)
+    (stages,) = stages_and_stops(books, [account])
+    assert sum(stages.values()) == account.end_ns - account.start_ns
+    for owner in DEPRIVED:
+        assert stages.get((owner, None), 0) == pytest.approx(told.get(owner, 0.0), abs=2_000)
 
 
 def test_a_step_is_divided_wholly():

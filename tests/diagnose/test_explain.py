@@ -1,15 +1,25 @@
 """A request's life as text: fits 80 columns, sums to 100 %, says why it waited and who was in the longest step."""
 
 import io
+import re
 
 import books
 import msgspec
+import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
+from ward import Case, Ward, ids
 
-from splittime.diagnose.explain import LETTERS, STYLES, bar, explain, gap_parts_ns
+from splittime.diagnose.against_median import compare
+from splittime.diagnose.attribution import Computed, attribution
+from splittime.diagnose.books import Books, make_books
+from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
+from splittime.ledger import derive
 from splittime.ledger.stages import Stage
+
+
+def kept(steps) -> Books:
+    return make_books(None, [], steps, "a test")
 
 
 def plain(text) -> str:
@@ -22,7 +32,7 @@ def test_waterfall_of_a_plain_request():
     steps = [
         books.step(i, 1_000 + i * 5_000_000, (0, 0, 4_000_000, 0, 0), rows={"b": 7, "cmpl-a-0": 1}) for i in range(5)
     ]
-    shown = plain(explain(books.example(), steps))
+    shown = plain(explain(books.example(), kept(steps)))
     assert "queue: kv_blocks" in shown
     assert "not enough free KV cache blocks" in shown
     assert "TTFT 20.050 ms" in shown
@@ -30,36 +40,37 @@ def test_waterfall_of_a_plain_request():
     assert "with it: b, 7 at position 0" in shown
 
 
-@given(books.step_runs(), st.data())
-def test_the_parts_of_a_gap_sum_to_it(steps, data):
-    """From a token that is ready some time before its step's end to a later step's; all but the unknown is named."""
-    before, last = sorted(data.draw(st.tuples(*[st.integers(0, len(steps) - 1)] * 2)))
-    begin_ns, end_ns = (steps[i].end_ns - steps[i].commit_ns for i in (before, last))
-    parts = gap_parts_ns(begin_ns, end_ns, steps, steps[before].step_id)
-    between = steps[before + 1 : last + 1]
-    assert sum(parts.values()) == end_ns - begin_ns
-    assert parts["unrecorded"] == 0
-    assert (parts["idle"], parts["host"]) == (sum(s.idle_ns for s in between), sum(s.host_gap_ns for s in between))
-    lost = gap_parts_ns(begin_ns, end_ns, steps[:before], steps[before].step_id)
-    assert lost["unrecorded"] == end_ns - begin_ns
+def test_an_engine_that_was_stopped_is_told_wherever_it_is_asked():
+    """The stop fell into a step's forward pass: neither the device nor decoding had that time."""
+    of_ward = Ward(stops_ms=[(1500, 200)]).run(*(Case(100 * i, ids(30, i), 60) for i in range(30)))
+    hit = max(of_ward.accounts, key=lambda account: max(derive.itl_ns(account)))
+    shown = " ".join(plain(explain(hit, of_ward)).split())
+    stopped_ms = attribution(of_ward).of(Computed.STOPPED)[hit.request_id] / 1e6
+    assert stopped_ms == pytest.approx(200, abs=5)
+    assert re.search(r"engine_stopped (\d+\.\d+) ms: the engine's thread is not run at all", shown)
+    gap = re.search(r"Of the gap: (\d+\.\d+) ms engine_stopped;", shown)
+    whole = re.search(r"Of all its time: .*?(\d+\.\d+) ms engine_stopped", shown)
+    step = re.search(r"\(device (\d+\.\d+), engine_stopped (\d+\.\d+)", shown)
+    assert float(gap[1]) == float(whole[1]) == pytest.approx(stopped_ms, abs=1e-3)
+    assert float(step[1]) < 5 < float(step[2]) == pytest.approx(stopped_ms, abs=1)
+    (first, *_) = compare(hit, of_ward).differences
+    assert first.stage == Computed.STOPPED
+    assert first.own_ns == pytest.approx(stopped_ms * 1e6, abs=1)
 
 
-def test_the_longest_gap_is_told_whole():
-    steps = [
-        books.step(i, 1_000 + i * 5_000_000, (0, 0, 1_000_000, 0, 0), gap_ns=3_000_000, idle_ns=1_000_000)
-        for i in range(6)
-    ]
-    words = " ".join(plain(explain(books.example(), steps)).split())
-    told = (
-        "Of the gap: 3.000 ms between steps, of the host's own work; 1.000 ms in these steps; 1.000 ms between steps,"
-    )
-    assert told in words
+def test_a_pause_is_no_want_of_work():
+    pause = Ward(knobs=[(500.0, {"paused": True}), (900.0, {"paused": False})])
+    of_ward = pause.run(*(Case(50 * i, ids(30, i), 60) for i in range(30)))
+    asked = max(of_ward.accounts, key=lambda account: max(derive.itl_ns(account)))
+    shown = " ".join(plain(explain(asked, of_ward)).split())
+    assert re.search(r"Of the gap: 39\d\.\d+ ms paused", shown)
+    assert "nothing to do" not in shown
 
 
 def test_one_is_no_plural():
     steps = [msgspec.structs.replace(books.step(2, 20_001_000), prefill_tokens=0, decode_tokens=1)]
     account = msgspec.structs.replace(books.example(), prompt_tokens=1, num_preemptions=1)
-    shown = " ".join(plain(explain(account, steps)).split())
+    shown = " ".join(plain(explain(account, kept(steps))).split())
     assert "1 prompt token, " in shown
     assert "1 preemption," in shown
     assert "1 step ran meanwhile" in shown
@@ -72,7 +83,7 @@ def test_a_device_that_waited():
         msgspec.structs.replace(books.step(i, 1_000 + i * 5_000_000, (0, 1_000_000, 4_000_000, 0, 0)), **told)
         for i in range(5)
     ]
-    shown = plain(explain(books.example(), steps))
+    shown = plain(explain(books.example(), kept(steps)))
     words = " ".join(shown.split())
     assert "(device 4.000, captured with 6 rows padded, 1.000 waited before)" in words
     assert "worked 80.0% of the time of 5 steps and waited 20.0% between them; 100% of them captured" in words
@@ -83,7 +94,7 @@ def test_a_device_that_waited():
 @given(books.accounts())
 def test_any_account_fits_80_columns_and_is_ascii(account):
     account = msgspec.structs.replace(account, finish_reason="length")
-    lines = plain(explain(account, [books.step(3, account.start_ns)])).splitlines()
+    lines = plain(explain(account, kept([books.step(3, account.start_ns)]))).splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines), lines
     assert plain(explain(account)).isascii()
     assert all(len(line.rstrip()) <= 80 for line in plain(bar(account)).splitlines())

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from splittime.core.engine_stats import EngineStats
+from splittime.diagnose.books import make_books
 from splittime.diagnose.explain import explain
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json, account_json
@@ -58,11 +59,15 @@ def test_an_account_says_what_came_from_host_memory() -> None:
     account = msgspec.structs.replace(books.example(), cached_tokens=32, host_tokens=16)
     assert account_from_json(json.loads(json.dumps(account_json(account)))) == account
     begin_ns = account.start_ns + 10_000_000
-    shown = explain(account, [moving(1, begin_ns, {account.request_id: 8}), moving(2, begin_ns + 1_000_042, {"b": 1})])
+    moved = [moving(1, begin_ns, {account.request_id: 8}), moving(2, begin_ns + 1_000_042, {"b": 1})]
+    shown = explain(account, make_books(None, [], moved, ""))
     assert "(32 cached, 16 of them in host memory)" in shown.plain.replace("\n  ", " ")
     words = "Its steps copied 1 block from host memory in 0.134 ms and 3 blocks to host memory in 0.200 ms."
     assert words in shown.plain.replace("\n  ", " ")
-    assert "copied" not in explain(account, [books.step(1, begin_ns, rows={account.request_id: 8})]).plain
+    assert (
+        "copied"
+        not in explain(account, make_books(None, [], [books.step(1, begin_ns, rows={account.request_id: 8})], "")).plain
+    )
 
 
 def test_the_pages_bins_hold_all_of_a_steps_time() -> None:

@@ -4,6 +4,7 @@ import re
 import threading
 import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,7 +203,21 @@ def test_a_waterfall_tells_the_steps_and_who_shared_them(launch) -> None:
     prompts = [step for step in told["steps"] if step["own_tokens"] == 256]
     assert prompts
     assert all(step["other_decode_tokens"] == 2 for step in told["steps"])
+    owned = {owner: ns for owner, ns, meaning in told["owners"] if meaning}
+    assert sum(owned.values()) == pytest.approx(told["derived"]["e2e_ns"], abs=len(owned))
+    assert list(owned.values()) == sorted(owned.values(), reverse=True)
     assert live.get("/dashboard/requests/nobody")[0] == 404
+
+
+def test_a_request_that_met_a_stop_shows_it_on_the_page(launch) -> None:
+    live = launch()
+    steps = books.steps(40, ("one", "two"))
+    length_ns = steps[37].end_ns - steps[37].begin_ns
+    steps[37] = msgspec.structs.replace(steps[37], off_cpu_ns=length_ns - 1000, cpu_wait_ns=0)
+    steps[:37] = [msgspec.structs.replace(step, off_cpu_ns=0, cpu_wait_ns=0) for step in steps[:37]]
+    fill(live, [books.account("one", steps[-1].end_ns)], steps)
+    owned = {owner: ns for owner, ns, _ in live.get("/dashboard/requests/one")[2]["owners"]}
+    assert owned["engine_stopped"] == pytest.approx(length_ns - 1000, abs=2)
 
 
 def test_a_diagnosis_is_of_the_live_ledger_and_kept_a_while(launch, monkeypatch) -> None:

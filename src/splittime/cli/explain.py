@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import orjson
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from splittime.ledger.account import ClosedAccount
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-MAX_STEPS = 10_000
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
 
 EXAMPLES = f"""\b
@@ -68,20 +68,23 @@ def _find(
         return accounts_from_file(ledger, question)
     base = url.rstrip("/")
     return accounts_from_server(
-        base, question, lambda asked: get_json(asked, api_key, NOBODY), lambda: _latest_steps(base, api_key)
+        base, question, lambda asked: get_json(asked, api_key, NOBODY), lambda asked: _operators(asked, api_key)
     )
 
 
 def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
+    from splittime.diagnose.attribution import owners_between
     from splittime.diagnose.explain import steps_of
     from splittime.ledger.device_time import device_time
 
-    compared = [compare(account, found.others, found.steps) for account in found.accounts]
-    devices = [device_time(steps_of(account, found.steps)) for account in found.accounts]
+    books = found.books
+    compared = [compare(account, books) for account in found.accounts]
+    devices = [device_time(steps_of(account, books.steps)) for account in found.accounts]
     return {
         "simulated": found.simulated,
         "accounts": [account_json(account) for account in found.accounts],
+        "owners_ns": [owners_between(books, each, each.start_ns, each.end_ns) for each in found.accounts],
         "against_median": msgspec.to_builtins(compared),
         "device": msgspec.to_builtins(devices),
         "traces": msgspec.to_builtins([_path(account, found) for account in found.accounts]),
@@ -97,8 +100,8 @@ def _print(found: "FoundAccounts") -> None:
     if found.simulated:
         console.print(without_controls(Text(f"Simulated, with {found.simulated}\n", style="bold yellow")))
     for account in found.accounts:
-        console.print(without_controls(explain_account(account, found.steps)))
-        console.print(without_controls(comparison_text(compare(account, found.others, found.steps))))
+        console.print(without_controls(explain_account(account, found.books)))
+        console.print(without_controls(comparison_text(compare(account, found.books))))
         if (path := _path(account, found)) is not None:
             console.print(without_controls(explain_trace(path)))
 
@@ -108,7 +111,7 @@ def _path(account: "ClosedAccount", found: "FoundAccounts") -> "CriticalPath | N
     from splittime.diagnose.critical_path import critical_path
 
     is_in_one = any(hop.trace_id == account.trace_id and hop.tenant == account.tenant for hop in found.hops)
-    return critical_path(account, found.hops, found.others) if is_in_one else None
+    return critical_path(account, found.hops, found.books) if is_in_one else None
 
 
 def without_controls(text: Text) -> Text:
@@ -118,10 +121,10 @@ def without_controls(text: Text) -> Text:
     return Text(shown, style=text.style, spans=text.spans)
 
 
-def _latest_steps(base: str, api_key: str | None) -> Any:
-    """None for a key that may read its own accounts but not the steps, which tell of everybody's requests."""
+def _operators(url: str, api_key: str | None) -> Any:
+    """Returns {} for a key that may read its own accounts but not this, which tells of everybody's requests."""
     try:
-        return get_json(f"{base}/ledger/steps?limit={MAX_STEPS}", api_key, NOBODY)
+        return get_json(url, api_key, NOBODY)
     except ConfigError:
-        talk().print("Without the steps, which are the operator's to read.", style="dim")
-        return {"steps": []}
+        talk().print(f"Without {urlsplit(url).path}, which is the operator's to read.", style="dim")
+        return {}

@@ -1,8 +1,9 @@
 """Why this request was slow: against the usual request of its prompt-length bucket, and who caused the difference.
 
 What is usual is the median of the others, stage by stage and cause by cause, one that did not occur counting as 0.
-(Medians of stages need not sum to the median of the whole.) The three largest differences are told, longest first, each
-with the requests that had what it waited for in the steps that ran meanwhile:
+What kept the engine's thread from running counts by itself, not to the stage it fell into (`attribution`). (Medians of
+stages need not sum to the median of the whole.) The three largest differences are told, longest first, each with the
+requests that had what it waited for in the steps that ran meanwhile:
 
     token budget, step in flight     whose prompt tokens filled those steps
     slots, KV blocks, policy         who had rows in them
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 import msgspec
 from rich.text import Text
 
+from splittime.diagnose.attribution import DEPRIVED, Told, meaning, stages_and_stops
+from splittime.diagnose.books import Books
 from splittime.diagnose.rules.evidence import is_whole, median, ms
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -32,8 +35,6 @@ _WAITS = (Stage.TOKENIZE_QUEUE, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_S
 _COMPUTES = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
 _LINE = 80
 
-Key = tuple[Stage, Cause | None]
-
 
 class Blamed(msgspec.Struct, frozen=True):
     """Another request: its prompt tokens and all its tokens in the steps meanwhile, and the time it was in them."""
@@ -45,7 +46,9 @@ class Blamed(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    stage: Stage
+    """stage: or what kept the engine's thread from running, as `engine_stopped`."""
+
+    stage: str
     cause: Cause | None
     own_ns: int
     usual_ns: float
@@ -65,10 +68,10 @@ class MedianComparison(msgspec.Struct, frozen=True, kw_only=True):
     thin: str | None = None
 
 
-def compare(account: ClosedAccount, accounts: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> MedianComparison:
-    """`accounts` may hold this one and those of other buckets; they are left out."""
+def compare(account: ClosedAccount, books: Books) -> MedianComparison:
+    """books: of its server. Its accounts may hold this one and those of other buckets; they are left out."""
     bucket = derive.prompt_bucket(account.prompt_tokens)
-    others = [a for a in accounts if a.request_id != account.request_id and is_whole(a)]
+    others = [a for a in books.accounts if a.request_id != account.request_id and is_whole(a)]
     others = [a for a in others if derive.prompt_bucket(a.prompt_tokens) == bucket]
     enough = len(others) >= MIN_OTHERS
     thin = None if enough else f"{len(others)} other requests of {bucket} prompt tokens; {MIN_OTHERS} are the least"
@@ -78,41 +81,41 @@ def compare(account: ClosedAccount, accounts: Sequence[ClosedAccount], steps: Se
         num_others=len(others),
         own_ns=derive.e2e_ns(account),
         usual_ns=median(derive.e2e_ns(other) for other in others) if enough else None,
-        differences=_differences(account, others, steps) if enough else (),
+        differences=_differences(account, others, books) if enough else (),
         thin=thin,
     )
 
 
-def _differences(
-    account: ClosedAccount, others: Sequence[ClosedAccount], steps: Sequence[StepRecord]
-) -> tuple[Difference, ...]:
-    own, theirs = derive.stage_totals_ns(account), [derive.stage_totals_ns(other) for other in others]
+def _differences(account: ClosedAccount, others: Sequence[ClosedAccount], books: Books) -> tuple[Difference, ...]:
+    own, *theirs = stages_and_stops(books, [account, *others])
     usual = {key: median(totals.get(key, 0) for totals in theirs) or 0 for key in own}
     largest = sorted(own, key=lambda key: usual[key] - own[key])[:MOST]
     told = [key for key in largest if own[key] - usual[key] >= WORTH_TELLING_NS]
-    return tuple(_difference(account, others, steps, key, own[key], usual[key]) for key in told)
+    return tuple(_difference(account, others, books.steps, key, own[key], usual[key]) for key in told)
 
 
 def _difference(
     account: ClosedAccount,
     others: Sequence[ClosedAccount],
     steps: Sequence[StepRecord],
-    key: Key,
+    key: Told,
     own_ns: int,
     usual_ns: float,
 ) -> Difference:
     blamed = _blamed(account, steps, key)
     stage, cause = key
-    extra = f"{_shown(own_ns - usual_ns)} longer in {stage.value}"
-    extra += f" ({cause.value})" if cause is not None else ""
+    extra = f"{_shown(own_ns - usual_ns)} longer in {stage}"
+    extra += f" ({cause})" if cause is not None else ""
     why = _why(account, others, key, blamed)
     sentence = f"{extra} than usual ({_shown(own_ns)} against {_shown(usual_ns)})"
     sentence += f": {why}." if why else "."
     return Difference(stage=stage, cause=cause, own_ns=own_ns, usual_ns=usual_ns, blamed=blamed, sentence=sentence)
 
 
-def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Key, blamed: Sequence[Blamed]) -> str:
+def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Told, blamed: Sequence[Blamed]) -> str:
     stage, cause = key
+    if stage in DEPRIVED:
+        return meaning(stage)
     if stage is Stage.DECODE:
         return _and(_longer_answer(account, others), _shared_with(blamed))
     if stage is Stage.PREFILL:
@@ -168,7 +171,7 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _blamed(account: ClosedAccount, steps: Sequence[StepRecord], key: Key) -> tuple[Blamed, ...]:
+def _blamed(account: ClosedAccount, steps: Sequence[StepRecord], key: Told) -> tuple[Blamed, ...]:
     """Who was in the steps that ran while the account was in this stage for this cause, the most to blame first."""
     if key[0] not in _WAITS + _COMPUTES:
         return ()
@@ -187,7 +190,7 @@ def _blamed(account: ClosedAccount, steps: Sequence[StepRecord], key: Key) -> tu
     return tuple(sorted(found.values(), key=lambda b: _blame(key, b), reverse=True)[:MAX_BLAMED])
 
 
-def _blame(key: Key, blamed: Blamed) -> tuple[int, int]:
+def _blame(key: Told, blamed: Blamed) -> tuple[int, int]:
     by_tokens = key[1] in _BY_TOKENS or key[0] in _COMPUTES
     return (blamed.prefill_tokens, blamed.shared_ns) if by_tokens else (blamed.shared_ns, blamed.tokens)
 

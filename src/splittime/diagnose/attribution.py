@@ -1,6 +1,9 @@
 """Whose the requests' time was: each nanosecond of each request has exactly one owner, stated before it is inferred.
 
     attribution(books) -> Attribution          sum over owners == end_ns - start_ns, of every request
+    owners_between(books, account, begin_ns, end_ns)        the same of a part of one request
+
+The doctor, `splittime explain`, its comparison with the usual request and the critical path all read it here.
 
 In this order:
 1. While the engine's thread was kept from running (collections of garbage, no processor, stopped), whatever it owed
@@ -13,8 +16,10 @@ In this order:
 Only that last division is inferred. What steps have no record of belongs to the stage itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import islice, pairwise
 
 import msgspec
 import numpy
@@ -22,6 +27,7 @@ import numpy
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules.evidence import served
 from splittime.diagnose.timeline import Part, prompt_ns_of_rows, timeline
+from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 
@@ -41,6 +47,8 @@ class Computed(StrEnum):
 
 
 Owner = str  # a Stage, a Cause or a Computed, by its value
+Owned = tuple[StageInterval, Owner, float]  # a piece of a request's time, its stage and owner: ns
+Told = tuple[str, Cause | None]  # a stage with its cause, or what kept the thread from running
 
 MEANING: dict[Owner, str] = {
     Computed.HOST: "the engine plans, launches and commits, or is between steps",
@@ -70,7 +78,8 @@ _BY_PART = {
     Part.RANKS: Computed.RANKS,
     Part.PROMPTS: Computed.OTHERS_PROMPTS,
 }
-_DEPRIVED = {Part.GC: Computed.GC, Part.CPU_WAIT: Computed.CPU_WAIT, Part.STOPPED: Computed.STOPPED}
+BY_DEPRIVED = {Part.GC: Computed.GC, Part.CPU_WAIT: Computed.CPU_WAIT, Part.STOPPED: Computed.STOPPED}
+DEPRIVED = frozenset(BY_DEPRIVED.values())
 _DIVIDED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
 _IN_ENGINE = (*_DIVIDED, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
 
@@ -100,40 +109,77 @@ class Attribution(msgspec.Struct, frozen=True):
 @once
 def attribution(books: Books) -> Attribution:
     accounts = served(books.accounts)
-    line = timeline(books)
-    own_ns = prompt_ns_of_rows(books.steps, line)
     times_ns: dict[Owner, dict[str, float]] = {}
-    intervals = [interval for account in accounts for interval in account.intervals]
-    parts = line.within(intervals)
-    position = 0
-    for account in accounts:
-        count = len(account.intervals)
-        for owner, ns in _owners(account, parts[position : position + count], own_ns.get(account.request_id, 0.0)):
-            if ns > 0:
-                of_owner = times_ns.setdefault(str(owner), {})
-                of_owner[account.request_id] = of_owner.get(account.request_id, 0.0) + ns
-        position += count
+    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
+        for _, owner, ns in owned:
+            of_owner = times_ns.setdefault(str(owner), {})
+            of_owner[account.request_id] = of_owner.get(account.request_id, 0.0) + ns
     return Attribution(times_ns, max(1, sum(account.end_ns - account.start_ns for account in accounts)))
 
 
-def _owners(account: ClosedAccount, parts: numpy.ndarray, own_prompt_ns: float) -> Iterable[tuple[Owner, float]]:
+def owners_between(books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> dict[Owner, float]:
+    """Returns whose a request's time from then to then was, the largest first. It sums to that time, so far as the
+    request was there."""
+    cut = msgspec.structs.replace(account, intervals=tuple(_cut(account.intervals, begin_ns, end_ns)))
+    found: Counter[Owner] = Counter()
+    for interval, owner, ns in next(_owned(books, [cut])):
+        if begin_ns <= interval.begin_ns < end_ns:
+            found[str(owner)] += ns  # type: ignore[assignment]
+    return dict(found.most_common())
+
+
+def stages_and_stops(books: Books, accounts: Sequence[ClosedAccount]) -> Iterator[dict[Told, int]]:
+    """Yields the times of each account by stage and cause, but for what kept the engine's thread from running, which
+    is told by itself. They sum to the account's with `==`."""
+    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
+        found: Counter[Told] = Counter()
+        for interval, owner, ns in owned:
+            key = (owner, None) if owner in DEPRIVED else (interval.stage, interval.cause)
+            found[key] += round(ns)
+        yield derive.apportion(account.end_ns - account.start_ns, found) if found else {}
+
+
+def _cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInterval]:
+    """Yields the intervals, in two where one of the instants lies within."""
+    for interval in intervals:
+        inside = sorted(at for at in at_ns if interval.begin_ns < at < interval.end_ns)
+        for begin_ns, end_ns in pairwise((interval.begin_ns, *inside, interval.end_ns)):
+            yield msgspec.structs.replace(interval, begin_ns=begin_ns, end_ns=end_ns)
+
+
+def _owned(books: Books, accounts: Sequence[ClosedAccount]) -> Iterator[list[Owned]]:
+    """Yields the pieces of each account, in the order of time; those of no length are left out."""
+    parts = iter(timeline(books).within([interval for account in accounts for interval in account.intervals]))
+    own_ns = _own_prompt_ns(books)
+    for account in accounts:
+        rows = islice(parts, len(account.intervals))
+        pieces = _owners(account, rows, own_ns.get(account.request_id, 0.0))
+        yield [piece for piece in pieces if piece[2] > 0]
+
+
+@once
+def _own_prompt_ns(books: Books) -> dict[str, float]:
+    return prompt_ns_of_rows(books.steps, timeline(books))
+
+
+def _owners(account: ClosedAccount, parts: Iterable[numpy.ndarray], own_prompt_ns: float) -> Iterator[Owned]:
     """own_prompt_ns: what its own prompt took of the steps; the rest of the prompts' part in its prefill is others'."""
     for interval, row in zip(account.intervals, parts, strict=True):
         spent = dict(zip(Part, map(float, row), strict=True))
         if interval.stage not in _IN_ENGINE:
-            yield interval.stage, interval.duration_ns
+            yield interval, interval.stage, interval.duration_ns
             continue
-        yield from ((owner, spent[part]) for part, owner in _DEPRIVED.items())
-        left_ns = interval.duration_ns - sum(spent[part] for part in _DEPRIVED)
+        yield from ((interval, owner, spent[part]) for part, owner in BY_DEPRIVED.items())
+        left_ns = interval.duration_ns - sum(spent[part] for part in BY_DEPRIVED)
         if not _is_divided(interval):
-            yield _stated(interval), left_ns
+            yield interval, _stated(interval), left_ns
             continue
         own_ns = min(own_prompt_ns, spent[Part.PROMPTS]) if interval.stage in (Stage.PREFILL, Stage.RECOMPUTE) else 0.0
         own_prompt_ns -= own_ns
         spent[Part.PROMPTS] -= own_ns
-        divided = [(owner, spent[part]) for part, owner in _BY_PART.items()]
+        divided = [(interval, owner, spent[part]) for part, owner in _BY_PART.items()]
         yield from divided
-        yield _stated(interval), left_ns - sum(ns for _, ns in divided)
+        yield interval, _stated(interval), left_ns - sum(ns for _, _, ns in divided)
 
 
 def _is_divided(interval: StageInterval) -> bool:

@@ -7,6 +7,7 @@ books_from_answers(...)     of a live server's answers; `diagnose.live` asks for
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from splittime.ledger.account import PREFILL, ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.ledger.store import open_readonly
+from splittime.ledger.store import LedgerFile, open_readonly
 
 SQLITE_BEGIN = b"SQLite format 3\0"
 MAX_ACCOUNTS = 100_000
@@ -84,7 +85,8 @@ def books_from_file(path: Path, limit: int = MAX_ACCOUNTS) -> Books:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", param="file", value=str(path)) from error
     if begin == SQLITE_BEGIN:
-        return _from_ledger_file(path, limit)
+        with closing(open_readonly(path)) as file:
+            return books_from_ledger(file, f"ledger file {path.name}", limit)
     if begin.lstrip()[:1] == b"{":
         return books_from_run(load_run(path), source=f"run {path.name}")
     hint = "give a ledger file (splittime serve --ledger-file) or a run (splittime bench --out)"
@@ -123,6 +125,9 @@ def make_books(
         arm=arm,
         num_unsound=len(accounts) + len(steps) - len(sound_accounts) - len(sound_steps),
     )
+
+
+NO_BOOKS = Books(facts=None, accounts=(), steps=(), run=None, source="")
 
 
 def live_books(
@@ -167,16 +172,20 @@ def _is_sound(account: ClosedAccount) -> bool:
     return at_ns == account.end_ns and all(before <= after for before, after in pairwise(ready_ns))
 
 
-def _from_ledger_file(path: Path, limit: int) -> Books:
-    file = open_readonly(path)
-    try:
-        facts = file.facts()
-        since_ns = min((process.started_ns for process in facts.processes), default=0) if facts is not None else 0
-        accounts = [
-            account for account in file.accounts(limit=min(limit, MAX_ACCOUNTS)) if account.start_ns >= since_ns
-        ]
-        begin_ns = min((account.start_ns for account in accounts), default=since_ns)
-        steps = [step for step in file.steps(limit=MAX_STEPS) if step.end_ns >= begin_ns and step.begin_ns >= since_ns]
-        return make_books(facts, accounts, steps, f"ledger file {path.name}")
-    finally:
-        file.close()
+def books_from_ledger(file: LedgerFile, source: str, limit: int = MAX_ACCOUNTS) -> Books:
+    """limit: as of `books_from_file`."""
+    facts = file.facts()
+    since_ns = min((process.started_ns for process in facts.processes), default=0) if facts is not None else 0
+    accounts = [account for account in file.accounts(limit=min(limit, MAX_ACCOUNTS)) if account.start_ns >= since_ns]
+    begin_ns = min((account.start_ns for account in accounts), default=since_ns)
+    steps = [step for step in file.steps(limit=MAX_STEPS) if step.end_ns >= begin_ns and step.begin_ns >= since_ns]
+    return make_books(facts, accounts, steps, source)
+
+
+def with_steps(books: Books, steps: Sequence[StepRecord]) -> Books:
+    """Returns the books with these steps too, where they do not have them yet."""
+    known = {step.step_id for step in books.steps}
+    more = [step for step in steps if step.step_id not in known]
+    if not more:
+        return books
+    return msgspec.structs.replace(books, steps=tuple(sorted((*more, *books.steps), key=lambda step: step.begin_ns)))

@@ -16,7 +16,8 @@ from itertools import islice
 import msgspec
 
 from splittime.core.trace_context import MAX_TRACE_HOPS
-from splittime.ledger import derive
+from splittime.diagnose.attribution import stages_and_stops
+from splittime.diagnose.books import NO_BOOKS, Books
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.hops import Hop
 
@@ -45,20 +46,21 @@ class CriticalPath(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def critical_path(account: ClosedAccount, hops: Sequence[Hop], accounts: Iterable[ClosedAccount]) -> CriticalPath:
-    """Returns the path of the trace that this account is of. accounts: all known of that trace, others are left out."""
+def critical_path(account: ClosedAccount, hops: Sequence[Hop], books: Books = NO_BOOKS) -> CriticalPath:
+    """Returns the path of the trace that this account is of. books: of its server; accounts of other traces are left
+    out."""
     mine = {hop.span_id: hop for hop in hops if (hop.trace_id, hop.tenant) == (account.trace_id, account.tenant)}
     mine = dict(islice(mine.items(), MAX_TRACE_HOPS))  # a file may have more, which came when others were forgotten
-    of_trace = {each.request_id: each for each in (account, *accounts)}.values()
+    of_trace = {each.request_id: each for each in (account, *books.accounts)}.values()
     requests = [each for each in of_trace if (each.trace_id, each.tenant) == (account.trace_id, account.tenant)]
-    return _Walk(mine, requests).path(account)
+    return _Walk(mine, requests, books).path(account)
 
 
 class _Walk:
     """by_span: all hops of the trace."""
 
-    def __init__(self, by_span: dict[str, Hop], requests: Sequence[ClosedAccount]) -> None:
-        self._by_span, self._requests = by_span, requests
+    def __init__(self, by_span: dict[str, Hop], requests: Sequence[ClosedAccount], books: Books) -> None:
+        self._by_span, self._requests, self._books = by_span, requests, books
         self._inside: dict[str, list[Hop]] = {}  # of the same clock, by the hop that they lie in
         self._joined: dict[str, dict[str, list[Hop]]] = {}  # of other clocks, by that hop and by their clock
         self._outermost: dict[str, list[Hop]] = {}  # by clock
@@ -139,12 +141,18 @@ class _Walk:
             way_out = "put each request into a hop of its own"
             self._notes.append(f"what other clocks measured of {hop.name!r} is not in the path: {why}; {way_out}")
             return []
-        sections = _stages(hop, requests[0]) if requests else self._elsewhere(hop, *clocks.values())
+        sections = self._stages(hop, requests[0]) if requests else self._elsewhere(hop, *clocks.values())
         left_ns = hop.duration_ns - sum(section.duration_ns for section in sections)
         if left_ns < 0:
             self._notes.append(f"what another clock measured of {hop.name!r} is {-left_ns / 1e6:.3f} ms longer")
             return []
         return [*sections, Section(hop, OUTSIDE, left_ns)]
+
+    def _stages(self, hop: Hop, account: ClosedAccount) -> list[Section]:
+        return [
+            Section(hop, str(stage), ns, str(cause or ""), account.request_id)
+            for (stage, cause), ns in next(stages_and_stops(self._books, [account])).items()
+        ]
 
     def _elsewhere(self, hop: Hop, tops: Sequence[Hop]) -> list[Section]:
         begin_ns, end_ns = min(each.begin_ns for each in tops), max(each.end_ns for each in tops)
@@ -162,11 +170,3 @@ class _Walk:
 
 def _length_ns(tops: Sequence[Hop]) -> int:
     return max(hop.end_ns for hop in tops) - min(hop.begin_ns for hop in tops)
-
-
-def _stages(hop: Hop, account: ClosedAccount) -> list[Section]:
-    totals_ns = derive.stage_totals_ns(account)
-    return [
-        Section(hop, stage.value, ns, cause.value if cause is not None else "", account.request_id)
-        for (stage, cause), ns in totals_ns.items()
-    ]

@@ -1,29 +1,29 @@
-"""One request's life as text: where each millisecond went, and why. Reads a closed account and step records only.
+"""One request's life as text: where each millisecond went, and why. Reads a closed account and the server's books.
 
-    explain(account, steps)     a waterfall, one line for each (stage, cause), then what its tokens had to wait for
+    explain(account, books)     a waterfall, one line for each (stage, cause), then what its tokens had to wait for
     bar(account)                the same in one line
 
 Plain text first: it fits 80 columns and says the same without colour. A line's marks stand where in the request's time
 the stage was: `#` for most of that column's time, `.` for some of it.
 
-Where the longest gap between two tokens went is read from the steps (`gap_parts_ns`). Tokens are ready within a step,
-near its end; so the gap begins inside the step before and ends inside the last one:
-
-    before      [======t|end]                                           t: the token before is ready
-    between                  host | idle
-    during                                [step][..][======t            t: the token is ready
+The waterfall is the account. Whose the time was, of the whole and of the longest gap between two tokens, is what the
+doctor says of it (`attribution`): an engine that was stopped while it computed is told as one that was stopped.
 """
 
 import textwrap
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from splittime.diagnose.attribution import BY_DEPRIVED, DEPRIVED, Told, meaning, owners_between, stages_and_stops
+from splittime.diagnose.books import NO_BOOKS, Books
 from splittime.diagnose.explain_attempts import attempt_lines, in_ms
+from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.device_time import device_time, sentence
-from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
+from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 
 LINE_COLUMNS = 80
@@ -31,7 +31,7 @@ TIMELINE_COLUMNS = 32
 BAR_COLUMNS = 60
 LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
-STYLES: dict[Stage, str] = {
+STYLES: dict[str, str] = {
     Stage.RECEIVE: "cyan",
     Stage.TOKENIZE_QUEUE: "red",
     Stage.TOKENIZE: "cyan",
@@ -73,7 +73,7 @@ LETTERS: dict[Stage, str] = {
     Stage.CLIENT_WAIT: "c",
     Stage.UNATTRIBUTED: "?",
 }
-_NO_CAUSE = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
+_NO_CAUSE: dict[str, str] = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
 WAITS = (
     Stage.TOKENIZE_QUEUE,
     Stage.QUEUE,
@@ -87,17 +87,19 @@ WAITS = (
 Key = tuple[Stage, Cause | None]
 
 
-def explain(account: ClosedAccount, steps: Sequence[StepRecord] = ()) -> Text:
-    """The whole story of one request."""
+def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
+    """The whole story of one request. books: of its server."""
     totals_ns = derive.stage_totals_ns(account)
     text = _heading(account)
     for key, total_ns in totals_ns.items():
         text.append_text(_stage_line(account, key, total_ns))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{in_ms(sum(totals_ns.values())):>10}  100.0\n")
-    text.append_text(_waits(account, totals_ns))
+    text.append_text(_waits(next(stages_and_stops(books, [account]))))
     text.append("".join(_wrapped(line) for line in attempt_lines(account)))
-    in_its_time = steps_of(account, steps)
-    text.append_text(_tokens(account, in_its_time))
+    in_its_time = steps_of(account, books.steps)
+    if in_its_time:
+        text.append(_wrapped(owners_sentence("Of all its time", books, account, account.start_ns, account.end_ns)))
+    text.append_text(_tokens(account, in_its_time, books))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
     return text if device is None else text.append(_wrapped(sentence(device)))
@@ -169,20 +171,26 @@ def _timeline(account: ClosedAccount, key: Key) -> str:
     return "".join("#" if share >= 0.5 else "." if share > 0 else " " for share in covered)
 
 
-def _waits(account: ClosedAccount, totals_ns: dict[Key, int]) -> Text:
+def _waits(totals_ns: Mapping[Told, int]) -> Text:
     """A sentence for each kind of wait, the longest first."""
-    waits = [(ns, key) for key, ns in totals_ns.items() if key[0] in WAITS and ns > 0]
+    waits = [(ns, told) for told, ns in totals_ns.items() if told[0] in (*WAITS, *DEPRIVED) and ns > 0]
     text = Text("\n" if waits else "")
     for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
-        name = f"{stage.value}: {cause.value}" if cause is not None else stage.value
-        why = f"{CAUSE_MEANING[cause]}." if cause is not None else STAGE_MEANING[stage] + _NO_CAUSE.get(stage, "")
+        name = f"{stage}: {cause}" if cause is not None else str(stage)
+        why = f"{meaning(cause or stage).rstrip('.')}." + (_NO_CAUSE.get(stage, "") if cause is None else "")
         line = Text(_wrapped(f"{name} {in_ms(duration_ns)} ms: {why}"))
-        line.stylize(STYLES[stage], 0, len(name))
+        line.stylize(STYLES.get(stage, "red"), 0, len(name))
         text.append_text(line)
     return text
 
 
-def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
+def owners_sentence(of: str, books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> str:
+    """Returns whose this part of the request's time was, the longest first, as the doctor counts it."""
+    found = owners_between(books, account, begin_ns, end_ns)
+    return f"{of}: {'; '.join(f'{ns / 1e6:.3f} ms {owner}' for owner, ns in found.items() if ns >= 0.5)}."
+
+
+def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -> Text:
     ttft_ns, tpot_ns, stall = derive.ttft_ns(account), derive.tpot_ns(account), derive.max_stall(account)
     if ttft_ns is None:
         passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
@@ -196,10 +204,10 @@ def _tokens(account: ClosedAccount, steps: Sequence[StepRecord]) -> Text:
     text.append(f", ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms\n")
     text.append(f"Longest gap {in_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
     text.append(f"which step {stall.step_id} made.\n")
-    return text.append_text(_steps_of_stall(account, stall, steps))
+    return text.append_text(_steps_of_stall(account, stall, steps, books))
 
 
-def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence[StepRecord]) -> Text:
+def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence[StepRecord], books: Books) -> Text:
     """The steps that ran during the longest gap, and who else was in them."""
     before_id = account.token_steps[stall.token_index - 1]
     during = [step for step in steps if before_id < step.step_id <= stall.step_id]
@@ -207,17 +215,27 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
         return Text("The records of its steps are no longer kept.\n")
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
-    took = f"{in_ms(longest.end_ns - longest.begin_ns)} ms (device {in_ms(longest.device_ns)}{_how(longest)})"
+    took = f"{in_ms(longest.end_ns - longest.begin_ns)} ms ({_device(longest, books)}{_how(longest)})"
     held = f"{longest.prefill_tokens} prefill and {_many(longest.decode_tokens, 'decode token')}"
     ran = f"{_many(len(during), 'step')} ran meanwhile"
     text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
     begin_ns, end_ns = account.token_ready_ns[stall.token_index - 1 : stall.token_index + 1]
-    text.append(_wrapped(_gap_sentence(gap_parts_ns(begin_ns, end_ns, steps, before_id))))
+    text.append(_wrapped(owners_sentence("Of the gap", books, account, begin_ns, end_ns)))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
         text.append(f"  with it: {request_id}, {num_tokens} at position {start}\n")
     if len(others) > MAX_NEIGHBOURS:
         text.append(f"  and {len(others) - MAX_NEIGHBOURS} more\n")
     return text
+
+
+def _device(step: StepRecord, books: Books) -> str:
+    """Returns the device's part of a step, without what kept the engine's thread from running, which follows it."""
+    at = bisect_left(books.steps, step.begin_ns, key=lambda one: one.begin_ns)
+    length_ns = step.end_ns - step.begin_ns  # of which the line is; its parts have the gap before it too
+    parts = timeline(books).by_step[at] * (length_ns / max(1, length_ns + step.host_gap_ns))
+    device_ns = round(parts[Part.DEVICE] + parts[Part.PROMPTS] + parts[Part.RANKS])
+    kept = {owner: round(parts[part]) for part, owner in BY_DEPRIVED.items() if parts[part] >= 0.5}
+    return ", ".join([f"device {in_ms(device_ns)}", *(f"{owner} {in_ms(ns)}" for owner, ns in kept.items())])
 
 
 def _how(step: StepRecord) -> str:
@@ -245,38 +263,3 @@ def _many(number: int, thing: str) -> str:
 
 def _wrapped(words: str) -> str:
     return textwrap.fill(words, LINE_COLUMNS, subsequent_indent="  ") + "\n"
-
-
-GAP_SENTENCES = {
-    "steps": "in these steps",
-    "before": "at the end of the step before",
-    "host": "between steps, of the host's own work",
-    "idle": "between steps, with nothing to do",
-    "unrecorded": "of which no record is kept",
-}
-
-
-def gap_parts_ns(begin_ns: int, end_ns: int, steps: Sequence[StepRecord], after_id: int) -> dict[str, int]:
-    """The gap in parts, by the keys of `GAP_SENTENCES`. after_id: the step that made the token before it."""
-    parts = dict.fromkeys(GAP_SENTENCES, 0)
-    for step in steps:
-        parts["steps" if step.step_id > after_id else "before"] += _within(step.begin_ns, step.end_ns, begin_ns, end_ns)
-        between_ns = step.host_gap_ns + step.idle_ns
-        between_ns = _within(step.begin_ns - between_ns, step.begin_ns, begin_ns, end_ns)
-        idle_ns = min(step.idle_ns, between_ns)
-        parts["idle"] += idle_ns
-        parts["host"] += between_ns - idle_ns
-    parts["unrecorded"] = max(0, end_ns - begin_ns - sum(parts.values()))
-    return parts
-
-
-def _gap_sentence(parts: dict[str, int]) -> str:
-    """One sentence, the longest part first; what is nothing is left out."""
-    shown = [
-        f"{ns / 1e6:.3f} ms {GAP_SENTENCES[name]}" for name, ns in sorted(parts.items(), key=lambda p: -p[1]) if ns
-    ]
-    return f"Of the gap: {'; '.join(shown)}." if shown else ""
-
-
-def _within(begin_ns: int, end_ns: int, from_ns: int, until_ns: int) -> int:
-    return max(0, min(end_ns, until_ns) - max(begin_ns, from_ns))

@@ -19,6 +19,7 @@ The device book is the machine's view of the same time. What it promises, in int
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
+from typing import TypeVar
 
 import msgspec
 
@@ -28,6 +29,8 @@ from splittime.ledger.steps import StepRecord, verify_steps
 
 PROMPT_BUCKET_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 PERCENTILES = (50, 90, 95, 99)
+
+KeyT = TypeVar("KeyT")
 
 
 def e2e_ns(account: ClosedAccount) -> int:
@@ -160,7 +163,7 @@ def device_book(records: Sequence[StepRecord]) -> DeviceBook:
     return DeviceBook(share_ns, host_gap_ns, idle_ns, _wall_ns(records))
 
 
-def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
+def apportion(total: int, weights: Mapping[KeyT, int]) -> dict[KeyT, int]:
     """Split an integer by weights with nothing lost: largest remainders get what rounding down leaves over."""
     weight_sum = sum(weights.values())
     if not weights:

@@ -93,8 +93,8 @@ async def data(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send
 
 
 async def one_request(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    """A closed account with the steps of its time."""
-    await _respond(send, _waterfall, books.ledger, scope[http.PATH_REST])
+    """A closed account with the steps of its time, and whose that time was."""
+    await _respond(send, _waterfall, books.ledger, books.facts(), scope[http.PATH_REST])
 
 
 async def findings(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -150,12 +150,18 @@ def _data(view: View) -> bytes:
     return orjson.dumps(answer, default=str)
 
 
-def _waterfall(ledger: Ledger, request_id: str) -> bytes:
+def _waterfall(ledger: Ledger, facts: ServerFacts | None, request_id: str) -> bytes:
+    from splittime.diagnose.attribution import meaning, owners_between
+    from splittime.diagnose.books import make_books
+
     found = ledger.account(request_id)
     if not found:
         raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id)
     account = max(found, key=lambda account: account.end_ns)
-    return orjson.dumps(rows.waterfall(account, ledger.steps(MAX_STEPS_SEARCHED)))
+    steps = ledger.steps(MAX_STEPS_SEARCHED)
+    owners = owners_between(make_books(facts, (), steps, "the live ledger"), account, account.start_ns, account.end_ns)
+    told = [(name, round(ns), meaning(name)) for name, ns in owners.items()]
+    return orjson.dumps(rows.waterfall(account, steps) | {"owners": told})
 
 
 def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:

@@ -81,7 +81,7 @@ export function soFarParts(row) {
 
 /** All that is shown of a closed account. */
 export function accountParts(account, onOther) {
-  return [error(account), figures(account), waterfall(account), neighbours(account, onOther), more(account)].filter(Boolean);
+  return [error(account), figures(account), waterfall(account), owners(account), neighbours(account, onOther), more(account)].filter(Boolean);
 }
 
 function error(account) {
@@ -107,6 +107,12 @@ function figures(account) {
 function cached({ cached_tokens, host_tokens }) {
   if (!cached_tokens) return "";
   return `, ${count(cached_tokens)} cached${host_tokens ? ` (${count(host_tokens)} in host memory)` : ""}`;
+}
+
+/** Whose the time was, as the doctor counts it. */
+function owners({ owners: told }) {
+  const items = told.map(([name, ns, meaning]) => el("li", { title: meaning }, el("div", {}, name), el("span", {}, duration(ns))));
+  return el("section", { class: "owners" }, el("h4", {}, "Whose its time was"), el("ol", {}, ...items));
 }
 
 function neighbours(account, onOther) {
