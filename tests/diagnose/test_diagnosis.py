@@ -42,14 +42,25 @@ def test_nothing_is_lost_and_the_largest_comes_first(findings, tree):
     ordered = in_order(findings, tree, "abcdef")
     assert sorted(f.name for f in ordered) == sorted(f.name for f in findings)
     if not tree:
-        shares = [f.share_of_time for f in ordered]
-        assert shares == sorted(shares, reverse=True)
+        ranks = [(f.comes_last, -f.share_of_time) for f in ordered]
+        assert ranks == sorted(ranks)
 
 
 def test_a_root_comes_before_the_symptoms_whose_time_it_explains_and_takes_their_rank():
     findings = [finding("symptom", 0.9), finding("other", 0.5), finding("root", 0.45), finding("limit", 1.0, True)]
     ordered = [f.name for f in in_order(findings, {"root": ("symptom",)}, ("root",))]
-    assert ordered == ["limit", "root", "symptom", "other"]
+    assert ordered == ["root", "symptom", "other", "limit"]
+
+
+@given(found, trees)
+def test_illnesses_come_before_limits_whatever_their_shares(findings, tree):
+    ordered = [f.is_limit for f in in_order(findings, tree, "abcdef")]
+    assert ordered == sorted(ordered)
+
+
+def test_what_no_cure_is_known_for_has_the_rank_of_its_share():
+    findings = [finding("limit", 1.0, True), finding("no_cure_known", 0.6, True), finding("slot_bound", 0.2)]
+    assert [f.name for f in in_order(findings, {}, ())] == ["no_cure_known", "slot_bound", "limit"]
 
 
 def test_what_is_small_is_not_told_before_what_is_large_whoever_causes_whom():
@@ -74,7 +85,7 @@ def test_roots_of_roots():
 
 @given(found, trees)
 def test_nothing_jumps_ahead_of_what_is_more_than_twice_as_large(findings, tree):
-    ordered = [f.share_of_time for f in in_order(findings, tree, "abcdef")]
+    ordered = [f.share_of_time for f in in_order(findings, tree, "abcdef") if not f.comes_last]
     assert all(2 * first >= later for i, first in enumerate(ordered) for later in ordered[i:])
 
 

@@ -1,8 +1,8 @@
 """The doctor: every rule over closed books, what was found in order, and what could not be told.
 
 It begins with whose the requests' time was (`diagnose.attribution`): each nanosecond has one owner, and rules claim
-what is theirs. What is largest is told first; what the books state and no rule explains is told as `no_cure_known`
-(`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.agree`).
+what is theirs. Illnesses are told before limits, what is largest first; what the books state and no rule explains is
+told as `no_cure_known` (`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.agree`).
 
 It abstains rather than guesses. A rule runs only when the books hold what it needs, of enough requests
 (`MIN_REQUESTS`); what is missing is named. How sure a rule is, is said by its interval over requests, not by how many
@@ -21,12 +21,21 @@ import msgspec
 
 from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, RULES, Abstention, Finding, Rule, in_order
+from splittime.diagnose.finding import (
+    CANNOT_TELL,
+    FOUND,
+    NO_CURE_KNOWN,
+    NOTHING_FOUND,
+    RULES,
+    Abstention,
+    Finding,
+    Rule,
+    in_order,
+)
 from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
-from splittime.diagnose.unexplained import NAME as NO_CURE_KNOWN
 from splittime.diagnose.words import ATTACHED, OURS, in_their_words
 from splittime.ledger.stages import Stage
 
@@ -226,7 +235,7 @@ def _facts(books: Books) -> str | None:
 def _floor(books: Books) -> str | None:
     if books.facts is None or books.facts.cost is None or books.facts.machine is None:
         return "the machine's ceilings or the model's cost are not known, so no step has a floor"
-    if books.facts.machine.read_bytes_per_s is None:
+    if books.facts.machine.read_bytes_per_s is None or books.facts.machine.operations_per_s is None:
         return (
             "the machine's ceilings are not measured yet, so no step has a floor: that needs a while without requests"
         )

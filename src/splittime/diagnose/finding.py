@@ -6,7 +6,7 @@ name, and notes what the function needs to read and whose root it is. An *illnes
 *limit* is what a healthy server is bound by: it is told, and is no reason to fail a build.
 
 The order of what is told (`in_order`):
-1. the larger share of the requests' time first, as an illness, as a limit or as what no cure is known for;
+1. illnesses and what no cure is known for before limits; of either the larger share of the requests' time first;
 2. but a root before its symptoms, if it explains most of their time (`COVERS`). (An overloaded server makes everything
    queue; a server with two slots is overloaded because of the slots. What has a fifth of the time is not told before
    what has all of it, whoever causes whom.) A root that explains nobody's time (`Rule.explains`) has a share of
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from splittime.simulate.change import PredictedFigure
 
+NO_CURE_KNOWN = "no_cure_known"  # what the books state and no finding explains (`diagnose.unexplained`)
 NOTHING_FOUND, FOUND, CANNOT_TELL = 0, 1, 3  # exit codes, for a CI; 2 is a usage error
 
 
@@ -108,6 +109,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Gain | None = None
     not_predicted: str = ""
 
+    @property
+    def comes_last(self) -> bool:
+        """Whether it is told behind all illnesses: a limit, but not a wait that nobody explains."""
+        return self.is_limit and self.name != NO_CURE_KNOWN
+
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):
     """A rule that could not tell, and why. name: as in `Finding`. was_asked: it looked, and was not sure; else the
@@ -167,14 +173,14 @@ def in_order(
 ) -> tuple[Finding, ...]:
     """See the module's docstring. roots: of which names a finding is the root; a limit is nobody's. of_time: names of
     those that explain somebody's time."""
-    largest_first = sorted(findings, key=lambda f: (-f.share_of_time, f.is_limit))
+    largest_first = sorted(findings, key=lambda f: (f.comes_last, -f.share_of_time, f.is_limit))
     told: dict[str, Finding] = {}
 
     def tell(finding: Finding, least: float, above: frozenset[str]) -> None:
         for root in largest_first:
             is_root = not root.is_limit and finding.name in roots.get(root.name, ())
             is_large = root.name not in of_time or root.share_of_time >= least
-            if is_root and is_large and root.name not in told and root.name not in above:
+            if is_root and is_large and not finding.comes_last and root.name not in told and root.name not in above:
                 tell(root, least, above | {finding.name})
         told.setdefault(finding.name, finding)
 

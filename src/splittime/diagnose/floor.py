@@ -92,9 +92,9 @@ class StepFloor(msgspec.Struct, frozen=True, kw_only=True):
     def bound(self) -> Bound:
         if self.host_ns > self.device_ns:
             return Bound.HOST
-        if max(self.bytes_ns, self.operations_ns or 0) == 0:
-            return Bound.NONE
-        if (self.operations_ns or 0) >= self.bytes_ns:
+        if self.operations_ns is None or max(self.bytes_ns, self.operations_ns) == 0:
+            return Bound.NONE  # what is not measured may be the longer one
+        if self.operations_ns >= self.bytes_ns:
             return Bound.COMPUTE
         return Bound.WEIGHTS if self.weights_ns >= self.kv_ns else Bound.KV
 

@@ -9,8 +9,8 @@ finding gets the reason and stays as it is. The simulator also abstains if its r
 
 A cure is withdrawn if its interval is not a gain throughout. The finding then keeps its claim, its evidence and its
 place among the illnesses (what the books state outranks what is inferred), but has no flags any more, and comes after
-those whose cures help. A cure is judged by its own value only: if that needs steps beyond the recorded ones, a value on
-the way is replayed and shown, and the cure stays.
+the others, whose cures help. A cure is judged by its own value only: if that needs steps beyond the recorded ones, a
+value on the way is replayed and shown, and the cure stays.
 
 An interval is that of the draws, widened by the error of the replay without the change, and at least by `LEAST_ERROR`.
 The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `diagnose.excerpt` picks.
@@ -91,8 +91,8 @@ def sized(
             say(f"replaying the cure of {name}", (done + share) / len(wanted))
 
         findings.append(_sized(books, finding, excerpt, of_all, replays))
-    behind = [finding for finding in findings if is_withdrawn(finding)]
-    return replace(diagnosis, findings=(*(f for f in findings if f not in behind), *behind))
+    ordered = sorted(findings, key=lambda finding: (finding.comes_last, is_withdrawn(finding)))
+    return replace(diagnosis, findings=tuple(ordered))
 
 
 def is_withdrawn(finding: Finding) -> bool:

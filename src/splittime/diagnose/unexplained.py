@@ -12,11 +12,10 @@ import msgspec
 
 from splittime.diagnose.attribution import Owner, attribution, meaning, waits
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import RULES, Abstention, Cure, Fact, Finding
+from splittime.diagnose.finding import NO_CURE_KNOWN, RULES, Abstention, Cure, Fact, Finding
 from splittime.diagnose.rules.evidence import CERTAIN, served, worst
 from splittime.diagnose.rules.share import MIN_SHARE, of_requests
 
-NAME = "no_cure_known"
 MAX_UNEXPLAINED = 0.3  # of the requests' time: beyond, "nothing found" would be an all-clear that nobody can give
 MIN_TOLD = 0.01  # of the requests' time, in the summary of where it went
 
@@ -62,7 +61,7 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
     reasons = {abstention.name: abstention.why for abstention in about}
     asked = {abstention.name for abstention in about if abstention.was_asked}
     return Finding(
-        name=NAME,
+        name=NO_CURE_KNOWN,
         claim=f"{first_share:.0%} of all requests' time is {first}: {meaning(first).rstrip('.')}. It is stated in the "
         "books, and no rule here has a cure to offer for it.",
         evidence=(

@@ -9,60 +9,77 @@ issue 3399, AutoAWQ issue 235).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from splittime.diagnose.agree import BYTES_OF
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.floor import Bound, FloorGroup, Kind, floors, read_bytes_per_s, sentence
 from splittime.diagnose.rules.evidence import LIKELY, served, setting, slowest_steps, threads_and_cores
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests
 from splittime.ledger.stages import Stage
 
-MIN_LIMIT_SHARE = 0.3  # of the requests' time: a limit is told when it is where the time goes
-MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it, where no smaller kind of bytes is known
-MIN_SAVED = 0.1  # of a step: what a cure saves at the least, by the best rate at which this machine was seen to read
+MIN_PART = 0.3  # of the steps' time, that a ceiling takes: a limit is told where the time goes
+MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
+ODD = 0.1  # of such steps' time: so many beyond the ceiling may be odd ones
 
 _COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
 
 
-def _bound_by(books: Books, bound: Bound, kept: float = 1.0) -> tuple[list[FloorGroup], Share]:
-    """The groups of steps that are held by this ceiling, and their share of the requests' time. kept: of the bytes,
-    with the cure; how much it saves decides then, since a ceiling is of the machine's best moment and reading may take
-    longer, never less.
+class NearCeiling(NamedTuple):
+    """The groups of steps that run near this ceiling, and what it takes of the requests' time at the least."""
 
-    What is read is also told where it is most of decoding alone: long prompts may have most of the time, and TPOT is
-    felt by itself."""
-    groups = floors(books.steps, books.facts)
-    held = [g for g in groups if g.bound is bound and _is_held(g, bound, kept)]
-    share = _share(books, _COMPUTED, _part(held, groups), MIN_LIMIT_SHARE)
-    decoding, held_decoding = ([g for g in of if g.kind is Kind.DECODE] for of in (groups, held))
-    of_decoding = _part(held_decoding, decoding)
-    if share.is_worth_it or bound is Bound.COMPUTE or of_decoding < MIN_LIMIT_SHARE:
-        return held, share
-    return held_decoding, _share(books, (Stage.DECODE,), of_decoding, MIN_SHARE)
+    bound: Bound
+    groups: list[FloorGroup]
+    share: Share
 
+    @property
+    def of_step(self) -> float:
+        """What the ceiling takes of such a step, at the least."""
+        return sum(_own_ns(g, self.bound) for g in self.groups) / max(1, _device_ns(self.groups))
 
-def _part(some: Sequence[FloorGroup], groups: Sequence[FloorGroup]) -> float:
-    return sum(group.device_ns for group in some) / max(1, sum(group.device_ns for group in groups))
-
-
-def _share(books: Books, owners: Sequence[str], part: float, least: float) -> Share:
-    """Returns how much of the requests' time these owners have."""
-    lost = {request_id: ns * part for request_id, ns in attribution(books).of(*owners).items() if part}
-    return of_requests(lost, served(books.accounts), least)
+    @property
+    def refusal(self) -> Answer:
+        """What is answered instead of a finding; None where there is one, or nothing to tell. Steps beyond a ceiling
+        show that it is none: it was measured in a worse moment, or counts what rows share for each."""
+        beyond = [group for group in self.groups if _nearness(group, self.bound) > 1]
+        if not self.share.is_worth_it:
+            return self.share.unsure()
+        if _device_ns(beyond) < ODD * _device_ns(self.groups):
+            return None
+        return Abstention(why=f"what was measured as this machine's ceiling is none: {sentence(beyond[0])}")
 
 
-def _is_held(group: FloorGroup, bound: Bound, kept: float) -> bool:
-    """Products hold a step at the rate of the server's kernels, whatever the processor could do."""
-    saved_ns = group.device_ns - _then_ns(group, bound, kept)
-    share = group.attained if bound is Bound.COMPUTE else group.share
-    return (share or 0.0) >= MIN_OF_CEILING or saved_ns >= MIN_SAVED * max(1, group.device_ns)
+def _held_by(books: Books, bound: Bound) -> NearCeiling:
+    """Reading is told of decoding alone, whose every step reads it all: of prompts it is a small part. Where it is most
+    of decoding it is told though prompts have most of the time, as TPOT is felt by itself."""
+    is_reading = bound is not Bound.COMPUTE
+    groups = [g for g in floors(books.steps, books.facts) if g.kind is Kind.DECODE or not is_reading]
+    held = [g for g in groups if g.bound is bound and _nearness(g, bound) >= MIN_OF_CEILING]
+    part = sum(min(_own_ns(g, bound), g.device_ns) for g in held) / max(1, _device_ns(groups))
+    owners, least = ((Stage.DECODE,), MIN_SHARE) if is_reading else (_COMPUTED, MIN_PART)
+    lost = {request_id: ns * part for request_id, ns in attribution(books).of(*owners).items() if part >= MIN_PART}
+    return NearCeiling(bound, held, of_requests(lost, served(books.accounts), least))
+
+
+def _device_ns(groups: Sequence[FloorGroup]) -> int:
+    return sum(group.device_ns for group in groups)
+
+
+def _nearness(group: FloorGroup, bound: Bound) -> float:
+    """Returns the share of the ceiling: of memory's with all that is read, of products' at the kernels' own rate."""
+    return (group.operations_ns if bound is Bound.COMPUTE else group.bytes_ns) / max(1, group.device_ns)
+
+
+def _own_ns(group: FloorGroup, bound: Bound) -> int:
+    """Returns the time of what the steps are bound by, at the ceiling."""
+    return {Bound.WEIGHTS: group.weights_ns, Bound.KV: group.kv_ns}.get(bound, group.operations_ns)
 
 
 def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:
     """What the steps would take with so much of the bytes: the rest of them, and at least their products."""
-    read_ns = min(_read_ns(group, bound), group.device_ns)
+    read_ns = min(_own_ns(group, bound), group.device_ns)
     return max(group.device_ns - read_ns * (1 - kept), float(min(group.operations_ns, group.device_ns)))
 
 
@@ -70,6 +87,14 @@ def _kept(now: str | None, smaller: str | None) -> float:
     """Returns the ratio of the bytes, where both dtypes are known and the second is smaller."""
     before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
     return after / before if before and after and after < before else 1.0
+
+
+def _weights(books: Books) -> tuple[str, str]:
+    """Returns the format of a checkpoint that came quantised, "" for another's, and what the layers are kept in: by
+    what was loaded, by the settings only where that is not told."""
+    told = str(setting(books, "weights") or setting(books, "quantization") or setting(books, "dtype") or "")
+    form, _, kept = told.rpartition(": ") if ": " in told else ("", "", told)
+    return form, (kept.replace(",", " ").replace(";", " ").split() or [""])[0]
 
 
 def crossover_rows(books: Books) -> float | None:
@@ -87,17 +112,8 @@ def crossover_rows(books: Books) -> float | None:
 
 def _evidence(groups: Sequence[FloorGroup]) -> tuple[Fact, ...]:
     """The groups that take most of the time, in their own words."""
-    return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in groups[:3])
-
-
-def _read_share(groups: Sequence[FloorGroup], bound: Bound) -> str:
-    """Returns the share of the steps' time that reading what they are bound by takes, without what else they read."""
-    device_ns = sum(group.device_ns for group in groups)
-    return f"{min(1.0, sum(_read_ns(group, bound) for group in groups) / max(1, device_ns)):.0%}"
-
-
-def _read_ns(group: FloorGroup, bound: Bound) -> int:
-    return group.weights_ns if bound is Bound.WEIGHTS else group.kv_ns
+    told = [group for group in groups if (group.share or 0) <= 1]
+    return tuple(Fact(f"{group.num_steps} steps", sentence(group)) for group in told[:3])
 
 
 def _kv_dtype(books: Books) -> str:
@@ -106,22 +122,15 @@ def _kv_dtype(books: Books) -> str:
     return str(setting(books, "dtype") if told in (None, "auto") else told)
 
 
-def _limit(
-    claim: str,
-    share: Share,
-    groups: Sequence[FloorGroup],
-    books: Books,
-    more: tuple[Fact, ...] = (),
-    **told: object,
-) -> Finding:
-    lows, highs = zip(*(group.rows for group in groups), strict=True)
+def _limit(claim: str, held: NearCeiling, books: Books, more: tuple[Fact, ...] = (), **told: object) -> Finding:
+    lows, highs = zip(*(group.rows for group in held.groups), strict=True)
     within = [s for s in books.steps if min(lows) <= len(s.rows) <= max(highs)]
     return Finding(
         claim=claim,
-        evidence=(*_evidence(groups), *more),
+        evidence=(*_evidence(held.groups), *more),
         step_ids=slowest_steps(within),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        share_of_time=held.share.value,
+        share_interval=held.share.interval,
         confidence=LIKELY,
         confidence_from="the step's bytes and operations over this machine's measured ceilings: an estimate",
         is_limit=True,
@@ -129,15 +138,15 @@ def _limit(
     )
 
 
-def _expected(groups: Sequence[FloorGroup], smaller: str | None, bound: Bound, kept: float) -> tuple[Fact, ...]:
+def _expected(held: NearCeiling, smaller: str | None, kept: float) -> tuple[Fact, ...]:
     """What a step of the first group would take with fewer bytes. The bytes are read at the best rate that was seen, or
     slower, so the cure saves this much at the least; at the most all but the other kind's bytes shrinks with them."""
     if kept == 1.0:
         return ()
-    group = groups[0]
-    others_ns = min(group.bytes_ns - _read_ns(group, bound), group.device_ns)
+    group = held.groups[0]
+    others_ns = min(group.bytes_ns - _own_ns(group, held.bound), group.device_ns)
     least_ns = max(others_ns + kept * (group.device_ns - others_ns), float(group.operations_ns))
-    then_ns = _then_ns(group, bound, kept)
+    then_ns = _then_ns(group, held.bound, kept)
     span = f"{min(least_ns, then_ns) / group.num_steps / 1e6:.3g} to {then_ns / group.num_steps / 1e6:.3g}"
     told = f"{span} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
     what = f"a step's time on the device with {smaller} ({kept:.2g} of the bytes), expected"
@@ -147,61 +156,65 @@ def _expected(groups: Sequence[FloorGroup], smaller: str | None, bound: Bound, k
 @rule("accounts", "steps", "floor")
 def weight_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the weights from memory takes."""
-    now = setting(books, "quantization")
-    smaller = {None: "int8", "int8": "int4"}.get(now)
-    kept = _kept(now or setting(books, "dtype"), smaller)
-    groups, share = _bound_by(books, Bound.WEIGHTS, kept)
-    if not share.is_worth_it:
-        return share.unsure()
+    held = _held_by(books, Bound.WEIGHTS)
+    if held.refusal is not None or not held.share.is_worth_it:
+        return held.refusal
+    form, now = _weights(books)
+    smaller = None if form else {"float32": "int8", "bfloat16": "int8", "float16": "int8", "int8": "int4"}.get(now)
     crossover = crossover_rows(books)
     until = f"up to about {crossover:.0f} rows" if crossover is not None else "small batches"
-    cure = Cure(sentence="Share the weights among more rows (more requests at once), or take a smaller model.")
-    if smaller is not None:
-        cure = Cure(
-            sentence=f"Read fewer bytes: {smaller} weights.",
-            flags=("--quantization", smaller),
-            elsewhere={"vllm": "an AWQ or GPTQ checkpoint", "sglang": "--quantization", "llama.cpp": "a Q4_K_M file"},
-        )
     return _limit(
-        f"{share.value:.0%} of the requests' time is decoding that waits for the weights to be read from memory, "
-        f"for {_read_share(groups, Bound.WEIGHTS)} of a step at the least.",
-        share,
-        groups,
+        f"{held.share.value:.0%} of the requests' time is decoding that reads the weights from memory, "
+        f"{held.of_step:.0%} of such a step at the least.",
+        held,
         books,
-        cure=cure,
+        cure=_fewer_bytes(form, smaller),
         cost="Rounded weights change answers a little: see the routes in BENCHMARKS.md for perplexity and KL."
         if smaller is not None
         else "Larger batches lengthen TPOT; a smaller model answers worse.",
-        more=_expected(groups, smaller, Bound.WEIGHTS, kept),
+        more=_expected(held, smaller, _kept(now, smaller)),
         counter_check="With weights of half the bytes TPOT p50 at the same batch does not fall by a quarter.",
         regime=f"{until}; beyond, products bind, and at 64 rows smaller weights gain nothing or cost time",
+    )
+
+
+def _fewer_bytes(form: str, smaller: str | None) -> Cure:
+    if smaller is None:
+        another = f", or another {form} checkpoint, of fewer bits (this one is served as it is)" if form else ""
+        return Cure(
+            sentence=f"Share the weights among more rows (more requests at once), or take a smaller model{another}."
+        )
+    return Cure(
+        sentence=f"Read fewer bytes: {smaller} weights.",
+        flags=("--quantization", smaller),
+        elsewhere={"vllm": "an AWQ or GPTQ checkpoint", "sglang": "--quantization", "llama.cpp": "a Q4_K_M file"},
     )
 
 
 @rule("accounts", "steps", "floor")
 def kv_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the cached keys and values takes."""
-    is_small = setting(books, "kv_cache_dtype") == "int8"
-    kept = 1.0 if is_small else _kept(_kv_dtype(books), "int8")
-    groups, share = _bound_by(books, Bound.KV, kept)
-    if not share.is_worth_it:
-        return share.unsure()
+    held = _held_by(books, Bound.KV)
+    if held.refusal is not None or not held.share.is_worth_it:
+        return held.refusal
+    kept = _kept(_kv_dtype(books), "int8")
     cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
-    if not is_small:
+    if kept < 1:
         cure = Cure(
             sentence="Read fewer bytes: an int8 KV cache.",
             flags=("--kv-cache-dtype", "int8"),
             elsewhere={"vllm": "--kv-cache-dtype fp8", "sglang": "--kv-cache-dtype fp8_e5m2"},
         )
     return _limit(
-        f"{share.value:.0%} of the requests' time is decoding that waits for keys and values to be read from memory, "
-        f"for {_read_share(groups, Bound.KV)} of a step at the least.",
-        share,
-        groups,
+        f"{held.share.value:.0%} of the requests' time is decoding that reads keys and values from memory, "
+        f"{held.of_step:.0%} of such a step at the least.",
+        held,
         books,
         cure=cure,
-        cost="int8 KV rounds keys and values: check answers at long contexts, where it matters most.",
-        more=_expected(groups, "int8", Bound.KV, kept),
+        cost="int8 KV rounds keys and values: check answers at long contexts, where it matters most."
+        if kept < 1
+        else "Answers without what is not in the context any more; a smaller model may answer worse.",
+        more=_expected(held, "int8", kept),
         counter_check="With an int8 cache TPOT p50 at the same contexts does not fall by a fifth.",
         regime="large batches of long contexts; at one short request the weights are more bytes than the KV",
     )
@@ -210,9 +223,9 @@ def kv_bandwidth_bound(books: Books) -> Answer:
 @rule("accounts", "steps", "floor")
 def compute_bound(books: Books) -> Answer:
     """Steps take as long as their multiplications take."""
-    groups, share = _bound_by(books, Bound.COMPUTE)
-    if not share.is_worth_it:
-        return share.unsure()
+    held = _held_by(books, Bound.COMPUTE)
+    if held.refusal is not None or not held.share.is_worth_it:
+        return held.refusal
     threads, cores = threads_and_cores(books)
     is_meant = _are_threads_meant(books)
     flags: tuple[str, ...] = ()
@@ -224,9 +237,9 @@ def compute_bound(books: Books) -> Answer:
         sentence += f"other core{'s' * (cores - threads > 1)}: {threads} of {cores} threads is {is_meant}."
     elsewhere = {} if flags else {"vllm": "an FP8 or W8A8 checkpoint", "sglang": "--quantization w8a8_int8"}
     return _limit(
-        f"{share.value:.0%} of the requests' time is steps that are bound by multiplications.",
-        share,
-        groups,
+        f"{held.share.value:.0%} of the requests' time is multiplying at the rate of the server's kernels, "
+        f"{held.of_step:.0%} of such a step at the least.",
+        held,
         books,
         cure=Cure(sentence=sentence, flags=flags, elsewhere=elsewhere),
         cost=_cost(threads < cores, bool(flags)),
