@@ -309,6 +309,14 @@ def test_a_form_that_many_walked_is_compiled_anew_for_who_comes_and_not_in_a_wal
     assert known.is_known(grammar)
 
 
+def test_kept_forms_and_what_failed_weigh_their_text_and_more(known: Grammars) -> None:
+    before = known.kept.weight
+    known._keep("its own", "x" * 1000, RequestError("no").info)
+    assert known.kept.weight == before + compiled.LEAST_KEPT_BYTES + 1000
+    known._keep("its own", "x" * 1000, RequestError("no").info, 5)
+    assert known.kept.weight == before + compiled.LEAST_KEPT_BYTES + 1005
+
+
 def test_who_leaves_does_not_wait_for_room_of_a_process(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known.far, "_makes_room", lambda form: False)
     with pytest.raises(FormGone):

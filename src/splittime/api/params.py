@@ -155,7 +155,7 @@ def _held_to_calls(sampling: SamplingParams, tool_use: ToolUse | None) -> Sampli
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What the chat template is told besides the messages."""
+    """Returns what the chat template is told besides the messages."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     _require(not (opens and continues), "continue_final_message", True, "cannot be true with add_generation_prompt")
@@ -165,7 +165,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
-    """What concerns the whole ask: number of choices, and token ids that the model has."""
+    """Returns what concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, limits.max_choices
     _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
     check_lists(ask.sampling, model.vocab_size)

@@ -207,8 +207,8 @@ def _refused(said: str, param: str, value: Any, limit: list[str], hint: str) -> 
 
 
 def _goes_on(chat: list[ChatMessage], role: str) -> bool:
-    """Whether a message of this role becomes part of the last one: instructions at the beginning do, and what stands
-    behind reasoning alone, or behind calls, of the same turn."""
+    """Returns whether a message of this role becomes part of the last one: instructions at the beginning do, and what
+    stands behind reasoning alone, or behind calls, of the same turn."""
     if not chat or chat[-1]["role"] != role:
         return False
     last = chat[-1]

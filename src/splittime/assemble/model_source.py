@@ -58,7 +58,8 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
 
 
 def is_meant(word: str) -> bool:
-    """Whether a word of a command line names a model, or what could only be one: a path, a file, an id of the Hub."""
+    """Returns whether a word of a command line names a model, or what could only be one: a path, a file, an id of the
+    Hub."""
     if word in PACKAGED or _HUB_ID.fullmatch(word) or _LIKE_A_PATH.fullmatch(word):
         return True
     try:
@@ -68,17 +69,17 @@ def is_meant(word: str) -> bool:
 
 
 def reads_like_a_prompt(word: str) -> bool:
-    """Whether no name of a model looks like this."""
+    """Returns whether no name of a model looks like this."""
     return _NAME.fullmatch(word) is None
 
 
 def is_packaged(model: str | None) -> bool:
-    """Whether this is what a model of the package is called, and nothing here has the same name."""
+    """Returns whether this is what a model of the package is called, and nothing here has the same name."""
     return model is None or (model in PACKAGED and not Path(model).exists())
 
 
 def _hint(model: str) -> str | None:
-    """What to type, of a text that was meant as a prompt."""
+    """Returns what to type, of a text that was meant as a prompt."""
     if not reads_like_a_prompt(model):
         return None
     shown = model if len(model) <= SHOWN_CHARS and model.isprintable() else "PROMPT"
@@ -86,7 +87,7 @@ def _hint(model: str) -> str | None:
 
 
 def default_name(model: str | None, folder: Path) -> str:
-    """What the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
+    """Returns what the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
     if model is None or is_packaged(model):
         return f"splittime-{model or PACKAGED[0]}"
     if folder.is_file():

@@ -238,7 +238,7 @@ def _text(value: Any) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """What can be written out in its place."""
+    """Returns what can be written out in its place."""
     if isinstance(value, list | tuple):
         return [_printable(one) for one in value]
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

@@ -149,7 +149,7 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
 
 
 def _sharing(config: RunnerConfig, runner: "TorchRunner", note: Callable[[str, int, int], None]) -> BlockSharing | None:
-    """What gives blocks to other servers and takes them from there; None where neither is asked for."""
+    """Returns what gives blocks to other servers and takes them from there; None where neither is asked for."""
     from splittime.runner.kv_port import BlockPort
 
     if not (config.kv_peers or config.kv_export):
@@ -186,7 +186,7 @@ def _encoder_parts(config: WorkerSettings, note: "OnPhase") -> EngineParts:
 
 
 def _grammars(config: WorkerSettings, runner: "TorchRunner") -> "Grammars":
-    """What answers can be held to. Nothing is read before the first request for it."""
+    """Returns what answers can be held to. Nothing is read before the first request for it."""
     from splittime.runner.grammars import Grammars
 
     path = Path(config.runner.model_path)

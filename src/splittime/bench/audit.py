@@ -174,7 +174,7 @@ def stolen(at_s: float | None = None, path: Path = STAT) -> Stolen | None:
 
 
 def audit_steal(before: Stolen | None, after: Stolen | None) -> RunCheck | None:
-    """How much was taken between the two, as a share of the time of all cores."""
+    """Returns how much was taken between the two, as a share of the time of all cores."""
     if before is None or after is None or after.at_s <= before.at_s:
         return None
     taken_s, took_s = max(0.0, after.taken_s - before.taken_s), after.at_s - before.at_s

@@ -62,7 +62,7 @@ def _as_expected(
     whole: Sequence[Outcome],
     lengths: Callable[[Outcome], tuple[int | None, int | None]],
 ) -> RunCheck | None:
-    """Whether a length that the server told is the one that was meant."""
+    """Returns whether a length that the server told is the one that was meant."""
     pairs = [(meant, known) for meant, known in map(lengths, whole) if meant is not None]
     known = [(meant, known) for meant, known in pairs if known is not None]
     if not pairs:

@@ -115,7 +115,7 @@ class TimedExchange:
             self.ended.set_result(None)
 
     def _judge(self) -> tuple[Ending, str | None]:
-        """What an answer is whose HTTP message is whole."""
+        """Returns what an answer is whose HTTP message is whole."""
         reading, status = self.reading, self.status or 0
         if status >= 400:
             return Ending.REFUSED, body_text(bytes(self._error_body)) or f"status {status}"
@@ -274,7 +274,7 @@ def request_id_of(job: Job, share: LoadShare) -> str:
 
 
 def facts_of(job: Job, share: LoadShare) -> dict[str, Any]:
-    """What an outcome says whatever became of the request."""
+    """Returns what an outcome says whatever became of the request."""
     planned = job.planned
     return {
         "index": planned.index,
@@ -296,7 +296,7 @@ def _since(begin_ns: int, at_ns: int | None) -> int | None:
 
 
 def _head(target: Target) -> tuple[bytes, bytes]:
-    """What stands before and after the path of every request."""
+    """Returns what stands before and after the path of every request."""
     address = target.address
     check_key(target.api_key)
     lines = [f" HTTP/1.1\r\nHost: {address.authority}", "Content-Type: application/json", "Accept: text/event-stream"]

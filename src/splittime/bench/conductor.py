@@ -154,7 +154,7 @@ class Conductor:
                 self._on_progress = None
 
     def _take_news(self) -> bool:
-        """Whether every process has all its measured outcomes."""
+        """Returns whether every process has all its measured outcomes."""
         counts = [part.take_counts() for part in self._parts]
         for one in counts:
             self._tally.add(one)
@@ -207,7 +207,7 @@ Result = TypeVar("Result")
 
 
 async def unless(stop: asyncio.Event | None, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What the work gives; None, and the work cancelled, if `stop` is set first."""
+    """Returns what the work gives; None, and the work cancelled, if `stop` is set first."""
     if stop is None:
         return await work
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
@@ -221,7 +221,7 @@ async def unless(stop: asyncio.Event | None, work: Coroutine[Any, Any, Result]) 
 
 
 async def before_the_load(stop: asyncio.Event | None, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work gives. Raises `EngineError` if `stop` is set first: there is nothing to keep yet."""
+    """Returns what the work gives. Raises `EngineError` if `stop` is set first: there is nothing to keep yet."""
     found = await unless(stop, work)
     if found is None:
         raise EngineError("interrupted before the load began: nothing was measured", code="interrupted")

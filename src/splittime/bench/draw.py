@@ -45,7 +45,7 @@ class EndlessCache:
         self._names: set[int] = set()
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
-        """How many of the prompt's first tokens were there before it; then they all are."""
+        """Notes a prompt. Returns how many of its first tokens were there before it."""
         size, names = self._block_size, self._names
         name = num_hits = 0
         is_hit = True
@@ -151,7 +151,7 @@ async def _drawn(asked: LoadRequest, target: Target) -> Schedule:
 
 
 def _asked(spec: LoadSpec) -> dict[str, Any]:
-    """What differs from the defaults, and what the defaults came to."""
+    """Returns what differs from the defaults, and what the defaults came to."""
     plain: dict[str, Any] = msgspec.to_builtins(LoadSpec())
     asked = {name: value for name, value in msgspec.to_builtins(spec).items() if value != plain[name]}
     arrivals = {} if spec.is_closed else {"arrivals": spec.arrival_kind}

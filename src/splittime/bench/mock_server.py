@@ -98,7 +98,7 @@ class MockServer:
         self._connections.discard(connection)
 
     def misfortune(self) -> tuple[bool, bool]:
-        """Whether the next request is answered with an error, and whether its stream breaks."""
+        """Returns whether the next request is answered with an error, and whether its stream breaks."""
         return self._random.random() < self.timings.error_rate, self._random.random() < self.timings.break_rate
 
     def arrive(self, answering: "Answering", arrived_ns: int) -> None:

@@ -109,7 +109,7 @@ def probe_spec(max_model_len: int | None) -> LoadSpec:
 
 
 def what_is_sent() -> str:
-    """What is sent, for whoever is asked first."""
+    """Returns what is sent, for whoever is asked first."""
     return (
         f"an idle server is sent {AT_ONCE} requests at a time for {PROBE_S:g} s, of at most {MOST_TOKENS} words and 32 "
         "tokens of answer; a server that is at work is sent nothing (--no-probe: never)"

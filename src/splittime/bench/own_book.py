@@ -89,7 +89,7 @@ async def _one(session: aiohttp.ClientSession, target: Target, request_id: str) 
 
 
 def _read_all(listed: Any) -> list[ClosedAccount]:
-    """What of a server's answer is accounts; [] if it is not what is expected of one."""
+    """Returns what of a server's answer is accounts; [] if it is not what is expected of one."""
     try:
         return [account_from_json(entry) for entry in listed["accounts"]]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # msgspec's errors are ValueErrors

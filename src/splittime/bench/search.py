@@ -79,7 +79,7 @@ class SearchResult(msgspec.Struct, frozen=True):
 
     @property
     def _so_far(self) -> str:
-        """Which rates it had come to, though not both were confirmed."""
+        """Returns which rates it had come to, though not both were confirmed."""
         ends = ((self.kept, "kept"), (None if self.is_unjudged else self.broken, "broke"))
         known = [f"{rate:g} requests/s {verb} the promise" for rate, verb in ends if rate is not None]
         return f"; so far {', '.join(known)}" if known else ""
@@ -153,7 +153,7 @@ async def sweep(
 
 
 def is_usable(run: Run) -> bool | None:
-    """What counts as kept where nothing is asked."""
+    """Returns what counts as kept where nothing is asked."""
     return None if run.is_void else True
 
 
@@ -241,7 +241,7 @@ class _Votes:
 
 
 def _next_rate(votes: _Votes, bounds: SearchBounds) -> float | None:
-    """What to run next; None: both ends are close enough, and settled."""
+    """Returns what to run next; None: both ends are close enough, and settled."""
     kept, broken = votes.ends()
     if kept is None and broken is None:
         return bounds.low

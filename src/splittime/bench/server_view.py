@@ -78,7 +78,7 @@ def _sampled(run: Run, arm: int, name: str) -> list[float]:
 
 
 def _seen_state(run: Run, arm: int, quantity: Quantity) -> float | None:
-    """What is waiting or running together is in flight, which the client knows; it is put beside `running`."""
+    """Returns the requests in flight by the client's count, beside `running`: those that wait or run together."""
     in_flight = [sample.in_flight for sample in run.samples if sample.arm == arm]
     return sum(in_flight) / len(in_flight) if in_flight and quantity.name == "running" else None
 

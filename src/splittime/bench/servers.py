@@ -207,7 +207,7 @@ def _own_gauges(stats: Any) -> ServerGauges:
 
 
 def _number(value: Any) -> float | None:
-    """What a server says of a quantity, if it is one."""
+    """Returns what a server says of a quantity, if it is one."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**53 else None
 
 
@@ -242,7 +242,8 @@ async def _keeps_books(session: aiohttp.ClientSession, arm: Arm, target: Target)
 
 
 async def connect_times(target: Target, count: int = NUM_CONNECTS) -> tuple[int, ...]:
-    """How long each of `count` fresh connections took, one after another, to the first address that takes any."""
+    """Returns how long each of `count` fresh connections took, one after another, to the first address that takes
+    any."""
     address = target.address
     times_ns: list[int] = []
     for place in await _places(address):
@@ -277,7 +278,7 @@ async def _connect(place: str, address: Address) -> int:
 async def round_trips(
     session: aiohttp.ClientSession, target: Target, path: str, count: int = NUM_ROUND_TRIPS
 ) -> tuple[int, ...]:
-    """How long each of `count` GETs took after one that opened the connection; ends at the first that fails."""
+    """Returns how long each of `count` GETs took after one that opened the connection; ends at the first that fails."""
     times_ns: list[int] = []
     for _ in range(count + 1):
         begin_ns = now_ns()

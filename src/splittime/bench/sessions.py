@@ -77,7 +77,7 @@ class SyntheticSessions:
         return limit is None or num_tokens <= limit
 
     def _later(self, phase: Phase, count: int) -> Iterator[tuple[Ids, int]]:
-        """What users add in later turns, and how long the answers are."""
+        """Returns what users add in later turns, and how long the answers are."""
         rng = stream(self._spec.seed, "later turns", phase)
         rows = self._synthetic.draw_rows(rng, count, evenly=False)
         if self._spec.turn_input_tokens is not None:

@@ -114,7 +114,7 @@ def _series(
 
 
 def _levels(given: SweepOptions) -> tuple[str, list[float]]:
-    """What differs from run to run, and its values in the order given."""
+    """Returns what differs from run to run, and its values in the order given."""
     if (given.rates is None) == (given.concurrencies is None):
         raise ConfigError("a sweep is over rates or over concurrencies", param="rates", hint="Give --rates 1,2,4.")
     name, text = ("rate", given.rates) if given.rates is not None else ("concurrency", given.concurrencies)

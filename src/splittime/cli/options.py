@@ -57,7 +57,7 @@ class CleanConsole(Console):
 
 
 def talk() -> Console:
-    """Where everything that is not data goes."""
+    """Returns where everything that is not data goes."""
     return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
 

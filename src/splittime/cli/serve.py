@@ -180,7 +180,7 @@ async def _first(starting: Coroutine[Any, Any, "Ready"], serving: "asyncio.Task[
 
 
 def model_info(settings: Settings, config: ServerConfig, folder: Path, ready: "Ready") -> ModelInfo:
-    """What the API says of the model, from its folder and from what the engine resolved."""
+    """Returns what the API says of the model, from its folder and from what the engine resolved."""
     return ModelInfo(
         names=model_names(settings, config, folder),
         max_model_len=ready.resolved["max_model_len"],

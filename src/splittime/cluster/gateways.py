@@ -95,7 +95,7 @@ class ManagedGateways:
 
     @property
     def have_taken(self) -> bool:
-        """Whether each gateway that lives had the config of the latest `lead` when it was looked at."""
+        """Returns whether each gateway that lives had the config of the latest `lead` when it was looked at."""
         wanted = [digest_of(config) for config, _ in self._written]
         return bool(wanted) and all(
             not one.is_alive or (one.gauges is not None and one.gauges.digest == digest)

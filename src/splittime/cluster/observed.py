@@ -62,7 +62,7 @@ class ReplicaWatch:
 
     @property
     def nap(self) -> Nap | None:
-        """What it is to be asked now, if it is not asked already."""
+        """Returns what it is to be asked now, if it is not asked already."""
         if self.gauges is None:
             return None
         if self._replica.phase is ReplicaPhase.SLEEPING and self.gauges.is_awake and self.lasted_s <= NAP_S:

@@ -58,7 +58,7 @@ class UpProcess:
 
     @property
     def printed(self) -> str:
-        """What it has printed."""
+        """Returns what it has printed."""
         return self._out.read_text().strip()
 
     @property

@@ -77,12 +77,12 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
 
     @property
     def is_listed(self) -> bool:
-        """Whether a list says which tokens may come, or may not."""
+        """Returns whether a list says which tokens may come, or may not."""
         return bool(self.allowed_token_ids or self.bad_token_ids)
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether a step computes each token of the prompt, so that none of it is taken from the cache."""
+        """Returns whether a step computes each token of the prompt, so that none of it is taken from the cache."""
         return self.prompt_logprobs is not None or self.pooling in ("cls", "mean")
 
     @property

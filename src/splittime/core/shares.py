@@ -30,7 +30,7 @@ class KeyShare:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who has less of it goes first."""
+        """Returns its rank among keys: who has less of it goes first."""
         return self.counter, self.turn
 
     def charge(self, amount: int) -> None:

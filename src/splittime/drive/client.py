@@ -38,7 +38,8 @@ class EngineClient(Protocol):
 
     @property
     def rest(self) -> Rest:
-        """Whether it is awake: `submit` refuses unless it is. One that died in its sleep is asleep, and not up."""
+        """Returns whether it is awake: `submit` refuses unless it is. One that died in its sleep is asleep, and not
+        up."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -59,7 +60,7 @@ class EngineClient(Protocol):
         ...
 
     def facts(self) -> ServerFacts | None:
-        """What the engine is, with its knobs as of now; None before it has said so."""
+        """Returns what the engine is, with its knobs as of now; None before it has said so."""
         ...
 
     async def configure(self, knobs: dict[str, Any], *, lasts: bool = True) -> dict[str, Any]:

@@ -150,12 +150,12 @@ class Crank:
         return self.engine.scheduler.hold(request_id, cause, self._clock.now_ns())
 
     def release(self, request_id: str, received_ns: int) -> bool:
-        """What it was held for is there: it queues, with its rank. Returns whether it was held."""
+        """Queues a request, with its rank: what it was held for is there. Returns whether it was held."""
         self._skip_idle_time()
         return self.engine.release(request_id, received_ns, self._clock.now_ns())
 
     def go_on(self, request_id: str) -> bool:
-        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        """Gives a request rows again: what may come in its answer is known. Returns whether it waited for that."""
         self._skip_idle_time()
         return self.engine.go_on(request_id, self._clock.now_ns())
 
@@ -229,7 +229,7 @@ class Crank:
         return self.engine.has_work or self.falls_asleep_next
 
     def seconds_to_deadline(self) -> float | None:
-        """How long until a turn has something to do though nothing comes in; None: it never has."""
+        """Returns how long until a turn has something to do though nothing comes in; None: it never has."""
         known = (self.engine.scheduler.next_deadline_ns(), self.residency.deadline_ns)
         deadline_ns = min((at_ns for at_ns in known if at_ns is not None), default=None)
         return None if deadline_ns is None else max(deadline_ns - self._clock.now_ns(), 0) / 1e9
@@ -278,7 +278,7 @@ class Crank:
             raise
 
     def _without_step(self) -> StepOutput | None:
-        """What there is to say without a step: refusals, aborts, expired deadlines."""
+        """Returns what there is to say without a step: refusals, aborts, expired deadlines."""
         if not self.engine.has_outputs:
             return None
         now_ns = self._clock.now_ns()
@@ -312,7 +312,7 @@ class Crank:
             self._thread = self._processor.now()
 
     def _thread_time(self) -> ThreadTime | None:
-        """What the thread was given since the last call, or since the engine was idle."""
+        """Returns what the thread was given since the last call, or since the engine was idle."""
         if self._processor is None or self._thread is None:
             return None
         before, self._thread = self._thread, self._processor.now()

@@ -27,7 +27,7 @@ class GrammarCompiler(Protocol):
     """What the runner has for grammars (`runner.grammars.Grammars`)."""
 
     def is_known(self, grammar: str, owner: str = "") -> bool:
-        """Whether `compile` would answer at once. owner: the tenant who asks, for whom forms are kept."""
+        """Returns whether `compile` would answer at once. owner: the tenant who asks, for whom forms are kept."""
         ...
 
     def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:

@@ -41,7 +41,7 @@ class Port(Protocol):
 
     @property
     def layout(self) -> str:
-        """What a block's bytes depend on beside its tokens; empty: no more to be shared."""
+        """Returns what a block's bytes depend on beside its tokens; empty: no more to be shared."""
         ...
 
     def read(self, block_ids: Sequence[int]) -> tuple[bytes, ...]:

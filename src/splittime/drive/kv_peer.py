@@ -41,11 +41,11 @@ class Peer:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has not failed lately."""
+        """Returns whether it has not failed lately."""
         return time.monotonic() >= self._rests_until_s
 
     def predicted_s(self, num_bytes: int) -> float:
-        """How long so many bytes would take."""
+        """Returns how long so many bytes would take."""
         return self.first_byte_s + num_bytes * self.byte_s
 
     def fetch(

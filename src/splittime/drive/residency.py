@@ -62,7 +62,7 @@ class Residency:
         return None if self._waiting is None else self._waiting.deadline_ns
 
     def refusal(self) -> Overloaded | None:
-        """What a new request is told; None while the engine is awake."""
+        """Returns what a new request is told; None while the engine is awake."""
         return refusal(self.rest) if self.level or self._waiting is not None else None
 
     def ask(self, ask: SleepAsk, asked_ns: int, num_aborted: int, answer: Answer) -> None:
@@ -70,7 +70,7 @@ class Residency:
         self._waiting = Waiting(ask, asked_ns, num_aborted, answer)
 
     def answer_at_once(self, ask: SleepAsk) -> SplittimeError | SleepReport | None:
-        """What there is to answer without any work; None: it is to be done."""
+        """Returns what there is to answer without any work; None: it is to be done."""
         try:
             ask.validate()
         except RequestError as error:
@@ -140,7 +140,7 @@ class Residency:
         return _with(_report("wake", level, moved, None, end_ns), begin_ns=begin_ns, slept_ns=slept_ns)
 
     def take_slept_ns(self) -> int:
-        """How long it slept since it was last asked, waking included."""
+        """Returns how long it slept since it was last asked, waking included."""
         slept_ns, self._slept_ns = self._slept_ns, 0
         return slept_ns
 
@@ -151,7 +151,7 @@ class Residency:
 
 
 def sleeps_already(level: int, asked: int) -> SleepReport:
-    """What a call for sleep is told by one that sleeps. Raises `Conflict` if that is at another level."""
+    """Returns what a call for sleep is told by one that sleeps. Raises `Conflict` if that is at another level."""
     if level != asked:
         message = f"the engine is asleep at level {level}, and cannot go on to level {asked}"
         raise Conflict(message, code="asleep", param="level", value=asked, hint="wake it first")
@@ -159,13 +159,13 @@ def sleeps_already(level: int, asked: int) -> SleepReport:
 
 
 def refusal(rest: Rest) -> Overloaded:
-    """What a request is told while the engine is not awake."""
+    """Returns what a request is told while the engine is not awake."""
     words = rest.state.replace("_", " ")
     return Overloaded(f"the engine is {words}", status=503, code=REFUSED_CODE, hint=WAY_OUT, retry_after_s=1.0)
 
 
 def ended_by_sleep() -> ErrorInfo:
-    """What a running request is told that `mode="abort"` ends."""
+    """Returns what a running request is told that `mode="abort"` ends."""
     error = Overloaded(
         "the engine was put to sleep (mode=abort) before this request was done",
         status=503,
@@ -177,7 +177,7 @@ def ended_by_sleep() -> ErrorInfo:
 
 
 def shutting_down() -> EngineError:
-    """What a call that waits is told when the client stops."""
+    """Returns what a call that waits is told when the client stops."""
     return EngineError("the server is shutting down", code="draining", status=503, retry_after_s=1.0)
 
 

@@ -72,14 +72,14 @@ class Engine:
         self._outputs.append(_refusal(request, max(received_ns, request.submitted_ns), error))
 
     def release(self, request_id: str, received_ns: int, now_ns: int) -> bool:
-        """What a request was held for is there: it queues, with its rank. Returns whether it was held."""
+        """Queues a request, with its rank: what it was held for is there. Returns whether it was held."""
         was_held = self.scheduler.release(request_id, received_ns)
         if was_held:
             self._recorder.stop_idling(now_ns)
         return was_held
 
     def go_on(self, request_id: str, now_ns: int) -> bool:
-        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        """Gives a request rows again: what may come in its answer is known. Returns whether it waited for that."""
         waited = self.scheduler.go_on(request_id)
         if waited:
             self._recorder.stop_idling(now_ns)
@@ -150,7 +150,7 @@ class Engine:
         self._in_flight.pop()
 
     def take_outputs(self) -> tuple[RequestOutput, ...]:
-        """What the requests are told, once."""
+        """Returns what the requests are told, once."""
         outputs, self._outputs = tuple(self._outputs), []
         return outputs
 

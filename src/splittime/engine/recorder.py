@@ -189,7 +189,7 @@ class Recorder:
         return Span(step.begin_ns, times.ready_ns, plan_ns, commit_ns=0, hidden_ns=hidden_ns)
 
     def _device_gap_ns(self, reported_ns: int, host_gap_ns: int, plan_ns: int, launch_ns: int) -> int:
-        """What the device's clock says that it waited, held to what the host's says that it can have."""
+        """Returns what the device's clock says that it waited, held to what the host's says that it can have."""
         if reported_ns <= 0 or self._previous is None:
             return 0
         return min(reported_ns, gap_room_ns(self._previous, host_gap_ns, plan_ns, launch_ns))
@@ -202,7 +202,7 @@ def _in_turn(step: InFlight, times: StepTimes) -> Span:
 
 
 def _without_processor(thread: ThreadTime | None, lasted_ns: int, result: StepResult) -> tuple[int | None, int | None]:
-    """How long of so much time the thread waited for a processor, and how long it was off it otherwise."""
+    """Returns how long of so much time the thread waited for a processor, and how long it was off it otherwise."""
     if thread is None:
         return None, None
     waited_ns = min(thread.waited_ns, lasted_ns)

@@ -29,16 +29,16 @@ class Breaker:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is known against it since its latest success."""
+        """Returns whether nothing is known against it since its latest success."""
         return self._failures == 0 and self._open_until_ns is None
 
     @property
     def is_open(self) -> bool:
-        """Whether failures have opened it and no request has succeeded since."""
+        """Returns whether failures have opened it and no request has succeeded since."""
         return self._open_until_ns is not None
 
     def is_busy(self, now_ns: int) -> bool:
-        """Whether a 429 asked for a pause that is not over."""
+        """Returns whether a 429 asked for a pause that is not over."""
         return now_ns < self._busy_until_ns
 
     def allows(self, now_ns: int) -> bool:
@@ -49,7 +49,7 @@ class Breaker:
         return self._is_checked and now_ns >= self._open_until_ns and not self._is_trying
 
     def is_to_be_checked(self, now_ns: int) -> bool:
-        """Whether it is open, and has been left alone for as long as it should."""
+        """Returns whether it is open, and has been left alone for as long as it should."""
         return self._open_until_ns is not None and not self._is_checked and now_ns >= self._open_until_ns
 
     def note_checked(self, now_ns: int, *, is_well: bool) -> None:
@@ -91,8 +91,8 @@ class Breaker:
         self._is_trying = False
 
     def _is_one_tenants(self, now_ns: int) -> bool:
-        """Whether one tenant alone has met the failures, while another has had answers of late: what a request brings
-        about is not held against others."""
+        """Returns whether one tenant alone has met the failures, while another has had answers of late: what a request
+        brings about is not held against others."""
         if len(self._failed_for) != 1 or "" in self._failed_for:
             return False
         since_ns = now_ns - int(self.config.open_s * 1e9)

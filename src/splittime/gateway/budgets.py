@@ -145,7 +145,7 @@ class TokenBudgets:
 
     @property
     def is_written(self) -> bool:
-        """Whether the last write succeeded, or there is nothing to write."""
+        """Returns whether the last write succeeded, or there is nothing to write."""
         return self._exchanges is None or self._exchanges.succeeded
 
     def _read(self, file: BudgetFile) -> None:

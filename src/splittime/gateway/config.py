@@ -53,7 +53,7 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
 
     @property
     def whole_s(self) -> float:
-        """How long an answer may take that is no stream."""
+        """Returns how long an answer may take that is no stream."""
         return self.total_s if self.whole_answer_s is None else self.whole_answer_s
 
 

@@ -106,18 +106,18 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_choices(self) -> bool:
-        """Whether it is a chat or a completion."""
+        """Returns whether it is a chat or a completion."""
         return self.path in WITH_CHOICES
 
     @property
     def is_written(self) -> bool:
-        """Whether its answer is written by a model, token by token."""
+        """Returns whether its answer is written by a model, token by token."""
         return bool(ENDPOINTS[self.path].most)
 
     @property
     def places(self) -> int:
-        """How many it takes at an upstream: one for each answer that is written. Texts that are embedded or ranked are
-        computed together, and take one."""
+        """Returns how many it takes at an upstream: one for each answer that is written. Texts that are embedded or
+        ranked are computed together, and take one."""
         return self.answers if self.is_written else 1
 
     @property

@@ -77,5 +77,5 @@ async def lives(connections: UpstreamConnections, upstream: Upstream) -> bool:
 
 
 def _is_list(told: object) -> bool:
-    """Whether it may be a list of models, in whatever form."""
+    """Returns whether it may be a list of models, in whatever form."""
     return isinstance(told, dict | list) and told_error(told) is None

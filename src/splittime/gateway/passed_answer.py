@@ -55,7 +55,8 @@ class KeyMask:
 
 
 def is_stream(answer: Answer, first: bytes, was_asked_for: bool) -> bool:
-    """Whether an answer that begins so is a stream, whatever was asked for. Some servers name no type for one."""
+    """Returns whether an answer that begins so is a stream, whatever was asked for. Some servers name no type for
+    one."""
     if not 200 <= answer.status < 300:
         return False
     is_unnamed = was_asked_for and answer.content_type in ("", "text/plain")

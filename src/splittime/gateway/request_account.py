@@ -143,7 +143,7 @@ class RequestAccount:
 
     @property
     def _was_left(self) -> bool:
-        """Whether its client did not wait for the answer."""
+        """Returns whether its client did not wait for the answer."""
         return self.cancelled_ns is not None or (self.deadline_ns is not None and now_ns() >= self.deadline_ns)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:

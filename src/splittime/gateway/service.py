@@ -190,7 +190,7 @@ class GatewayService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether some upstream may be asked now."""
+        """Returns whether some upstream may be asked now."""
         at_ns = time.monotonic_ns()
         return not self.is_draining and any(one.breaker.allows(at_ns) for one in self.router.upstreams)
 
@@ -204,7 +204,8 @@ class GatewayService:
         self.budgets.check(tenant.name)
 
     def is_open_to(self, tenant: Tenant) -> bool:
-        """Whether a request of this tenant is surely not refused for want of room: nobody waits, no limit is met."""
+        """Returns whether a request of this tenant is surely not refused for want of room: nobody waits, no limit is
+        met."""
         if self.is_draining or self.queue.requests:
             return False
         try:

@@ -79,7 +79,7 @@ class SharedLimits:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the last exchange succeeded."""
+        """Returns whether the last exchange succeeded."""
         return self._exchanges.succeeded
 
     def _limited(self) -> dict[str, Quota]:

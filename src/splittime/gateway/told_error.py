@@ -39,7 +39,7 @@ class ToldError(NamedTuple):
 
     @property
     def names_a_model(self) -> bool:
-        """Whether it says that there is no such model."""
+        """Returns whether it says that there is no such model."""
         begin = self.message[:16].lower()
         return bool(self.codes & NO_SUCH_MODEL) or self.param == "model" or begin.startswith(NO_SUCH_MODEL_BEGINS)
 
@@ -71,8 +71,8 @@ def event_error(data: bytes) -> ToldError | None:
 
 
 def says_no_such_path(told: object) -> bool:
-    """Whether a decoded 404 is about the path, not about what was asked for there: an API's own error is about a model,
-    a file or a response, unless it is one of ours that names nothing."""
+    """Returns whether a decoded 404 is about the path, not about what was asked for there: an API's own error is about
+    a model, a file or a response, unless it is one of ours that names nothing."""
     if not isinstance(told, dict):  # a page in HTML, a word, nothing
         return True
     error = told.get("error")

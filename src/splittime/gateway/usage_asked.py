@@ -69,7 +69,7 @@ class UsageAsked:
         self.request = msgspec.structs.replace(self._asked, body=body) if self._added else self._asked
 
     def is_refused(self, status: int, body: bytes) -> bool:
-        """Whether the upstream refused what was added alone; `request` then asks for less."""
+        """Returns whether the upstream refused what was added alone; `request` then asks for less."""
         is_about_it = any(name.encode() in body[:MAX_REFUSAL_BYTES] for name in (OPTIONS, INCLUDE, EACH))
         if not (self._added and status in REFUSED and is_about_it):
             return False

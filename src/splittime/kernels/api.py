@@ -189,10 +189,11 @@ class Ops(Protocol):
         """Sets the threads of this process, for all that the backend computes."""
 
     def product_dtype(self, scheme: WeightScheme) -> str:
-        """What activations are rounded to before a product with such a weight."""
+        """Returns what activations are rounded to before a product with such a weight."""
 
     def keeps(self, scheme: WeightScheme) -> bool:
-        """Whether rounded rows can be packed in this scheme as they are: of fp8 the native kernels keep float32."""
+        """Returns whether rounded rows can be packed in this scheme as they are: of fp8 the native kernels keep
+        float32."""
 
     def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
         """Size of the one blob that a packed weight is, or None where this backend has no such thing."""
@@ -214,7 +215,7 @@ class Ops(Protocol):
         """
 
     def linear_from_blob(self, blob: Tensor, shape: LinearShape) -> PackedWeight:
-        """What `pack_linear` or `pack_rounded` made, from the blob that it had."""
+        """Returns what `pack_linear` or `pack_rounded` made, from the blob that it had."""
 
     def stack_linear(self, packed: Sequence[PackedWeight]) -> PackedWeight:
         """These packed weights of the same columns as one, the outputs of each below those of the one before. They may
@@ -233,7 +234,7 @@ class Ops(Protocol):
         """x [T, ..., D] over its root mean square along D, times the scale; a new tensor."""
 
     def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:
-        """What `linear` gives with this residual, and that normed by `rms_norm`."""
+        """Returns what `linear` gives with this residual, and that normed by `rms_norm`."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
@@ -257,7 +258,7 @@ class Ops(Protocol):
         """
 
     def finite(self, x: Tensor) -> list[bool]:
-        """Whether all of each row of x [N, D] is finite."""
+        """Returns whether all of each row of x [N, D] is finite."""
 
     def argmax(self, logits: Tensor) -> list[int]:
         """The first of the largest of each row of logits [N, vocab]."""

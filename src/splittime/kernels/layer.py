@@ -104,7 +104,7 @@ class MixtureSpec:
     expert: MlpSpec
 
     def num_weights(self, hidden_size: int) -> int:
-        """How many weights one token is multiplied by."""
+        """Returns how many weights one token is multiplied by."""
         return self.router.num_experts * hidden_size + self.router.num_chosen * self.expert.num_weights(hidden_size)
 
 

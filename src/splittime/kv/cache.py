@@ -130,7 +130,7 @@ class KVCache:
         return part + len(block_ids) - begin
 
     def has_room(self, lease: Lease, num_tokens: int, keep_free: int = 0) -> bool:
-        """Whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
+        """Returns whether the lease can hold `num_tokens`, and `keep_free` blocks stay free."""
         return self._pool.num_free - self.num_new(lease, num_tokens) >= keep_free
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
@@ -186,7 +186,7 @@ class KVCache:
         return ((), ()) if self.host is None else self.host.take_moves()
 
     def num_known(self, names: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, are in the index now. Any thread may ask."""
+        """Returns how many of these blocks, from the first on, are in the index now. Any thread may ask."""
         return next((place for place, name in enumerate(names) if self._index.find(name) is None), len(names))
 
     def adopt(self, names: Sequence[bytes], numbers: Sequence[int]) -> list[int]:

@@ -7,15 +7,13 @@ may be compared, hops of two never are (ADR 24). It is the client's word: part o
 of a tenant, `MAX_TRACE_HOPS` of a trace, for `KEPT_S` after its latest came. Safe to use from several threads.
 """
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 
 import msgspec
 
 from splittime.core.errors import RequestError
+from splittime.core.kept_by_owner import KeptByOwner
 from splittime.core.trace_context import MAX_TRACE_HOPS, HopKind
 
 MAX_TENANT_HOPS = 16_384
@@ -50,14 +48,6 @@ class HopCounts(msgspec.Struct, frozen=True):
     forgotten: int = 0
 
 
-class _KeptTrace:
-    __slots__ = ("by_span", "latest_ns")
-
-    def __init__(self) -> None:
-        self.by_span: dict[str, Hop] = {}
-        self.latest_ns = 0
-
-
 class HopBook:
     """max_hops: of one tenant. now_ns: for tests."""
 
@@ -67,11 +57,8 @@ class HopBook:
         kept_s: float = KEPT_S,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._max_hops, self._kept_ns, self._now_ns = max_hops, int(kept_s * 1e9), now_ns
-        self._lock = threading.Lock()
-        self._tenants: dict[str, OrderedDict[str, _KeptTrace]] = {}
-        self._sizes: dict[str, int] = {}
-        self._kept = self._known = self._forgotten = 0
+        self._traces = KeptByOwner[dict[str, Hop]](most_of_owner=max_hops, kept_ns=int(kept_s * 1e9), clock=now_ns)
+        self._num_kept = self._num_known = 0
 
     def add(self, hops: Sequence[Hop]) -> list[Hop]:
         """Keep hops of one tenant's trace, all or none. Returns those that are new.
@@ -81,45 +68,22 @@ class HopBook:
         if not hops:
             return []
         tenant, trace_id = hops[0].tenant, hops[0].trace_id
-        with self._lock:
-            traces = self._tenants.setdefault(tenant, OrderedDict())
-            self._forget_old(tenant, traces)
-            kept = traces.get(trace_id) or _KeptTrace()
-            new = _new_ones(kept.by_span, hops)
-            traces[trace_id] = kept
-            traces.move_to_end(trace_id)
-            kept.by_span |= {hop.span_id: hop for hop in new}
-            kept.latest_ns = self._now_ns()
-            self._sizes[tenant] = self._sizes.get(tenant, 0) + len(new)
-            self._kept, self._known = self._kept + len(new), self._known + len(hops) - len(new)
-            self._forget_beyond(tenant, traces)
+        with self._traces.lock:
+            by_span = self._traces.get(tenant, trace_id) or {}
+            new = _new_ones(by_span, hops)
+            by_span |= {hop.span_id: hop for hop in new}
+            self._traces.put(tenant, trace_id, by_span, len(by_span))
+            self._num_kept, self._num_known = self._num_kept + len(new), self._num_known + len(hops) - len(new)
         return new
 
     def of_trace(self, trace_id: str, tenant: str | None = None) -> list[Hop]:
         """Returns the hops of a trace that are kept; of this tenant, if one is named."""
-        with self._lock:
-            for name, traces in self._tenants.items():
-                self._forget_old(name, traces)
-            asked = self._tenants if tenant is None else {tenant: self._tenants.get(tenant, OrderedDict())}
-            found = [traces[trace_id].by_span.values() for traces in asked.values() if trace_id in traces]
-            return list(chain.from_iterable(found))
+        with self._traces.lock:
+            tenants = self._traces.owners_of(trace_id) if tenant is None else [tenant]
+            return [hop for name in tenants for hop in (self._traces.get(name, trace_id) or {}).values()]
 
     def counts(self) -> HopCounts:
-        return HopCounts(self._kept, self._known, self._forgotten)
-
-    def _forget_old(self, tenant: str, traces: OrderedDict[str, _KeptTrace]) -> None:
-        until_ns = self._now_ns() - self._kept_ns
-        while traces and next(iter(traces.values())).latest_ns < until_ns:
-            self._forget_first(tenant, traces)
-
-    def _forget_beyond(self, tenant: str, traces: OrderedDict[str, _KeptTrace]) -> None:
-        while self._sizes[tenant] > self._max_hops and len(traces) > 1:
-            self._forget_first(tenant, traces)
-
-    def _forget_first(self, tenant: str, traces: OrderedDict[str, _KeptTrace]) -> None:
-        _, first = traces.popitem(last=False)
-        self._sizes[tenant] -= len(first.by_span)
-        self._forgotten += len(first.by_span)
+        return HopCounts(self._num_kept, self._num_known, self._traces.weight_forgotten)
 
 
 def _new_ones(known: dict[str, Hop], hops: Iterable[Hop]) -> list[Hop]:

@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
 
 
 def is_sampled(request_id: str) -> bool:
-    """Whether this request is counted: by its name alone, whatever it says and however long it took."""
+    """Returns whether this request is counted: by its name alone, whatever it says and however long it took."""
     return crc32(request_id.encode()) % SAMPLED == 0
 
 

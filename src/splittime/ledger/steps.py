@@ -127,7 +127,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def busy_ns(self) -> int:
-        """What the device worked, so far as is known: copies of blocks, forward pass and sampling."""
+        """Returns what the device worked, so far as is known: copies of blocks, forward pass and sampling."""
         return self.moves_ns + self.device_ns + self.sample_ns
 
 

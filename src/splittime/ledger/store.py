@@ -196,7 +196,7 @@ class Ledger:
         return [hop for hop in self._file.reader().hops(trace_id) if tenant in (None, hop.tenant)]
 
     def facts(self) -> ServerFacts | None:
-        """What the server says of itself now (`describe_by`); the file's thread asks too."""
+        """Returns what the server says of itself now (`describe_by`); the file's thread asks too."""
         return self._tell_facts() if self._tell_facts is not None else None
 
     def describe_by(self, facts: TellFacts | None, ran: TellRan | None = None) -> None:

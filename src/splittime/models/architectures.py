@@ -118,7 +118,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def layer_names(name: str) -> LayerNames:
-    """What checkpoints of the architecture `name`, which is served, call a layer's modules."""
+    """Returns what checkpoints of the architecture `name`, which is served, call a layer's modules."""
     return ARCHITECTURES[name].names
 
 

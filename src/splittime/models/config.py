@@ -103,7 +103,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_routers(self) -> bool:
-        """Whether some layer is a mixture of experts."""
+        """Returns whether some layer is a mixture of experts."""
         return any(isinstance(layer.feed_forward, MixtureSpec) for layer in self.layers)
 
     @property

@@ -40,7 +40,7 @@ class Decoder:
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """How keys and values are kept: a pool of the KV cache for each."""
+        """Returns how keys and values are kept: a pool of the KV cache for each."""
         return kv_groups(self.config.layers)
 
     @cached_property
@@ -52,7 +52,7 @@ class Decoder:
         return tuple((layer, tables[index], group_of[index]) for index, layer in enumerate(self.layers))
 
     def without_weights(self) -> "Decoder":
-        """What is left is the configuration and the operations: nothing can be run."""
+        """Returns a decoder of the configuration and the operations alone, which cannot be run."""
         nothing = torch.empty(0)
         return replace(self, embedding=nothing, turns={}, layers=(), final_norm=PackedNorm(), head=PackedWeight())
 

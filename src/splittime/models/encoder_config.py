@@ -70,7 +70,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_judge(self) -> bool:
-        """Whether it has a head that judges pairs of texts."""
+        """Returns whether it has a head that judges pairs of texts."""
         return self.architecture.endswith(JUDGES)
 
     @property
@@ -92,7 +92,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_encoder(path: Path) -> bool:
-    """Whether a folder's `config.json` names an encoder. Raises `ConfigError` for one that cannot be read."""
+    """Returns whether a folder's `config.json` names an encoder. Raises `ConfigError` for one that cannot be read."""
     if not (path / "config.json").is_file():
         return False
     names = read_json(path / "config.json").get("architectures")

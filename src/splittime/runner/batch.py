@@ -120,7 +120,7 @@ class Slot:
 
     @property
     def goes_on(self) -> bool:
-        """Whether something may follow its last known token; of lengths it knows no limit but the context."""
+        """Returns whether something may follow its last known token; of lengths it knows no limit but the context."""
         return self.error is None and int(self.tokens[self.num_known - 1]) not in self.admitted.stop_token_ids
 
     def learn_sampled(self, position: int, token_id: int) -> None:
@@ -128,7 +128,8 @@ class Slot:
         self._learn(position, (token_id,))
 
     def knows(self, position: int, token_id: int) -> bool:
-        """Whether this token is known to stand there, and another may follow; of a draft, whether it was right."""
+        """Returns whether this token is known to stand there, and another may follow; of a draft, whether it was
+        right."""
         return position < min(self.num_known, self.dead_end) and int(self.tokens[position]) == token_id
 
     def rewind(self, num_known: int) -> None:
@@ -152,8 +153,8 @@ class Slot:
         return self.counts.followed_by(self.tokens[self.num_known : end])
 
     def listed_at(self, num_outputs: int) -> np.ndarray | None:
-        """Which tokens the request's lists allow behind so many outputs, drafts among them, bool [vocab]; None: all.
-        Where none may come, the request fails."""
+        """Returns which tokens the request's lists allow behind so many outputs, drafts among them, bool [vocab]; None:
+        all. Where none may come, the request fails."""
         if self.listed_at_all is None:
             return None
         outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]

@@ -82,7 +82,7 @@ class Gauge:
         return self._best(recall(self._path).get(self._key, []))
 
     def is_due(self) -> bool:
-        """Whether it is time to measure again."""
+        """Returns whether it is time to measure again."""
         return time.time_ns() - (self.known().measured_at_unix_ns or 0) > RENEW_AFTER_S * 10**9
 
     def measure(self) -> Iterator[Machine | None]:
@@ -251,7 +251,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def recall(path: Path | None) -> dict[str, list[Found]]:
-    """What the file holds that is not too old; of a damaged one, nothing."""
+    """Returns what the file holds that is not too old; of a damaged one, nothing."""
     return _fresh(kept_json.read(path))
 
 

@@ -143,7 +143,7 @@ def load_part(
 
 
 def _choose_execution(config: RunnerConfig, decoder: Decoder) -> tuple[Execution, str]:
-    """How this model's steps are computed, and why."""
+    """Returns how this model's steps are computed, and why."""
     ops = decoder.ops
     if ops.name != "triton":
         return HostExecution(ops), f"{ops.name} kernels compute while they are called"
@@ -219,21 +219,22 @@ def _divided(config: RunnerConfig) -> tuple[RunnerConfig, str]:
 
 
 def overlap_of(runner: TorchRunner) -> AsyncRunner:
-    """What carries out this runner's steps while the next are planned."""
+    """Returns what carries out this runner's steps while the next are planned."""
     if runner.execution.is_apart:
         return runner
     return RunnerThread(runner.run, lambda: runner.decoder.ops.set_threads(runner.resolved.num_threads))
 
 
 def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | None:
-    """What puts this runner to sleep and wakes it; None for ranks, which do not sleep. answering: what carries out its
-    steps, of `drafting_of`."""
+    """Returns what puts this runner to sleep and wakes it; None for ranks, which do not sleep. answering: what carries
+    out its steps, of `drafting_of`."""
     forget = answering.forget if isinstance(answering, DraftingRunner) else None
     return TorchSleeper(runner, forget) if runner.lead is None else None
 
 
 def gauge_of(runner: TorchRunner, remembers: bool = True) -> Gauge:
-    """What measures the machine for this runner. remembers: what was measured lately counts, and this is kept."""
+    """Returns what measures the machine for this runner. remembers: what was measured lately counts, and this is
+    kept."""
     config, resolved, ops = runner.config, runner.resolved, runner.decoder.ops
     scheme = machine.choose_weights(config, resolved.dtype, resolved.kernels).layers
     folder = machine.packed_cache_folder(config.packed_cache) if remembers else None

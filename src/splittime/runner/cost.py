@@ -44,7 +44,7 @@ def cost(
 
 
 def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
-    """How many weights one token is multiplied by."""
+    """Returns how many weights one token is multiplied by."""
     return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
 
 

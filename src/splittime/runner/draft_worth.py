@@ -64,7 +64,8 @@ class StepWorth:
         self.tokens, self.ns = float(num_rows), costs.model.expected_ns(num_rows)
 
     def gains(self, more_tokens: float, num_drafts: int, margin: float = 0.0) -> bool:
-        """Whether as many drafts more, which are expected to give so many tokens, make it better by `margin`."""
+        """Returns whether as many drafts more, which are expected to give so many tokens, make it better by
+        `margin`."""
         better = (self.tokens + more_tokens) / (self.ns + self._more_ns(num_drafts))
         return better > (1 + margin) * self.tokens / self.ns
 

@@ -45,7 +45,7 @@ class DraftedAnswer:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a further draft could be a token of the answer, which ends with one that is not drafted."""
+        """Returns whether a further draft could be a token of the answer, which ends with one that is not drafted."""
         is_ended = bool(self.drafts) and self.drafts[-1] in self.stop_ids
         return not is_ended and len(self.tokens) + len(self.drafts) + 1 < self.most_tokens
 

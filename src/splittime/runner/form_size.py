@@ -30,7 +30,8 @@ _DEFINED = re.compile(r"^[ \t]*[!?]?(\w+)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.MU
 
 
 def is_small(grammar: str) -> bool:
-    """Whether the form is so small that each of its masks takes little. grammar: in the form of `text.grammars`."""
+    """Returns whether the form is so small that each of its masks takes little. grammar: in the form of
+    `text.grammars`."""
     try:
         parts = json.loads(grammar)["grammars"]
         return sum(_size_of_part(part) for part in parts) <= SMALL
@@ -89,7 +90,8 @@ class _Schema:
 
 
 def _holds_together(schema: Mapping[str, Any]) -> bool:
-    """Whether more than one thing is said of the same text or number, so that the library builds their product."""
+    """Returns whether more than one thing is said of the same text or number, so that the library builds their
+    product."""
     each = [part for part in _listed(schema, "allOf") if isinstance(part, Mapping)]
     said = [
         part

@@ -8,7 +8,7 @@ each request walks a copy (`form_walk.GrammarWalk`), which follows its outputs: 
 behind them, of which the wrong ones are taken back. Any other walks in its process (`far_forms`), and so does one that
 takes too much here after all: its requests go on there (`FormMasks.take`).
 
-Forms are kept for who asked for them, by what they weigh (`kept_forms`); what failed is kept too, as its words.
+Forms are kept for who asked for them, by what they weigh (`core.kept_by_owner`); what failed is kept too, as its words.
 """
 
 import logging
@@ -23,16 +23,18 @@ import llguidance
 from splittime.core.allowed import num_cores
 from splittime.core.errors import EngineError, ErrorInfo, Refused, RequestError, error_from_info
 from splittime.core.forked import ForkLimits
+from splittime.core.kept_by_owner import KeptByOwner
 from splittime.runner.far_forms import FarForm, FarForms, FarWalk
 from splittime.runner.form_masks import FormMasks
 from splittime.runner.form_process import LIMITS, STACK_BYTES, MaskLimits, compiled
 from splittime.runner.form_walk import SHOWN_CHARS, GrammarWalk
 from splittime.runner.form_workers import FormProcess, FormProcesses, refused
-from splittime.runner.kept_forms import KeptForms
 
 log = logging.getLogger("splittime.runner")
 SLOW_NS = 20_000_000  # of a mask: a form whose slowest took more of a processor when it was tried walks in its process
 MOST_GROWN_BYTES = 1 << 20  # when it was tried, likewise
+MOST_KEPT, MOST_KEPT_BYTES, MOST_BYTES_OF_OWNER = 4096, 256 << 20, 128 << 20
+LEAST_KEPT_BYTES = 4096  # of what is kept of any form, beside its text
 NEAR = MaskLimits(1_000, 500_000, 20_000)  # some 10 ms of a mask, and 15 MB: who needs more goes on in a process
 LEAST_NEAR_BYTES = 512 << 10  # of a form that walks here
 WALKED_BYTES = 64 << 10  # what a walk may leave behind in a form that is kept, which others share
@@ -55,7 +57,8 @@ class NearForm:
 
     @property
     def is_worn(self) -> bool:
-        """Whether so many have walked it that it is to be compiled anew; who was let in before that still may."""
+        """Returns whether so many have walked it that it is to be compiled anew; who was let in before that still
+        may."""
         return self.num_walks >= MOST_WALKS
 
 
@@ -74,7 +77,9 @@ class Grammars:
         self._tokenizer_lock = threading.Lock()
         self._processes = FormProcesses(tokenizer, vocab_size, limits)
         self.far = FarForms(self._processes)
-        self.kept: KeptForms[NearForm | FarForm | ErrorInfo] = KeptForms()
+        self.kept = KeptByOwner[NearForm | FarForm | ErrorInfo](
+            MOST_KEPT, MOST_KEPT_BYTES, MOST_BYTES_OF_OWNER, is_by_use=True
+        )
         self._lates: WeakValueDictionary[tuple[str, str], FarForm] = WeakValueDictionary()
         self._on_found: Callable[[str], None] | None = None
 
@@ -84,7 +89,7 @@ class Grammars:
         self._on_found = on_found
 
     def is_known(self, grammar: str, owner: str = "") -> bool:
-        """Whether `compile` would answer at once. owner: the tenant who asks, for whom it is kept."""
+        """Returns whether `compile` would answer at once. owner: the tenant who asks, for whom it is kept."""
         return self._found(grammar, owner) is not None
 
     def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
@@ -93,7 +98,7 @@ class Grammars:
         found = self._found(grammar, owner)
         if found is None:
             found, num_bytes = self._made(grammar, owner, is_wanted)
-            self.kept.keep(owner, grammar, found, num_bytes)
+            self._keep(owner, grammar, found, num_bytes)
         if isinstance(found, ErrorInfo):
             raise error_from_info(found)
 
@@ -112,7 +117,7 @@ class Grammars:
     def _go_elsewhere(self, grammar: str, owner: str) -> FarWalk:
         """Returns a walk of a form that takes more than it may here: from now on all of its walks are elsewhere."""
         form = self._late(grammar, owner)
-        self.kept.keep(owner, grammar, form, 0)
+        self._keep(owner, grammar, form)
         return form.walk()
 
     def _late(self, grammar: str, owner: str) -> FarForm:
@@ -125,7 +130,10 @@ class Grammars:
     def _note_walk(self, form: NearForm, grammar: str, owner: str) -> None:
         form.num_walks += 1
         if form.num_walks % 16 == 0:  # not each time: this looks through all that are kept
-            self.kept.keep(owner, grammar, form, form.num_bytes + form.num_walks * WALKED_BYTES)
+            self._keep(owner, grammar, form, form.num_bytes + form.num_walks * WALKED_BYTES)
+
+    def _keep(self, owner: str, grammar: str, form: NearForm | FarForm | ErrorInfo, num_bytes: int = 0) -> None:
+        self.kept.put(owner, grammar, form, max(num_bytes, 0) + len(grammar) + LEAST_KEPT_BYTES)
 
     def masks(self) -> FormMasks:
         """Returns what looks where its walks are. Raises RequestError for a tokenizer that cannot be read."""

@@ -12,7 +12,7 @@ log = logging.getLogger("splittime.runner")
 
 
 def read(path: Path | None) -> dict[str, Any]:
-    """What the file holds; nothing if there is none. A damaged one is told, and taken for empty."""
+    """Returns what the file holds; nothing if there is none. A damaged one is told, and taken for empty."""
     try:
         text = path.read_text(encoding="utf-8") if path is not None else "{}"
         found = json.loads(text)

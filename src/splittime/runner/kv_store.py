@@ -50,7 +50,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def staged_blocks(bytes_per_block: int) -> int:
-    """How many blocks the staging buffer holds."""
+    """Returns how many blocks the staging buffer holds."""
     return max(1, STAGING_BYTES // bytes_per_block)
 
 

@@ -41,7 +41,7 @@ FREE_MEMORY_SHARE = 0.5
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 products (AVX512-BF16 or AMX), not merely an emulation."""
+    """Returns whether this CPU has instructions for bfloat16 products (AVX512-BF16 or AMX), not merely an emulation."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, name, bool)()) for name in checks)
 
@@ -121,7 +121,7 @@ def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch
 
 
 def packed_cache_folder(setting: str) -> Path | None:
-    """Where packed weights are kept; None for nowhere: as asked, or because this user has no home.
+    """Returns where packed weights are kept; None for nowhere: as asked, or because this user has no home.
 
     Raises `ConfigError` for a path that cannot be a folder.
     """
@@ -141,7 +141,7 @@ def packed_cache_folder(setting: str) -> Path | None:
 
 
 def kernels_build(ops: Ops) -> list[object]:
-    """Which build of the kernels: another one may be faster."""
+    """Returns which build of the kernels: another one may be faster."""
     if ops.name != "native":
         return [torch.__version__]
     status = os.stat(library()._name)
@@ -171,8 +171,9 @@ class Others:
         self._begin = self._now()
 
     def busy_cores(self) -> float:
-        """How many of them others, or the hypervisor, have kept busy, beyond those that this process leaves free; 0
-        where the system does not tell. The system counts in hundredths of a second: two of them are not told."""
+        """Returns how many of them others, or the hypervisor, have kept busy, beyond those that this process leaves
+        free; 0 where the system does not tell. The system counts in hundredths of a second: two of them are not
+        told."""
         (begin_s, begin_busy_s), (end_s, end_busy_s) = self._begin, self._now()
         free = len(affinity()) - num_cores()
         busy_s = end_busy_s - begin_busy_s - 2 / os.sysconf("SC_CLK_TCK")

@@ -50,12 +50,12 @@ class TokenCounts:
 
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
-    """Whether a request with so many outputs out changes its logits, if not by a bound of its reasoning."""
+    """Returns whether a request with so many outputs out changes its logits, if not by a bound of its reasoning."""
     return bool(sampling.grammar) or changes_more(sampling, num_outputs)
 
 
 def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
-    """Whether it changes them by more than a form's mask."""
+    """Returns whether it changes them by more than a form's mask."""
     has_mask = sampling.is_listed or num_outputs < sampling.min_tokens
     return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
 

@@ -229,7 +229,8 @@ def _floor(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Te
 
 
 def _floor_of_counts(scaled: Tensor, values: Tensor, filters: Filters) -> tuple[Tensor, Tensor, Tensor]:
-    """What top_k and min_p leave: the least logit kept, the mass kept (the largest one's is 1), if both are known.
+    """Returns what top_k and min_p leave: the least logit kept, the mass kept (the largest one's is 1), if both are
+    known.
 
     All [N, 1]. `values`: the largest logits. Unknown when what is left may go on below them.
     """

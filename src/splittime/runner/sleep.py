@@ -132,7 +132,8 @@ class TorchSleeper:
         return free
 
     def _take_all(self) -> SplittimeError | None:
-        """What went wrong, as an error that holds no memory: one with a traceback would keep all that was taken."""
+        """Returns what went wrong, as an error that holds no memory: one with a traceback would keep all that was
+        taken."""
         try:
             with self._part("weights"):
                 self._restore_weights()

@@ -71,12 +71,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_model(self) -> bool:
-        """Whether a model, or a head, makes the drafts."""
+        """Returns whether a model, or a head, makes the drafts."""
         return self.method in ("draft_model", "self", "mtp")
 
     @property
     def memory_bytes(self) -> int:
-        """What past answers may come to take."""
+        """Returns what past answers may come to take."""
         return MOST_TOKENS * TOKEN_BYTES if self.method in ("auto", "suffix") else 0
 
 

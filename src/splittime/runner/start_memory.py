@@ -46,8 +46,8 @@ class StartMemory:
         self._path, self._facts, self._remeasure = path, list(facts), remeasure
 
     def get(self, what: str, depends_on: Sequence[Any], kind: type[T], measure: Callable[[], T]) -> tuple[T, str]:
-        """What is remembered of `what`, or measured now, and where it comes from in words. depends_on: facts besides
-        those of this memory."""
+        """Returns what is remembered of `what`, or measured now, and where it comes from in words. depends_on: facts
+        besides those of this memory."""
         key = self._key(what, depends_on)
         entry = None if self._remeasure else _entry(kept_json.read(self._path).get(key), kind)
         if entry is not None:
@@ -69,7 +69,7 @@ class StartMemory:
 
 
 def _entry(kept: Any, kind: type[T]) -> tuple[T, str] | None:
-    """What was found, and when; None for what is not there or makes no sense."""
+    """Returns what was found, and when; None for what is not there or makes no sense."""
     try:
         return msgspec.convert(kept["found"], kind), str(kept["at"])
     except (TypeError, KeyError, msgspec.ValidationError):

@@ -67,7 +67,7 @@ class AdapterSlots:
         return freed
 
     def _is_open(self, adapter: str) -> bool:
-        """Whether requests of it may queue now."""
+        """Returns whether requests of it may queue now."""
         if adapter not in self._users:
             return len(self._users) < self._max_loras
         num_without_place = sum(one not in self._users for one in self._waiting)

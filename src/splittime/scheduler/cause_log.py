@@ -40,7 +40,7 @@ class CauseLog:
 
     @property
     def cause(self) -> Cause | None:
-        """What its readers wait for now."""
+        """Returns what its readers wait for now."""
         return self._entries[-1][1]
 
     def states(self, cause: Cause | None) -> bool:

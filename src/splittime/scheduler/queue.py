@@ -197,7 +197,7 @@ class WaitingQueue:
         first.account.enter(first.waiting_stage, now_ns, cause)
 
     def has_said(self, first: RequestState, first_cause: Cause, rest_cause: Cause) -> bool:
-        """Whether all would wait on as they do if `wait` gave these causes."""
+        """Returns whether all would wait on as they do if `wait` gave these causes."""
         own = _overtaken_cause(first_cause) if first.is_overtaken else first_cause
         is_same = self._first is first and first.account.cause is own and self._log.states(rest_cause)
         return is_same and not self._fresh and not self._overtaken
@@ -211,7 +211,7 @@ class WaitingQueue:
         return oldest[0] + math.floor(starvation_bound_ns)
 
     def waiting_for(self) -> Counter[Cause | None]:
-        """How many wait for what now, in O(arrivals since the last plan)."""
+        """Returns how many wait for what now, in O(arrivals since the last plan)."""
         alone = (state for state in (*self._fresh, self._first) if state is not None)
         found = Counter(state.account.cause for state in alone if state.pushed)
         for log in (self._log, self._overtaken_log):
@@ -241,6 +241,6 @@ def _waits(entry: tuple[Any, int, RequestState]) -> bool:
 
 
 def _overtaken_cause(cause: Cause) -> Cause:
-    """What one that was overtaken waits for, where another would wait for `cause`: had it been admitted in its turn,
-    neither slots nor budget would hold it up. Whether its blocks would have been there nobody knows."""
+    """Returns what one that was overtaken waits for, where another would wait for `cause`: had it been admitted in its
+    turn, neither slots nor budget would hold it up. Whether its blocks would have been there nobody knows."""
     return Cause.POLICY if cause in (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET) else cause

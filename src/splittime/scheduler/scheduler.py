@@ -95,7 +95,7 @@ class Scheduler:
         return True
 
     def release(self, request_id: str, received_ns: int) -> bool:
-        """What it was held for is there: it queues, with its rank. Returns whether it was held."""
+        """Queues a request, with its rank: what it was held for is there. Returns whether it was held."""
         state = self._states.get(request_id)
         if state is None or state not in self.held or self._requests.adapter_slots.is_waiting(state):
             return False
@@ -105,7 +105,7 @@ class Scheduler:
         return True
 
     def go_on(self, request_id: str) -> bool:
-        """What may come in its answer is known: it gets rows again. Returns whether it waited for that."""
+        """Gives a request rows again: what may come in its answer is known. Returns whether it waited for that."""
         state = self._states.get(request_id)
         return state is not None and self._requests.go_on(state)
 
@@ -152,7 +152,7 @@ class Scheduler:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def plan(self, now_ns: int) -> StepPlan | None:
-        """What to compute now, or None if there is nothing to do."""
+        """Returns what to compute now, or None if there is nothing to do."""
         return self._planner.plan(now_ns)
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[RequestOutput]:
@@ -283,7 +283,7 @@ class Scheduler:
 
     @property
     def may_run(self) -> bool:
-        """Whether one of the running may get a row."""
+        """Returns whether one of the running may get a row."""
         return self._requests.may_run
 
     @property
@@ -301,7 +301,7 @@ class Scheduler:
         return len(self.running)
 
     def waiting_for(self) -> Counter[Cause | None]:
-        """How many wait for what now, but for those to be computed ahead."""
+        """Returns how many wait for what now, but for those to be computed ahead."""
         queued = self.queue.waiting_for()
         return queued + self.held.waiting_for() if self.held else queued
 

@@ -125,7 +125,7 @@ class RequestState:
 
     @property
     def gets_row(self) -> bool:
-        """Whether it has something to compute in a step that is planned now."""
+        """Returns whether it has something to compute in a step that is planned now."""
         num_tokens = len(self.token_ids) + self.num_promised
         return num_tokens - self.num_computed >= self.least_behind or num_tokens < self.plan_until
 

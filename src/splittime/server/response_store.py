@@ -1,9 +1,8 @@
 """Responses that are kept in memory for `previous_response_id` and `GET /v1/responses/{id}`, bounded in number, bytes
 and time. What one key has stored no other key finds.
 
-Where there is no room the oldest go, those of the key first that takes the largest part of what there is: whoever
-stores much loses its own. A response is charged the whole conversation that led to it, of which it shares the texts
-with the responses before it, so that less is held than is counted.
+Where there is no room the key that takes most of it loses its oldest (`core.kept_by_owner`). A response is charged the
+whole conversation that led to it. It shares these texts with the responses before it, so less is held than is counted.
 """
 
 import time
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from splittime.api.conversation import Conversation
 from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound
+from splittime.core.kept_by_owner import KeptByOwner
 
 ENTRY_BYTES = 512  # for what an entry takes beside its texts
 
@@ -23,34 +23,10 @@ class KeptResponse(NamedTuple):
     body: bytes
     conversation: Conversation
     num_input: int
-    until_ns: int
 
     @property
     def size(self) -> int:
         return ENTRY_BYTES + len(self.body) + self.conversation.size
-
-
-class Shelf:
-    """What one key has stored, the oldest first."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, KeptResponse] = {}
-        self.num_bytes = 0
-
-    def add(self, response_id: str, entry: KeptResponse) -> None:
-        self.kept[response_id] = entry
-        self.num_bytes += entry.size
-
-    def remove(self, response_id: str) -> None:
-        entry = self.kept.pop(response_id, None)
-        self.num_bytes -= 0 if entry is None else entry.size
-
-    def drop_until(self, now_ns: int) -> None:
-        while self.kept and next(iter(self.kept.values())).until_ns <= now_ns:
-            self.drop_oldest()
-
-    def drop_oldest(self) -> None:
-        self.remove(next(iter(self.kept)))
 
 
 class ResponseStore:
@@ -60,8 +36,8 @@ class ResponseStore:
         self, most_responses: int, most_bytes: int, for_s: float, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._most_responses, self._most_bytes, self._for_s = most_responses, most_bytes, for_s
-        self._clock, self._begun_unix_s = clock, time.time()
-        self._shelves: dict[str, Shelf] = {}
+        self._begun_unix_s = time.time()
+        self._kept = KeptByOwner[KeptResponse](most_responses, most_bytes, kept_ns=round(for_s * 1e9), clock=clock)
 
     @property
     def is_on(self) -> bool:
@@ -69,51 +45,35 @@ class ResponseStore:
 
     @property
     def num_responses(self) -> int:
-        return sum(len(shelf.kept) for shelf in self._shelves.values())
+        return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return self._kept.weight
 
     def put(self, tenant: str, response_id: str, body: bytes, conversation: Conversation, num_input: int = 0) -> bool:
         """Stores a response, in place of one of this id. Returns whether it is kept: one that has no room beside
         what is left of the others is not."""
-        entry = KeptResponse(body, conversation, num_input, self._clock() + round(self._for_s * 1e9))
+        entry = KeptResponse(body, conversation, num_input)
         if not self.is_on or entry.size > self._most_bytes:
             return False
-        shelf = self._shelves.setdefault(tenant, Shelf())
-        shelf.remove(response_id)
-        shelf.add(response_id, entry)
-        self._make_room()
-        return response_id in shelf.kept
+        self._kept.put(tenant, response_id, entry, entry.size)
+        if self._kept.is_full:
+            self._kept.drop(tenant, response_id)
+        return self._kept.get(tenant, response_id) is not None
 
     def get(self, tenant: str, response_id: str, param: str) -> KeptResponse:
         """Returns a response of this key. Raises NotFound, which names `param`, for one that is not there: unknown,
         another key's, dropped or too old, which are all told in the same words."""
-        self._drop_old()
-        shelf = self._shelves.get(tenant)
-        if shelf is None or response_id not in shelf.kept:
+        found = self._kept.get(tenant, response_id)
+        if found is None:
             raise self._not_found(response_id, param)
-        return shelf.kept[response_id]
+        return found
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forgets a response of this key. Raises NotFound as `get` does."""
         self.get(tenant, response_id, "response_id")
-        self._shelves[tenant].remove(response_id)
-
-    def _make_room(self) -> None:
-        self._drop_old()
-        while self.num_responses > self._most_responses or self.num_bytes > self._most_bytes:
-            max(self._shelves.values(), key=self._part).drop_oldest()
-
-    def _part(self, shelf: Shelf) -> float:
-        """Returns which part of the room a shelf takes, of that room of which it takes more."""
-        return max(len(shelf.kept) / self._most_responses, shelf.num_bytes / self._most_bytes)
-
-    def _drop_old(self) -> None:
-        now_ns = self._clock()
-        for shelf in self._shelves.values():
-            shelf.drop_until(now_ns)
+        self._kept.drop(tenant, response_id)
 
     def _not_found(self, response_id: str, param: str) -> NotFound:
         if self.is_on:

@@ -43,7 +43,7 @@ async def is_sleeping(service: Service, scope: http.Scope, receive: http.Receive
 
 
 async def _unless_draining(service: Service, call: Coroutine[Any, Any, SleepReport]) -> SleepReport:
-    """What the call returns; a 503 as soon as the server shuts down, since the engine may be stuck."""
+    """Returns what the call returns; a 503 as soon as the server shuts down, since the engine may be stuck."""
     done, draining = asyncio.ensure_future(call), asyncio.ensure_future(service.began_draining.wait())
     try:
         await asyncio.wait({done, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +75,7 @@ def _ms(duration_ns: int) -> float:
 
 
 async def _query(service: Service, scope: http.Scope, receive: http.Receive) -> dict[str, str]:
-    """What is asked. A body that says something is refused rather than overlooked."""
+    """Returns what is asked. A body that says something is refused rather than overlooked."""
     body = await http.read_body_in_time(scope, receive, MAX_BODY_BYTES, service.config.body_timeout_s)
     if body.strip() not in NO_BODY:
         raise RequestError("what is asked goes into the query, not into a body", hint="POST /sleep?level=2")

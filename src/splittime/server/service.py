@@ -143,7 +143,7 @@ class Service:
         self._start = start_book(self.started_ns, self._ready_ns, start)
 
     def takes_inline(self, work: TextWork) -> bool:
-        """Whether this text is worked on here and now."""
+        """Returns whether this text is worked on here and now."""
         return isinstance(work, Encode) and self.tokenizer.is_quick and self.inline.takes(work.size)
 
     # ---- what it knows of itself
@@ -193,8 +193,8 @@ class Service:
         self._reserved.pop(full_id).set()
 
     def is_open(self, request_id: str, tenant: Tenant) -> bool:
-        """Whether a request of this id, or of this id in a response, is being served; of another tenant's, only an
-        operator is told."""
+        """Returns whether a request of this id, or of this id in a response, is being served; of another tenant's, only
+        an operator is told."""
         whose = self.keys.tenants if tenant.is_operator else ()
         names = {request_id, *map(request_id.removeprefix, ANSWER_PREFIXES)}
         return any(self.full_id(name, each) in self.groups for name in names for each in (tenant, *whose))

@@ -304,7 +304,7 @@ class Visit:
         )
 
     def _about(self, adapter: str = "") -> dict[str, Any]:
-        """What all accounts of this visit say. adapter: the name of that which computed it."""
+        """Returns what all accounts of this visit say. adapter: the name of that which computed it."""
         model, traced = self.service.model, http.trace_context(self.scope)
         return {
             "group_id": self.group_id,

@@ -156,7 +156,8 @@ class StreamWriter:
             self._write(body)
 
     def _render(self, choice: Choice) -> bytes:
-        """What is new of a choice; nothing while its new tokens make no character, and nothing after an error."""
+        """Returns what is new of a choice; nothing while its new tokens make no character, and nothing after an
+        error."""
         num_tokens = choice.num_untaken
         if choice.error is not None or not (choice.is_done or choice.has_new_text or not self._renderer.is_plain):
             return b""

@@ -97,7 +97,7 @@ def type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str] | None) -> bool:
-    """Whether a value can be but a text, which is written as it is."""
+    """Returns whether a value can be but a text, which is written as it is."""
     return types == {"string"}
 
 

@@ -79,7 +79,7 @@ def require_at_most(num_tokens: int, most_tokens: int, param: str = "prompt") ->
 
 
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
-    """What can be proved of this tokenizer, or None."""
+    """Returns what can be proved of this tokenizer, or None."""
     normalizers, cutters = (
         described(backend.normalizer, "normalizers"),
         described(backend.pre_tokenizer, "pretokenizers"),
@@ -119,8 +119,8 @@ def _parts(whole: Mapping[str, Any], inner: str) -> list[Mapping[str, Any]]:
 
 
 def _shrinks(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
-    """How many times shorter a text may become, in bytes; None if that is not known, as of a part behind `ByteLevel`:
-    it may make characters that no byte is written as, and those vanish."""
+    """Returns how many times shorter a text may become, in bytes; None if that is not known, as of a part behind
+    `ByteLevel`: it may make characters that no byte is written as, and those vanish."""
     total, is_in_bytes = 1, False
     for part in normalizers:
         if is_in_bytes:
@@ -182,7 +182,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Whether the pieces' tokens are the whole's."""
+    """Returns whether the pieces' tokens are the whole's."""
     if backend.normalizer is not None or not _is_byte_level(backend):
         return False
     added = backend.get_added_tokens_decoder().values()
@@ -190,8 +190,8 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
 
 
 def is_quick(backend: tokenizers.Tokenizer) -> bool:
-    """Whether its time is in proportion to the text, whatever the text: BPE behind parts that are known, of which none
-    is a regular expression of somebody's own, or writes much for little."""
+    """Returns whether its time is in proportion to the text, whatever the text: BPE behind parts that are known, of
+    which none is a regular expression of somebody's own, or writes much for little."""
     parts = [*described(backend.normalizer, "normalizers"), *described(backend.pre_tokenizer, "pretokenizers")]
     return isinstance(backend.model, models.BPE) and all(map(_is_quick, parts))
 

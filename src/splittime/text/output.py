@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What was waiting for more; call once, at the end."""
+        """Returns what was waiting for more; call once, at the end."""
         ...
 
 
@@ -171,7 +171,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of a text in which nothing was found."""
+        """Returns what was held back, at the end of a text in which nothing was found."""
         held, self._held = self._held, ""
         return held
 

@@ -29,7 +29,7 @@ class ReasoningMarks(NamedTuple):
 
     @property
     def closes(self) -> str:
-        """What shows that reasoning is over."""
+        """Returns what shows that reasoning is over."""
         return self.answer or self.end
 
 

@@ -103,7 +103,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound | None:
-        """How few tokens a text can be, where that can be proved."""
+        """Returns how few tokens a text can be, where that can be proved."""
         return token_bound(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
@@ -168,7 +168,7 @@ class Tokenizer:
 
     @cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
+        """Returns what the post-processor puts before and after a text."""
         plain, whole = self._ids("a", False), self._ids("a", True)
         at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:at], whole[at + len(plain) :]

@@ -155,11 +155,11 @@ class ToolParser:
         return reader.is_over
 
     def _is_text_so_far(self) -> bool:
-        """Whether all of the answer is a text that only begins as calls do, in a family without marks."""
+        """Returns whether all of the answer is a text that only begins as calls do, in a family without marks."""
         return self._family.is_bare and not self.num_calls and self._reader.name is None
 
     def _no_call(self) -> bool:
-        """What came is content after all."""
+        """Returns what came, which is content after all."""
         self._text, self._kept = self._kept + self._text, ""
         self._is_first, self._state = False, self._in_other
         return True

@@ -120,8 +120,8 @@ class Edge:
             await self._app(scope, receive, send)
 
     def at_once(self, scope: http.Scope, answer: http.AnswerAtOnce) -> http.AtOnce | None:
-        """What `answer` says to a request of which the head is known, if it may come in. None: take the ordinary way,
-        as those that may not and pages of a browser always do."""
+        """Returns what `answer` says to a request of which the head is known, if it may come in. None: take the
+        ordinary way, as those that may not and pages of a browser always do."""
         try:
             self._check_names(scope)
             tenant = self._holder(scope)

@@ -101,7 +101,7 @@ def flag(scope: Scope, name: str) -> bool:
 
 
 def query(scope: Scope) -> dict[str, str]:
-    """What is asked after the `?`, each name once."""
+    """Returns what is asked after the `?`, each name once."""
     pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
     asked = dict(pairs)
     if len(asked) < len(pairs):
@@ -262,7 +262,7 @@ async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: 
 
 
 def error_at_once(error: SplittimeError, headers: Headers, on_written: Callable[[], None]) -> AtOnce:
-    """What `respond_error` answers, for a caller that can give it before there is a task."""
+    """Returns what `respond_error` answers, for a caller that can give it before there is a task."""
     status, body, more = _error_parts(error, headers)
     return AtOnce(status, _sized(body, headers=more), body, on_written)
 

@@ -91,7 +91,7 @@ class Tenant:
 
     @property
     def sees(self) -> str | None:
-        """Whose accounts it may read; None: everybody's."""
+        """Returns whose accounts it may read; None: everybody's."""
         return None if self.is_operator else self.name
 
 

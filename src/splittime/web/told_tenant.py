@@ -44,7 +44,7 @@ def told_tenant(tenant: Tenant) -> dict[str, str]:
 
 
 def is_left_alone(scope: http.Scope, tenant: Tenant) -> bool:
-    """Whether it names a tenant, with a key that is not believed."""
+    """Returns whether it names a tenant, with a key that is not believed."""
     return not tenant.is_operator and http.header(scope, TOLD_TENANT.encode()) is not None
 
 

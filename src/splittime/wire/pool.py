@@ -137,7 +137,7 @@ class Pool:
 
 
 async def addresses(address: Address) -> list[tuple[int, Any]]:
-    """Where a name leads. Raises `ConfigError` for one that leads nowhere."""
+    """Returns where a name leads. Raises `ConfigError` for one that leads nowhere."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

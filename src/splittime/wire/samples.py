@@ -48,7 +48,7 @@ def labels(samples: Samples, name: str) -> dict[str, str]:
 
 
 def values(samples: Samples, name: str, labels: Mapping[str, str] | None = None) -> list[float]:
-    """What samples of this name say, of all label values or of those with these."""
+    """Returns what samples of this name say, of all label values or of those with these."""
     pairs = [f'{label}="{value}"' for label, value in (labels or {}).items()]
 
     def is_wanted(key: str) -> bool:

@@ -66,7 +66,7 @@ async def ask(
 
 
 def _on_the_same_server(url: str, answer: Response) -> str | None:
-    """Where a redirect leads, if it stays on the server."""
+    """Returns where a redirect leads, if it stays on the server."""
     if not is_redirect(answer):
         return None
     try:

@@ -32,7 +32,7 @@ class EventLines:
 
     @property
     def _is_between(self) -> bool:
-        """Whether what was fed ended with an event."""
+        """Returns whether what was fed ended with an event."""
         return not (self._rest or self._data)
 
     def feed(self, piece: bytes) -> list[bytes]:

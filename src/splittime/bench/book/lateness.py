@@ -20,7 +20,7 @@ PERCENT = {"p50": 90, "p90": 90, "p95": 95, "p99": 99}
 
 
 def start_lag_ns(outcome: Outcome) -> int | None:
-    """How late the client itself sent: not what a cap, a session or connecting took."""
+    """Returns how late the client itself sent: not what a cap, a session or connecting took."""
     if outcome.sent_ns is None:
         return None
     return max(0, outcome.sent_ns - outcome.intended_ns - outcome.held_ns - (outcome.connect_ns or 0))
@@ -31,7 +31,7 @@ def failed_by_lateness(run: Run) -> list[RunCheck]:
 
 
 def void_for_more(run: Run) -> list[RunCheck]:
-    """What voids the run and is not lateness, which can be reckoned with."""
+    """Returns what voids the run and is not lateness, which can be reckoned with."""
     return [check for check in run.checks if check.voids and not check.ok and check.name not in CHECKS]
 
 

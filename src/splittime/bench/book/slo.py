@@ -77,7 +77,7 @@ def check_terms(slo: Mapping[str, float], run_slo: Mapping[str, float] | None = 
 
 
 def limits_of(slo: Mapping[str, float], run_slo: Mapping[str, float]) -> dict[str, float]:
-    """What makes a request good: the limits of each request in this SLO, or else those in the run's own."""
+    """Returns what makes a request good: the limits of each request in this SLO, or else those in the run's own."""
     own = {name: limit for name, limit in slo.items() if name in PER_REQUEST_LIMITS}
     return own or {name: limit for name, limit in run_slo.items() if name in PER_REQUEST_LIMITS}
 
@@ -137,8 +137,8 @@ def judge(found: Summary, slo: Mapping[str, float]) -> list[SloResult]:
 
 
 def still_missed(run: Run, result: SloResult) -> bool:
-    """Whether a term is missed also with all of the client's own lateness taken off. Of goodput and rates nobody can
-    tell."""
+    """Returns whether a term is missed also with all of the client's own lateness taken off. Of goodput and rates
+    nobody can tell."""
     if result.ok or result.value is None or result.name in HIGHER_IS_BETTER:
         return False
     return result.value - off_ns(run, 0, parse_metric(result.name)) > result.limit

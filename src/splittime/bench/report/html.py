@@ -108,7 +108,8 @@ def _arm(run: Run, arm: int) -> dict[str, Any]:
 
 
 def _embedded(outcomes: Sequence[Outcome]) -> Markup:
-    """What the read-out of a dot says, by columns. `<` is written so that no text can end the script element."""
+    """Returns what the read-out of a dot says, by columns. `<` is written so that no text can end the script
+    element."""
     named = outcomes if len(outcomes) <= MOST_NAMED else []
     columns = {
         "index": [o.index for o in named],

@@ -97,7 +97,7 @@ def key_classes(key: Key) -> str:
 
 
 def place(key: Key) -> tuple[int, int]:
-    """Where a key stands in a list: in the order of a request's life."""
+    """Returns where a key stands in a list: in the order of a request's life."""
     stage, cause = key
     return (*CLIENT_BEFORE, FIRST, STREAM, *LINE_ORDER).index(stage), CAUSE_ORDER.index(cause)
 
@@ -225,7 +225,7 @@ def largest_part(joined: JoinedBooks) -> str:
 
 
 def left_out(joined: JoinedBooks) -> str:
-    """Who is in the client's book alone, and why; empty if nobody."""
+    """Returns who is in the client's book alone, and why; empty if nobody."""
     reasons = joined.left_out.get(E2E, {})
     counts = [f"{count:,} {reason}" for reason, count in reasons.items()]
     return f"Of {joined.intended:,} measured requests, not in both books: {listed(counts)}." if counts else ""

@@ -198,7 +198,7 @@ def failures(run: Run, arm: int) -> list[Failure]:
 
 
 def compared_words(row: ServerComparison) -> tuple[str, str]:
-    """What the server told and what was seen, with units."""
+    """Returns what the server told and what was seen, with units."""
     return _with_unit(row.told, row.unit), _with_unit(row.seen, row.unit)
 
 
@@ -211,7 +211,7 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 def setting_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was set; nothing stands for a default that is off."""
+    """Returns what was set; nothing stands for a default that is off."""
     return [(name, _setting(value)) for name, value in settings.items() if value not in (None, "", [], {})]
 
 

@@ -102,7 +102,7 @@ def may_be_off(run: Run, arm: int, found: Summary) -> Iterator[Sentence]:
 
 
 def checks(run: Run) -> RenderableType:
-    """What the client found of itself: the good in one line, each other by itself."""
+    """Returns what the client found of itself: the good in one line, each other by itself."""
     good = [check.name.replace("_", " ") for check in run.checks if check.ok]
     lines = [
         sentence("note", _check_sentence(check), "yellow") for check in run.checks if not check.ok and not check.voids

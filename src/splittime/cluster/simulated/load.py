@@ -53,7 +53,7 @@ class FleetRequest:
 
     @property
     def text(self) -> bytes:
-        """What stands for its prompt where the gateway compares prompts: 4 bytes a token."""
+        """Returns what stands for its prompt where the gateway compares prompts: 4 bytes a token."""
         return b"".join(block.to_bytes(8, "big", signed=True) * BLOCK_REPEATS for block in self.blocks)
 
 

@@ -62,7 +62,7 @@ class CacheTurn:
 
     @property
     def leads(self) -> bool:
-        """Whether what it sends is kept, and may be given to others."""
+        """Returns whether what it sends is kept, and may be given to others."""
         return self._flight is not None
 
     def goes_on(self, cancel: Callable[[], object]) -> bool:

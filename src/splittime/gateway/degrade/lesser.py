@@ -64,7 +64,8 @@ def lesser(request: ForwardedRequest, stages: Sequence[DegradationConfig], assum
 
 
 def _changes(fields: dict[str, Any], stage: DegradationConfig, names: Sequence[str]) -> bool:
-    """Whether the stage changes the request's fields, which it then has. names: of those that bound its answer."""
+    """Returns whether the stage changes the request's fields, which it then has. names: of those that bound its
+    answer."""
     if stage.answer is not None:
         return True
     if stage.model is not None:

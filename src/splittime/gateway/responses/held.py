@@ -1,19 +1,18 @@
 """Which upstream keeps which response, by tenant: `previous_response_id` goes back there.
 
 Upstreams see one key, the gateway's, so that this table alone knows whose a response is: where there are tenants, an
-id that it does not have for this one is unknown, whoever else may have it. Bounded: the oldest go first, those of the
-tenant first that has most.
+id that it does not have for this one is unknown, whoever else may have it. Bounded as `core.kept_by_owner` says.
 """
 
 import re
 import time
-from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from splittime.core.clock import utc_text
 from splittime.core.errors import NotFound, RequestError
+from splittime.core.kept_by_owner import KeptByOwner
 from splittime.gateway.endpoints import RESPONSES
 from splittime.gateway.forwarded import ForwardedRequest, with_model
 from splittime.gateway.upstreams import Upstream, held_line
@@ -34,37 +33,27 @@ class HeldResponse(NamedTuple):
 
 
 class HeldResponses:
-    """What is known of every tenant's responses. begun_unix_s: since when."""
+    """The responses of every tenant. begun_unix_s: since when."""
 
     def __init__(self, most: int = MAX_RESPONSES) -> None:
-        self._most, self._num = most, 0
         self.begun_unix_s = time.time()
-        self._by_tenant: dict[str, OrderedDict[str, HeldResponse]] = {}
+        self._kept = KeptByOwner[HeldResponse](most)
 
     def __len__(self) -> int:
-        return self._num
+        return len(self._kept)
 
     def note(self, tenant: str, response_id: str, held: HeldResponse) -> None:
         """A response has been made, and is about to be told. An id that is none is not remembered, nor one that another
         tenant has: an upstream may have let the client choose it."""
-        is_anothers = any(response_id in kept for name, kept in self._by_tenant.items() if name != tenant)
-        if is_anothers or not _ID.fullmatch(response_id):
-            return
-        self.forget(tenant, response_id)
-        self._by_tenant.setdefault(tenant, OrderedDict())[response_id] = held
-        self._num += 1
-        while self._num > self._most:
-            max(self._by_tenant.values(), key=len).popitem(last=False)
-            self._num -= 1
+        is_anothers = bool(set(self._kept.owners_of(response_id)) - {tenant})
+        if not is_anothers and _ID.fullmatch(response_id):
+            self._kept.put(tenant, response_id, held)
 
     def get(self, tenant: str, response_id: str) -> HeldResponse | None:
-        kept = self._by_tenant.get(tenant)
-        return None if kept is None else kept.get(response_id)
+        return self._kept.get(tenant, response_id)
 
     def forget(self, tenant: str, response_id: str) -> None:
-        if self.get(tenant, response_id) is not None:
-            del self._by_tenant[tenant][response_id]
-            self._num -= 1
+        self._kept.drop(tenant, response_id)
 
 
 def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) -> ForwardedRequest:
@@ -91,7 +80,7 @@ def bound(gateway: "GatewayService", request: ForwardedRequest, tenant: Tenant) 
 
 
 def _is_shared(gateway: "GatewayService", request: ForwardedRequest) -> bool:
-    """Whether what an upstream keeps may be another key's, or another upstream's."""
+    """Returns whether what an upstream keeps may be another key's, or another upstream's."""
     return bool(gateway.config.tenant) or len(gateway.router.of_model(request.pool)) != 1
 
 

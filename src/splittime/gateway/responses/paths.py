@@ -96,7 +96,7 @@ async def _answered(
 
 
 def _is_response(answer: PassedAnswer) -> bool:
-    """Whether it is a response, or says that one is deleted. How a response failed is no failure to read it."""
+    """Returns whether it is a response, or says that one is deleted. How a response failed is no failure to read it."""
     told = decoded(answer.body) if answer.status in ANSWERED else None
     return isinstance(told, dict) and told.get("object") in KINDS
 

@@ -41,7 +41,7 @@ class Resumption:
         return await read_beside(sender, len(self._request.body), self.attempt, upstream)
 
     def reads_body(self, upstream: Upstream) -> bool:
-        """Whether `attempt` reads or writes the request's body, which may be long."""
+        """Returns whether `attempt` reads or writes the request's body, which may be long."""
         return self.is_continuing or (upstream.config.resume and self._request.is_stream)
 
     def attempt(self, upstream: Upstream) -> Asked:
@@ -63,7 +63,7 @@ class Resumption:
         return asked, StreamRecorder(self.story)
 
     def may_go_on(self, code: str) -> bool:
-        """Whether a stream that broke off for this reason may go on elsewhere; `reason` says why not."""
+        """Returns whether a stream that broke off for this reason may go on elsewhere; `reason` says why not."""
         if self.story is None or code not in BREAKS:
             return False
         self.reason = self._why_not_now(self.story)
@@ -78,18 +78,18 @@ class Resumption:
 
     @property
     def counts_each(self) -> bool:
-        """Whether each chunk is to tell the tokens so far, which nothing else tells."""
+        """Returns whether each chunk is to tell the tokens so far, which nothing else tells."""
         return self.story is not None and self.story.way == TEXT
 
     @property
     def first_tokens(self) -> FirstTokens | None:
-        """What was read of the answer's first tokens where they are looked at (`routing.escalation`)."""
+        """Returns what was read of the answer's first tokens where they are looked at (`routing.escalation`)."""
         return None
 
     # ---- who goes on
 
     def suits(self, upstream: Upstream) -> bool:
-        """Whether this upstream can go on with what the first began."""
+        """Returns whether this upstream can go on with what the first began."""
         return (
             not self.is_continuing
             or self.story is None

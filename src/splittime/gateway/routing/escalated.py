@@ -23,7 +23,7 @@ class Escalations:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be asked anew now."""
+        """Returns whether one more may be asked anew now."""
         others = list(self._latest)[-(LATEST - 1) :]  # that will be the latest with it
         return sum(others) + 1 <= self._at_most * max(FIRST, len(others) + 1)
 

@@ -77,7 +77,7 @@ class CheckedResumption(Resumption):
 
     @property
     def first_tokens(self) -> FirstTokens | None:
-        """What was read of the latest attempt's; None before there is a verdict."""
+        """Returns what was read of the latest attempt's; None before there is a verdict."""
         if self._why_not:
             return FirstTokens(verdict=self._why_not, below=self._route.below)
         return None if self._held is None else self._held.found

@@ -52,7 +52,7 @@ def logprobs_of(choice: Fields) -> list[float]:
 
 
 def says_something(choice: Fields) -> bool:
-    """Whether a chunk's choice has a piece of the answer, of whatever kind."""
+    """Returns whether a chunk's choice has a piece of the answer, of whatever kind."""
     delta = choice.get("delta")
     names = ("content", "reasoning_content", "reasoning", "tool_calls")
     return bool(choice.get("text")) or (isinstance(delta, dict) and any(delta.get(name) for name in names))

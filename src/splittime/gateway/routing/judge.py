@@ -91,7 +91,7 @@ class DifficultyJudge:
         return self._score(self._vectors @ embedded(text), self._worth)
 
     def knows(self, text: str) -> bool:
-        """Whether the labels have this text."""
+        """Returns whether the labels have this text."""
         return normal(text) in self._texts
 
     def fair_scores(self, texts: Sequence[str]) -> Floats:

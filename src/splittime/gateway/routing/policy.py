@@ -76,7 +76,7 @@ class RoutePolicy:
         )
 
     def serves(self, decision: RouteDecision) -> bool:
-        """Whether there is an upstream for this decision."""
+        """Returns whether there is an upstream for this decision."""
         return pool_of(decision) in self.pools if decision.upstreams else decision.model in self._models
 
     def routed(self, request: ForwardedRequest, tenant: str, scope: http.Scope) -> ForwardedRequest:
@@ -106,7 +106,7 @@ def version_of(config: GatewayConfig) -> str:
 
 
 def matches(rule: RuleConfig, features: RouteFeatures) -> bool:
-    """Whether all that the rule asks for holds; one that asks for nothing always matches."""
+    """Returns whether all that the rule asks for holds; one that asks for nothing always matches."""
     told = dict(features.headers)
     return (
         (not rule.models or any(is_like(features.model, pattern) for pattern in rule.models))
@@ -119,7 +119,7 @@ def matches(rule: RuleConfig, features: RouteFeatures) -> bool:
 
 
 def is_like(name: str, pattern: str) -> bool:
-    """Whether this is the name, or begins as a pattern with a star at its end says."""
+    """Returns whether this is the name, or begins as a pattern with a star at its end says."""
     return name.startswith(pattern[:-1]) if pattern.endswith(ANY) else name == pattern
 
 

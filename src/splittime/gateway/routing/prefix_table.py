@@ -57,7 +57,7 @@ class KnownBlock:
         self.tail, self.tail_bytes = _digest(tail), len(tail)
 
     def is_gone_on_with(self, rest: bytes) -> bool:
-        """Whether this follows, in a text, where the latest request ended."""
+        """Returns whether this follows, in a text, where the latest request ended."""
         return 0 <= self.tail_bytes <= len(rest) and _digest(rest[: self.tail_bytes]) == self.tail
 
 

@@ -168,7 +168,7 @@ def rehearse(accounts: Iterable[ClosedAccount], old: GatewayConfig, new: Gateway
 
 
 def _is_again(account: ClosedAccount, config: RehearsedConfig) -> bool | None:
-    """Whether a decision of this very policy is made again; None for another's."""
+    """Returns whether a decision of this very policy is made again; None for another's."""
     if account.routing is None or account.routing.policy != config.policy.version:
         return None
     decision: RouteDecision | None = config.policy.decide(features_of(account))

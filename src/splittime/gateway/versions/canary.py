@@ -87,7 +87,7 @@ class CanaryTrial:
 
     @property
     def is_due(self) -> bool:
-        """Whether both arms have enough for the next look."""
+        """Returns whether both arms have enough for the next look."""
         return min(self.num_control, self.num_tried) >= self._config.min_requests * 2**self._looks
 
     def look(self) -> Callable[[], CanaryDecision]:

@@ -40,7 +40,7 @@ class ByteWeight(PackedWeight):
 
 
 def rounds(scheme: WeightScheme) -> bool:
-    """Whether activations are rounded beside weights of this scheme."""
+    """Returns whether activations are rounded beside weights of this scheme."""
     return scheme.name == "int8" and not scheme.group
 
 

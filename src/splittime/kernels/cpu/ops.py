@@ -62,7 +62,7 @@ class CpuWeight(PackedWeight):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has a packed product for `dtype` on this CPU."""
+    """Returns whether oneDNN has a packed product for `dtype` on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(_onednn._is_mkldnn_bf16_supported()))

@@ -149,8 +149,8 @@ def kv_of(kv: LayerKv, shape: KvShape) -> native.StKv:
 
 
 def extras(scheme: WeightScheme) -> int:
-    """What the groups have besides scales; minima take up zero points (`rounded.as_packed`). Of bfloat16 weights,
-    whether activations are rounded too."""
+    """Returns what the groups have besides scales; minima take up zero points (`rounded.as_packed`). Of bfloat16
+    weights, whether activations are rounded too."""
     if scheme.name == "bfloat16":
         return native.ROUNDED_ACTIVATIONS if scheme.rounds_activations else 0
     return native.MINIMA if scheme.has_minima else native.ZEROS if scheme.has_zeros else 0

@@ -43,7 +43,7 @@ def loops() -> tuple[Loop, ...]:
 
 
 def can_forget() -> bool:
-    """Whether `forget` does anything on this processor. Raises `LibraryMissing`."""
+    """Returns whether `forget` does anything on this processor. Raises `LibraryMissing`."""
     return bool(library().st_peak_forget(None, 0))
 
 

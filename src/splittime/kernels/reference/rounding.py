@@ -89,7 +89,7 @@ def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 def dequantize(
     values: Tensor, scales: Tensor, scheme: WeightScheme, zeros: Tensor | None = None, minima: Tensor | None = None
 ) -> Tensor:
-    """What `quantize` made, or what `RoundedRows` says -> float32 [out, in]."""
+    """Returns what `quantize` made, or what `RoundedRows` says -> float32 [out, in]."""
     steps = _groups(values.float() if scheme.name == "fp8" else values, scheme).float()
     if zeros is not None:
         steps -= zeros.unsqueeze(-1).float()

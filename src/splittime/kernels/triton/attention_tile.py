@@ -141,7 +141,7 @@ def first_unit(scales):
 
 
 def dot_of(q: Tensor, store: LayerKv) -> object:
-    """What queries and keys are multiplied as: as they are, or as float16 where keys are of 8 bits."""
+    """Returns what queries and keys are multiplied as: as they are, or as float16 where keys are of 8 bits."""
     is_rounded = store.scales is not None and q.dtype != torch.float32
     return tl.float16 if is_rounded else dot_dtype(q.dtype)
 

@@ -33,7 +33,7 @@ def device() -> torch.device:
 
 
 def dot_dtype(dtype: torch.dtype) -> object:
-    """What operands of `dtype` are multiplied as. float32 wants `input_precision="ieee"` beside it."""
+    """Returns what operands of `dtype` are multiplied as. float32 wants `input_precision="ieee"` beside it."""
     return tl.float32 if is_interpreted() and dtype == torch.bfloat16 else _DOT_DTYPES[dtype]
 
 

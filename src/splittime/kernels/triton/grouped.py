@@ -86,7 +86,7 @@ def _stacked(packed: Sequence[PackedWeight]) -> Own:
 
 
 def _kind(one: Own) -> tuple[object, ...]:
-    """What all have alike whose tensors can be one."""
+    """Returns the key under which experts' tensors may be stacked."""
     if kept(one)[1][0].dtype == torch.int8:  # `w8a8` has int8 for rounded x alone
         return (type(one), None)
     shapes = tuple(tensor.shape for tensor in kept(one)[1])
@@ -121,9 +121,9 @@ def grouped(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Experts, residual: Tensor | None = None, *,
     gate_up_tiles: Tiles | None = None, down_tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `kernels.compose.mixture` does once it has chosen: x [T, H], chosen integers [T, k] experts of each
-    token, all different, below 0 for none, weights [T, k] -> residual + the experts' outputs times their weights,
-    [T, H]. No value on the device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
+    """Returns what `kernels.compose.mixture` does once it has chosen: x [T, H], chosen integers [T, k] experts of each
+    token, all different, below 0 for none, weights [T, k] -> residual + the experts' outputs times their weights, [T,
+    H]. No value on the device is waited for. Tiles, of the same number of tokens: for benchmarks; else `choose`."""
     num_tokens, num_chosen = chosen.shape
     if not num_tokens:
         return torch.zeros_like(x) if residual is None else residual.clone()

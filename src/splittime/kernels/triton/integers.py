@@ -165,8 +165,8 @@ WIDENED_OUTPUTS = 64  # of a program
 
 
 def is_better_wide(num_tokens: int, weight: IntegerWeight, dtype: torch.dtype) -> bool:
-    """Whether `widened` and a product of cuBLAS take less time than `linear`: from some tokens on the matrix units
-    are the limit, and cuBLAS uses them better than a kernel that unpacks between its products."""
+    """Returns whether `widened` and a product of cuBLAS take less time than `linear`: from some tokens on the matrix
+    units are the limit, and cuBLAS uses them better than a kernel that unpacks between its products."""
     is_known = weight.group % SLAB_COLUMNS == 0 and dtype != torch.float32
     return is_known and num_tokens > WIDE_TOKENS
 
@@ -183,7 +183,7 @@ def widened(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
 
 
 def constants(weight: IntegerWeight, dtype: torch.dtype) -> dict[str, object]:
-    """What `product` is compiled for."""
+    """Returns what `product` is compiled for."""
     columns = tile_columns(weight.bits)
     return {
         "BITS": weight.bits,

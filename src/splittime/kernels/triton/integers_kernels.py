@@ -26,7 +26,7 @@ ZERO = tl.constexpr(INT4_ZERO)
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether integers become floats of `dtype` by PTX of our own, which the interpreter cannot run."""
+    """Returns whether integers become floats of `dtype` by PTX of our own, which the interpreter cannot run."""
     return dtype != torch.float32 and not is_interpreted()
 
 
@@ -42,7 +42,7 @@ def words_of(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def halves(words: Tensor) -> tuple[Tensor, Tensor]:
-    """What `words_of` was given: float32, and int16."""
+    """Returns what `words_of` was given: float32, and int16."""
     lower = (words << 16 >> 16).to(torch.int16).view(torch.float16)
     return lower.float(), (words >> 16).to(torch.int16)
 

@@ -134,7 +134,8 @@ def linear_norm(
 
 
 def unpacked(packed: PackedWeight) -> Tensor:
-    """What a packed weight stands for, float32 [out, in], in the order of x's columns: for tests and for saving."""
+    """Returns what a packed weight stands for, float32 [out, in], in the order of x's columns: for tests and for
+    saving."""
     if isinstance(packed, Stack):
         return torch.cat([unpacked(part) for part in packed.parts])
     if isinstance(packed, Reordered):

@@ -107,5 +107,5 @@ def add_parts(parts: Tensor, bias: Tensor | None, residual: Tensor | None, y: Te
 
 
 def sums_target(y: Tensor, splits: int) -> Tensor:
-    """Where the programs store: y itself, or float32 [splits, T, out]."""
+    """Returns where the programs store: y itself, or float32 [splits, T, out]."""
     return y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)

@@ -66,7 +66,7 @@ _MIN_TEMPERATURE = tl.constexpr(1e-5)  # `runner.sampler.MIN_TEMPERATURE`
 
 
 def _place(name: str, width_bytes: int) -> tl.constexpr:
-    """Where a field of `DRAW` is in a line, counted in elements of that width."""
+    """Returns where a field of `DRAW` is in a line, counted in elements of that width."""
     assert DRAW.fields is not None
     return tl.constexpr(DRAW.fields[name][1] // width_bytes)
 

@@ -101,7 +101,7 @@ def _plan(asked: DistillRequest, teacher: Path) -> StudentPlan:
 
 
 def identity(asked: DistillRequest, inputs: Inputs, learnt: np.ndarray, memory: Path) -> dict[str, Any]:
-    """What the student depends on."""
+    """Returns what the student depends on."""
     sources = [inputs.folder, *([asked.start_from] if asked.start_from else [])]
     paths = [path for source in sources for path in sorted(source.glob("*.safetensors"))]
     return {

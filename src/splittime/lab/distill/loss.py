@@ -48,7 +48,8 @@ class LossParts:
 
 class Objective(Protocol):
     def before(self, windows: Tensor) -> Tensor | None:
-        """What is computed once for the windows [count, context + 1] of an update; the first dimension is theirs."""
+        """Returns what is computed once for the windows [count, context + 1] of an update; the first dimension is
+        theirs."""
 
     def __call__(self, model: Any, windows: Tensor, beside: Tensor | None) -> tuple[Tensor, LossParts]:
         """The loss over some of them with their share of what `before` gave; from any thread."""

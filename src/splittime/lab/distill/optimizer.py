@@ -93,7 +93,7 @@ class Optimizer:
         return float(norm)
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed run needs."""
+        """Returns what a resumed run needs."""
         return {"adam": self.adam.state_dict(), "momentum": self.muon.momentum}
 
     def load_state_dict(self, state: dict) -> None:

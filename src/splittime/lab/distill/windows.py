@@ -41,7 +41,7 @@ class Windows:
         self._starts = np.zeros(0, dtype=np.int64)
 
     def starts(self, context: int, epoch: int) -> np.ndarray:
-        """Where the windows of one pass begin."""
+        """Returns where the windows of one pass begin."""
         random = np.random.default_rng((self.seed, context, epoch))
         offset = int(random.integers(context))
         count = (len(self.tokens) - offset - 1) // context

@@ -169,7 +169,7 @@ def _sketch(ids: Sequence[int]) -> list[int]:
 
 
 def prefix_of(encoder: Encoder) -> tuple[int, ...]:
-    """What the tokenizer puts before a text."""
+    """Returns what the tokenizer puts before a text."""
     plain, whole = encoder.encode("a", add_special_tokens=False), encoder.encode("a")
     places = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
     return tuple(whole[: places[0]]) if places else ()

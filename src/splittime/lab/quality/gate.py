@@ -234,7 +234,7 @@ def reason(check: Check) -> str:
 
 
 def _more(check: Check) -> str:
-    """How much more text would decide it: an interval narrows with the root of it."""
+    """Returns how much more text would decide it: an interval narrows with the root of it."""
     value, half = check.estimate.value, (check.estimate.high - check.estimate.low) / 2
     away = abs(value - check.limit)
     if check.verdict != "INCONCLUSIVE" or check.note or not half > away:

@@ -78,7 +78,7 @@ def divergence(base: Floats, candidate: Floats) -> Floats:
 
 
 def _divergence(base: Floats, candidate: Floats) -> Floats:
-    """What p excludes counts nothing; rounding below zero is taken off."""
+    """Returns the divergence: what p excludes counts nothing, and rounding below zero is taken off."""
     with np.errstate(invalid="ignore"):
         terms = np.exp(base) * (base - candidate)
     return np.maximum(np.where(np.isneginf(base), 0.0, terms).sum(axis=1), 0.0)

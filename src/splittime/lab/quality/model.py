@@ -91,7 +91,7 @@ def chunks(num_fed: int, decode_tokens: int) -> list[tuple[int, int]]:
 
 
 def pieces(chunk: tuple[int, int], begin: int) -> list[tuple[int, int]]:
-    """What of a chunk lies at `begin` or later, `PIECE_TOKENS` at a time."""
+    """Returns what of a chunk lies at `begin` or later, `PIECE_TOKENS` at a time."""
     start, end = chunk
     return [(at, min(at + PIECE_TOKENS, end)) for at in range(max(start, begin), end, PIECE_TOKENS)]
 

@@ -79,7 +79,7 @@ def integers_of(values: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Te
 
 
 def round_values(values: Tensor, grid: Grid) -> Tensor:
-    """What rounding to nearest makes of weight [out, in]: float32, the same shape."""
+    """Returns what rounding to nearest makes of weight [out, in]: float32, the same shape."""
     grouped = values.unflatten(1, (-1, grid.width(values.shape[1])))
     scales, zeros = (found.unsqueeze(-1) for found in fit(grouped, grid))
     return integers_of(grouped, scales, zeros, grid).sub_(zeros).mul_(scales).flatten(1)

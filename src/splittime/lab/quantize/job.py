@@ -82,7 +82,7 @@ def _no_text(settings: QuantizeSettings) -> ConfigError:
 def _identity(
     source: QuantizeSource, settings: QuantizeSettings, calibration: Calibration | None, folder: Path
 ) -> dict[str, object]:
-    """What the result depends on; plain data, as JSON gives it back."""
+    """Returns what the result depends on; plain data, as JSON gives it back."""
     return {
         "format": FORMAT,
         "splittime": __version__,

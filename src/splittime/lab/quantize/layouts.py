@@ -64,7 +64,7 @@ def pack(layout: str, rounded: Rounded | RoundedFloats, grid: Grid) -> Tensors:
 
 
 def unpack(layout: str, tensors: Tensors, grid: Grid) -> Rounded | RoundedFloats:
-    """What `pack` was given."""
+    """Returns what `pack` was given."""
     if layout == "float-quantized":
         return RoundedFloats(tensors["weight"], tensors["weight_scale"].float())
     bits, half = grid.bits, 2 ** (grid.bits - 1)

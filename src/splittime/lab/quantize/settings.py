@@ -49,7 +49,7 @@ class QuantizeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_text(self) -> bool:
-        """Whether there is no result without calibration text (of resolved settings)."""
+        """Returns whether there is no result without calibration text (of resolved settings)."""
         return self.scheme in ("awq", "gptq") or self.metric == "wanda" or bool(self.smooth)
 
 

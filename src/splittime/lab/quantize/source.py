@@ -81,7 +81,7 @@ class QuantizeSource:
         return found
 
     def outer_entries(self) -> list[TensorEntry]:
-        """What is not in a layer, as it is stored: embedding, last norm, head."""
+        """Returns what is not in a layer, as it is stored: embedding, last norm, head."""
         return [TensorEntry.of(name, tensor, self.checkpoint.release) for name, tensor in self._outer()]
 
     @property

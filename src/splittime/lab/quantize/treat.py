@@ -66,7 +66,7 @@ def grid_of(settings: QuantizeSettings, checkpoint_dtype: torch.dtype) -> Grid:
 
 
 def is_sequential(settings: QuantizeSettings) -> bool:
-    """Whether a layer's inputs are those that the finished layers before it produce."""
+    """Returns whether a layer's inputs are those that the finished layers before it produce."""
     return settings.scheme == "gptq" or settings.metric == "wanda"
 
 
@@ -107,7 +107,7 @@ class Treatment:
         return {name: self.errors[name] for name in self._in_features}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the new checkpoint holds of this layer, by full name."""
+        """Returns what the new checkpoint holds of this layer, by full name."""
         prefix = layer_map.layer_prefix(self.index)
         found: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
@@ -172,7 +172,7 @@ class Treatment:
         return prune.unstructured(weight, score, self.settings.sparsity or 0.0, by_row)
 
     def _scales(self, group: LinearGroup, moments: Moments) -> Tensor | None:
-        """What to divide the group's input by, if this scheme and group do so."""
+        """Returns what to divide the group's input by, if this scheme and group do so."""
         weights = [self.weights[f"{name}.weight"] for name in group.linears]
         if self.settings.scheme == "w8a8" and self.settings.smooth and group.source in NORMS:
             return smooth_scales(weights, moments, self.settings.smooth)

@@ -174,7 +174,7 @@ def _adapters(stats: EngineStats, facts: ServerFacts | None) -> Series:
 
 
 def _cache_config(stats: EngineStats, facts: ServerFacts | None) -> Series:
-    """How the cache is set; empty until the engine has said how large its blocks are."""
+    """Returns how the cache is set; empty until the engine has said how large its blocks are."""
     settings = facts.settings if facts is not None else {}
     if "block_size" not in settings:
         return {}

@@ -69,7 +69,7 @@ def unpack(rows: Tensor, kind: str) -> Unpacked:
 
 
 def num_values(row_bytes: int, kind: str) -> int:
-    """How many values a row of so many bytes has."""
+    """Returns how many values a row of so many bytes has."""
     return row_bytes // _TYPES[kind].num_bytes * _TYPES[kind].values
 
 

@@ -152,7 +152,7 @@ class Checkpoint:
             log.info("stored scales of activations (input_scale) are not used: each token has a scale of its own")
 
     def _is_no_bias(self, name: str) -> bool:
-        """Whether it is a bias of zeros, which some exports of GPTQ give to every layer."""
+        """Returns whether it is a bias of zeros, which some exports of GPTQ give to every layer."""
         if self.format != gptq.METHOD or not name.endswith(".bias") or not gptq.is_stored(name[:-5], self):
             return False
         return not self._tensor(name).any()

@@ -27,7 +27,7 @@ Identity = list[int]
 
 
 def identities(paths: Sequence[Path]) -> list[Identity]:
-    """What tells a file from what it was before. Raises OSError for one that is not there."""
+    """Returns what tells a file from what it was before. Raises OSError for one that is not there."""
     found = (path.stat() for path in paths)
     return [[one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino, one.st_dev] for one in found]
 

@@ -167,7 +167,7 @@ class CutSource:
         return _rows(self._whole.take_linear(module, rows, in_features), begin, begin + out_features)
 
     def _place(self, module: str, cut: Cut, own: int) -> tuple[int, int]:
-        """How many rows there are in all, and where this rank's `own` begin."""
+        """Returns how many rows there are in all, and where this rank's `own` begin."""
         if cut == "whole":
             return own, 0
         if cut == "rows":

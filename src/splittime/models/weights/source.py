@@ -87,8 +87,8 @@ class Source(Protocol):
         """The embedding table, of which single rows are looked up."""
 
     def rows_are_paired(self, module: str) -> bool:
-        """Whether the rows of this query or key projection (and its bias) already have rotary pairs as neighbours:
-        those of GGUF's llama have."""
+        """Returns whether the rows of this query or key projection (and its bias) already have rotary pairs as
+        neighbours: those of GGUF's llama have."""
 
     def release(self, read: Tensor | StoredWeight) -> None:
         """Let the system drop what was read of it; it stays usable. A tensor is one from `take` and the others, or a

@@ -109,7 +109,7 @@ class DecodeGraphs:
         return is_decode and any(size >= count for size in self._captured)
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        """What was computed, and the number of rows beyond the batch's. It stays until the next run."""
+        """Returns what was computed, and the number of rows beyond the batch's. It stays until the next run."""
         count = len(batch.rows)
         captured = next(one for size, one in self._captured.items() if size >= count)
         captured.buffers.write(batch)
@@ -181,7 +181,7 @@ def _captured(compute: Callable[[], Computed], other: Graph | None) -> tuple[Cal
 
 
 def _repeated(compute: Callable[[], Computed]) -> tuple[Callable[[], None], Computed, None]:
-    """What replays without a graph: it computes again, and the result goes where it went the first time."""
+    """Returns what replays without a graph: it computes again, and the result goes where it went the first time."""
     kept = compute()
 
     def replay() -> None:

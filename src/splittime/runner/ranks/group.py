@@ -84,8 +84,8 @@ class RankGroup:
         return [int(part) for part in parts]
 
     def take_ns(self) -> int:
-        """What sums and joins took since it was last asked, which must be done by now; of the first rank alone, which
-        is the one that is asked."""
+        """Returns what sums and joins took since it was last asked, which must be done by now; of the first rank alone,
+        which is the one that is asked."""
         spans, self._spans = self._spans, []
         return sum(end.ns_since(begin) for begin, end in spans)
 

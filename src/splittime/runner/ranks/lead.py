@@ -60,7 +60,7 @@ class Lead:
 
 
 def _with_tokens(plan: StepPlan, slots: Slots) -> StepPlan:
-    """Where the plan could not know a token, the one that was chosen here: that is the one that counts."""
+    """Returns the plan with the tokens that were chosen here, where it could not know them: those count."""
     if all(row.token_ids != (PENDING,) for row in plan.rows):
         return plan
     rows = (row if row.token_ids != (PENDING,) else slots[row.request_id].known(row) for row in plan.rows)

@@ -74,7 +74,7 @@ class Member:
         return isinstance(self._hear(), Arrived)
 
     def _hear(self) -> Arrived | Failed | None:
-        """What it says next; None when it says no more."""
+        """Returns what it says next; None when it says no more."""
         content = self.channel.receive()
         said = None if content is None else _decoder.decode(content)
         if isinstance(said, Failed):

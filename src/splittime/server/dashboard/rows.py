@@ -113,7 +113,7 @@ def _step(account: ClosedAccount, record: StepRecord) -> Row:
 
 
 def _neighbours(request_id: str, records: Sequence[StepRecord]) -> list[Row]:
-    """Who was in the same steps: those that brought most tokens first."""
+    """Returns who was in the same steps: those that brought most tokens first."""
     steps: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for record in records:

@@ -78,7 +78,7 @@ class Dialect(NamedTuple):
         return next(((quantity.metric, *quantity.older) for quantity in self.quantities if quantity.name == name), ())
 
     def state_values(self, name: str, samples: Samples) -> list[float]:
-        """What a scrape says of a state, of each of the server's engines."""
+        """Returns what a scrape says of a state, of each of the server's engines."""
         labels = next((dict(quantity.labels) for quantity in self.quantities if quantity.name == name), {})
         return [value for metric in self.metrics(name) for value in values(samples, metric, labels)]
 

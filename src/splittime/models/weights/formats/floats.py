@@ -126,7 +126,7 @@ def parse_compressed(method: str, fields: Fields, layout: str, group: dict[str, 
 
 
 def _is_static(given: Any, strategy: str) -> bool:
-    """Whether activations have a stored scale."""
+    """Returns whether activations have a stored scale."""
     activations = an_object(given, ACTIVATIONS)
     ways = FLOAT_STRATEGIES[strategy]
     choices = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ways}

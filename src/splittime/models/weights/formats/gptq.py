@@ -54,7 +54,7 @@ def parse(values: dict[str, Any]) -> Recipe:
 
 
 def is_excepted(module: str, recipe: Recipe) -> bool:
-    """Where the config lists what is quantised, whatever is not in the list."""
+    """Returns whether the config lists what is quantised, and not this."""
     return bool(recipe.only) and not any(module.endswith(f".{name}") for name in recipe.only)
 
 
@@ -86,7 +86,7 @@ class GptqWeight(GroupedWeight):
             self.columns = act_order(index, groups_of, recipe.group_size or in_features, groups)
 
     def _overflows_in(self, out_features: int, recipe: Recipe) -> bool:
-        """Whether a zero point of four bits is 16."""
+        """Returns whether a zero point of four bits is 16."""
         if recipe.bits == 8 or recipe.symmetric or recipe.carries or not recipe.zero_shift:
             return False
         return bool((unpack(self._qzeros, 4)[:, :out_features] == 15).any())

@@ -47,7 +47,8 @@ def parse(config: dict[str, Any]) -> Recipe | None:
 
 
 def _may_be_floats(module: str) -> bool:
-    """Whether formats leave it unquantised without a word: the embedding, which is a tied head too, head and router."""
+    """Returns whether formats leave it unquantised without a word: the embedding, which is a tied head too, head and
+    router."""
     return module in ("model.embed_tokens", "lm_head") or module.endswith((".mlp.gate", ".block_sparse_moe.gate"))
 
 

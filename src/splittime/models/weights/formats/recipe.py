@@ -23,10 +23,10 @@ class Tensors(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def is_int8(self, name: str) -> bool:
-        """Whether there is such a tensor, of int8."""
+        """Returns whether there is such a tensor, of int8."""
 
     def is_float8(self, name: str) -> bool:
-        """Whether there is such a tensor, of e4m3."""
+        """Returns whether there is such a tensor, of e4m3."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """None where there is no such tensor."""
@@ -160,7 +160,7 @@ def _check_pattern(name: str, key: str) -> None:
 
 
 def _repetition_depth(parsed: Any) -> int:
-    """How deeply * + and {..} are nested; `parsed` is of the standard library's own parser."""
+    """Returns how deeply * + and {..} are nested; `parsed` is of the standard library's own parser."""
     deepest = 0
     for operation, argument in parsed:
         inner = [_repetition_depth(part) for part in _parts(argument)]
@@ -169,7 +169,7 @@ def _repetition_depth(parsed: Any) -> int:
 
 
 def _repetitions(parsed: Any) -> int:
-    """How many * + and {..} there are; a thing that is there or not (?) is none."""
+    """Returns how many * + and {..} there are; a thing that is there or not (?) is none."""
     return sum(
         (str(operation) in REPETITIONS and argument[1] > 1) + sum(_repetitions(part) for part in _parts(argument))
         for operation, argument in parsed

@@ -43,7 +43,7 @@ def centred(fields: Tensor, bits: int) -> Tensor:
 
 
 def num_words(count: int, bits: int) -> int:
-    """How many words hold so many fields."""
+    """Returns how many words hold so many fields."""
     return -(-count * bits // 32)
 
 
