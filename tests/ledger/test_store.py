@@ -16,7 +16,7 @@ import books
 import msgspec
 import pytest
 
-from splittime.core.errors import ConfigError, ErrorInfo, NotFound
+from splittime.core.errors import ConfigError, EngineError, ErrorInfo, NotFound, RequestError
 from splittime.ledger import sqlite_file
 from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
@@ -46,6 +46,13 @@ def test_ring_is_bounded_and_its_index_too():
     assert [step.step_id for step in ledger.steps()] == [8, 9]
     assert ledger.account("cmpl-2-0") == []
     assert len(ledger._by_id) == 6
+
+
+def test_an_error_is_kept_without_a_word_of_its_request_and_our_own_words_stay():
+    ledger = Ledger()
+    for name, info in (("a", RequestError("hunter2", value="hunter2").info), ("b", EngineError("it died").info)):
+        ledger.add_account(msgspec.structs.replace(books.example(name), error=info))
+    assert [account.error.message for account in ledger.accounts()] == ["invalid_value", "it died"]
 
 
 def long_account(name: str, num_tokens: int):

@@ -195,8 +195,8 @@ def test_in_the_long_run_a_key_uses_what_its_minutes_allow(bodies) -> None:
 
 @pytest.mark.parametrize("limit", ["max_open_requests", "requests_per_minute"])
 def test_a_body_may_ask_for_as_many_answers_as_the_limit_and_for_not_one_more(limit: str) -> None:
-    used = quota(**{limit: 3})
-    used.check(1, 3)
+    body = come(quota(**{limit: 3}), 1)
+    body.count_as(3, 1)
     with pytest.raises(RequestError, match="asks for 4 answers") as caught:
-        used.check(1, 4)
+        body.count_as(4, 1)
     assert (caught.value.info.status, caught.value.info.limit) == (400, 3)

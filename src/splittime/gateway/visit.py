@@ -59,7 +59,6 @@ class GatewayVisit:
     ) -> None:
         self.gateway, self._path, self._scope, self._receive, self._send = gateway, path, scope, receive, send
         self.tenant = tenant_of(scope)
-        self._sender = BodySender(Sharer(self.tenant.name, self.tenant.weight), receive)
         self.account = RequestAccount(path, scope, self.tenant.name, gateway.ledger, gateway.version, gateway.audit)
         self._turn: CacheTurn | None = None
         self._first_token_by_ns: int | None = None
@@ -75,6 +74,7 @@ class GatewayVisit:
         self._draw: float = scope.setdefault(SHED_DRAW, random.random())  # the same when it is looked at again
 
     async def serve(self) -> None:
+        self._sender = BodySender(Sharer(self.tenant.name, self.tenant.weight), self._receive)
         self.gateway.enter(self)
         try:
             await self._watched(await self._degraded(await self._come_in()))

@@ -36,16 +36,18 @@ class Ring(Generic[Record], Reversible[Record]):
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._records: deque[Record] = deque()
+        self._weights: deque[int] = deque()  # of each, found once: a full ring lets one go for each that comes
         self.num_bytes = 0
 
     def add(self, record: Record) -> list[Record]:
         """Returns those that had to go, oldest first."""
         self._records.append(record)
-        self.num_bytes += weight_bytes(record)
+        self._weights.append(weight_bytes(record))
+        self.num_bytes += self._weights[-1]
         gone: list[Record] = []
         while len(self._records) > 1 and (len(self._records) > self._most or self.num_bytes > self._most_bytes):
             gone.append(self._records.popleft())
-            self.num_bytes -= weight_bytes(gone[-1])
+            self.num_bytes -= self._weights.popleft()
         return gone
 
     def __iter__(self) -> Iterator[Record]:

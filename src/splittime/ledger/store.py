@@ -119,8 +119,8 @@ class Ledger:
         if self._num_steps_before:
             step_ids = tuple(step_id + self._num_steps_before for step_id in account.token_steps)
             account = msgspec.structs.replace(account, token_steps=step_ids)
-        if account.error is not None:
-            account = msgspec.structs.replace(account, error=for_books(account.error))
+        if account.error is not None and (kept := for_books(account.error)) is not account.error:
+            account = msgspec.structs.replace(account, error=kept)
         try:
             account.verify()
         except ValueError as error:

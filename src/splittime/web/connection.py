@@ -46,7 +46,6 @@ from splittime.web.http import (
     Scope,
     content_length,
     header,
-    headers,
 )
 from splittime.web.places import Places
 from splittime.web.tenants import ANYBODY, TENANT
@@ -87,6 +86,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(*args, **more)
         self._head_s, self._stall_s, self._at_once, self._places = head_s, stall_s, at_once, places
+        self._version, self._upgrades = "", False  # as the head says
         self._refusal: tuple[int, str] | None = None  # of a head that nobody is to read on behind
         self._room = MAX_HEAD_BYTES  # for bytes of this request that are in no body
         self._skip_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request comes in
@@ -147,14 +147,15 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _refused(self) -> tuple[int, str] | None:
         """Returns why nothing is to be read of this request, and with which status."""
-        if self.parser.get_http_version() not in VERSIONS:
+        self._version, self._upgrades = self.parser.get_http_version(), self.parser.should_upgrade()
+        if self._version not in VERSIONS:
             return 505, "This server speaks HTTP/1.1 only."
-        if self.parser.should_upgrade() and self._has_body():  # the parser would take that body for the next request
+        if self._upgrades and self._has_body():  # the parser would take that body for the next request
             return 400, "This server speaks HTTP/1.1 only: send the request without Upgrade."
-        codings = headers(cast(Scope, self.scope), b"transfer-encoding")
+        codings = [value for name, value in self.scope["headers"] if name == b"transfer-encoding"]
         if len(codings) > 1:
             return 400, "The request has more than one Transfer-Encoding."
-        if codings and codings[0].strip().lower() != "chunked":
+        if codings and codings[0].strip().lower() != b"chunked":
             return 501, "The one Transfer-Encoding that is read is chunked."
         return None
 
@@ -168,7 +169,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         """No request of this connection is being served, and the client takes what it is given."""
         is_free = self.cycle is None or self.cycle.response_complete
         is_open = not (self.flow.write_paused or self.transport.is_closing())
-        return is_free and is_open and not self.parser.should_upgrade()
+        return is_free and is_open and not self._upgrades
 
     def _head(self) -> Scope:
         """The scope, with what `at_once` asks for. A path that needs more than these lines is not answered at once."""
@@ -196,7 +197,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.transport.write(b"".join((STATUS_LINE[status], lines, b"\r\n", body)))
 
     def _keeps_alive(self) -> bool:
-        return self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        return self._version != "1.0" and self.parser.should_keep_alive()
 
     def _is_worth_skipping(self) -> bool:
         """Is what comes before the connection's next request short, and sure to come?"""

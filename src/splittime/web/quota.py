@@ -79,10 +79,11 @@ class Quota:
         self._requests.change(tenant.requests_per_minute)
         self._tokens.change(tenant.tokens_per_minute)
 
-    def check(self, now_ns: int, requests: int = 1) -> None:
-        """Raises `Refused` if so many more may not come in now, `RequestError` if they never may. Takes nothing."""
-        self.check_requests(requests, requests, now_ns)
-        self.check_tokens(1, now_ns)
+    def check(self, now_ns: int) -> None:
+        """Raises `Refused` if one more may not come in now. Takes nothing."""
+        if self.tenant.is_limited:
+            self.check_requests(1, 1, now_ns)
+            self.check_tokens(1, now_ns)
 
     def enter(self, now_ns: int, requests: int = 1) -> "QuotaUse":
         """Lets so many in that were checked."""

@@ -90,6 +90,10 @@ class Tenant:
         return f"{self.salt}\0{asked}" if self.salt else asked
 
     @property
+    def is_limited(self) -> bool:
+        return not (self.max_open_requests is self.requests_per_minute is self.tokens_per_minute is None)
+
+    @property
     def sees(self) -> str | None:
         """Returns whose accounts it may read; None: everybody's."""
         return None if self.is_operator else self.name
