@@ -172,12 +172,15 @@ def test_a_step_keeps_its_numbers_and_names_the_accounts_requests():
         "verified": ((PLANTED, 3, 2),),
         "drafts": ((PLANTED, 2),),
         "late": ((PLANTED, 1),),
+        "comings": (5, (PLANTED, "came"), (PLANTED, 9)),
     }
     full, shareable = StepRecord(**{**numbers, **lists, "execution": "eager"}), Shareable(FACTS)
     shown, name = shareable.step(full), shareable.request_id(PLANTED)
     assert shown.rows == ((name, 0, 5),)
     assert (shown.victims, shown.verified, shown.drafts) == ((name,), ((name, 3, 2),), ((name, 2),))
-    assert shown.late == ((name, 1),)
+    assert (shown.late, shown.comings) == (((name, 1),), (5, (name, "came"), (name, 9)))
+    (foreign,) = shareable.step(msgspec.structs.replace(full, comings=((PLANTED, PLANTED),))).told_comings
+    assert foreign == (name, "other")
     assert msgspec.structs.replace(shown, **lists) == full
     assert shareable.step(msgspec.structs.replace(full, execution=PLANTED, drafts=msgspec.UNSET)).execution == "host"
 

@@ -8,12 +8,14 @@ from guessing import Guesser
 from msgspec import UNSET
 
 from splittime.core.clock import VirtualClock
-from splittime.core.request import Request
+from splittime.core.errors import ErrorInfo
+from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.engine.recorder import ThreadTime
+from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord, Told, verify_steps
 from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
@@ -53,10 +55,18 @@ def made(
     return Crank(EngineParts(Engine(Scheduler(config)), runner), clock, processor=processor)  # type: ignore[arg-type]
 
 
-def ask(crank: Crank, clock: VirtualClock, name: str, num_prompt: int = 3, max_tokens: int = 2) -> None:
+def ask(
+    crank: Crank,
+    clock: VirtualClock,
+    name: str,
+    num_prompt: int = 3,
+    max_tokens: int = 2,
+    held_for: Cause | None = None,
+    deadline_ns: int | None = None,
+) -> None:
     now_ns, sampling = clock.now_ns(), SamplingParams(max_tokens=max_tokens, seed=0)
-    prompt = tuple(range(1, num_prompt + 1))
-    crank.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns), now_ns)
+    prompt, about = tuple(range(1, num_prompt + 1)), {"submitted_ns": now_ns, "deadline_ns": deadline_ns}
+    crank.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, **about), now_ns, held_for)
 
 
 def records_of(crank: Crank) -> list[StepRecord]:
@@ -97,6 +107,54 @@ def test_what_was_read_and_computed_and_who_was_there() -> None:
     assert [record.blocks_used for record in records] == [2, 3, 1, 1, 0]
     assert [record.step_id for record in records] == [1, 2, 3, 4, 5]
     assert crank.stats().num_steps == 5
+
+
+def test_who_came_and_went_before_a_step_in_which_order() -> None:
+    clock = VirtualClock()
+    crank = made(clock)
+    ask(crank, clock, "a", max_tokens=2)
+    ask(crank, clock, "b", held_for=Cause.GRAMMAR)
+    ask(crank, clock, "c")
+    assert crank.hold("c", Cause.KV_IMPORT)
+    assert crank.release("b", 0)
+    crank.abort("c")
+    crank.abort("gone")
+    assert not crank.release("a", 0)
+    assert not crank.go_on("a")
+    ask(crank, clock, "too long", 99)
+    first, second = stepped(crank), stepped(crank)
+    crank.fail("b", ErrorInfo("server", "broken", "it broke", 500))
+    ask(crank, clock, "d", max_tokens=1)
+    (third,) = records_of(crank)
+    came = [("a", "came"), ("b", "held"), ("c", "came"), ("c", "held"), ("b", "released"), ("c", "left")]
+    assert first.comings == tuple(came)
+    assert second.comings == (("a", 5),)
+    assert third.comings == (("b", "left"), ("d", "came"), ("d", 4))
+
+
+def test_what_could_not_be_planned_is_told_once_until_something_comes() -> None:
+    """`a` waits for its mask, and `b` for the slot of `a`; `c` does not come in time."""
+    clock, is_late = VirtualClock(), [True]
+    runner = FakeRunner(4, step_ns=STEP_NS, clock=clock, is_late=lambda row: is_late.pop() if is_late else False)
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=1)
+    crank = Crank(EngineParts(Engine(Scheduler(config)), runner), clock)
+    ask(crank, clock, "a")
+    assert stepped(crank).late_rows == (("a", 0),)
+    assert crank.turn() is None  # nobody waits
+    ask(crank, clock, "b")
+    for _ in range(3):
+        clock.advance(5)
+        assert crank.turn() is None
+    ask(crank, clock, "c", deadline_ns=STEP_NS + 25)
+    clock.advance(5)
+    assert crank.turn() is None
+    clock.advance(5)
+    output = crank.turn()
+    assert output is not None
+    assert [one.finish_reason for one in output.outputs] == [FinishReason.DEADLINE]
+    assert crank.go_on("a")
+    told = (("b", "came"), STEP_NS + 5, ("c", "came"), STEP_NS + 20, STEP_NS + 25, ("a", "went_on"))
+    assert stepped(crank).comings == told
 
 
 def test_planning_and_committing_are_parts_of_a_step() -> None:

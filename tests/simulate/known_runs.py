@@ -14,14 +14,14 @@ from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.sleep import SleepAsk
-from splittime.core.step import Row
+from splittime.core.step import Row, RowResult
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.messages import Abort, FromEngine, MaskFound, Sleep, StepOutput, Wake
+from splittime.drive.messages import Abort, FromEngine, Hold, MaskFound, Release, Sleep, StepOutput, Wake
 from splittime.engine.engine import Engine
 from splittime.ledger.account import EMBEDDINGS, Account, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, salt_hash
-from splittime.ledger.stages import Stage
+from splittime.ledger.stages import Cause, Stage
 from splittime.runner.drafting import Draft
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -202,6 +202,17 @@ def closed(outcome: RequestOutcome, stops_after: int, left_ns: int | None, some_
     )
 
 
+class FailingRunner(FakeRunner):
+    """One row in `fails` fails; 0: none."""
+
+    fails = 0
+
+    def _run_row(self, row: Row) -> RowResult:
+        result = super()._run_row(row)
+        is_bad = self.fails and not crc32(f"{row.request_id} {row.start}".encode()) % self.fails
+        return RowResult(row.request_id, error="it failed") if is_bad else result
+
+
 def is_late(row: Row, run: TimedRun, clock: VirtualClock, seed: int, late: int) -> bool:
     """Whether the mask of a row that samples is; it is there some steps later."""
     mixed = crc32(f"{seed} {row.request_id} {row.start} {clock.now_ns()}".encode())
@@ -226,17 +237,20 @@ def record_run(
     embeds: float = 0.0,
     num_keys: int = 1,
     late: int = 0,
+    fails: int = 0,
+    holds: float = 0.0,
 ) -> Recorded:
     """A run of `count` requests in bursts, some with common beginnings, some that end early by every way there is. No
     admission stands before it. guess_ns: what guessing takes, for each request; None: nothing is guessed. is_crowded:
     they come at once, their stop strings are found at once, and no such account waits for the engine's last word.
     embeds: of what share of them no token is wanted. num_keys: of how many keys they are, each of another weight.
-    late: the mask of one row in so many is; 0: of none."""
+    late: the mask of one row in so many is; 0: of none. fails: likewise. holds: what share of them is held a while."""
     gaps_ns, after, lengths = BESIDE if is_crowded else APART
     rng, asked, clock = random.Random(seed), AskedBefore(seed, eos_every, stops, after, embeds), VirtualClock()
     delays = {"step_ns": STEP_NS, "token_ns": TOKEN_NS, "move_ns": MOVE_NS}
     of_row = (lambda row: is_late(row, run, clock, seed, late)) if late else None
-    runner = FakeRunner(config.block_size, eos_every=eos_every, clock=clock, **delays, is_late=of_row)
+    runner = FailingRunner(config.block_size, eos_every=eos_every, clock=clock, **delays, is_late=of_row)
+    runner.fails, holding = fails, random.Random(seed + 3)
     sleeper = FakeSleeper(runner, STEP_NS, clock.advance)
     engine, computes = Engine(Scheduler(config), plans_ahead), runner
     if guess_ns is not None:
@@ -268,6 +282,9 @@ def record_run(
         )
         run.submit(request)
         run.stops_after[name] = asked.stops_after()
+        if holding.random() < holds:
+            run.at(at_ns, Hold(name, Cause.GRAMMAR))
+            run.at(at_ns + holding.choice((1, 400, 9_000)), Release(name))
         if rng.random() < 0.15:
             run.leave(name, at_ns + rng.choice((1, 2_000, 30_000)))
     run.run()

@@ -11,8 +11,9 @@ from known_runs import CONFIGS, TIGHT, record_run
 from msgspec import UNSET
 
 from splittime.core.errors import ConfigError
+from splittime.engine import recorder
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.steps import Told, verify_steps
+from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
@@ -32,24 +33,69 @@ def test_a_replay_plans_ahead_as_the_recorded_run_did(config: SchedulerConfig, s
     assert replay(recorded) is None
 
 
+LEFT_BEFORE_ANOTHER_CAME = SchedulerConfig(
+    max_model_len=256, num_blocks=16, block_size=16, max_num_batched_tokens=16, max_num_seqs=1, batching="static",
+    enable_prefix_caching=False, enable_chunked_prefill=False, starvation_bound_ms=0.01,
+)  # fmt: skip
+
+
+@example(LEFT_BEFORE_ANOTHER_CAME, 7512, False)  # where a key begins hangs on who waits when its first request comes
 @settings(max_examples=25)
 @given(CONFIGS, st.integers(0, 10_000), st.booleans())
 def test_a_replay_shares_among_keys_as_the_recorded_run_did(
     config: SchedulerConfig, seed: int, plans_ahead: bool
 ) -> None:
-    recorded = record_run(config, seed, plans_ahead=plans_ahead, num_keys=3, stops=0.0)
+    stops = 0.0 if config.enable_prefix_caching else 0.5
+    recorded = record_run(config, seed, plans_ahead=plans_ahead, num_keys=3, stops=stops, holds=0.2, fails=60)
     verify_steps(recorded.steps)
     assert replay(recorded) is None
 
 
 @settings(max_examples=50)
-@given(CONFIGS, st.integers(0, 10_000), st.sampled_from([None, 3]), st.sampled_from([2, 9]))
+@given(CONFIGS, st.integers(0, 10_000), st.sampled_from([None, 3]), st.sampled_from([2, 9]), st.sampled_from([1, 3]))
 def test_a_replay_gives_nothing_to_rows_that_were_late(
-    config: SchedulerConfig, seed: int, guess_ns: int | None, late: int
+    config: SchedulerConfig, seed: int, guess_ns: int | None, late: int, num_keys: int
 ) -> None:
-    recorded = record_run(config, seed, guess_ns=guess_ns, late=late, stops=0.0)
+    recorded = record_run(config, seed, guess_ns=guess_ns, late=late, num_keys=num_keys, stops=0.0)
     verify_steps(recorded.steps)
     assert replay(recorded) is None
+
+
+def test_a_record_tells_all_that_the_engine_was_told() -> None:
+    run = record_run(TIGHT, seed=4, count=60, late=3, holds=0.3, fails=60, num_keys=3, stops=0.3)
+    told = [one for step in run.steps for one in step.told_comings]
+    assert {one[1] for one in told if not isinstance(one, int) and not isinstance(one[1], int)} == {
+        *(CAME, HELD, RELEASED, WENT_ON, LEFT, FAILED)
+    }
+    assert any(isinstance(one, int) for one in told)
+    tokens = {account.request_id: account.prompt_tokens + account.output_tokens for account in run.accounts}
+    ended = {one[0]: one[1] for one in told if not isinstance(one, int) and isinstance(one[1], int)}
+    is_stopped = {account.request_id for account in run.accounts if account.freed_ns is None}
+    assert len(ended) > 20
+    assert {name: count for name, count in ended.items() if name not in is_stopped} == {
+        name: tokens[name] for name in ended if name not in is_stopped
+    }
+    assert replay(run) is None
+
+
+def test_a_ledger_that_does_not_say_who_came_when_is_refused_by_name() -> None:
+    recorded = record_run(TIGHT, seed=4)
+    early = [msgspec.structs.replace(step, comings=UNSET) for step in recorded.steps]
+    with pytest.raises(ConfigError, match="does not say in which order requests came and went") as caught:
+        replay(msgspec.structs.replace(recorded, steps=early))
+    assert "an early version wrote it" in caught.value.info.hint
+
+
+def test_a_step_before_which_more_came_than_is_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = max(len(step.told_comings) for step in record_run(TIGHT, seed=4).steps)
+    monkeypatch.setattr(recorder, "MOST_COMINGS", most)
+    assert replay(record_run(TIGHT, seed=4)) is None
+    monkeypatch.setattr(recorder, "MOST_COMINGS", most - 1)
+    recorded = record_run(TIGHT, seed=4)
+    step = next(step for step in recorded.steps if ("", UNTOLD) in step.told_comings)
+    assert len(step.told_comings) < most
+    with pytest.raises(ConfigError, match=f"before step {step.step_id} than a record keeps"):
+        replay(recorded)
 
 
 def test_a_ledger_that_does_not_say_which_rows_were_late_is_told_otherwise() -> None:
@@ -72,10 +118,11 @@ def test_a_replay_with_nobody_to_compute_tells_where() -> None:
     """It would otherwise look for something to do at one instant for ever."""
     recorded = record_run(TIGHT, seed=0, count=1, late=2, stops=0.0, have_deadlines=False)
     behind = next(after for before, after in pairwise(recorded.steps) if before.late_rows)
-    steps = [msgspec.structs.replace(step, rows=()) if step is behind else step for step in recorded.steps]
+    assert (recorded.accounts[0].request_id, WENT_ON) in behind.told_comings
+    steps = [msgspec.structs.replace(step, comings=UNSET) if step is behind else step for step in recorded.steps]
     assert replay(recorded) is None
     divergence = replay(msgspec.structs.replace(recorded, steps=steps))
-    assert divergence == Divergence(behind.step_id, "rows", (), ())
+    assert divergence == Divergence(behind.step_id, "rows", behind.rows, ())
 
 
 def test_a_replay_that_does_not_know_the_keys_decides_otherwise() -> None:

@@ -147,7 +147,7 @@ class Crank:
 
     def hold(self, request_id: str, cause: Cause) -> bool:
         """Set a waiting request aside until `release`, as `Scheduler.hold` does. Returns whether it waits."""
-        return self.engine.scheduler.hold(request_id, cause, self._clock.now_ns())
+        return self.engine.hold(request_id, cause, self._clock.now_ns())
 
     def release(self, request_id: str, received_ns: int) -> bool:
         """Queues a request, with its rank: what it was held for is there. Returns whether it was held."""

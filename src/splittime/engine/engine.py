@@ -27,7 +27,7 @@ from splittime.core.step import StepPlan, StepResult
 from splittime.engine.recorder import InFlight, Recorder, StepTimes
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import CAME, HELD, LEFT, RELEASED, WENT_ON, StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
 
@@ -64,6 +64,7 @@ class Engine:
             self._recorder.stop_idling(now_ns)
         try:
             self.scheduler.submit(request, received_ns, measured_ns, held_for)
+            self._recorder.note((request.request_id, CAME if held_for is None else HELD))
         except RequestError as error:
             self.refuse(request, received_ns, error)
 
@@ -71,10 +72,18 @@ class Engine:
         """End a request at once that is not taken in."""
         self._outputs.append(_refusal(request, max(received_ns, request.submitted_ns), error))
 
+    def hold(self, request_id: str, cause: Cause, now_ns: int) -> bool:
+        """Set a waiting request aside until `release`, as `Scheduler.hold` does. Returns whether it waits."""
+        is_held = self.scheduler.hold(request_id, cause, now_ns)
+        if is_held:
+            self._recorder.note((request_id, HELD))
+        return is_held
+
     def release(self, request_id: str, received_ns: int, now_ns: int) -> bool:
         """Queues a request, with its rank: what it was held for is there. Returns whether it was held."""
         was_held = self.scheduler.release(request_id, received_ns)
         if was_held:
+            self._recorder.note((request_id, RELEASED))
             self._recorder.stop_idling(now_ns)
         return was_held
 
@@ -82,27 +91,35 @@ class Engine:
         """Gives a request rows again: what may come in its answer is known. Returns whether it waited for that."""
         waited = self.scheduler.go_on(request_id)
         if waited:
+            self._recorder.note((request_id, WENT_ON))
             self._recorder.stop_idling(now_ns)
         return waited
 
     def abort(self, request_id: str, now_ns: int) -> None:
         """End a request, if it is still here. Its blocks are free when this returns."""
-        output = self.scheduler.abort(request_id, now_ns)
+        output = self._end(request_id, now_ns)
         if output is not None:
             self._outputs.append(output)
 
     def fail(self, request_id: str, error: ErrorInfo, now_ns: int) -> None:
         """End a request with this error, if it is still here."""
-        output = self.scheduler.abort(request_id, now_ns)
+        output = self._end(request_id, now_ns)
         if output is not None:
             self._outputs.append(msgspec.structs.replace(output, finish_reason=FinishReason.ERROR, error=error))
 
     def fail_all(self, error: ErrorInfo, now_ns: int) -> int:
         """End every request with this error; returns how many there were."""
-        ended = [self.scheduler.abort(request_id, now_ns) for request_id in self.scheduler.request_ids]
+        ended = [self._end(request_id, now_ns) for request_id in self.scheduler.request_ids]
         why = {"finish_reason": FinishReason.ERROR, "error": error}
         self._outputs.extend(msgspec.structs.replace(output, **why) for output in ended if output is not None)
         return len(ended)
+
+    def _end(self, request_id: str, now_ns: int) -> RequestOutput | None:
+        """End a request from outside; None if it is not here."""
+        output = self.scheduler.abort(request_id, now_ns)
+        if output is not None:
+            self._recorder.note((request_id, LEFT))
+        return output
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -111,16 +128,23 @@ class Engine:
         assert self.may_begin, "a step is in flight"
         if self._in_flight:
             self._looked_ns = now_ns
-        self._outputs.extend(self.scheduler.expire(now_ns))
+        expired = self.scheduler.expire(now_ns)
+        self._outputs.extend(expired)
         plan = self.scheduler.plan(now_ns)
         if plan is None:
-            self._recorder.note_victims(self.scheduler.victims)
-            if not self._in_flight:
-                self._recorder.start_idling(now_ns)
+            self._without_plan(now_ns, has_changed=bool(expired or self.scheduler.victims))
             return None
         self._recorder.stop_idling(now_ns)
         self._in_flight.append(InFlight(plan, now_ns, bool(self._in_flight), tuple(self.scheduler.victims)))
         return plan
+
+    def _without_plan(self, now_ns: int, *, has_changed: bool) -> None:
+        recorder = self._recorder
+        recorder.note_victims(self.scheduler.victims)
+        if not self._in_flight:  # else it was at the instant that the record of the step in flight tells
+            if has_changed or len(self.scheduler.queue):
+                recorder.note_empty_plan(now_ns, is_again=not has_changed)
+            recorder.start_idling(now_ns)
 
     def end(self, result: StepResult, now_ns: int) -> None:
         """Commit the result of the oldest step in flight. `close` is to follow."""
@@ -128,7 +152,9 @@ class Engine:
         if self._looked_ns is not None:
             step, self._looked_ns = step._replace(looked_ns=self._looked_ns), None
         self._ended = step, result
-        self._outputs.extend(self.scheduler.commit(step.plan, result, now_ns))
+        outputs = self.scheduler.commit(step.plan, result, now_ns)
+        self._recorder.note_ends(step.plan, outputs)
+        self._outputs.extend(outputs)
 
     def close(self, times: StepTimes) -> StepRecord:
         """The record of the step that ended last."""

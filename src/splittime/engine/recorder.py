@@ -11,8 +11,11 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from splittime.core.step import THOUSAND, RowResult, StepPlan, StepResult
-from splittime.ledger.steps import StepRecord, Told, gap_room_ns
+from splittime.ledger.steps import FAILED, UNTOLD, Coming, StepRecord, Told, gap_room_ns
+from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
+
+MOST_COMINGS = 65_536  # of one step
 
 
 class InFlight(NamedTuple):
@@ -92,10 +95,30 @@ class Recorder:
         self._idle_since_ns: int | None = None
         self._idle_ns = 0
         self._victims: tuple[str, ...] = ()  # preempted while planning steps that came out empty
+        self._comings: list[Coming] = []
 
     def note_victims(self, victims: Sequence[str]) -> None:
         """Preempted for a plan of which no step came: the next record names them."""
         self._victims += tuple(victims)
+
+    def note(self, coming: Coming) -> None:
+        """The next record tells of it."""
+        if len(self._comings) >= MOST_COMINGS:
+            self._comings = [("", UNTOLD)]
+        self._comings.append(coming)
+
+    def note_empty_plan(self, now_ns: int, *, is_again: bool) -> None:
+        """Nothing of what waits could be planned. is_again: as it will be until something comes: told once."""
+        if not (is_again and self._comings and isinstance(self._comings[-1], int)):
+            self.note(now_ns)
+
+    def note_ends(self, plan: StepPlan, outputs: Sequence[RequestOutput]) -> None:
+        """These are what was told behind a step."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                row = next(row for row in plan.rows if row.request_id == output.request_id)
+                num_tokens = row.start + len(row.token_ids) + len(output.token_ids)
+                self.note((output.request_id, num_tokens if output.error is None else FAILED))
 
     def start_idling(self, now_ns: int) -> None:
         if self._idle_since_ns is None:
@@ -122,7 +145,7 @@ class Recorder:
         idle_ns = min(self._idle_ns, gap_ns)
         step = step._replace(victims=step.victims + self._victims) if self._victims else step
         self._previous = self._record(step, result, times, span, _parts(span, result), gap_ns - idle_ns, idle_ns)
-        self._victims, self._idle_ns = (), 0
+        self._victims, self._comings, self._idle_ns = (), [], 0
         self.num_steps += 1
         return self._previous
 
@@ -177,6 +200,7 @@ class Recorder:
             draft_ns=min(result.draft_ns, parts.launch_ns),
             mask_ns=min(result.mask_ns, parts.sample_ns),
             late=work.late,
+            comings=tuple(self._comings) or UNSET,
         )
 
     def _overlapped(self, step: InFlight, times: StepTimes) -> Span:

@@ -26,7 +26,8 @@ def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
         return ACCOUNT_BYTES + TOKEN_BYTES * numbers + INTERVAL_BYTES * parts + texts
     if isinstance(record, StepRecord):
         of_drafts = len(record.verified) + len(record.told_drafts)
-        return STEP_BYTES + ROW_BYTES * (len(record.rows) + of_drafts + len(record.late_rows))
+        others = len(record.late_rows) + len(record.told_comings)
+        return STEP_BYTES + ROW_BYTES * (len(record.rows) + of_drafts + others)
     return HOP_BYTES
 
 

@@ -35,6 +35,8 @@ from splittime.core.step import THOUSAND
 
 EXECUTIONS = ("host", "eager", "captured")
 Told = int | tuple[int, ...]  # of drafts: how many, or their chances in thousandths
+Coming = tuple[str, str | int] | int  # as in `StepRecord.comings`
+CAME, HELD, RELEASED, WENT_ON, LEFT, FAILED, UNTOLD = "came", "held", "released", "went_on", "left", "failed", "untold"
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +59,13 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     had refused for want of room since its start when it took this record in; accounts are kept of the latest of them
     only. `server_ran_ns`, `others_ran_ns`: how long this server's processes, and all others, had run on its processors
     since the machine began, as of then or up to a second before; None where the system does not tell. `throttled_ns`:
-    as of then, how long this server's control groups have been throttled (`core.allowed`); None where none tells."""
+    as of then, how long this server's control groups have been throttled (`core.allowed`); None where none tells.
+    `comings`: what the engine was told since the step before, in the order in which it took it in: (request_id, word),
+    where the word says that the request came to the queue, was held beside it, was released, got rows again after a
+    late one, or was ended from outside. Behind these stands of each request that ended in this step how many tokens it
+    had, its prompt's among them, or that its row failed. A number alone is an instant at which nothing of what waited
+    could be planned. `untold`, of no request: more came than is kept. Not written where there are none
+    (`told_comings`); early ledgers have none at all."""
 
     step_id: int
     begin_ns: int
@@ -100,6 +108,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     drafts: tuple[tuple[str, Told], ...] | UnsetType = UNSET
     mask_ns: int = 0
     late: tuple[tuple[str, int], ...] | UnsetType = UNSET
+    comings: tuple[Coming, ...] | UnsetType = UNSET
 
     @property
     def told_drafts(self) -> tuple[tuple[str, Told], ...]:
@@ -110,6 +119,11 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     def late_rows(self) -> tuple[tuple[str, int], ...]:
         """`late`, also where there are none."""
         return () if self.late is UNSET else self.late
+
+    @property
+    def told_comings(self) -> tuple[Coming, ...]:
+        """`comings`, also where there are none."""
+        return () if self.comings is UNSET else self.comings
 
     def unverified_drafts(self, request_id: str) -> int:
         """Returns how many drafts of this request's row gave no token: wrong ones, and those of a late row."""

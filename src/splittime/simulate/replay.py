@@ -59,14 +59,13 @@ def replay(recorded: Recorded) -> Divergence | None:
     """Returns the first divergence, None if there is none. Raises ConfigError for what cannot be replayed."""
     require_whole(recorded)
     config, records = scheduler_config(recorded.facts), recorded.steps
-    course = Course(traced_requests(recorded.accounts, config.max_model_len), records, config.block_size)
-    clock = VirtualClock(min(records[0].begin_ns, *(traced.received_ns for traced in course.requests)))
-    steps = RecordedSteps(records)
+    course = Course(traced_requests(recorded.accounts, config.max_model_len), records)
+    clock, steps = VirtualClock(), RecordedSteps(records)
     answers = RecordedAnswers(steps)
     for traced in course.requests:
         answers.learn(traced.request.request_id, len(traced.request.prompt_token_ids), traced.answer)
-    parts = engine_again(Scheduler(config), steps, clock, answers, course.is_ahead)
-    arrivals = RecordedArrivals(clock, steps, course.messages(), course.num_taken(), parts.engine.forget_cache)
+    parts = engine_again(Scheduler(config), steps, clock, answers, is_ahead=records[0].ahead_ns is not None)
+    arrivals = RecordedArrivals(clock, steps, course.before, parts.engine.forget_cache)
     replayed: list[StepRecord] = []
     try:
         run_loop(Crank(parts, clock), arrivals, lambda message: _keep(message, replayed))
@@ -109,10 +108,12 @@ def require_whole(recorded: Recorded) -> None:
     name, count = max(reached.items(), key=lambda item: item[1], default=("", 0))
     if count > 1:
         raise ConfigError(f"{count} requests have the id {name!r}; the steps do not tell them apart", param="ledger")
-    unknown = {row[0] for record in records for row in record.rows} - {account.request_id for account in accounts}
+    here = {row[0] for record in records for row in record.rows}
+    here |= {one[0] for record in records for one in record.told_comings if not isinstance(one, int)} - {""}
+    unknown = here - {account.request_id for account in accounts}
     if unknown:
         hint = "Replay a ledger whose server has ended its requests, and which kept all accounts (--max-file-accounts)."
-        words = f"{len(unknown)} requests have steps but no account, {min(unknown)!r} among them"
+        words = f"{len(unknown)} requests came to the engine and have no account, {min(unknown)!r} among them"
         raise ConfigError(words, param="ledger", hint=hint)
 
 

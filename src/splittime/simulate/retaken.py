@@ -5,14 +5,14 @@ plans step k + 1 at the instant that the record of step k tells (`ahead_ns`), an
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from splittime.core.clock import VirtualClock
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.drive.crank import EngineParts
-from splittime.drive.messages import MaskFound, Submit, ToEngine
+from splittime.drive.messages import ToEngine
 from splittime.engine.engine import Engine
-from splittime.ledger.steps import StepRecord, Told
+from splittime.ledger.steps import FAILED, StepRecord, Told
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import Answers, costed_engine
 from splittime.simulate.shape import StepTime
@@ -33,8 +33,7 @@ class RecordedSteps:
 
     def __init__(self, records: Sequence[StepRecord]) -> None:
         self.records = records
-        self.num_begun = self.num_ended = 0
-        self._late: set[str] = set()  # who gets no row until its mask is there
+        self.num_ended = 0
 
     @property
     def next(self) -> StepRecord | None:
@@ -47,22 +46,9 @@ class RecordedSteps:
         return self.records[self.num_ended - 1]
 
     @property
-    def going_on(self) -> list[str]:
-        """Whose masks were late and are there by the time when the next step to end is planned: it has rows of them.
-        Of who was preempted in that plan the record does not say it: of several keys, that may be a divergence."""
-        return [row[0] for row in self.next.rows if row[0] in self._late] if self._late and self.next else []
-
-    @property
     def looked_ns(self) -> int:
         """When the engine planned what comes behind the next step to end."""
         return 0 if self.next is None else self.next.begin_ns + (self.next.ahead_ns or 0)
-
-    @property
-    def planning_ns(self) -> int:
-        """When the engine planned next, with the messages that it had taken in by then."""
-        if self.num_begun > self.num_ended:
-            return self.looked_ns
-        return 0 if self.next is None else self.next.begin_ns
 
     def take(self, plan: StepPlan) -> StepRecord:
         """Returns the record of the next step to end. Raises UnknownStep if it is not this one's."""
@@ -70,13 +56,10 @@ class RecordedSteps:
         if record is None or record.rows != rows:
             raise UnknownStep(rows)
         self.num_ended += 1
-        self._late.difference_update(row[0] for row in record.rows)
-        self._late.update(name for name, _ in record.late_rows)
         return record
 
     def time_of(self, plan: StepPlan, now_ns: int) -> StepTime:
         """Returns what a step takes beside which nothing is planned."""
-        self.num_begun += 1
         return time_of(self.take(plan))
 
 
@@ -88,25 +71,26 @@ def time_of(record: StepRecord) -> StepTime:
 
 
 class RecordedArrivals:
-    """The messages of a recorded run, handed over before the step that the engine was at, and not a step earlier.
+    """The messages of a recorded run, handed over before the step that the engine was at, in the order in which it took
+    them in.
 
-    `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when a request ended without one
-    (its deadline). num_taken: requests that the engine had taken in before each step: one that came just before a step
-    may have been a moment too late for it. forget: drops what is cached; an engine that has slept has lost it.
+    `Arrivals` of a loop. Each turn of the loop begins when a recorded step did, or when the engine looked and could
+    plan nothing. asked: says what the engine was asked before a step. forget: drops what is cached; an engine that has
+    slept has lost it.
     """
 
     def __init__(
         self,
         clock: VirtualClock,
         steps: RecordedSteps,
-        messages: list[tuple[int, ToEngine | None]],
-        num_taken: Sequence[int],
+        asked: Callable[[StepRecord], Iterable[tuple[int, ToEngine | None]]],
         forget: Callable[[], object],
     ) -> None:
         self.is_closed, self._forget = False, forget
-        self._clock, self._steps, self._messages, self._num_taken = clock, steps, deque(messages), num_taken
-        self._num_submitted = 0
-        self._came_to: tuple[int, ...] = ()  # when it was last asked for messages
+        self._clock, self._steps, self._asked = clock, steps, asked
+        self._messages: deque[tuple[int, ToEngine | None]] = deque()
+        self._record: StepRecord | None = None
+        self._came_to: tuple[int, int] | None = None  # when it was last asked for messages
 
     def wait(self, timeout_s: float | None) -> bool:
         return True  # time goes on in `take_all`
@@ -114,42 +98,34 @@ class RecordedArrivals:
     def _require_progress(self) -> None:
         """Raises UnknownStep if nothing has come or ended since the last turn: then nothing ever does, for the replay
         has nobody to compute where the recorded run had a step."""
-        steps = self._steps
-        now_at = steps.num_begun, steps.num_ended, len(self._messages), self._clock.now_ns()
+        now_at = self._steps.num_ended, len(self._messages)
         if now_at == self._came_to:
             raise UnknownStep(())
         self._came_to = now_at
 
     def take_all(self) -> Iterator[tuple[ToEngine, int]]:
-        self._require_progress()
         record = self._steps.next
         if record is None:
             self.is_closed = True
             return
-        if record.idle_ns:
-            self._clock.advance_to(record.begin_ns - record.host_gap_ns)  # it woke up then
-        while self._messages and self._messages[0][0] <= self._steps.planning_ns:
-            at_ns, message = self._messages[0]
-            if isinstance(message, Submit):
-                if self._num_submitted == self._num_taken[self._steps.num_ended]:
-                    break
-                self._num_submitted += 1
-            else:
-                self._clock.advance_to(at_ns)
-            self._messages.popleft()
+        if record is not self._record:
+            self._record = record
+            self._messages.extend(self._asked(record))
+        self._require_progress()
+        while self._messages:
+            at_ns, message = self._messages.popleft()
+            self._clock.advance_to(at_ns)
             if message is None:
                 return
             yield message, at_ns
         if record.asleep_ns:
             self._forget()
         self._clock.advance_to(record.begin_ns)
-        for request_id in self._steps.going_on:
-            yield MaskFound(request_id), record.begin_ns
 
 
 class RecordedAnswers(Answers):
     """The answers of a replay: as many drafts are right as the step's record says, and it tells the next ones.
-    Rows that were late give nothing."""
+    Rows that were late give nothing, nor do those that failed."""
 
     def __init__(self, steps: RecordedSteps) -> None:
         super().__init__()
@@ -157,17 +133,24 @@ class RecordedAnswers(Answers):
         self._record: StepRecord | None = None
         self._num_right: dict[str, int] = {}
         self._told: dict[str, Told] = {}
+        self._without: dict[str, RowResult] = {}
 
     def result(self, row: Row) -> RowResult:
         record = self._steps.latest
-        if row.num_samples and row.request_id in dict(record.late_rows):
-            return RowResult(row.request_id, is_late=True)
+        if record is not self._record:
+            self._look_at(record)
+        if (without := self._without.get(row.request_id)) is not None:
+            return without
         if not row.num_samples or not (record.verified or record.drafts):
             return super().result(row)
-        if record is not self._record:
-            self._record, self._told = record, dict(record.told_drafts)
-            self._num_right = {request_id: num_right for request_id, _, num_right in record.verified}
         return self.accepted(row, self._num_right.get(row.request_id, 0), self._told.get(row.request_id, 0))
+
+    def _look_at(self, record: StepRecord) -> None:
+        self._record, self._told = record, dict(record.told_drafts)
+        self._num_right = {request_id: num_right for request_id, _, num_right in record.verified}
+        self._without = {name: RowResult(name, is_late=True) for name, _ in record.late_rows}
+        failed = [one[0] for one in record.told_comings if not isinstance(one, int) and one[1] == FAILED]
+        self._without |= {name: RowResult(name, error=FAILED) for name in failed}
 
 
 class EngineAhead(Engine):
@@ -180,9 +163,7 @@ class EngineAhead(Engine):
     def begin(self, now_ns: int) -> StepPlan | None:
         if self.num_in_flight:
             self._clock.advance_to(self._steps.looked_ns)
-        plan = super().begin(self._clock.now_ns())
-        self._steps.num_begun += plan is not None
-        return plan
+        return super().begin(self._clock.now_ns())
 
 
 class RunnerAhead:

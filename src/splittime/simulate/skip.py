@@ -9,9 +9,11 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from splittime.core.clock import VirtualClock
 from splittime.engine.engine import Engine
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import Coming, StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.stretch import QuietStretch
 from splittime.simulate.costed import Answers, StepCosts
@@ -68,7 +70,9 @@ class SkipAhead:
             if stretch.has_ends:
                 ends = self._scheduler.take_over(stretch, ready_ns[-1])
             rows = tuple(zip(ids, positions, repeat(1)))
-            last = self._record(last, begin_ns, rows, kv_tokens, time, len(offloads), len(restores))
+            ended = {end.request_id for end in ends}
+            comings = tuple((name, start + 2) for name, start, _ in rows if name in ended)
+            last = self._record(last, begin_ns, rows, kv_tokens, time, len(offloads), len(restores), comings)
             positions = [position + 1 for position in positions]
             self._on_step(last)
             clock.advance_to(last.end_ns + time.host_gap_ns)
@@ -90,6 +94,7 @@ class SkipAhead:
         time: StepTime,
         num_offloaded: int,
         num_restored: int,
+        comings: tuple[Coming, ...],
     ) -> StepRecord:
         scheduler = self._scheduler
         offload_ns = time.offload_ns(num_offloaded, num_restored)
@@ -116,4 +121,5 @@ class SkipAhead:
             restore_ns=time.moves_ns - offload_ns,
             offloaded_blocks=num_offloaded,
             restored_blocks=num_restored,
+            comings=comings or UNSET,
         )

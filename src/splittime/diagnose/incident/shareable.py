@@ -27,7 +27,7 @@ from splittime.diagnose.incident.names import LEFT_OUT, SharedNames, label, word
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.prompt_parts import HASH_BITS, PREFIX_BYTES, PromptParts, prefix_list
-from splittime.ledger.steps import EXECUTIONS, StepRecord
+from splittime.ledger.steps import EXECUTIONS, Coming, StepRecord
 
 HASHES = 1 << 8 * PREFIX_BYTES
 AS_THEY_ARE = (
@@ -174,7 +174,14 @@ class Shareable(SharedNames):
             verified=verified,
             drafts=drafts or msgspec.UNSET,
             late=tuple((self.request_id(name), count) for name, count in record.late_rows) or msgspec.UNSET,
+            comings=tuple(map(self.coming, record.told_comings)) or msgspec.UNSET,
         )
+
+    def coming(self, coming: Coming) -> Coming:
+        if isinstance(coming, int):
+            return coming
+        name, what = coming
+        return self.request_id(name), what if isinstance(what, int) else word(what)
 
     def facts(self, facts: ServerFacts | None) -> ServerFacts | None:
         if facts is None:
