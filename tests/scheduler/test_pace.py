@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, shape
 
@@ -104,6 +104,9 @@ def test_short_requests_of_others_keep_no_stream_from_its_rows(keys: str, num_pr
     assert most_missed <= len(keys)
 
 
+# the steps of prompts are longer than any of all, so nobody must be let off by what the latest one of all took
+PROMPTS_WHILE_ONE_SITS_OUT = [("a", 2, 2), ("a", 1, 2), ("a", 1, 7), ("a", 32, 1), ("b", 1, 7)]
+PROMPTS_WHILE_ONE_SITS_OUT += [("a", 37, 1), ("d", 28, 16), ("b", 1, 27)]
 requests_of_others = st.lists(
     st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=8
 )
@@ -111,6 +114,8 @@ requests_of_others = st.lists(
 
 @settings(max_examples=20, deadline=None)
 @given(requests_of_others, st.sampled_from([0, 1000, 5000, 100_000]))
+@example([("a", 1, 1)] * 2, 0)  # steps of three rows say little of what one takes
+@example(PROMPTS_WHILE_ONE_SITS_OUT, 0)
 def test_a_stream_has_its_share_of_the_time_whatever_other_keys_ask_for(
     others: list[tuple[str, int, int]], base_ns: int
 ) -> None:

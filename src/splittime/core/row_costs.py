@@ -16,7 +16,7 @@ without drafts let both return to that, or one slow minute of the machine would 
 
 MEMORY = 0.97  # what is left of a step when another follows
 LEAST_OFF = 0.5  # rows by which a step must differ from the mean to tell what a row costs
-ROWS_WITHOUT = 9.0  # by the prior, a step without rows takes as long as so many rows
+ROWS_WITHOUT = 9.0
 PRIOR_WEIGHT = 4.0  # of the prior slope, in rows squared
 MOST_TIMES = 3.0  # a step that takes longer than so many times what is expected is the machine's doing
 LEAST_SHARE = 0.1  # of what the prior says of a step: where the line falls below it, it is drawn too far
@@ -26,10 +26,13 @@ DRAFTED_PRIOR = 8.0  # weight of a row's having drafts taking nothing, in such r
 
 
 class RowCosts:
-    """ns_per_row: what one more row costs; ns_per_draft: what one more draft; ns_per_drafted: what a row costs more if
+    """rows_without: by the prior, a step without rows takes as long as so many.
+
+    ns_per_row: what one more row costs; ns_per_draft: what one more draft; ns_per_drafted: what a row costs more if
     it has drafts. All are at least 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_without: float = ROWS_WITHOUT) -> None:
+        self._rows_without = rows_without
         self._weight = self._rows = self._ns = self._spread = self._product = 0.0  # means; sums of products about them
         self.ns_per_row = self._prior_ns = 0.0  # what one more row costs, by the line and by the prior
         self._drafts = DraftCosts()
@@ -49,7 +52,8 @@ class RowCosts:
         if not num_drafts:
             self._learn_line(num_rows, ns)
         elif not self.is_known:  # the first step of all: by the prior, a draft takes what a row does
-            self._learn_line(num_rows, ns * (num_rows + ROWS_WITHOUT) / (num_rows + num_drafts + ROWS_WITHOUT))
+            without = num_rows + self._rows_without
+            self._learn_line(num_rows, ns * without / (without + num_drafts))
         beyond = ns - self.expected_ns(num_rows) if num_drafts else 0.0
         self._drafts.learn(num_drafts, num_drafted, beyond, min(self._prior_ns, self.ns_per_row))
 
@@ -63,7 +67,7 @@ class RowCosts:
         self._spread = memory * self._spread + kept * rows_off * rows_off
         self._product = memory * self._product + kept * rows_off * ns_off
         self._weight = weight
-        self._prior_ns = self._ns / (self._rows + ROWS_WITHOUT)
+        self._prior_ns = self._ns / (self._rows + self._rows_without)
         self.ns_per_row = max(0.0, (self._product + PRIOR_WEIGHT * self._prior_ns) / (self._spread + PRIOR_WEIGHT))
 
     @property
@@ -71,7 +75,7 @@ class RowCosts:
         return self._weight > 0
 
     def expected_ns(self, num_rows: int, num_drafts: int = 0, num_drafted: int = 0) -> float:
-        by_prior = self._ns * (num_rows + ROWS_WITHOUT) / (self._rows + ROWS_WITHOUT)
+        by_prior = self._ns * (num_rows + self._rows_without) / (self._rows + self._rows_without)
         plain = max(1.0, LEAST_SHARE * by_prior, self._ns + self.ns_per_row * (num_rows - self._rows))
         return plain + self._drafts.ns(num_drafts, num_drafted) if num_drafts else plain
 

@@ -6,8 +6,9 @@ spent more owes, and sits out while others have rows, until the level has come u
 being felt more than it helps:
 
 * A step is charged only where it is dear: where one of its keys alone would have been faster by more than the weights
-  allow, twice as fast for two equal keys. What that takes is learnt from the steps (`core.row_costs`), and seen by
-  charging one in `LOOK_EVERY` whatever it is. Where a batch costs little more than a row, as on a card, nobody owes.
+  allow, twice as fast for two equal keys. What that takes is learnt from the steps (`core.row_costs`): a step is taken
+  to be dear until one with few rows shows otherwise, and one in `LOOK_EVERY` is charged whatever it is, to look again.
+  Where a batch costs little more than a row, as on a card, nobody owes.
 * Nobody owes more than the step that it was in. The level rises whoever comes, so how long somebody sits out hangs on
   its own debt and on the weights of those that share, and not on newcomers: these begin at the level.
 * A key that has no row in a step, and does not sit it out, has no part in it: it saves nothing up by waiting, and who
@@ -23,6 +24,7 @@ from splittime.core.step import Row
 from splittime.scheduler.state import RequestState
 
 LOOK_EVERY = 64  # steps of several keys
+ROWS_WITHOUT = 0.1  # what a step takes is its rows, until one with few shows otherwise
 
 
 class PacedStep(NamedTuple):
@@ -40,10 +42,10 @@ class KeyPace:
 
     def __init__(self) -> None:
         self._level_ns = 0  # of a key of weight 1
-        self._costs = RowCosts()  # of tokens
+        self._costs = RowCosts(ROWS_WITHOUT)  # of tokens
         self._planned: dict[int, PacedStep] = {}
         self._tokens: dict[str, int] = {}  # that keys with a part in the latest step have in one
-        self._num_together = self._together_ns = 0  # steps in which no key sat out; what the latest took
+        self._num_together = 0  # steps in which no key sat out
         self._committed_ns = 0
 
     def who_sits_out(self, shares: Mapping[str, KeyShare], running: Iterable[RequestState]) -> dict[str, KeyShare]:
@@ -118,10 +120,10 @@ class KeyPace:
         seen."""
         if len(parts) == 1:
             return False
-        if step.sit_out:
-            took_ns = max(took_ns, self._together_ns)
+        if step.sit_out:  # of all it would have taken longer
+            took_ns = max(took_ns, round(self._costs.expected_ns(sum(self._tokens.values()))))
         else:
-            self._num_together, self._together_ns = self._num_together + 1, took_ns
+            self._num_together += 1
         is_looked_at = not step.sit_out and self._num_together % LOOK_EVERY == 1
         return is_looked_at or any(
             took_ns * share.weight > weight * self._costs.expected_ns(self._tokens[name])
