@@ -51,6 +51,23 @@ def test_the_later_of_two_opposed_flags_goes():
     assert third.cure.flags == ("--max-prefill-tokens", "32")
 
 
+def test_what_the_server_would_refuse_is_no_prescription():
+    """By the scheduler's own checks, beside what is set."""
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 512, "kernels": "native"}
+    refused, fitting = one_direction(
+        [asking("a", "--max-num-seqs", "256"), asking("b", "--max-num-seqs", "128", "--num-threads", "2")], settings
+    )
+    assert refused.cure.flags == ()
+    assert "--max-num-seqs 256 would be refused: max_num_batched_tokens is 128" in refused.cure.sentence
+    assert fitting.cure.flags == ("--max-num-seqs", "128", "--num-threads", "2")
+    (elsewhere,) = one_direction([asking_of_vllm("--max-num-seqs", "256")], settings)
+    assert elsewhere.cure.flags == ("--max-num-seqs", "256"), "another server has other checks"
+
+
+def asking_of_vllm(*flags: str):
+    return msgspec.structs.replace(finding("a", 0.5), cure=Cure(sentence="s", flags=flags, program="vllm serve MODEL"))
+
+
 def test_what_is_set_already_is_no_prescription():
     (only,) = one_direction([asking("a", "--num-threads", "1")], {"num_threads": 1})
     assert only.cure.flags == ()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from consistent import require_consistent
 from test_rules_client import held_until, in_bursts, with_client
 from test_rules_queue import poisson
 from ward import MS, Case, Guessing, Ward, ids
@@ -150,8 +151,11 @@ HEALTHY: dict[str, Callable[[], Books]] = {
 
 @pytest.mark.parametrize("case", ILL)
 def test_an_illness_is_named_first(case: str) -> None:
-    expected, books = ILL[case]
-    diagnosis = diagnose(books())
+    expected, make = ILL[case]
+    books = make()
+    diagnosis = diagnose(books)
+    for finding in diagnosis.findings:
+        require_consistent(finding, books)
     assert diagnosis.findings, [(whose.owner, whose.share) for whose in diagnosis.spent]
     assert diagnosis.findings[0].name in expected
 

@@ -1,6 +1,7 @@
 """The machine around the model."""
 
 import msgspec
+import pytest
 from test_rules_queue import names, poisson
 from ward import MS, Case, Ward, ids
 
@@ -50,8 +51,19 @@ def test_slow_first_steps_after_the_start():
     books = msgspec.structs.replace(
         late, accounts=early.accounts + renamed(late.accounts), steps=early.steps + late.steps
     )
-    first = diagnose(with_process(books, ready_ns=early.accounts[0].start_ns)).findings[0]
+    ready_ns = early.accounts[0].start_ns
+    first = diagnose(with_process(books, ready_ns=ready_ns)).findings[0]
     assert first.name == "cold_start"
+    spent_ns = sum(account.end_ns - account.start_ns for account in books.accounts)
+    over_ns = sum(16 * MS * len(account.token_ready_ns) for account in early.accounts)
+    assert first.share_of_time == pytest.approx(over_ns / spent_ns, rel=0.1), "what they took longer, no more"
+    assert f"{first.share_of_time:.0%} of all requests' time" in first.claim
+    fast = [msgspec.structs.replace(step, host_gap_ns=0, end_ns=step.begin_ns + MS) for step in early.steps[1::3]]
+    slow = [step for number, step in enumerate(early.steps) if number % 3 != 1]
+    mixed = sorted((*slow, *fast), key=lambda step: step.begin_ns)
+    mixed_books = msgspec.structs.replace(books, steps=(*mixed, *late.steps))
+    (told,) = (f for f in diagnose(with_process(mixed_books, ready_ns=ready_ns)).findings if f.name == "cold_start")
+    assert int(told.claim.split()[0]) <= len(slow), "a quick one among them took nothing longer"
 
 
 def renamed(accounts):

@@ -5,17 +5,20 @@ import pytest
 from test_rules_queue import poisson
 from ward import Ward
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Abstention, Finding
 from splittime.diagnose.rules.start import start_measurement_is_off
+from splittime.ledger.stages import Stage
 
 TOKEN_MS = 0.5
 
 
 @pytest.fixture(scope="module")
 def books():
-    """Prompts come alone: each is computed by itself, 64 tokens a step, at about 0.56 ms a token."""
-    return Ward(step_ms=4.0, token_ms=TOKEN_MS, settings={"max_prefill_tokens": 64}).run(*poisson(1, 40, output=3))
+    """Some prompts come alone and some while others decode: 64 tokens a step, at about 0.56 ms a token."""
+    load = poisson(3, 60, prompt=200, output=25)
+    return Ward(step_ms=4.0, token_ms=TOKEN_MS, settings={"max_prefill_tokens": 64}).run(*load)
 
 
 def measured(books, ns_per_token, **settings):
@@ -27,14 +30,28 @@ def measured(books, ns_per_token, **settings):
 def test_a_moment_that_was_better_is_told_with_both_figures(books):
     found = start_measurement_is_off(measured(books, 100_000))
     assert isinstance(found, Finding)
+    assert f"which costs {found.share_of_time:.0%} of all requests' time" in found.claim
+    assert found.share_of_time < attribution(books).share(Computed.OTHERS_PROMPTS)
     assert found.cure.flags == ("--remeasure",)
     assert "0.10 were measured at start" in found.claim
     assert any(fact.value == "measured, so" for fact in found.evidence)
     assert "start_measurement_is_off" in [one.name for one in diagnose(measured(books, 100_000)).findings]
 
 
-def test_a_moment_that_was_worse_is_told_too(books):
-    assert isinstance(start_measurement_is_off(measured(books, 5_000_000)), Finding)
+def test_a_moment_that_was_worse_is_told_where_what_each_step_takes_is_much_of_it(books):
+    small = Ward(step_ms=4.0, token_ms=0.1, settings={"max_prefill_tokens": 16}).run(
+        *poisson(2, 60, prompt=300, output=10)
+    )
+    found = start_measurement_is_off(measured(small, 5_000_000))
+    assert isinstance(found, Finding)
+    assert found.share_of_time < 4 / 5.6 * attribution(small).share(Stage.PREFILL)
+    assert start_measurement_is_off(measured(books, 5_000_000)) is None, "a ninth of each step: nothing to gain"
+
+
+def test_long_steps_that_hold_up_nobody_are_no_loss():
+    """Prompts that come alone."""
+    alone = Ward(step_ms=4.0, token_ms=TOKEN_MS, settings={"max_prefill_tokens": 64}).run(*poisson(1, 40, output=3))
+    assert start_measurement_is_off(measured(alone, 100_000)) is None
 
 
 @pytest.mark.parametrize("ns_per_token", [600_000, 450_000, 800_000, 0])

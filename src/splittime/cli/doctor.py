@@ -232,7 +232,7 @@ def _finding(finding: "Finding", mark: str) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
     kind = "" if not finding.is_limit else "; a limit"
-    text.append(f"  {_share(finding)} of the requests' time{kind}\n", style="not bold")
+    text.append(f"  {_share(finding)} of {finding.share_of}{kind}\n", style="not bold")
     text.append(_wrapped(finding.claim, "  ", "  "), style="not bold default")
     evidence = "".join(_wrapped(f"- {_fact(fact)}", "  ", "    ") for fact in finding.evidence)
     text.append(evidence, style="not bold dim")

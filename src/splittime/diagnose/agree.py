@@ -1,16 +1,19 @@
 """Findings that agree with each other: over all of a diagnosis, a flag is prescribed in one direction only.
 
 The finding that is told first keeps its flag. A later one that asks for the opposite loses it, and says so; and a flag
-that asks for what is set already is no prescription.
+that asks for what is set already is no prescription. Nor are flags with which the server would not start: its
+scheduler's own checks say so (`simulate.change`), beside what is set.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from splittime.diagnose.finding import Finding
+from splittime.diagnose.finding import OUR_PROGRAM, Finding
+from splittime.simulate.change import refusal
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 BYTES_OF = {"int4": 0.5, "int8": 1.0, "fp8": 1.0, "bfloat16": 2.0, "float16": 2.0, "float32": 4.0}  # bytes of a weight
@@ -33,11 +36,27 @@ def one_direction(findings: Iterable[Finding], settings: Mapping[str, Any]) -> t
             if first is not None and first[0] == way:
                 kept.append(flag)
             elif first is not None:
-                against.append(
-                    f"{flag[0]} {flag[1] or ''}".strip() + f" would help here, and harm where {first[1]} does"
-                )
+                against.append(f"{_typed(flag)} would help here, and harm where {first[1]} does")
+        why = refusal(settings, dict(map(changed_by, kept))) if finding.cure.program == OUR_PROGRAM else None
+        if why is not None:
+            against, kept = [*against, f"{' '.join(map(_typed, kept))} would be refused: {why}"], []
         agreed.append(_with_flags(finding, kept, against))
     return tuple(agreed)
+
+
+def _typed(flag: Flag) -> str:
+    return " ".join(word for word in flag if word is not None)
+
+
+def changed_by(flag: Flag) -> tuple[str, Any]:
+    """Returns the setting that a flag changes, and its value."""
+    name = flag[0].removeprefix("--").replace("-", "_")
+    if flag[1] is None:
+        return name.removeprefix("no_"), not name.startswith("no_")
+    number = number_of(flag[1]) if flag[1][:1].isdigit() else None
+    if number is None:
+        return name, " ".join(shlex.split(flag[1]))  # as a shell would hand it over
+    return name, int(number) if number == int(number) else number
 
 
 def flags_of(typed: Iterable[str]) -> list[Flag]:

@@ -35,6 +35,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 OUR_PROGRAM = "splittime serve"
+OF_TIME, OF_REQUESTS = "the requests' time", "the requests"  # what a share is of: of their time, or of their number
 
 
 class OtherCure(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     name: the rule's; `rule` sets it. claim: one plain sentence with its numbers.
     request_ids, step_ids: where to look (`splittime explain ID`).
     share_of_time: how much of all requests' time it explains; time that two findings share is counted in both.
+    share_of: what else it is a share of, in words: requests that failed have no time.
     share_interval: what another run of the same load would show (`rules.share`), one in ten less than its lower end.
     confidence: 0 to 1, and confidence_from: what it was worked out from.
     cost: what the cure will cost. counter_check: what, when measured, would refute the finding.
@@ -106,6 +108,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     step_ids: tuple[int, ...] = ()
     is_limit: bool = False
     share_interval: tuple[float, float] | None = None
+    share_of: str = OF_TIME
     predicted: Gain | None = None
     not_predicted: str = ""
 

@@ -56,14 +56,14 @@ def unexplained(books: Books, findings: Sequence[Finding], abstentions: Sequence
     share = of_requests(lost, served(books.accounts))
     if not left or not (share.is_worth_it or share.value >= MAX_UNEXPLAINED):
         return None  # so much of it is told, be it of this run alone
-    first, first_share = left[0]
+    first = left[0][0]
     about = _about({owner for owner, _ in left}, abstentions)
     reasons = {abstention.name: abstention.why for abstention in about}
     asked = {abstention.name for abstention in about if abstention.was_asked}
     return Finding(
         name=NO_CURE_KNOWN,
-        claim=f"{first_share:.0%} of all requests' time is {first}: {meaning(first).rstrip('.')}. It is stated in the "
-        "books, and no rule here has a cure to offer for it.",
+        claim=f"{share.value:.0%} of all requests' time is {'mostly ' * (len(left) > 1)}{first}: "
+        f"{meaning(first).rstrip('.')}. It is stated in the books, and no rule here has a cure to offer for it.",
         evidence=(
             *(Fact(f"{owner} ({meaning(owner).rstrip('.')})", f"{part:.0%}", "of the time") for owner, part in left),
             *(Fact(name, why) for name, why in reasons.items()),

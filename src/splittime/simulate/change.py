@@ -1,5 +1,6 @@
 """A change to a server whose effect is asked: which settings it may touch, the settings with it made, what it does."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -43,6 +44,22 @@ def changed(config: SchedulerConfig, limits: QueueLimits, change: Change) -> tup
         raise ConfigError(f"bad setting: {error}", value=str(knobs)) from None
     _require_whole("num_blocks", config.num_blocks, MAX_BLOCKS)
     return config, QueueLimits(**bounds)
+
+
+def refusal(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> str | None:
+    """Returns why a scheduler would refuse these changes of what it is told, by its own checks; None if it would not,
+    or has no part in them."""
+    fields = SchedulerConfig.__struct_fields__
+    if not any(name in fields for name in changes):
+        return None
+    told = {name: value for name, value in {**settings, **changes}.items() if name in fields}
+    try:
+        msgspec.convert(told, SchedulerConfig).validate()
+    except msgspec.ValidationError as error:
+        return str(error)
+    except ConfigError as error:
+        return error.info.message
+    return None
 
 
 def _require_whole(name: str, value: Any, most: int) -> None:

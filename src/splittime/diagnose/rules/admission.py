@@ -20,7 +20,7 @@ from splittime.diagnose.rules.evidence import (
     time_ns,
     worst,
 )
-from splittime.diagnose.rules.share import Share, counted, of_requests
+from splittime.diagnose.rules.share import Share, of_number, of_requests
 from splittime.ledger import derive
 from splittime.ledger.account import VLLM_IS_FULL, ClosedAccount
 from splittime.ledger.stages import Cause, Stage
@@ -72,7 +72,7 @@ def slot_bound(books: Books) -> Answer:
         + ("" if gain is not None else "; the steps are too much alike to say what a larger batch costs"),
         cure=Cure(
             sentence="Let more requests run at once.",
-            flags=("--max-num-seqs", str(wanted)),
+            flags=("--max-num-seqs", str(wanted), *_tokens_for(books, wanted)),
             elsewhere={
                 "vllm": _more_slots_by_vllm(books, wanted),
                 "sglang": "--max-running-requests",
@@ -84,6 +84,12 @@ def slot_bound(books: Books) -> Answer:
         "p99 does not fall.",
         regime=f"batches of up to {slots}; a machine that is saturated at this batch gains nothing from more",
     )
+
+
+def _tokens_for(books: Books, slots: int) -> tuple[str, ...]:
+    """A step has a token for each slot at the least, or the settings are refused."""
+    budget = setting(books, "max_num_batched_tokens")
+    return ("--max-num-batched-tokens", str(slots)) if budget and budget < slots else ()
 
 
 def _more_slots_by_vllm(books: Books, wanted: int) -> OtherCure:
@@ -139,7 +145,7 @@ IN_VAIN = "deadline"  # refused, since the predicted wait is longer
 def queue_bound(books: Books) -> Answer:
     """Requests are refused for a queue that is full, though those before them hardly wait."""
     refused = [a for a in books.accounts if a.error is not None and a.error.code in FLAGS]
-    share = counted(len(refused) / len(books.accounts), len(refused), TURNED_AWAY_SHARE)
+    share = of_number(len(refused), len(books.accounts), TURNED_AWAY_SHARE)
     if len(refused) < MIN_TURNED_AWAY or share.value < share.least:
         return None
     return _queue_bound(books, refused, share) if has_room(books) else None
@@ -194,9 +200,10 @@ def _queue_bound(books: Books, refused: Sequence[ClosedAccount], share: Share) -
         request_ids=tuple(account.request_id for account in refused[:5]),
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of=share.of,
         confidence=LIKELY,
         confidence_from="the refusals and the waits are stated; that there is room for all, by the fitted cost of "
-        "steps; the share is of the requests, not of their time",
+        "steps",
         cure=Cure(
             sentence="Let more requests wait.",
             flags=(FLAGS[code], str(wanted)),
@@ -229,7 +236,7 @@ def _p90(waits: Sequence[int]) -> float:
 def deadlines_missed(books: Books) -> Answer:
     """Requests are given up at their own deadlines."""
     late = [a for a in books.accounts if a.error is not None and a.error.code in (TOO_LATE, IN_VAIN)]
-    share = counted(len(late) / max(1, len(books.accounts)), len(late), TURNED_AWAY_SHARE)
+    share = of_number(len(late), len(books.accounts), TURNED_AWAY_SHARE)
     if len(late) < MIN_TURNED_AWAY or share.value < share.least:
         return None
     begun = [account for account in late if account.finish_reason != "refused"]
@@ -269,8 +276,9 @@ def _deadlines(books: Books, late: Sequence[ClosedAccount], begun: Sequence[Clos
         request_ids=tuple(account.request_id for account in begun[:5]),
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of=share.of,
         confidence=CERTAIN,
-        confidence_from="the errors themselves; the share is of the requests, not of their time",
+        confidence_from="the errors themselves",
         cure=Cure(sentence=sentence),
         cost="Clients wait longer for an answer that they would not have had.",
         counter_check="With twice the time as many are given up.",

@@ -12,7 +12,7 @@ from splittime.bench.book.records import Outcome, RunCheck
 from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, times_ns, worst
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, setting, times_ns, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -21,6 +21,7 @@ from splittime.ledger.stages import Stage
 MIN_CHUNKS = 8  # fewer make no pattern
 MIN_SPREAD_NS = 50_000_000  # a server that writes all within this leaves nothing to see
 DRAGGED_SPREAD = 1.5  # a network's jitter does not stretch a stream by half
+SLOW_READER_S = 20.0  # after which the server drops a client that does not read, where it is not told otherwise
 SLOW_CLIENT_SHARE = 0.05  # it is its own time that a slow reader loses: told earlier than what harms all
 
 
@@ -107,6 +108,7 @@ def client_bound(books: Books) -> Answer:
         request_ids=worst(lags),
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of="the time that was felt",
         confidence=CERTAIN,
         confidence_from="the client's own checks and its two clocks, intended and actual",
         cure=Cure(sentence="Use more client processes, a machine of its own, or a lower rate; then measure again."),
@@ -179,7 +181,7 @@ def slow_client(books: Books) -> Answer:
         cure=Cure(
             sentence="Read each chunk as it comes: no work between reads, no pause in the event loop; where the "
             "reader is a proxy, let it read ahead. Such clients are dropped after slow_reader_s.",
-            flags=("--slow-reader-s", "5"),
+            flags=("--slow-reader-s", "5") if (setting(books, "slow_reader_s") or SLOW_READER_S) > 5 else (),
             elsewhere={"vllm": _READ_AT_ONCE},
         ),
         cost="Clients that are slow for good reasons lose their answer earlier.",

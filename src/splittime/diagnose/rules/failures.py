@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from splittime.bench.book.records import Ending
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import OF_REQUESTS, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import CERTAIN
-from splittime.diagnose.rules.share import counted
+from splittime.diagnose.rules.share import of_number
 
 MIN_FAILED = 3  # fewer happen to anybody
 FAILED_SHARE = 0.02
@@ -30,7 +30,7 @@ def requests_fail(books: Books) -> Answer:
     """Requests end with an error of the server, or without an answer."""
     failures, of = _by_server(books) if books.accounts else _by_client(books)
     has_died = any(a.error is not None and a.error.code == DIED for a in books.accounts)
-    share = counted(len(failures) / max(1, of), len(failures), FAILED_SHARE)
+    share = of_number(len(failures), of, FAILED_SHARE)
     if not failures or (not has_died and (len(failures) < MIN_FAILED or share.value < share.least)):
         return None
     return _finding(books, failures, of, has_died)
@@ -72,8 +72,9 @@ def _finding(books: Books, failures: Sequence[Failure], of: int, has_died: bool)
         evidence=(*(Fact(reason, num, "requests") for reason, num in reasons), *restarts),
         request_ids=tuple(name for name, _ in failures[:5]),
         share_of_time=len(failures) / max(1, of),
+        share_of=OF_REQUESTS,
         confidence=CERTAIN,
-        confidence_from="the errors themselves; the share is of the requests, not of their time",
+        confidence_from="the errors themselves",
         cure=Cure(
             sentence="Read the server's log of that moment: for a process killed by a signal its memory and the "
             "kernel's log too. Until it is found, everything else here is about the requests that were served."

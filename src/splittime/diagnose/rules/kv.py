@@ -35,6 +35,7 @@ from splittime.ledger.stages import Cause, Stage
 
 MIN_GAIN = 1.1  # as for slots: the batch that fits then must serve a tenth more
 THRASH_SHARE = 0.05  # recomputing is pure loss, so half of what other rules ask for is worth telling
+SMALL = ("int8", "fp8")  # types of the cache that have no smaller one
 MAX_TIMES = 8  # a cache more than eight times as large is another machine, not a setting
 
 _ELSEWHERE: dict[str, str | OtherCure] = {
@@ -161,12 +162,13 @@ def _bytes(books: Books) -> int | None:
 
 
 def _more_memory(books: Books, times: int) -> Cure:
+    is_small = setting(books, "kv_cache_dtype") in SMALL
     now_bytes, elsewhere = _bytes(books), _ELSEWHERE | {"vllm": _memory_of_vllm(books, times)}
     if now_bytes is None:
         sentence = f"Give the KV cache {times} times the memory (--kv-cache-memory-bytes), or halve what a token takes."
-        return Cure(sentence=sentence, flags=("--kv-cache-dtype", "int8"), elsewhere=elsewhere)
+        return Cure(sentence=sentence, flags=() if is_small else ("--kv-cache-dtype", "int8"), elsewhere=elsewhere)
     size = f"{-(-times * now_bytes // 2**20)}MiB"
-    other = "" if setting(books, "kv_cache_dtype") == "int8" else ", or --kv-cache-dtype int8 where memory is short"
+    other = "" if is_small else ", or --kv-cache-dtype int8 where memory is short"
     return Cure(
         sentence=f"Give the KV cache {times} times its {now_bytes / 2**20:.1f} MiB{other}.",
         flags=("--kv-cache-memory-bytes", size),

@@ -68,7 +68,7 @@ def starvation(books: Books) -> Answer:
     if len(starved) < max(MIN_STARVED, STARVED_SHARE * len(accounts)):
         return None
     if not share.is_worth_it:  # the few are the point of it, however little of all time they are
-        share = counted(max(share.value, len(starved) / len(accounts)), len(starved), STARVED_SHARE)
+        share = counted(share.value, len(starved), STARVED_SHARE)
     return _starvation(books, str(policy), accounts, starved, usual_ns, share)
 
 

@@ -11,7 +11,7 @@ from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, 
 from splittime.diagnose.rules.admission import has_room, num_turned_away
 from splittime.diagnose.rules.client import sent
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, in_stages, median, ms, setting, time_ns, worst
-from splittime.diagnose.rules.share import MIN_SHARE, Share, counted, ratio
+from splittime.diagnose.rules.share import MIN_SHARE, Share, of_number, ratio
 from splittime.ledger.stages import Cause, Stage
 
 NUM_WINDOWS = 10  # enough for a rank test, few enough that each holds several requests
@@ -82,7 +82,7 @@ def overload(books: Books) -> Answer:
     refused = num_refused / (num_refused + len(served_ones))
     share = ratio([a.wait_ns for a in served_ones], [a.end_ns - a.at_ns for a in served_ones])
     if refused > share.value:
-        share = counted(refused, num_refused)
+        share = of_number(num_refused, num_refused + len(served_ones))
     trend = growth([(arrival.at_ns, arrival.wait_ns) for arrival in served_ones])
     if share.value < MIN_SHARE or trend is None:
         is_small = share.value < MIN_SHARE
@@ -131,6 +131,7 @@ def _overload(
         request_ids=worst({arrival.request_id: arrival.wait_ns for arrival in served_ones}),
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of=share.of,
         confidence=LIKELY if z >= TREND_Z else POSSIBLE,
         confidence_from="a rank test over ten windows of arrivals, and the count of what ended meanwhile",
         cure=Cure(

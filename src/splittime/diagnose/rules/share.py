@@ -15,7 +15,7 @@ from math import hypot
 import msgspec
 import numpy
 
-from splittime.diagnose.finding import Abstention
+from splittime.diagnose.finding import OF_REQUESTS, OF_TIME, Abstention
 from splittime.ledger.account import ClosedAccount
 from splittime.stats.dependence import MIN_REQUESTS
 from splittime.stats.intervals import spread_of, upward
@@ -27,12 +27,13 @@ CONFIDENCE = 0.8  # of both ends: one run in ten would show less than the lower 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """interval: None where too few requests lost anything, or the share is too small to ask. least: what is worth
-    acting on."""
+    acting on. of: in words."""
 
     value: float
     interval: tuple[float, float] | None
     num_losers: int
     least: float
+    of: str = OF_TIME
 
     @property
     def is_worth_it(self) -> bool:
@@ -80,6 +81,11 @@ def widened(share: Share, reach: float) -> Share:
 def counted(value: float, num_losers: int, least: float = MIN_SHARE) -> Share:
     """Returns a share that was counted whole and will not come again, as a start: it needs no interval."""
     return Share(value=value, interval=(value, value) if num_losers else None, num_losers=num_losers, least=least)
+
+
+def of_number(num: int, of: int, least: float = MIN_SHARE) -> Share:
+    """Returns how many of so many requests: those that were refused have no time to be a share of."""
+    return msgspec.structs.replace(counted(num / max(1, of), num, least), of=OF_REQUESTS)
 
 
 def stated(lost_ns: Mapping[str, float], accounts: Sequence[ClosedAccount]) -> Share:

@@ -11,6 +11,7 @@ further on attention takes its own, growing part.
 
 from collections.abc import Sequence
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
@@ -19,17 +20,16 @@ from splittime.diagnose.rules.evidence import (
     LIKELY,
     median,
     ms,
-    overlap_ns,
     served,
     setting,
     slowest_steps,
     total_ns,
-    union,
     worst,
 )
-from splittime.diagnose.rules.share import Share, counted
+from splittime.diagnose.rules.share import Share, counted, of_number, of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import Process
+from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 
 COLD_TIMES = 3.0  # the first requests take so many times what the later ones take
@@ -50,20 +50,32 @@ def cold_start(books: Books) -> Answer:
     if engine is None or engine.ready_ns is None:
         return Abstention(why="the server does not say when it was ready")
     slow = _slow_first_steps(books.steps, engine.ready_ns + COLD_WINDOW_NS)
-    lost_ns = sum(over_ns for _, over_ns in slow)
-    spans = union((step.begin_ns, step.end_ns) for step, _ in slow)
-    held = {a.request_id: float(overlap_ns(a.start_ns, a.end_ns, spans)) for a in served(books.accounts)}
-    held = {request_id: ns for request_id, ns in held.items() if ns > 0}
-    share = counted(sum(held.values()) / total_ns(served(books.accounts)), len(held))
-    if share.value < share.least or len(held) < COLD_REQUESTS:
+    longer_ns = sum(over_ns for _, over_ns in slow)
+    lost = {a.request_id: sum(_lost_ns(a, step, over_ns) for step, over_ns in slow) for a in served(books.accounts)}
+    lost = {request_id: ns for request_id, ns in lost.items() if ns > 0}
+    share = counted(sum(lost.values()) / total_ns(served(books.accounts)), len(lost))
+    if share.value < share.least or len(lost) < COLD_REQUESTS:
         return None
-    claim = f"The first {len(slow)} steps after the start took {ms(lost_ns):.0f} ms longer than the same work later."
-    return _cold(claim, tuple(worst(held)), share, LIKELY, [Fact("above the later steps", ms(lost_ns), "ms")])
+    claim = (
+        f"{len(slow)} of the first steps after the start took {ms(longer_ns):.0f} ms longer than the same work later: "
+        f"{share.value:.0%} of all requests' time."
+    )
+    facts = [
+        Fact("above the later steps", ms(longer_ns), "ms"),
+        Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
+    ]
+    return _cold(claim, tuple(worst(lost)), share, LIKELY, facts)
+
+
+def _lost_ns(account: ClosedAccount, step: StepRecord, over_ns: float) -> float:
+    """Returns a request's part of what this step took longer: as much of it as of the step."""
+    begin_ns, end_ns = max(account.start_ns, step.begin_ns - step.host_gap_ns), min(account.end_ns, step.end_ns)
+    return over_ns * max(0, end_ns - begin_ns) / max(1, step_cost.length_ns(step))
 
 
 def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Process | None) -> Finding:
     took_ns = engine.ready_ns - engine.started_ns if engine is not None and engine.ready_ns is not None else 0
-    share = counted(len(turned_away) / len(books.accounts), len(turned_away), COLD_REFUSED)
+    share = of_number(len(turned_away), len(books.accounts), COLD_REFUSED)
     claim = f"{len(turned_away)} of {len(books.accounts)} requests came before the engine was ready and got 503"
     claim += f"; it took {took_ns / 1e9:.1f} s to start." if took_ns else "."
     restarts = engine.restarts if engine is not None else 0
@@ -73,7 +85,8 @@ def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Proce
 
 
 def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[StepRecord, float]]:
-    """The first steps, as far as most took several times what the cost of the later ones says, and by how much."""
+    """The slow ones of the first steps, as far as most took several times what the cost of the later ones says, and by
+    how much."""
     later = [step for step in steps if step.begin_ns > until_ns]
     cost = step_cost.fit(later)
     if cost is None:
@@ -82,7 +95,7 @@ def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[
     early = [(s, step_cost.length_ns(s) - ns, ns) for s, ns in expected if s.begin_ns <= until_ns]
     is_slow = [over_ns > (COLD_TIMES - 1) * ns for _, over_ns, ns in early]
     cold = max((n for n in range(len(early) + 1) if sum(is_slow[:n]) >= COLD_SHARE * n), default=0)
-    return [(step, over_ns) for step, over_ns, _ in early[:cold]]
+    return [(step, over_ns) for (step, over_ns, _), slow in zip(early[:cold], is_slow, strict=False) if slow]
 
 
 _PROBE_VLLM = OtherCure(
@@ -98,6 +111,7 @@ def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, fac
         request_ids=ids,
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of=share.of,
         confidence=confidence,
         confidence_from="the time of readiness and the accounts are on one clock",
         cure=Cure(
@@ -116,7 +130,7 @@ MIN_PROMPT_STEPS = 10
 MIN_TOKENS, MAX_CONTEXT_TOKENS = 16, 512
 
 
-@rule("steps", "facts", root_of=("prefill_interference",))
+@rule("accounts", "steps", "facts", root_of=("prefill_interference",))
 def start_measurement_is_off(books: Books) -> Answer:
     """What a start measured of prompts, and sized its steps by, is not what the steps that were run took."""
     measured_ns, budget = setting(books, "prefill_ns_per_token"), setting(books, "max_prefill_tokens")
@@ -130,9 +144,21 @@ def start_measurement_is_off(books: Books) -> Answer:
     run_ns = median(_undisturbed_ns(step) / step.prefill_tokens for step in alike) or 0.0
     if 1 / OFF_BY < run_ns / measured_ns < OFF_BY:
         return None
-    with_prompts_ns = sum(step.device_ns for step in books.steps if step.prefill_tokens)
-    share = counted(with_prompts_ns / max(1, sum(step.end_ns - step.begin_ns for step in books.steps)), len(alike))
-    return _finding(books, alike, measured_ns, run_ns, budget, share) if share.is_worth_it else None
+    share = of_requests(_lost_by_size(books, run_ns / measured_ns), served(books.accounts))
+    return _finding(books, alike, measured_ns, run_ns, budget, share) if share.is_worth_it else share.unsure()
+
+
+def _lost_by_size(books: Books, times: float) -> dict[str, float]:
+    """Returns what steps lose that were made for another time, by request: of too long ones what others' prompts took
+    beyond what was meant; of too short ones what each takes whatever is in it, for as many as there are too many."""
+    if times > 1:
+        held = attribution(books).of(Computed.OTHERS_PROMPTS)
+        return {request_id: ns * (1 - 1 / times) for request_id, ns in held.items()}
+    cost, tokens = step_cost.fit(books.steps), max((step.prefill_tokens for step in books.steps), default=0)
+    if cost is None:
+        return {}
+    of_step = cost.fixed_ns / max(1.0, cost.step_ns(0, tokens, 0))
+    return {request_id: ns * of_step * (1 - times) for request_id, ns in attribution(books).of(Stage.PREFILL).items()}
 
 
 def _is_alike(step: StepRecord) -> bool:
@@ -156,7 +182,7 @@ def _finding(
     )
     return Finding(
         claim=f"A prompt's token takes {run_ns / 1e6:.2f} ms where {measured_ns / 1e6:.2f} were measured at start: "
-        f"steps of {budget} prompt tokens take {longer}.",
+        f"steps of {budget} prompt tokens take {longer}, which costs {share.value:.0%} of all requests' time.",
         evidence=(
             Fact("a prompt's token in these books, the median step", round(run_ns / 1e6, 3), "ms"),
             Fact("measured at start", round(measured_ns / 1e6, 3), "ms"),

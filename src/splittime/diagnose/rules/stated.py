@@ -5,7 +5,7 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import CERTAIN, ms, num_requests, served, worst
 from splittime.diagnose.rules.processor import SLOWED
-from splittime.diagnose.rules.share import counted, stated
+from splittime.diagnose.rules.share import of_number, stated
 from splittime.ledger.stages import Cause
 
 MIN_REFUSED = 3  # fewer happen to anybody
@@ -55,7 +55,7 @@ def paused(books: Books) -> Answer:
 def sleeping(books: Books) -> Answer:
     """Requests came while the server slept, and were turned away."""
     refused = [a for a in books.accounts if a.error is not None and a.error.code in ASLEEP]
-    share = counted(len(refused) / max(1, len(books.accounts)), len(refused), REFUSED_SHARE)
+    share = of_number(len(refused), len(books.accounts), REFUSED_SHARE)
     if len(refused) < MIN_REFUSED or share.value < share.least:
         return None
     sleeps = [s for p in (books.facts.processes if books.facts is not None else ()) for s in p.sleeps]
@@ -66,8 +66,9 @@ def sleeping(books: Books) -> Answer:
         request_ids=tuple(account.request_id for account in refused[:5]),
         share_of_time=share.value,
         share_interval=share.interval,
+        share_of=share.of,
         confidence=CERTAIN,
-        confidence_from="the errors themselves; the share is of the requests, not of their time",
+        confidence_from="the errors themselves",
         cure=Cure(
             sentence="Wake it before traffic comes (POST /wake, then GET /ready until 200), or do not put it to sleep "
             "while clients are about."

@@ -8,7 +8,7 @@ from splittime.diagnose.rules.share import of_requests
 from splittime.ledger.stages import Stage
 
 LONG_STEP_NS = 5_000_000  # a hundred times what it takes to wake a thread: such a step is worth sharing
-MIN_LONG_SHARE = 0.3  # of the requests' time, in such steps
+MIN_LOST_SHARE = 0.15  # of the requests' time, which the other cores would take of such steps at the most
 MAX_CPU_WAIT = 0.05  # of it: where the one thread must wait for a processor, a second one finds none
 MEASURED = "measured"  # how the runner's reason begins where it has tried several numbers itself (`runner.threads`)
 
@@ -24,20 +24,21 @@ def too_few_threads(books: Books) -> Answer:
     device_ns = sum(step.device_ns for step in books.steps)
     long_ns = sum(step.device_ns for step in books.steps if step.device_ns >= LONG_STEP_NS)
     computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
-    in_long = {name: ns * long_ns / max(1, device_ns) for name, ns in computed.items() if long_ns}
-    share = of_requests(in_long, accounts, MIN_LONG_SHARE)
+    part = long_ns / max(1, device_ns) * (1 - threads / cores)
+    lost = {name: ns * part for name, ns in computed.items() if part}
+    share = of_requests(lost, accounts, MIN_LOST_SHARE)
     if found.share(Computed.CPU_WAIT) > MAX_CPU_WAIT or not share.is_worth_it:
         return None
     return Finding(
-        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)}, and {share.value:.0%} of all requests' time "
-        f"is in steps of {ms(LONG_STEP_NS):.0f} ms or more, which more threads share.",
+        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)} steps of {ms(LONG_STEP_NS):.0f} ms or more: "
+        f"the others would take up to {share.value:.0%} of all requests' time away.",
         evidence=(
             Fact("threads and cores", f"{threads} and {cores}"),
             Fact("why so many threads", reason),
             Fact("device, the median step", ms(median(s.device_ns for s in books.steps) or 0), "ms"),
             Fact("waiting for a processor", f"{found.share(Computed.CPU_WAIT):.0%}", "of the requests' time"),
         ),
-        request_ids=worst(in_long),
+        request_ids=worst(lost),
         share_of_time=share.value,
         share_interval=share.interval,
         confidence=POSSIBLE,

@@ -60,7 +60,7 @@ export class Findings {
       el("span", { class: `badge ${finding.is_limit ? "limit" : "illness"}` }, finding.is_limit ? "limit" : "illness"),
       el("b", {}, spoken(finding.name)),
       el("span", { class: "claim" }, finding.claim),
-      el("span", { class: "share" }, `${percent(finding.share_of_time)} of the time`),
+      el("span", { class: "share" }, `${percent(finding.share_of_time)} of ${finding.share_of}`),
     );
     return el("li", {}, el("details", { "data-name": finding.name }, head, this.#more(finding)));
   }
