@@ -11,6 +11,7 @@ from tokenizers import models
 from patience import until
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.admission import INITIAL_BYTES_PER_TOKEN, Admission, QueueLimits
+from splittime.text import process
 from splittime.text.foreign_code import TokenBound
 from splittime.text.tokenizer import Tokenizer
 
@@ -189,6 +190,16 @@ def test_a_text_to_count_is_given_up_when_its_client_goes(launch) -> None:
         )
         until(lambda: len(lane.waiting) == 1)
     until(lambda: not lane.waiting)
+
+
+def test_how_large_a_chat_is_is_found_out_once(launch, monkeypatch) -> None:
+    server, asked = launch(), []
+    usual = process._text_size
+    monkeypatch.setattr(process, "_text_size", lambda value: asked.append(value) or usual(value))
+    message = {"role": "user", "content": "hi"}
+    assert server.post("/v1/chat/completions", {"messages": [message], "max_tokens": 1})[0] == 200
+    assert len(asked) == 2, asked  # of the message and of the template's options
+    assert asked[0] == message
 
 
 def test_how_texts_are_worked_on_is_known_before_the_first_request(launch) -> None:

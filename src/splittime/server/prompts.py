@@ -94,7 +94,7 @@ class Prompts:
         self._require_possible()
         self._size = 0 if self.work is None else self.work.size
         may_be_inline = isinstance(self.work, Encode) and self._size <= service.config.inline_tokenize_chars
-        self._framed = None if self.work is None or may_be_inline else framed(self.work)
+        self._framed = None if self.work is None or may_be_inline else framed(self.work, self._size)
 
     @property
     def _is_long(self) -> bool:

@@ -49,7 +49,8 @@ async def what_if(service: Service, scope: http.Scope, receive: http.Receive, se
     body = await read_beside(BodySender(sharer_of(scope, tenant_of(scope)), receive), len(raw), _decoded, raw)
     service.require_model()
     work = functools.partial(_answer, service, service.facts(), body)
-    await http.respond(send, await asyncio.wrap_future(service.simulation.start(work)))
+    answer = await asyncio.wrap_future(service.simulation.start(work))
+    await http.respond(send, answer)
 
 
 def _decoded(raw: bytes) -> WhatIfBody:

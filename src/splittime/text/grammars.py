@@ -6,7 +6,7 @@ else: a model that may write any amount of white space writes it until the answe
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splittime.core.errors import RequestError
@@ -77,16 +77,11 @@ def _require_at_most(count: int, most: int, what: str, param: str) -> None:
 
 def require_depth(schema: object, param: str) -> None:
     """Raises RequestError for objects and lists in each other deeper than MAX_SCHEMA_DEPTH."""
-    level = [schema]
+    level: list[Any] = [schema] if isinstance(schema, (dict, list)) else []
     for _ in range(MAX_SCHEMA_DEPTH):
-        level = [each for one in level for each in _parts(one) if isinstance(each, Mapping | list)]
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [each for some in parts for each in some if isinstance(each, (dict, list))]
         if not level:
             return
     message = f"{param} is deeper than {MAX_SCHEMA_DEPTH} objects and lists in each other"
     raise RequestError(message, param=param, limit=MAX_SCHEMA_DEPTH)
-
-
-def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list) else ()

@@ -94,14 +94,14 @@ TextWork = Encode | Render | RenderEach | Decode
 
 
 class TextDone(msgspec.Struct, frozen=True, tag=True):
-    """ids: of each text, unless they are in `answer`, a JSON object. whole_lens: how many tokens each text had before
-    it was cut. num_bytes: of the texts that were tokenised."""
+    """ids: of each text, unless they are in `answer`, a JSON object of up to 40 MB that lies where it came. whole_lens:
+    how many tokens each text had before it was cut. num_bytes: of the texts that were tokenised."""
 
     ids: tuple[tuple[int, ...], ...] = ()
     whole_lens: tuple[int, ...] = ()
     num_bytes: int = 0
     text: str = ""
-    answer: bytes = b""
+    answer: memoryview = memoryview(b"")
 
 
 class Tokens(msgspec.Struct):
@@ -172,7 +172,7 @@ def _encoded(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer
         return TextDone(() if counts_only else ids, tuple(one.whole_len for one in each), size)
     strings = list(map(tokenizer.id_to_token, ids[0])) if work.wants_strings else msgspec.UNSET
     answer = Tokens(len(ids[0]), work.answer_max_model_len, ids[0], strings)
-    return TextDone(whole_lens=(each[0].whole_len,), num_bytes=size, answer=msgspec.json.encode(answer))
+    return TextDone(whole_lens=(each[0].whole_len,), num_bytes=size, answer=memoryview(msgspec.json.encode(answer)))
 
 
 def _encoded_each(work: Encode | Render, texts: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[KeptTokens]:

@@ -25,9 +25,9 @@ class FramedWork(NamedTuple):
     size: int
 
 
-def framed(work: TextWork) -> FramedWork:
-    """Raises `RequestError`, which names the field, for what no message can hold."""
-    return FramedWork(frame(_encoded(work)), work.size)
+def framed(work: TextWork, size: int | None = None) -> FramedWork:
+    """size: where it is known. Raises `RequestError`, which names the field, for what no message can hold."""
+    return FramedWork(frame(_encoded(work)), work.size if size is None else size)
 
 
 class TextTask:
@@ -142,7 +142,7 @@ class TextWorker(asyncio.Protocol):
         end = HEAD.size + HEAD.unpack_from(self._received)[0]
         if len(self._received) < end:
             return
-        message, self._received = bytes(self._received[HEAD.size : end]), bytearray()
+        message, self._received = memoryview(self._received)[HEAD.size : end], bytearray()
         self._stop_alarm()
         if self.pid is None:
             self.pid = msgspec.msgpack.decode(message, type=int)

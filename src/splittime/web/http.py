@@ -9,7 +9,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sized
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -232,7 +232,7 @@ def _check_size(size: int, limit: int) -> None:
 
 async def respond(
     send: Send,
-    body: bytes,
+    body: bytes | memoryview,
     *,
     status: int = 200,
     content_type: bytes = b"application/json",
@@ -247,7 +247,7 @@ async def respond(
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _sized(body: bytes, content_type: bytes = b"application/json", headers: Headers | None = None) -> Headers:
+def _sized(body: Sized, content_type: bytes = b"application/json", headers: Headers | None = None) -> Headers:
     return [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
 
 
