@@ -1,6 +1,7 @@
 """What a cure would gain: held against what the same requests do in truth, with the change made."""
 
 import random
+import re
 from typing import Any
 
 import msgspec
@@ -69,11 +70,15 @@ def test_the_interval_contains_what_the_change_does_in_truth(illness: str) -> No
     truth = Ward(settings=settings | gain.settings, **costs).run(*cases())
     was, then = (figures(each.accounts, each.steps) for each in (books, truth))
     main = gain.figures[0]
-    assert main.low <= then[main.name] / was[main.name] <= main.high < 1
+    assert main.low <= then[main.name] / was[main.name] <= main.high
+    assert main.own_high < 1
     assert main.recorded == was[main.name]
     assert helps(gain)
     assert finding.cure.flags
     assert "would help" in gain.sentence
+    told = re.search(r"to [^()]*\), from ([\d.,]+) to ([\d.,]+)( ms)?", gain.sentence)
+    absolute = [float(number.replace(",", "")) for number in told.groups()[:2]]
+    assert absolute == pytest.approx([main.recorded, main.recorded * main.ratio], rel=0.01, abs=0.5)
     assert f"latest {len(books.accounts)} requests" in gain.sentence
 
 
@@ -111,7 +116,7 @@ def test_a_cure_that_does_nothing_is_withdrawn_and_steps_back(crowded: Books) ->
 
 def test_fewer_slots_harm(crowded: Books) -> None:
     finding = prescribed(crowded, "--max-num-seqs", "2")
-    assert finding.predicted.figures[0].low > 1.2
+    assert finding.predicted.figures[0].own_low > 1.2
     assert is_withdrawn(finding)
 
 
@@ -206,10 +211,11 @@ def test_the_way_to_a_value_ends_where_it_begins() -> None:
 def test_an_interval_is_wider_by_the_replays_own_error() -> None:
     class Told:
         def figure(self, name: str) -> PredictedFigure:
-            return PredictedFigure(name, 100.0, 110.0, 55.0, 0.5, 0.4, 0.6)
+            return PredictedFigure(name, 100.0, 110.0, 50.0, 0.5, 0.3, 0.8, 30.0, 80.0, 0.4, 0.6)
 
     figure = _figure(Told(), TTFT)  # type: ignore[arg-type]
-    assert (figure.low, figure.high) == (pytest.approx(0.4 / 1.1), pytest.approx(0.6 * 1.1))
+    assert (figure.own_low, figure.own_high) == (pytest.approx(0.4 / 1.1), pytest.approx(0.6 * 1.1))
+    assert (figure.low, figure.high) == (0.3, 0.8)
 
 
 def test_the_healthy_are_not_replayed() -> None:

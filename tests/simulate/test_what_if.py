@@ -12,7 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate import what_if
 from splittime.simulate.change import Change, changed
-from splittime.simulate.draws import OTHER_HOUR, hours
+from splittime.simulate.draws import OTHER_HOUR, DrawFigures, hours
 from splittime.simulate.figures import figures
 from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.replica import AnyReplica, replica_of
@@ -115,15 +115,33 @@ def test_hours_are_spread_evenly() -> None:
 
 
 def test_what_some_draw_has_none_of_has_no_ratio() -> None:
-    draws = [[{"preemptions": before}, {"preemptions": 4.0}] for before in (0.0, 2.0)]
-    told = what_if._predicted("preemptions", 1.0, draws)  # type: ignore[arg-type]
+    draws = [DrawFigures({"preemptions": before}, {"preemptions": 4.0}, {"preemptions": 5.0}) for before in (0.0, 2.0)]
+    told = what_if._predicted("preemptions", 1.0, draws)
     assert (told.before, told.after, told.ratio) == (1.0, 4.0, None)
+    assert (told.after_low, told.after_high) == (5.0, 5.0)
+
+
+def test_what_is_expected_is_the_record_times_the_change() -> None:
+    """The replay as it was has 80 for 100 recorded: by so much the figure with the change is corrected, and at least so
+    wide is its interval."""
+    draws = [DrawFigures({"x": 80.0}, {"x": 40.0}, {"x": 40.0 + number}) for number in (-4, 0, 4)]
+    told = what_if._predicted("x", 100.0, draws)
+    assert (told.before, told.ratio, told.after) == (80.0, 0.5, 50.0)
+    assert (told.own_low, told.own_high) == (0.5, 0.5)
+    miss = math.log(100 / 80)
+    assert math.log(told.ratio / told.low) == pytest.approx(math.hypot(math.log(40 / 36), miss))
+    assert math.log(told.high / told.ratio) == pytest.approx(math.hypot(math.log(44 / 40), miss))
+    assert (told.after_low, told.after_high) == pytest.approx((100 * told.low, 100 * told.high))
+    unseen = what_if._predicted("x", None, draws)
+    assert (unseen.after, unseen.low, unseen.high) == pytest.approx((40.0, 36 / 80, 44 / 80)), "nothing to correct by"
+    gone = what_if._predicted("x", 100.0, [DrawFigures({"x": 80.0}, {"x": 0.0}, {"x": 0.0})] * 3)
+    assert (gone.ratio, gone.low, gone.high) == (0.0, 0.0, 0.0)
 
 
 def test_no_change_changes_nothing(recorded: Recorded) -> None:
     same = predict(recorded, Change(), draws=2)
     for figure in same.figures:
-        assert figure.before == figure.after
+        assert figure.after in (figure.before, figure.recorded)
         assert figure.ratio in (1.0, None)
 
 

@@ -38,11 +38,12 @@ Examples:
 
 {EXIT_CODES} --check: 1 if they differ."""
 
+THOUSANDS = 100_000  # from here on they are told in thousands
 MOST_CHARS = 160  # of what was decided
 WORDS = {
     "ttft": "first token",
-    "itl": "between tokens",
-    "e2e": "whole request",
+    "itl": "token gap",
+    "e2e": "request",
     "queue": "in the queue",
     "output_tokens_per_s": "output tokens/s",
     "refused": "refused",
@@ -202,14 +203,13 @@ def _clipped(text: str) -> str:
 
 def _print(prediction: "Prediction") -> None:
     heads = ["recorded", "simulated"] if _is_replay(prediction) else ["simulated"]
-    within = f"{prediction.share:.0%} of draws".replace("%", " %")
     if str(prediction.change):
-        heads += ["changed", "change", *([within] if prediction.share else [])]
-    table = Table(box=None, padding=(0, 1))
+        heads += ["changed", "change"]
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("", *heads):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for figure in prediction.figures:
-        cells = _cells(figure, within)
+        cells = _cells(figure, has_ends=bool(prediction.share))
         table.add_row(_name(figure.name), *(cells[name] for name in heads))
     console = wide()
     console.print(table)
@@ -221,15 +221,17 @@ def _is_replay(prediction: "Prediction") -> bool:
     return any(figure.recorded is not None for figure in prediction.figures)
 
 
-def _cells(figure: "PredictedFigure", within: str) -> dict[str, str]:
-    """Returns a figure's cells by the heads of their columns. within: that of the interval."""
-    is_known = figure.ratio is not None and figure.low is not None and figure.high is not None
+def _cells(figure: "PredictedFigure", has_ends: bool) -> dict[str, str]:
+    """Returns a figure's cells by the heads of their columns. has_ends: intervals are told, in brackets."""
+    changed, change = _value(figure.after), _times(figure.ratio)
+    if has_ends and figure.ratio is not None:
+        changed += f" ({_value(figure.after_low)}-{_value(figure.after_high)})"
+        change += f" ({_times(figure.low)[:-1]}-{_times(figure.high)[:-1]})"
     return {
         "recorded": _value(figure.recorded),
         "simulated": _value(figure.before),
-        "changed": _value(figure.after),
-        "change": _times(figure.ratio or 0) if is_known else "",
-        within: f"{_times(figure.low or 0)} to {_times(figure.high or 0)}" if is_known else "",
+        "changed": changed,
+        "change": change,
     }
 
 
@@ -239,14 +241,20 @@ def _name(name: str) -> str:
     return f"{WORDS[first]} {percent}, ms" if percent else WORDS[name]
 
 
-def _times(ratio: float) -> str:
+def _times(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
 
 
 def _value(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    if value >= THOUSANDS:
+        return f"{value / 1000:,.0f}k"
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 1 else f"{value:.3f}"
 
 
 def _about(prediction: "Prediction") -> str:
@@ -260,6 +268,9 @@ def _about(prediction: "Prediction") -> str:
     else:
         come = " are drawn; they come when they are meant to come"
     lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
+    if change and prediction.share:
+        within = f"{prediction.share:.0%}".replace("%", " %")
+        lines.append(f"In brackets: where {within} of runs with the change would lie, made in another hour.")
     if prediction.leaves_out_drafts:
         lines.append(
             "The server guesses tokens ahead. Nobody knows what it would guess of these requests: nothing here."
@@ -270,7 +281,8 @@ def _about(prediction: "Prediction") -> str:
     )
     if prediction.miss is not None and prediction.miss.is_far:
         miss = f"{_name(prediction.miss.name).split(',')[0]} at {_times(prediction.miss.ratio)} of the recorded"
-        lines.append(f"Simulated with the settings as they were, it has {miss}: trust no change smaller than that.")
+        corrected = ": the changed figures are corrected by that, and their intervals wider" if change else ""
+        lines.append(f"Simulated with the settings as they were, it has {miss}{corrected}.")
     if prediction.model.unsure:
         unsure = ", ".join(prediction.model.unsure)
         lines.append(

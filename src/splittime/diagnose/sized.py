@@ -12,7 +12,8 @@ place among the illnesses (what the books state outranks what is inferred), but 
 the others, whose cures help. A cure is judged by its own value only: if that needs steps beyond the recorded ones, a
 value on the way is replayed and shown, and the cure stays.
 
-An interval is that of the draws, widened by the error of the replay without the change, and at least by `LEAST_ERROR`.
+A printed interval is where a run with the cure would lie, made in another hour (`simulate.what_if`). Whether a cure
+helps is judged by what it does in the very hour, widened by the replay's error without it, at least by `LEAST_ERROR`.
 The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `diagnose.excerpt` picks.
 """
 
@@ -102,7 +103,7 @@ def is_withdrawn(finding: Finding) -> bool:
 
 def helps(gain: Gain) -> bool:
     """Whether all of the interval of what the finding is about is a gain."""
-    high = gain.figures[0].high
+    high = gain.figures[0].own_high
     return high is not None and high < 1
 
 
@@ -195,9 +196,7 @@ def _prediction(
     for settings in _towards(wanted, excerpt.recorded.facts.settings):
         try:
             on_draw = lambda number: say(number / DRAWS)  # noqa: E731
-            # Another hour slows both sides, and takes steps out of reach that the recorded hour did not need.
-            about: dict[str, Any] = {"on_draw": on_draw, "other_hour": 0.0, "to_replica": to_replica}
-            return predict(excerpt.recorded, Change(settings), DRAWS, **about), settings
+            return predict(excerpt.recorded, Change(settings), DRAWS, 0, on_draw, 1, to_replica), settings
         except OutOfRange as error:
             refused = error
     assert refused is not None
@@ -220,13 +219,14 @@ def _half_way(value: Any, now: Any) -> Any:
 
 
 def _figure(prediction: "Prediction", name: str) -> PredictedFigure:
-    """Returns the figure; its interval is that of the draws, wider by the replay's own error."""
+    """Returns the figure. Whether the change helps is judged by its own part of the interval, wider by the replay's
+    own error."""
     found = prediction.figure(name)
     off = abs(found.before / found.recorded - 1) if found.before and found.recorded else 0.0
     wider = 1 + max(off, LEAST_ERROR)
-    low = None if found.low is None else found.low / wider
-    high = None if found.high is None else found.high * wider
-    return replace(found, low=low, high=high)
+    low = None if found.own_low is None else found.own_low / wider
+    high = None if found.own_high is None else found.own_high * wider
+    return replace(found, own_low=low, own_high=high)
 
 
 def _require_like(figure: PredictedFigure) -> None:
@@ -265,7 +265,14 @@ def _change_words(figure: PredictedFigure) -> str:
     assert figure.ratio is not None
     assert figure.low is not None
     assert figure.high is not None
-    return f"{WORDS[figure.name]} by {_percent(figure.ratio)} ({_percent(figure.low)} to {_percent(figure.high)})"
+    change = f"{WORDS[figure.name]} by {_percent(figure.ratio)} ({_percent(figure.low)} to {_percent(figure.high)})"
+    if not figure.recorded or figure.after is None:
+        return change
+    return f"{change}, from {_shown(figure.recorded)} to {_shown(figure.after)}{' ms' * ('_ms' in figure.name)}"
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _percent(ratio: float) -> str:
@@ -275,10 +282,11 @@ def _percent(ratio: float) -> str:
 
 def _verdict(gain: Gain) -> str:
     main, *others = gain.figures
-    harmed = [WORDS[other.name] for other in others if other.low is not None and other.low > 1 / NO_HARM]
+    harmed = [WORDS[other.name] for other in others if other.own_low is not None and other.own_low > 1 / NO_HARM]
     if helps(gain):
         return f"it would help, and harm {' and '.join(harmed)}" if harmed else "it would help"
-    return "it would not help" if main.low is not None and main.low >= NO_HARM else "nobody can tell whether it helps"
+    is_useless = main.own_low is not None and main.own_low >= NO_HARM
+    return "it would not help" if is_useless else "nobody can tell whether it helps"
 
 
 def _off(figure: PredictedFigure) -> str:

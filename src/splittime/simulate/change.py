@@ -68,8 +68,11 @@ def _require_whole(name: str, value: Any, most: int) -> None:
 
 
 class PredictedFigure(msgspec.Struct, frozen=True):
-    """A figure. recorded: of the real run. before, after: simulated, medians of the draws, with the recorded settings
-    and with the changed ones. ratio: after over before. Each has its interval, if it exists itself."""
+    """A figure. recorded: of the real run. before: simulated with the recorded settings, the median of the draws.
+    ratio: with the changed settings over without. after: what is to be expected with the change, the recorded figure
+    times the ratio; where none is recorded, as simulated. low, high: of the ratio, and after_low, after_high of the
+    figure: where a run with the change would have it, made in another hour. own_low, own_high: of the ratio in the
+    very hour, which is the change's own part of it."""
 
     name: str
     recorded: float | None
@@ -80,3 +83,5 @@ class PredictedFigure(msgspec.Struct, frozen=True):
     high: float | None = None
     after_low: float | None = None
     after_high: float | None = None
+    own_low: float | None = None
+    own_high: float | None = None

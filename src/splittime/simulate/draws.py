@@ -1,9 +1,10 @@
 """Draws: simulations that do not depend on each other, over the processor's cores, and the intervals they make.
 
-    figures_of_draws(replicas, requests, changes, processes=2)      what each replica does with each change
+    figures_of_draws(draws, requests, change, processes=2)      what each replica does, without and with the change
 
-The n-th replica runs with seed n in whichever process, so the answer does not depend on the number of processes. A
-process takes half a second to start: small jobs stay in this one.
+The change is simulated twice: in the hour and with the noise of the run without it, and in another hour with a noise of
+its own, as a run would be that somebody makes later. A draw has its seed in whichever process it runs, so the answer
+does not depend on the number of processes. A process takes half a second to start: small jobs stay in this one.
 """
 
 import math
@@ -13,9 +14,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from splittime.simulate.change import Change
+from splittime.simulate.cost import OutOfRange
 from splittime.simulate.figures import Figures
 from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import TracedRequest
@@ -23,35 +25,59 @@ from splittime.simulate.trace import TracedRequest
 SHARE = 0.9  # of the draws, within an interval
 ROUNDING = 1e-9  # (1 - 0.9) / 2 is a little less than 0.05
 OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
+LATER = 1_000_000  # between the seeds of a run and of one in another hour: more than there are draws
 TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
 
 Job = TypeVar("Job")
 Found = TypeVar("Found")
 
 
+class Draw(NamedTuple):
+    """A server that fits as well. later: how slow its machine is in another hour, over this one. seed: of its noise;
+    no other draw has it."""
+
+    replica: AnyReplica
+    later: float
+    seed: int
+
+
+class DrawFigures(NamedTuple):
+    """before: without the change. after: with it, in the same hour with the same noise. again: in another hour, with
+    another noise. Without a change all three are the same."""
+
+    before: Figures
+    after: Figures
+    again: Figures
+
+
 def figures_of_draws(
-    replicas: Sequence[AnyReplica],
+    draws: Sequence[Draw],
     requests: Sequence[TracedRequest],
-    changes: Sequence[Change],
+    change: Change,
     processes: int = 1,
     on_draw: Callable[[int], None] = lambda number: None,
-) -> list[list[Figures]]:
-    """Returns for each replica the figures with each change. on_draw: called with how many are done. Raises what a
-    simulation raises."""
+) -> list[DrawFigures]:
+    """Returns the figures of each draw. on_draw: called with how many are done. Raises what a simulation raises."""
     tokens = sum(len(traced.request.prompt_token_ids) + traced.account.output_tokens for traced in requests)
-    tokens *= len(replicas) * len(changes)
+    tokens *= len(draws) * (1 if change == Change() else 3)
     found = []
-    for figures in over_cores(_figures, list(enumerate(replicas)), (requests, changes), tokens, processes):
+    for figures in over_cores(_figures, draws, (requests, change), tokens, processes):
         found.append(figures)
         on_draw(len(found))
     return found
 
 
-def _figures(
-    job: tuple[int, AnyReplica], requests: Sequence[TracedRequest], changes: Sequence[Change]
-) -> list[Figures]:
-    seed, replica = job
-    return [replica.figures(requests, change, seed) for change in changes]
+def _figures(draw: Draw, requests: Sequence[TracedRequest], change: Change) -> DrawFigures:
+    replica, later, seed = draw
+    before = replica.figures(requests, Change(), seed)
+    if change == Change():
+        return DrawFigures(before, before, before)
+    after = replica.figures(requests, change, seed)
+    try:
+        again = replica.slower(later).figures(requests, change, seed + LATER)
+    except OutOfRange:  # a slow hour gathers requests that the recorded hour did not: its noise alone is known
+        again = replica.figures(requests, change, seed + LATER)
+    return DrawFigures(before, after, again)
 
 
 def over_cores(

@@ -122,7 +122,11 @@ class AnyReplica(msgspec.Struct, frozen=True, kw_only=True):
     def drawn(self, factor: float, rng: random.Random) -> Self:
         """Returns another server that fits the record as well: its coefficients are drawn from what the fit leaves
         open, and everything takes `factor` times as long."""
-        return msgspec.structs.replace(self, costs=self.costs.sample(rng), pace=self.pace.times(factor))
+        return msgspec.structs.replace(self, costs=self.costs.sample(rng)).slower(factor)
+
+    def slower(self, factor: float) -> Self:
+        """Returns the same server on a machine where everything takes `factor` times as long."""
+        return msgspec.structs.replace(self, pace=self.pace.times(factor))
 
     def require(self, change: Change) -> None:
         """Raises ConfigError for a change that cannot be."""

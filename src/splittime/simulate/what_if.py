@@ -4,12 +4,14 @@
     prediction = predict(recorded, Change({"max_num_seqs": 32}))
 
 The cost model is fitted on the recorded steps. A *draw* is another model that fits these steps as well (its
-coefficients come from the posterior distribution), on a machine that is a little slower or faster, as in another hour.
-With each draw the requests are simulated twice, with the recorded settings and with the changed ones. Both share the
-draw, so most of what is not known of the machine cancels: the change has a narrower interval than either side. An
-interval is where one more draw would lie nine times of ten, or less often after few draws (`share`).
+coefficients come from the posterior distribution). With each draw the requests are simulated three times: with the
+recorded settings; with the changed ones, in the same hour with the same noise, so that most of what is not known of the
+machine cancels; and with the changed ones once more, in another hour with another noise, as a later run would be
+(`simulate.draws`). An interval is where such a run would lie nine times of ten, or less often after few draws
+(`share`).
 
-How well the simulator does is shown beside it: the recorded run, and its simulation with the settings that it had.
+How well the simulator does is shown beside it: the recorded run, and its simulation with the settings that it had. By
+what this misses, the expected figures are corrected, and their intervals are wider.
 
 What is assumed: requests come when they came, whatever the answers before (an open loop); prompts and answers keep
 their lengths; those that the recorded server refused, whose lengths nobody knows, are as long as the next that was not;
@@ -28,7 +30,7 @@ import msgspec
 from splittime.ledger.facts import ServerFacts
 from splittime.simulate.change import Change, PredictedFigure
 from splittime.simulate.cost import CostModel
-from splittime.simulate.draws import OTHER_HOUR, figures_of_draws, hours, interval, share_within
+from splittime.simulate.draws import Draw, DrawFigures, figures_of_draws, hours, interval, share_within
 from splittime.simulate.figures import Figures, figures
 from splittime.simulate.recorded import Recorded, latest_run, written_ledger
 from splittime.simulate.replica import AnyReplica, replica_of
@@ -39,6 +41,7 @@ ReplicaOf = Callable[[Recorded], AnyReplica]
 
 DRAWS = 20
 JUDGED = tuple(f"{of}_ms_{percent}" for of in ("ttft", "itl", "e2e") for percent in ("p50", "p90"))  # p99s are few
+PARTS_OF_DRIFT = 16  # of a run, between which `Errors.drift` is: their mean varies the less
 FAR = 0.3  # a figure that is so far off is told
 
 
@@ -106,12 +109,11 @@ def predict(
     seed: int = 0,
     on_draw: Callable[[int], None] = lambda number: None,
     processes: int = 1,
-    other_hour: float = OTHER_HOUR,
     to_replica: ReplicaOf = replica_of,
 ) -> Prediction:
     """Returns the figures of the recorded requests with and without the change. Raises as `recorded_load` and
     `predict_of` do, which have the arguments."""
-    return predict_of(recorded_load(recorded, None, to_replica), change, draws, seed, on_draw, processes, other_hour)
+    return predict_of(recorded_load(recorded, None, to_replica), change, draws, seed, on_draw, processes)
 
 
 def predict_of(
@@ -121,17 +123,20 @@ def predict_of(
     seed: int = 0,
     on_draw: Callable[[int], None] = lambda number: None,
     processes: int = 1,
-    other_hour: float = OTHER_HOUR,
 ) -> Prediction:
     """Returns the figures with and without the change. processes: at most so many simulate at a time. on_draw: called
-    with how many draws are done. other_hour: as of `hours`. Raises ConfigError for a change that cannot be, and for
-    steps far from any recorded."""
+    with how many draws are done. Raises ConfigError for a change that cannot be, and for steps far from any
+    recorded."""
     load.replica.require(change)
     rng, costs = random.Random(seed), load.replica.costs
-    replicas = [load.replica.drawn(factor, rng) for factor in hours(draws, costs.errors.drift, rng, other_hour)]
-    changes = (Change(),) if change == Change() else (Change(), change)
-    pairs = figures_of_draws(replicas, load.requests, changes, processes, on_draw)
-    found = tuple(_predicted(name, load.seen.get(name), pairs) for name in load.seen or pairs[0][0])
+    here = [1.0] * draws if load.seen else hours(draws, costs.errors.drift, rng)
+    later = hours(draws, costs.errors.drift / PARTS_OF_DRIFT**0.5 if load.seen else 0.0, rng)
+    servers = [
+        Draw(load.replica.drawn(factor, rng), next_hour, number)
+        for number, (factor, next_hour) in enumerate(zip(here, later, strict=True))
+    ]
+    drawn = figures_of_draws(servers, load.requests, change, processes, on_draw)
+    found = tuple(_predicted(name, load.seen.get(name), drawn) for name in load.seen or drawn[0].before)
     return Prediction(
         change=change,
         figures=found,
@@ -173,17 +178,27 @@ def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
     return with_own_ids([*traced, *refused_requests(recorded.accounts, traced)])
 
 
-def _predicted(name: str, recorded: float | None, draws: Sequence[Sequence[Figures]]) -> PredictedFigure:
-    """Returns no ratio where some draw has nothing without the change. draws: each without it, and with it if there is
-    one."""
-    both = [(draw[0][name], draw[-1][name]) for draw in draws if name in draw[0] and name in draw[-1]]
-    if not both:
+def _predicted(name: str, recorded: float | None, draws: Sequence[DrawFigures]) -> PredictedFigure:
+    """Returns no ratio where some draw has nothing without the change."""
+    known = [tuple(figures[name] for figures in draw) for draw in draws if all(name in figures for figures in draw)]
+    if not known:
         return PredictedFigure(name, recorded, None, None, None)
-    before, after = (statistics.median(side) for side in zip(*both, strict=True))
-    after_low, after_high = interval([after for _, after in both])
-    if any(before <= 0 for before, _ in both):
-        return PredictedFigure(name, recorded, before, after, None, None, None, after_low, after_high)
-    ratios = [after / before for before, after in both]
-    return PredictedFigure(
-        name, recorded, before, after, statistics.median(ratios), *interval(ratios), after_low, after_high
-    )
+    before, after, _ = (statistics.median(side) for side in zip(*known, strict=True))
+    if any(one <= 0 for one, _, _ in known):
+        ends = interval([again for _, _, again in known])
+        return PredictedFigure(name, recorded, before, after, None, None, None, *ends)
+    ratio, own = statistics.median(a / b for b, a, _ in known), interval([a / b for b, a, _ in known])
+    low, high = _wider(ratio, interval([again / b for b, _, again in known]), before / recorded if recorded else 1.0)
+    of = recorded or before
+    return PredictedFigure(name, recorded, before, of * ratio, ratio, low, high, of * low, of * high, *own)
+
+
+def _wider(ratio: float, ends: tuple[float, float], miss: float) -> tuple[float, float]:
+    """Returns the interval with what the simulation misses of the recorded run, of which nobody knows how much stays
+    with the change. miss: simulated over recorded. The ratio lies within."""
+    low, high = min(ends[0], ratio), max(ends[1], ratio)
+    if low <= 0:
+        return low, high
+    off = math.log(miss)
+    below, above = (math.exp(math.hypot(math.log(side), off)) for side in (ratio / low, high / ratio))
+    return ratio / below, ratio * above

@@ -162,14 +162,15 @@ function row(words, figure, isTime) {
   if (!figure) return el("tr", {}, el("th", { scope: "row" }, words), ...Array.from({ length: 4 }, () => el("td", {}, DASH)));
   const told = (value) => (value === null ? DASH : isTime ? duration(value * 1e6) : count(value));
   const change = figure.ratio === null ? DASH : `${times(figure.ratio)} (${times(figure.low)} to ${times(figure.high)})`;
-  const cells = [told(figure.recorded), told(figure.before), told(figure.after)].map((text) => el("td", {}, text));
+  const ends = figure.ratio === null ? "" : ` (${told(figure.after_low)} to ${told(figure.after_high)})`;
+  const cells = [told(figure.recorded), told(figure.before), told(figure.after) + ends].map((text) => el("td", {}, text));
   return el("tr", {}, el("th", { scope: "row" }, words), el("td", { class: kindOf(figure) }, change), ...cells);
 }
 
 const SAME = 0.005; // less is told as 1.00x
 
-/** Whether all of the interval is better, or worse. */
-function kindOf({ low, high }) {
+/** Whether the change itself is better, or worse, in the very hour, throughout. */
+function kindOf({ own_low: low, own_high: high }) {
   if (low === null) return null;
   return high < 1 - SAME ? "better" : low > 1 + SAME ? "worse" : null;
 }
@@ -182,5 +183,5 @@ const FAR = 0.3; // of the record: `simulate.what_if.FAR`
 function errorOf(miss) {
   if (!miss || Math.abs(miss.ratio - 1) <= FAR) return "How far “simulated” is from “recorded” is the simulator's error.";
   const [words] = FIGURES.filter(([name]) => name === miss.name).map(([, told]) => told);
-  return `Simulated as it was, it has ${words ?? miss.name} at ${times(miss.ratio)} of the recorded: trust no change smaller than that.`;
+  return `Simulated as it was, it has ${words ?? miss.name} at ${times(miss.ratio)} of the recorded: the changed figures are corrected by that, and their intervals wider.`;
 }
