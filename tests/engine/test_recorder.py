@@ -157,6 +157,19 @@ def test_what_could_not_be_planned_is_told_once_until_something_comes() -> None:
     assert stepped(crank).comings == told
 
 
+def test_an_end_behind_which_nobody_waits_has_its_instant() -> None:
+    """`a` waits for its mask until its deadline, alone."""
+    clock = VirtualClock()
+    runner = FakeRunner(4, step_ns=STEP_NS, clock=clock, is_late=lambda row: row.request_id == "a")
+    crank = Crank(EngineParts(Engine(Scheduler(CONFIG)), runner), clock)
+    ask(crank, clock, "a", deadline_ns=STEP_NS + 10)
+    assert stepped(crank).late_rows == (("a", 0),)
+    clock.advance(15)
+    assert crank.turn() is not None
+    ask(crank, clock, "b")
+    assert stepped(crank).comings == (STEP_NS + 15, ("b", "came"))
+
+
 def test_planning_and_committing_are_parts_of_a_step() -> None:
     clock = Ticking()
     crank = made(clock)
