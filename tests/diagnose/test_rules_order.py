@@ -179,6 +179,37 @@ def test_the_limit_for_a_key_is_below_the_requests_that_it_sent_at_once():
     assert "below 4)" in found.cure.sentence
 
 
+ALL_AT_ONCE = [Case(i * 0.5, ids(60, i), 30) for i in range(70)]
+
+
+@pytest.mark.parametrize(("slots", "token_ms"), [(8, 0.05), (8, 1.0), (16, 1.0), (64, 0.05), (64, 1.0)])
+def test_one_burst_and_nothing_else(slots, token_ms):
+    """Whatever they wait for: slots, the budget of a step, or that the machine gets to them."""
+    diagnosis = diagnose(Ward(token_ms=token_ms, settings={"max_num_seqs": slots}).run(*ALL_AT_ONCE))
+    first = diagnosis.findings[0]
+    assert first.name == "burst"
+    assert "70 of 70 requests came at 1 moment, up to 70 within 100 ms" in first.claim
+    assert first.cure.flags == ()
+
+
+def test_bursts_and_nothing_else():
+    cases = [Case(4000 * (i // 40) + i * 0.5, ids(60, i), 30) for i in range(120)]
+    assert names(Ward(settings={"max_num_seqs": 16}).run(*cases))[0] == "burst"
+
+
+def test_a_client_that_keeps_many_in_flight_is_no_burst():
+    """64 come at once, and one more whenever one has ended."""
+    cases = [Case(i * 0.5 if i < 64 else 200 + (i - 63) * 12, ids(60, i), 30) for i in range(300)]
+    assert names(Ward(settings={"max_num_seqs": 16}).run(*cases)) == ["slot_bound"]
+
+
+def test_many_a_second_are_no_burst():
+    """Eight come within 100 ms wherever one looks."""
+    cases = poisson(120, 400, prompt=16, output=4)
+    assert "burst" not in names(Ward(step_ms=12, settings={"max_num_seqs": 8}).run(*cases))
+    assert "burst" not in names(Ward(step_ms=6, settings={"max_num_seqs": 8}).run(*cases))
+
+
 def test_an_even_load_is_no_burst():
     assert "burst" not in names(Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100)))
     assert "burst" not in names(Ward(settings={"max_num_seqs": 1}).run(*poisson(13, 120)))

@@ -268,13 +268,13 @@ def test_requests_that_meet_a_sleeping_server():
 
 
 def test_a_wait_that_nobody_knows_a_cure_for_is_told_as_it_is():
-    """Every request waits for its grammar: stated, and no rule is about it."""
+    """Every request waits for its images' encoder: stated, and no rule is about it."""
     books = Ward(settings={"max_num_seqs": 2}).run(*poisson(25, 100))
     accounts = tuple(
         msgspec.structs.replace(
             a,
             intervals=tuple(
-                msgspec.structs.replace(i, cause=Cause.GRAMMAR) if i.cause is Cause.BATCH_SLOTS else i
+                msgspec.structs.replace(i, cause=Cause.ENCODER_BUDGET) if i.cause is Cause.BATCH_SLOTS else i
                 for i in a.intervals
             ),
         )
@@ -284,7 +284,7 @@ def test_a_wait_that_nobody_knows_a_cure_for_is_told_as_it_is():
     assert diagnosis.illnesses == ()
     first = diagnosis.findings[0]
     assert first.name == "no_cure_known"
-    assert "grammar" in first.claim
+    assert "encoder_budget" in first.claim
     assert first.share_of_time > MAX_UNEXPLAINED
     assert not diagnosis.could_tell
 

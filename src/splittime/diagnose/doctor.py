@@ -40,8 +40,8 @@ from splittime.diagnose.words import ATTACHED, OURS, in_their_words
 from splittime.ledger.stages import Stage
 
 THEMES = (
-    "failures client network loops stated processor threads order admission overload burst kv interference prefill "
-    "prompts host device start decode speculation speculation_off "
+    "failures client callers network loops stated processor threads order admission overload burst kv interference "
+    "prefill prompts host device start decode speculation speculation_off "
     "reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
 )
 for _theme in THEMES.split():
@@ -53,6 +53,7 @@ RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, a
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
     (
         "client_bound",
+        "client_backlog",
         "requests_fail",
         "buffering_proxy",
         "slow_way",

@@ -74,6 +74,7 @@ _SAME_IN_VLLM = (
     "--kv-cache-memory-bytes",
     "--async-scheduling",
     "--tensor-parallel-size",
+    "--max-loras",
 )
 
 WORDS: dict[str, MetricNames] = {

@@ -6,19 +6,20 @@ from math import sqrt
 
 import msgspec
 
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import LIKELY, Span, num_requests, overlap_ns, served, union, worst
-from splittime.diagnose.rules.share import of_requests
+from splittime.diagnose.rules.share import stated
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 
-AT_ONCE_NS = 100_000_000  # a client that sends all it has is done within this
+AT_ONCE_NS = 100_000_000  # a client that sends all it has is done within this; a queue that is gone by then is no harm
 MIN_AT_ONCE = 8
 SIGMAS = 6.0  # beyond what chance brings together of the other arrivals (Poisson)
 MOST_OF_WAITS = 0.8  # lie behind bursts; else the queue has other reasons too
-MOST_OF_REQUESTS = 0.7  # come in bursts: then there is no ordinary time to compare with
-MOST_OF_RUN = 0.6  # is behind bursts: likewise
+MOST_OF_REQUESTS = 0.7  # come in bursts: then there is no ordinary time to compare with, and chance is that of all
+MOST_OF_RUN = 0.6  # is behind bursts, where others come too: those who come one by one may be too many as well
 MOST_BY_ONE = 0.8  # of what came at once has one key: then it is its burst
 JOINED_NS = 20_000_000  # a queue that is empty for less goes on
 
@@ -33,7 +34,10 @@ class Burst(msgspec.Struct, frozen=True):
 @rule(
     "accounts",
     root_of=("overload", "token_budget_bound", "head_of_line", "deadlines_missed"),
-    explains=(Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.KV_BLOCKS, Cause.POLICY, Cause.STEP_IN_FLIGHT, Stage.QUEUE),
+    explains=(
+        *(Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.KV_BLOCKS, Cause.POLICY, Cause.STEP_IN_FLIGHT, Stage.QUEUE),
+        Computed.OTHERS_PROMPTS,
+    ),
 )
 def burst(books: Books) -> Answer:
     """Most of the waiting lies behind many requests that came at one moment; outside of that the server keeps up."""
@@ -43,14 +47,15 @@ def burst(books: Books) -> Answer:
         return None
     spans = union(one.span for one in found)
     waits = [(account.request_id, i) for account in accounts for i in account.intervals if i.stage is Stage.QUEUE]
-    behind: dict[str, float] = {}
+    behind = dict.fromkeys((account.request_id for account in accounts), 0.0)
     for request_id, interval in waits:
-        ns = overlap_ns(interval.begin_ns, interval.end_ns, spans)
-        behind[request_id] = behind.get(request_id, 0.0) + ns
+        behind[request_id] += overlap_ns(interval.begin_ns, interval.end_ns, spans)
     sent = {account.request_id for one in found for account in one.sent}
     if not _is_all(accounts, waits, spans, behind, sent):
         return None
-    share = of_requests(behind, accounts)
+    for request_id, prompts_ns in attribution(books).of(Computed.OTHERS_PROMPTS).items():
+        behind[request_id] += prompts_ns * (request_id in sent)
+    share = stated(behind, accounts)  # it came, whether or not another run would have one
     if not share.is_worth_it:
         return share.unsure()
     return _finding(accounts, found, behind, sent, share.value, share.interval)
@@ -64,8 +69,10 @@ def bursts(accounts: Sequence[ClosedAccount]) -> list[Burst]:
         return []
     run_ns = max(a.end_ns for a in accounts) - min(a.start_ns for a in accounts)
     found = [Burst(_densest(accounts, span), span) for span in spans]
-    found = [one for one in found if len(one.sent) >= MIN_AT_ONCE]
+    found = [one for one in found if len(one.sent) >= MIN_AT_ONCE and one.span[1] - one.span[0] >= AT_ONCE_NS]
     others = len(accounts) - len({account.request_id for one in found for account in one.sent})
+    if others <= (1 - MOST_OF_REQUESTS) * len(accounts):
+        others = len(accounts)
     usual = others * AT_ONCE_NS / max(1, run_ns)
     return [one for one in found if len(one.sent) > usual + SIGMAS * sqrt(usual)]
 
@@ -90,14 +97,12 @@ def _is_all(
     behind: dict[str, float],
     sent: set[str],
 ) -> bool:
-    """The waits lie behind bursts, and there is an ordinary time beside them."""
+    """The waits lie behind bursts, and nearly all came in these, or there is an ordinary time beside them."""
     waited_ns = sum(interval.duration_ns for _, interval in waits)
     run_ns = max(a.end_ns for a in accounts) - min(a.start_ns for a in accounts)
-    return (
-        sum(behind.values()) >= MOST_OF_WAITS * waited_ns
-        and len(sent) <= MOST_OF_REQUESTS * len(accounts)
-        and sum(end_ns - begin_ns for begin_ns, end_ns in spans) <= MOST_OF_RUN * run_ns
-    )
+    is_short = sum(end_ns - begin_ns for begin_ns, end_ns in spans) <= MOST_OF_RUN * run_ns
+    is_behind = sum(behind.values()) >= MOST_OF_WAITS * waited_ns
+    return is_behind and (is_short or len(sent) >= MOST_OF_REQUESTS * len(accounts))
 
 
 def _finding(
@@ -117,7 +122,7 @@ def _finding(
     return Finding(
         claim=f"{num_requests(accounts, sent)} of {num_requests(accounts)} requests{_by_whom(accounts, sent, sender)} "
         f"came at {moments}, up to {num_requests(largest.sent)} within {AT_ONCE_NS / 1e6:.0f} ms; what was waited "
-        f"behind them is {share:.0%} of all requests' time.",
+        f"behind them, and for each other's prompts, is {share:.0%} of all requests' time.",
         evidence=(
             Fact("bursts", f"{len(found)} time{'s' * (len(found) != 1)}"),
             Fact("the queue behind the longest one", round(longest_ns / 1e9, 2), "s"),

@@ -1,4 +1,5 @@
-"""The client: whether it was at fault itself, and whether it reads. What lies between the two is in `network`.
+"""The client: whether it was at fault itself, held back what it was to send, and reads. What lies between client and
+server is in `network`.
 
 Read from the client's book (a run of `splittime bench`), held against the server's where there is one: an outcome and
 its account are the same request. Clocks are never subtracted across the two, only durations compared.
@@ -12,7 +13,7 @@ from splittime.bench.book.records import Outcome, RunCheck
 from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, ms, served, setting, times_ns, worst
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, median, ms, served, setting, times_ns, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -116,6 +117,44 @@ def client_bound(books: Books) -> Answer:
         counter_check="With twice the client processes TTFT from the actual send stays and the lag goes.",
         regime="this client at this rate; it says nothing about the server",
         is_limit=not share.is_worth_it,  # what its checks found is too little to explain what was felt
+    )
+
+
+@rule("run")
+def client_backlog(books: Books) -> Answer:
+    """Requests wait in the client, which has as many in flight as it may: the server has not been asked yet."""
+    outcomes = [outcome for outcome in sent(books) if outcome.turn == 0]  # a later turn waits for its answer before
+    held = {outcome.request_id: float(outcome.held_ns) for outcome in outcomes if outcome.held_ns > 0}
+    share = of_outcomes(held, outcomes)
+    if not share.is_worth_it:
+        return share.unsure()
+    flights = [(o.sent_ns, o.end_ns) for o in outcomes if o.sent_ns is not None and o.end_ns is not None]
+    served_ns = median(end_ns - sent_ns for sent_ns, end_ns in flights) or 0.0
+    most = max(sum(begin_ns <= at_ns < end_ns for begin_ns, end_ns in flights) for at_ns, _ in flights)
+    waiting = max((step.num_waiting for step in books.steps), default=None)
+    return Finding(
+        claim=f"{len(held)} of {len(outcomes)} requests waited in the client for their turn, {share.value:.0%} of the "
+        f"time from their intended start, {ms(median(held.values()) or 0):.0f} ms of each (median): it has {most} in "
+        f"flight at most, and each takes {ms(served_ns):.0f} ms from the send.",
+        evidence=(
+            Fact("held back in the client", ms(sum(held.values())), "ms over all requests"),
+            Fact("in flight at once, most", most, "requests"),
+            Fact("from the send to the end, median", ms(served_ns), "ms"),
+            *((Fact("waiting in the server meanwhile, most", waiting, "requests"),) if waiting is not None else ()),
+        ),
+        request_ids=worst(held),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the client's own note of what it held back; the server's books begin with the send",
+        cure=Cure(
+            sentence=f"Let the client have more than {most} in flight (`bench --max-in-flight`, a pool of connections, "
+            "workers), up to what the server takes without a queue; or ask less: this many in flight are "
+            f"{most / max(1e-9, served_ns / 1e9):.3g} requests a second."
+        ),
+        cost="More at once in the server: each may take longer from the send.",
+        counter_check=f"With twice {most} in flight and the same load the time from the intended start does not fall.",
+        regime=f"more arrivals than {most} in flight can serve",
     )
 
 

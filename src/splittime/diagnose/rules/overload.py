@@ -50,19 +50,19 @@ def _by_server(books: Books) -> list[Arrival]:
 
 
 def _by_client(books: Books) -> list[Arrival]:
-    """From outside, the wait is what the first chunk took more than the quickest first chunk of all."""
+    """From outside, the wait is what the first chunk took more than the quickest first chunk of all, since the client
+    meant to send it and was not holding it back."""
     answered = [o for o in sent(books) if o.chunk_ns and o.end_ns is not None]
-    least_ns = min((o.chunk_ns[0] - o.intended_ns for o in answered), default=0)
-    found = [
-        Arrival(o.request_id, o.intended_ns, o.chunk_ns[0] - o.intended_ns - least_ns, o.end_ns or 0) for o in answered
-    ]
+    waits_ns = [o.chunk_ns[0] - o.intended_ns - o.held_ns for o in answered]
+    found = [_seen(o, wait_ns - min(waits_ns)) for o, wait_ns in zip(answered, waits_ns, strict=True)]
     refused = [o for o in sent(books) if o.status in (429, 503) and o.end_ns is not None]
     found += [_seen(outcome, 0, is_refused=True) for outcome in refused]
     return sorted(found, key=lambda arrival: arrival.at_ns)
 
 
 def _seen(outcome: Outcome, wait_ns: int, is_refused: bool = False) -> Arrival:
-    return Arrival(outcome.request_id, outcome.intended_ns, wait_ns, outcome.end_ns or 0, is_refused)
+    at_ns = outcome.intended_ns + outcome.held_ns
+    return Arrival(outcome.request_id, at_ns, wait_ns, outcome.end_ns or 0, is_refused)
 
 
 @rule(

@@ -1,16 +1,29 @@
-"""Waits whose cause the books state outright, and which somebody can end: a pause, a sleep."""
+"""Waits whose cause the books state outright, and which somebody can end: a pause, a sleep, adapters, forms."""
+
+from collections import Counter
 
 from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, ms, num_requests, served, worst
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    median,
+    ms,
+    num_requests,
+    served,
+    setting,
+    times_ns,
+    worst,
+)
 from splittime.diagnose.rules.processor import SLOWED
-from splittime.diagnose.rules.share import of_number, stated
-from splittime.ledger.stages import Cause
+from splittime.diagnose.rules.share import of_number, of_requests, stated
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Cause, Stage
 
 MIN_REFUSED = 3  # fewer happen to anybody
 REFUSED_SHARE = 0.02  # no answer is worse than a late one
 ASLEEP = ("asleep", "falling_asleep")
+MOST_ADAPTERS = 64  # that `max_loras` allows
 
 
 @rule("accounts", root_of=SLOWED, explains=(Cause.PAUSED,))
@@ -76,4 +89,92 @@ def sleeping(books: Books) -> Answer:
         cost="An awake server keeps its memory.",
         counter_check="With the server awake the same requests are turned away.",
         regime="requests that come while it sleeps",
+    )
+
+
+@rule("accounts", root_of=("overload", "head_of_line", "deadlines_missed"), explains=(Cause.LORA_SLOTS,))
+def adapters_wait(books: Books) -> Answer:
+    """Requests wait since as many other adapters are in use as may be at once (max_loras)."""
+    accounts, lost = served(books.accounts), attribution(books).of(Cause.LORA_SLOTS)
+    share = of_requests(lost, accounts)
+    if not share.is_worth_it:
+        return share.unsure()
+    base = books.facts.model if books.facts is not None else ""
+    names = {account.model for account in accounts} - {base}
+    wanted, allowed = _most_at_once(accounts, base), setting(books, "max_loras")
+    apart = " Beyond that, send each adapter's requests to one of several servers." if wanted > MOST_ADAPTERS else ""
+    return Finding(
+        claim=f"{num_requests(accounts, lost)} of {num_requests(accounts)} requests waited for an adapter's place, "
+        f"{share.value:.0%} of all requests' time: up to {wanted} adapters were wanted at once, of {len(names)}.",
+        evidence=(
+            Fact("waiting for a place", ms(sum(lost.values())), "ms over all requests"),
+            Fact("adapters wanted at once, most", wanted),
+            Fact("max_loras", allowed or "not told"),
+            Fact("the waiting's adapters", ", ".join(sorted({a.model for a in accounts if a.request_id in lost})[:5])),
+        ),
+        request_ids=worst(lost),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the scheduler stated the cause of each wait",
+        cure=Cure(
+            sentence=f"Give more adapters a place at once.{apart}",
+            flags=("--max-loras", str(min(wanted, MOST_ADAPTERS))),
+        ),
+        cost="Memory for each adapter, and steps in which more of them are multiplied.",
+        counter_check="With the change and the same load the queue's lora_slots time stays.",
+        regime="more adapters in use at once than have a place",
+    )
+
+
+def _most_at_once(accounts: list[ClosedAccount], base: str) -> int:
+    """Returns how many adapters had requests in flight at the same instant, at the most."""
+    begins = [(account.start_ns, 1, account.model) for account in accounts if account.model != base]
+    edges = sorted(begins + [(account.end_ns, -1, account.model) for account in accounts if account.model != base])
+    open_requests, most = Counter[str](), 0
+    for _, by, name in edges:
+        open_requests[name] += by
+        most = max(most, sum(count > 0 for count in open_requests.values()))
+    return most
+
+
+@rule("accounts", root_of=("deadlines_missed",), explains=(Cause.GRAMMAR,))
+def forms_wait(books: Books) -> Answer:
+    """Requests wait for the form that their answers are held to: to be compiled, or to say which token may come."""
+    accounts, lost = served(books.accounts), attribution(books).of(Cause.GRAMMAR)
+    share = of_requests(lost, accounts)
+    if not share.is_worth_it:
+        return share.unsure()
+    before = times_ns(accounts, lambda interval: interval.cause is Cause.GRAMMAR and interval.stage is Stage.QUEUE)
+    before_ns, all_ns = sum(before.values()), sum(lost.values())
+    is_compiling = before_ns >= all_ns / 2
+    done = "to be compiled" if is_compiling else "to say which token may come"
+    return Finding(
+        claim=f"{num_requests(accounts, lost)} of {num_requests(accounts)} requests waited for the form of their "
+        f"answers {done}: {share.value:.0%} of all requests' time.",
+        evidence=(
+            Fact("compiling, before the first token", ms(before_ns), "ms over all requests"),
+            Fact("finding what may come, between tokens", ms(all_ns - before_ns), "ms over all requests"),
+            Fact("a request that waits for it, median", ms(median(lost.values()) or 0), "ms"),
+        ),
+        request_ids=worst(lost),
+        share_of_time=share.value,
+        share_interval=share.interval,
+        confidence=CERTAIN,
+        confidence_from="the cause stated for each wait",
+        cure=Cure(
+            sentence="Send the same form with the same text each time, its keys in one order and nothing in it that "
+            "varies (ids, dates, a user's names): a form is compiled once, and kept. Send each one once before traffic "
+            "comes. Make large ones smaller: fewer alternatives, no counts above 16 (minItems, maxLength)."
+            if is_compiling
+            else "Make the form smaller: at most 512 alternatives, no patterns that must hold together (allOf, "
+            "overlapping regular expressions), no counts above 16 (maxItems, maxLength). Small forms are walked in the "
+            "engine's own process, in some tenths of a millisecond a token.",
+            elsewhere={"vllm": "another of --structured-outputs-config.backend"},
+        ),
+        cost="An answer that is held to less has to be checked by who reads it.",
+        counter_check="With one form for all requests, sent once before, the queue's grammar time stays."
+        if is_compiling
+        else "With a smaller form and the same load the decode_stall time of cause grammar stays.",
+        regime="answers held to a form; the first of each, if it is kept",
     )
