@@ -173,12 +173,30 @@ def test_a_simulated_ledger_says_so_wherever_it_is_read(ledger: Path, tmp_path: 
         (("--policy", "best"), "bad setting"),
         (("--num-blocks", 1), "num_blocks is 1"),
         (("--max-num-batched-tokens", 2), "at least max_num_seqs"),
+        (("--quantization", "int8"), "--quantization cannot be simulated"),
+        (("--num-threads", 2), "What can be simulated: --max-num-seqs"),
+        (("--kv-cache-dtype", "int8"), "nobody knows how many blocks"),
     ],
 )
 def test_what_cannot_be_is_refused_with_2(ledger: Path, flags: tuple[object, ...], words: str) -> None:
     result = invoke(ledger, *flags, "--draws", 1)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_a_cache_of_other_numbers_is_so_many_blocks(tmp_path: Path) -> None:
+    recorded = recorded_run()
+    of_cache = {"kv_cache_dtype": "bfloat16", "kv_bytes_per_block": 2048, "dtype": "bfloat16"}
+    recorded.facts.settings.update(of_cache)
+    write(recorded, tmp_path / "run.sqlite")
+    result = invoke(tmp_path / "run.sqlite", "--kv-cache-dtype", "int8", "--draws", 1, "--json")
+    assert json.loads(result.stdout)["change"]["settings"] == {"num_blocks": int(60 * 2 / (1 + 4 / 64))}
+    assert "112 blocks for 60 bfloat16 ones; steps as quick as recorded" in " ".join(result.stderr.split())
+    smaller = invoke(tmp_path / "run.sqlite", "--kv-cache-memory-bytes", "80KiB", "--draws", 1, "--json")
+    assert json.loads(smaller.stdout)["change"]["settings"] == {"num_blocks": 40}
+    both = invoke(tmp_path / "run.sqlite", "--kv-cache-memory-bytes", "80KiB", "--num-blocks", 40)
+    assert "Give one of them" in both.stderr
+    assert "'many' is no size" in invoke(tmp_path / "run.sqlite", "--kv-cache-memory-bytes", "many").stderr
 
 
 def test_nothing_is_kept_of_what_could_not_be_simulated(ledger: Path, tmp_path: Path, monkeypatch) -> None:

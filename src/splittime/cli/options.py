@@ -175,15 +175,22 @@ def say_error(error: SplittimeError) -> None:
         console.print(f"hint:  {error.info.hint}", markup=False)
 
 
-def flag_of(setting: Setting, words: str | None = None) -> inspect.Parameter:
-    """The flag of a setting. None means that it was not given. words: its help; default: with the setting's default."""
+def flag_of(setting: Setting, words: str | None = None, is_hidden: bool = False) -> inspect.Parameter:
+    """The flag of a setting. None means that it was not given. words: its help; default: with the setting's default.
+    is_hidden: it is not listed."""
     names: Iterable[str] = (setting.flag,)
     if setting.kind == "switch":
         names = (f"{setting.flag}/--no-{setting.flag[2:]}",)
     metavar = "|".join(setting.choices) if setting.choices else _METAVARS.get(setting.kind)
     panel = panel_of(setting)
     option = typer.Option(
-        None, *names, help=words or _help(setting), show_default=False, metavar=metavar, rich_help_panel=panel
+        None,
+        *names,
+        help=words or _help(setting),
+        show_default=False,
+        metavar=metavar,
+        rich_help_panel=panel,
+        hidden=is_hidden,
     )
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_TYPES[setting.kind]

@@ -17,7 +17,7 @@ from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, 
 from splittime.cli.progress import loading
 from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
-from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
+from splittime.simulate.change import SIMULATED, UNSIMULATED, Change, PredictedFigure, in_blocks, require_simulated
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
@@ -92,6 +92,7 @@ def simulate(
     own = {"num_blocks": num_blocks, "long_prefill_token_threshold": long_prefill_token_threshold}
     given = {name: value for name, value in {**settings, **own}.items() if value is not None}
     change = Change(given, speed)
+    require_simulated(given)
     _require_possible(change, load, is_check=check, is_kept=out is not None)
     if out is not None:
         require_new(out)
@@ -100,11 +101,21 @@ def simulate(
         raise typer.Exit(_check(recorded, json))
     served = _of_replica(ledger, load) if recorded is None else _of_ledger(recorded, load)
     _tell_lengths(load, served)
+    change = Change(_in_blocks(given, served.facts.settings), speed)
     prediction = _predicted(served, change, draws, out)
     if json:
         write_data(orjson.dumps(msgspec.to_builtins(prediction)))
     else:
         _print(prediction)
+
+
+def _in_blocks(given: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is simulated of the settings, and says what is not known of it."""
+    found = in_blocks(given, now)
+    if "kv_cache_dtype" in given:
+        told = f"{found['num_blocks']:,} blocks for {now['num_blocks']:,} {now['kv_cache_dtype']} ones"
+        talk().print(f"kv_cache_dtype {given['kv_cache_dtype']}: {told}; steps as quick as recorded", markup=False)
+    return found
 
 
 def _require_possible(change: Change, load: dict[str, Any], is_check: bool, is_kept: bool) -> None:
@@ -292,11 +303,15 @@ def _about(prediction: "Prediction") -> str:
 
 
 def _signed() -> Any:
-    """The command, with a flag for each setting that a simulation can change."""
-    chosen = [setting for setting in settings_module.SETTINGS if setting.name in (*SIMULATED_KNOBS, *LIMITS)]
+    """The command, with a flag for each setting that a simulation can change; hidden ones for the others, which are
+    refused with a reason."""
     own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
     guarded = fails_clearly(simulate)
-    of_settings = [flag_of(setting, setting.doc.help) for setting in chosen]
+    of_settings = [
+        flag_of(setting, setting.doc.help, is_hidden=setting.name in UNSIMULATED)
+        for setting in settings_module.SETTINGS
+        if setting.name in SIMULATED or setting.name in UNSIMULATED
+    ]
     sign(guarded, [*own, *of_settings, *load_parameters("Another load than the recorded one", *NOT_SIMULATED)])
     return guarded
 
