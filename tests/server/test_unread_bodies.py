@@ -9,7 +9,7 @@ import pytest
 
 from patience import until
 from splittime.web.edge import LAST, BoundedBody
-from splittime.web.http import TRANSPORT
+from splittime.web.http import SKIP_BODY
 
 from .conftest import LiveServer
 from .test_attacks import connect
@@ -48,7 +48,7 @@ def dribble(server: LiveServer, client: socket.socket, piece: bytes) -> None:
 def test_a_body_by_the_byte_does_not_hold_its_connection(
     launch, monkeypatch, method: str, path: str, status: int, length: str
 ) -> None:
-    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
     server = launch(config={"max_body_bytes": 10})
     until(lambda: not server.server.server_state.connections)
     client = connect(server)
@@ -63,7 +63,7 @@ def test_a_body_by_the_byte_does_not_hold_its_connection(
 
 @pytest.mark.parametrize("config", [{"api_key": ("secret",)}, {}], ids=["no key", "another's name"])
 def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) -> None:
-    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
     server = launch(config=config)
     client = connect(server)
     asked = head("POST", "/v1/completions", LONG)
@@ -75,9 +75,8 @@ def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) 
 @pytest.mark.parametrize("path", ["/metrics", "/health"])
 def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
     """As much as the two systems hold and the bound; here far less than what is sent in the time."""
-    for module in ("http", "connection"):  # of answers from a task, and of those at once
-        monkeypatch.setattr(f"splittime.web.{module}.LINGER_S", 60.0)
-        monkeypatch.setattr(f"splittime.web.{module}.LINGER_BYTES", 100_000)
+    monkeypatch.setattr("splittime.web.connection.LINGER_S", 60.0)
+    monkeypatch.setattr("splittime.web.connection.LINGER_BYTES", 100_000)
     server = launch()
     client = connect(server)
     client.sendall(head("GET", path, "Content-Length: 100000000000"))
@@ -88,7 +87,8 @@ def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
         pytest.fail("a gigabyte was read")
 
 
-def test_a_body_that_ends_soon_leaves_the_connection_to_the_next_request(launch) -> None:
+def test_a_body_that_ends_soon_leaves_the_connection_to_the_next_request(launch, monkeypatch) -> None:
+    monkeypatch.setattr("splittime.web.connection.LINGER_BYTES", 500_000)
     server = launch(config={"api_key": ("secret",)})
     client = connect(server)
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) ->
 
 
 def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
     server = launch(config={"body_timeout_s": 0.2})
     until(lambda: not server.server.server_state.connections)
     for path in ("/v1/completions", "/tokenize", "/sleep"):
@@ -124,11 +124,51 @@ def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> 
         dribble(server, client, b"")
 
 
+def test_a_body_that_is_read_past_wakes_nobody(launch, monkeypatch) -> None:
+    """4 MB to a path that is none: the loop does no more for them than the parser."""
+    pieces, receive = [], BoundedBody.receive
+
+    async def counted(self: BoundedBody) -> dict:
+        pieces.append(await receive(self))
+        return pieces[-1]
+
+    monkeypatch.setattr(BoundedBody, "receive", counted)
+    server = launch()
+    client = connect(server)
+    client.sendall(head("POST", "/nowhere", f"Content-Length: {2**22}"))
+    assert client.recv(20).startswith(b"HTTP/1.1 404")
+    client.sendall(b"x" * 2**22 + head("GET", "/health"))
+    until(lambda: b"HTTP/1.1 200" in client.recv(4096))
+    assert len(pieces) < 5
+    assert sum(len(one["body"]) for one in pieces) < 2**20
+
+
+def test_what_comes_behind_an_unread_body_is_the_next_request_with_its_own(launch) -> None:
+    """The body that nobody reads is whole when its answer is, and the next one has begun."""
+    server = launch()
+    client = connect(server)
+    asked = b'{"prompt": "a"}'
+    unread = head("POST", "/nowhere", "Content-Length: 9") + b"x" * 9
+    client.sendall(unread)
+    assert client.recv(4096).startswith(b"HTTP/1.1 404")
+    (connection,) = server.server.server_state.connections
+    until(lambda: connection.cycle.response_complete)
+    assert connection._skip_timer is None
+    client.sendall(unread + head("POST", "/tokenize", f"Content-Length: {len(asked)}"))
+    told = client.recv(4096)
+    assert told.startswith(b"HTTP/1.1 404")
+    client.sendall(asked)
+    while b'"tokens"' not in told:
+        piece = client.recv(4096)
+        assert piece, told
+        told += piece
+
+
 class Peer:
-    """The other side of a `BoundedBody`: what comes in, what went out, and whether the connection was closed."""
+    """The other side of a `BoundedBody`: what comes in, what went out, and how often the rest was to be read past."""
 
     def __init__(self, *parts: bytes) -> None:
-        self.parts, self.sent, self.num_closed = list(parts), [], 0
+        self.parts, self.sent, self.num_skips = list(parts), [], 0
 
     async def receive(self) -> dict:
         return {"type": "http.request", "body": self.parts.pop(0), "more_body": bool(self.parts)}
@@ -136,8 +176,8 @@ class Peer:
     async def send(self, message: dict) -> None:
         self.sent.append(message)
 
-    def close(self) -> None:
-        self.num_closed += 1
+    def skip_body(self, scope: dict) -> None:
+        self.num_skips += 1
 
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -147,23 +187,21 @@ KEPT_BACK = [START, PIECE, {**END, "more_body": True}, LAST]
 
 
 @pytest.mark.parametrize(
-    ("headers", "parts", "num_read", "sent", "is_closed"),
+    ("headers", "parts", "num_read", "sent", "num_skips"),
     [
-        ([], [], 0, [START, PIECE, END], False),
-        ([(b"content-length", b"0")], [], 0, [START, PIECE, END], False),
-        ([(b"content-length", b"2")], [b"xy"], 0, KEPT_BACK, False),
-        ([(b"content-length", b"2")], [b"xy"], 1, [START, PIECE, END], False),
-        ([(b"transfer-encoding", b"chunked")], [b"x", b"y"], 1, KEPT_BACK, False),
-        ([(b"content-length", b"30")], [b"x" * 5, b"x" * 5, b"x" * 20], 0, KEPT_BACK, False),  # 10, the limit, is read
-        ([(b"content-length", b"31")], [b"x" * 5, b"x" * 6, b"x" * 20], 0, KEPT_BACK, True),
+        ([], [], 0, [START, PIECE, END], 0),
+        ([(b"content-length", b"0")], [], 0, [START, PIECE, END], 0),
+        ([(b"content-length", b"2")], [b"xy"], 0, KEPT_BACK, 1),
+        ([(b"content-length", b"2")], [b"xy"], 1, [START, PIECE, END], 0),
+        ([(b"transfer-encoding", b"chunked")], [b"x", b"y"], 1, KEPT_BACK, 1),
+        ([(b"content-length", b"30")], [b"x" * 5, b"x" * 5, b"x" * 20], 0, KEPT_BACK, 1),
     ],
 )
 def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
-    monkeypatch, headers: list, parts: list, num_read: int, sent: list, is_closed: bool
+    headers: list, parts: list, num_read: int, sent: list, num_skips: int
 ) -> None:
-    monkeypatch.setattr("splittime.web.http.LINGER_BYTES", 10)
     peer = Peer(*parts)
-    bounded = BoundedBody({"headers": headers, "extensions": {TRANSPORT: peer}}, peer.receive, peer.send)
+    bounded = BoundedBody({"headers": headers, "extensions": {SKIP_BODY: peer.skip_body}}, peer.receive, peer.send)
 
     async def serve() -> None:
         for _ in range(num_read):
@@ -176,4 +214,5 @@ def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
 
     asyncio.run(serve())
     assert peer.sent == sent
-    assert peer.num_closed == is_closed
+    assert peer.num_skips == num_skips
+    assert not peer.parts

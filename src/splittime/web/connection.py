@@ -37,6 +37,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from splittime.web.http import (
     LINGER_BYTES,
     LINGER_S,
+    SKIP_BODY,
     START_NS,
     TRANSPORT,
     UNSEEN_NS,
@@ -120,7 +121,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._room = MAX_HEAD_BYTES
         self._unset_keepalive_if_required()  # it may have come in one piece with a request that was answered at once
-        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+        self.scope["extensions"] = {TRANSPORT: self.transport, SKIP_BODY: self.skip_body}  # type: ignore[dict-item]
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
 
@@ -189,8 +190,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         answer.on_written()
         self.server_state.total_requests += 1
         self.cycle = ANSWERED  # type: ignore[assignment]
-        self._num_skipped = 0
-        self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._skip()
 
     def _write(self, status: int, fields: Headers, body: bytes) -> None:
         lines = b"".join([b"%b: %b\r\n" % pair for pair in fields])
@@ -206,20 +206,30 @@ class ConnectionProtocol(HttpToolsProtocol):
             return False
         return (content_length(scope) or 0) <= MAX_SKIPPED_BYTES
 
+    def skip_body(self, scope: Scope) -> None:
+        """Read past what is still to come of a request's body, whose answer is all there but its end. Whoever waits for
+        the body hears when it is over, or the connection is."""
+        if scope is self.scope and self.cycle.more_body:
+            self._skip()
+
+    def _skip(self) -> None:
+        self._num_skipped = 0
+        self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
     def on_body(self, body: bytes) -> None:
-        super().on_body(body)
         self._room += len(body) * FRAMING_BYTES
-        if self._skip_timer is not None:
-            self._num_skipped += len(body)
-            if self._num_skipped > LINGER_BYTES:
-                self.transport.abort()
+        if self._skip_timer is None:
+            super().on_body(body)
+            return
+        self._num_skipped += len(body)
+        if self._num_skipped > LINGER_BYTES:
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
-        if self._skip_timer is None:
-            super().on_message_complete()
-            return
         self._stop_skip_timer()
-        if self._ends:
+        if self.cycle is not ANSWERED:
+            super().on_message_complete()
+        elif self._ends:
             self.transport.close()
         else:
             self.timeout_keep_alive_task = self.loop.call_later(

@@ -22,8 +22,6 @@ key, or from putting it to sleep, are headers that a page cannot write:
 Probes (`/health`, `/ready`, `/ping`) are taken by any name, as Kubernetes has only a pod's address; they tell nothing.
 """
 
-import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -157,9 +155,8 @@ class BoundedBody:
 
     Many answers are given before the request's body is there: routes that read none, refusals. To close such a
     connection at once would reset it, and the reset would overtake the answer; to let it be would hold it for as long
-    as the client likes to send. So the answer goes out whole, and when the application has returned the rest of the
-    body is read and dropped, for `LINGER_S` and `LINGER_BYTES` at most. A client that is done by then keeps its
-    connection; any other loses it.
+    as the client likes to send. So the answer goes out whole, and when the application has returned the connection
+    reads past the rest of the body. A client that is done in time keeps its connection; any other loses it.
 
     `receive` and `send` are for the application; `end` is called when it has returned.
     """
@@ -186,18 +183,12 @@ class BoundedBody:
     async def end(self) -> None:
         if not self._is_open:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(http.LINGER_S):
-                await self._drop_rest()
+        skip_body = self._scope.get("extensions", {}).get(http.SKIP_BODY)
+        if skip_body is not None:  # in another's server nobody has one
+            skip_body(self._scope)
+        while skip_body is not None and not self._is_read:
+            await self.receive()
         await self._send(LAST)
-        transport = http.connection(self._scope)
-        if not self._is_read and transport is not None:
-            transport.close()
-
-    async def _drop_rest(self) -> None:
-        num_bytes = 0
-        while not self._is_read and num_bytes <= http.LINGER_BYTES:
-            num_bytes += len((await self.receive()).get("body", b""))
 
 
 def _unauthorized() -> RequestError:
