@@ -84,6 +84,27 @@ def test_what_is_lowered_is_raised_again(user, how, may_raise) -> None:
     assert raised == [str(plain), shares[1], "plain"]
 
 
+NICE_CHILD = """
+import os, subprocess
+from splittime.core import background
+
+background.enter()
+child = subprocess.Popen(["nice", "-n", "5", "sleep", "60"])
+while os.getpriority(os.PRIO_PROCESS, child.pid) == os.nice(0):
+    pass
+background.leave()
+print(os.getpriority(os.PRIO_PROCESS, child.pid) - os.nice(0))
+child.kill()
+"""
+
+
+@pytest.mark.skipif(not MAY_RAISE, reason="nobody may raise a thread here")
+def test_who_gives_way_to_its_parent_still_does() -> None:
+    command = [sys.executable, "-c", NICE_CHILD]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert run.stdout == "5\n", run.stderr
+
+
 def test_who_did_not_enter_leaves_nothing(monkeypatch) -> None:
     monkeypatch.delenv(MARK, raising=False)
     monkeypatch.setattr(background, "_set_share", lambda niceness: pytest.fail("a share was set"))

@@ -198,7 +198,9 @@ def test_a_large_texts_worker_ends_with_it() -> None:
     with_workers(body)
 
 
-def test_what_nobody_wants_any_more_is_not_worked_on() -> None:
+def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
+    monkeypatch.setattr(text_workers, "LEFT_S", 1000.0)  # of short ones
+
     async def body(workers: TextWorkers) -> None:
         begun: list[int] = []
         tasks: list[TextTask] = []
@@ -282,9 +284,15 @@ def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int, nicer
         assert os.getpriority(os.PRIO_PROCESS, worker.pid) == min(19, os.nice(0) + nicer)
         assert os.getsid(worker.pid) == os.getsid(0)
         assert os.getpgid(worker.pid) == workers.parent.pid != os.getpgid(0)
+        os.kill(worker.pid, signal.SIGSTOP)
+        while task.num_tries == 0:
+            await asyncio.sleep(0.01)
+        left_s = worker._alarm.when() - asyncio.get_running_loop().time() - text_worker.SILENT_S
+        assert left_s < 5.0 if nicer == 0 else left_s > 20.0  # a tenth of a processor may be all that it gets
+        os.kill(worker.pid, signal.SIGCONT)
         assert len((await task.done).ids[0]) == size
 
-    with_workers(body)
+    with_workers(body, limits=ForkLimits(5.0, 256 * 2**20))
 
 
 def test_who_gives_way_has_longer_by_the_clock() -> None:

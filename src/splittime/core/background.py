@@ -40,16 +40,19 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Raise all threads of this process and of those that it has started, if one of `enter` began it."""
+    """Raise all threads of this process and of those that it has started by as much, if one of `enter` began it."""
     told = os.environ.pop(MARK, "").split()
     if not told:
         return
     if SESSION in told:
         _set_share(0)
+    raised: set[int] = set()
     for _ in range(2):  # a thread that was not raised yet may have started one
-        for thread in _threads(os.getpid()):
+        for thread in set(_threads(os.getpid())) - raised:
+            raised.add(thread)
             with suppress(OSError):  # it has ended, or may not be raised, and so was not lowered
-                os.setpriority(os.PRIO_PROCESS, thread, int(told[0]))
+                niceness = max(int(told[0]), os.getpriority(os.PRIO_PROCESS, thread) - NICER)
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _set_share(niceness: int) -> None:

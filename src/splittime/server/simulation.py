@@ -51,7 +51,7 @@ class Simulation:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ENVIRONMENT,
-            process_group=0,  # Ctrl-C is the server's, and so is the session, in which its niceness counts
+            start_new_session=True,  # Ctrl-C is the server's
         )
         if self._is_closed:
             self._end(process)
