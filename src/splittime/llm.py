@@ -22,10 +22,9 @@ from typing import Any
 import msgspec
 from rich.progress import Progress
 
-from splittime.api.arguments import Prompt, checked_pairs
+from splittime.api.arguments import Output, Piece, Prompt, checked_pairs
 from splittime.api.choice import Choice
 from splittime.api.embeddings import require_pooling, vector_of
-from splittime.api.outputs import Output, Piece
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock

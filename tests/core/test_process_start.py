@@ -7,7 +7,7 @@ import time
 SCRIPT = """
 import time
 time.sleep(0.3)
-from splittime.core.process_start import process_start_ns
+from splittime.core.this_process import process_start_ns
 print(process_start_ns(), time.monotonic_ns())
 """
 

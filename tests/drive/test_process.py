@@ -187,7 +187,7 @@ def test_messages_that_cannot_be_read_end_the_engine_not_the_service() -> None:
 def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with running_client() as client:
-            monkeypatch.setattr("splittime.drive.deaths.RESTART_DELAYS_S", (0.0,))
+            monkeypatch.setattr("splittime.drive.process.RESTART_DELAYS_S", (0.0,))
             spawn, failures = client.spawn, iter([OSError("no memory"), OSError("no memory")])
 
             def failing_spawn() -> None:

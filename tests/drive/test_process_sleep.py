@@ -15,7 +15,7 @@ from test_process import collect, make_request
 from splittime.core.errors import Conflict, EngineError, Overloaded, RequestError
 from splittime.core.request import FinishReason
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
-from splittime.drive import deaths
+from splittime.drive import process as process_module
 from splittime.drive.process import ProcessClient
 
 WORKER = [sys.executable, str(Path(__file__).with_name("sleepy_worker.py"))]
@@ -24,7 +24,7 @@ PATIENCE_S = 60
 
 @pytest.fixture(autouse=True)
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "RESTART_DELAYS_S", (0.0,))
+    monkeypatch.setattr(process_module, "RESTART_DELAYS_S", (0.0,))
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.runner.text_parts import LEAST_TOKENS, PART_TOKENS, TextParts, parts_of
+from splittime.runner.encoder import LEAST_TOKENS, PART_TOKENS, TextParts, parts_of
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])

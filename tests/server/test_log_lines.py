@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from patience import until
-from splittime.web import log_limit
+from splittime.web import serving
 
 from .test_attacks import connect
 
@@ -24,7 +24,7 @@ def lines(caplog, name: str) -> list[str]:
     ids=["garbage", "websocket"],
 )
 def test_a_storm_of_bad_requests_is_a_few_lines(launch, caplog, monkeypatch, bad: bytes) -> None:
-    monkeypatch.setattr(log_limit, "WINDOW_S", 1.0)
+    monkeypatch.setattr(serving, "WINDOW_S", 1.0)
     server = launch()
     caplog.clear()
     for _ in range(STORM):
@@ -51,24 +51,24 @@ def record(text: str = "bad", level: int = logging.WARNING) -> logging.LogRecord
 
 def test_a_few_of_each_kind_in_a_window_and_then_the_count(monkeypatch, caplog) -> None:
     now = [100.0]
-    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
-    spare = log_limit.LogLimit()
-    assert [spare.filter(record()) for _ in range(8)] == [True] * log_limit.BURST + [False] * 3
+    monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
+    spare = serving.LogLimit()
+    assert [spare.filter(record()) for _ in range(8)] == [True] * serving.BURST + [False] * 3
     assert spare.filter(record("another"))
     assert all(spare.filter(record("ready", logging.INFO)) for _ in range(20))
-    now[0] += log_limit.WINDOW_S - 0.1
+    now[0] += serving.WINDOW_S - 0.1
     assert not spare.filter(record())
     now[0] += 0.2
     assert spare.filter(record())
     assert lines(caplog, "splittime.test") == ["4 more lines like 'bad' were left out in 10 s"]
-    now[0] += 2 * log_limit.WINDOW_S
+    now[0] += 2 * serving.WINDOW_S
     assert spare.filter(record())
     assert len(lines(caplog, "splittime.test")) == 1  # nothing was left out since
 
 
 def test_the_count_is_told_when_the_window_ends(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(log_limit, "WINDOW_S", 1.0)
-    spare = log_limit.LogLimit()
+    monkeypatch.setattr(serving, "WINDOW_S", 1.0)
+    spare = serving.LogLimit()
 
     async def storm() -> None:
         for _ in range(9):
@@ -81,15 +81,15 @@ def test_the_count_is_told_when_the_window_ends(monkeypatch, caplog) -> None:
 
 
 def test_a_kind_is_spared_once_however_many_servers_there_are() -> None:
-    log_limit.install()
-    log_limit.install()
-    for name in log_limit.LOGGERS:
-        assert sum(isinstance(each, log_limit.LogLimit) for each in logging.getLogger(name).filters) == 1
+    serving.limit_log_lines()
+    serving.limit_log_lines()
+    for name in serving.LOGGERS:
+        assert sum(isinstance(each, serving.LogLimit) for each in logging.getLogger(name).filters) == 1
 
 
 @pytest.fixture(autouse=True)
 def _as_new():
     """The filters stay for the life of a process; a test before may have used up its burst."""
-    for name in log_limit.LOGGERS:
+    for name in serving.LOGGERS:
         for each in logging.getLogger(name).filters:
             getattr(each, "_windows", {}).clear()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.ledger import derive
-from splittime.simulate.sample import TimeSample
+from splittime.simulate.figures import TimeSample
 
 TIMES = st.lists(st.one_of(st.just(0), st.integers(1, 10), st.integers(1, 10**13)), max_size=60)
 PERCENTS = (0, 1, 50, 90, 99, 100)

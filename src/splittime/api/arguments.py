@@ -1,4 +1,4 @@
-"""What a Python caller gives: prompts and sampling parameters, checked as the body of an HTTP request is."""
+"""Arguments and outputs of `splittime.LLM`."""
 
 import operator
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ import msgspec
 
 from splittime.api.given_prompts import check_token_ids
 from splittime.api.params import check_lists
-from splittime.core.errors import RequestError
+from splittime.core.errors import ErrorInfo, RequestError
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import TokenLogprob
+from splittime.ledger.account import ClosedAccount
 
 Prompt = str | Sequence[int]
 
@@ -75,3 +77,28 @@ def _typed(sampling: Any) -> SamplingParams:
         return msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"sampling: {error}", param="sampling") from None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one prompt. `error` says why, where `finish_reason` is `error`; the other outputs are unharmed.
+
+    pooled: with `SamplingParams.pooling`, the embedding as the engine has it; `LLM.embed` gives it as numbers.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str
+    account: ClosedAccount
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: ErrorInfo | None = None
+    pooled: bytes = b""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What is new of one prompt while streaming; its last piece has the whole `output`."""
+
+    index: int
+    text: str
+    output: Output | None = None

@@ -20,7 +20,7 @@ from splittime.attach.joining import Joining
 from splittime.attach.names import name_of
 from splittime.core.engine_stats import EngineStats
 from splittime.core.errors import NotFound, RequestError, SplittimeError
-from splittime.core.process_start import process_start_ns
+from splittime.core.this_process import process_start_ns
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.server import routes_dashboard, routes_ledger

@@ -10,7 +10,7 @@ from typing import Any
 from splittime import __version__
 from splittime.attach.engine_books import UNKNOWN, UNKNOWN_AHEAD
 from splittime.attach.versions import is_tested, vllm_version
-from splittime.core.process_start import process_start_ns
+from splittime.core.this_process import process_start_ns
 from splittime.ledger.facts import Process, ServerFacts
 
 SCHEDULING = (  # what else decides; no release has all

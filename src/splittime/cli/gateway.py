@@ -9,11 +9,9 @@ import orjson
 import typer
 
 from splittime.cli import (
-    gateway_audit,
+    gateway_books,
     gateway_evaluate,
     gateway_inventory,
-    gateway_lint,
-    gateway_rehearse,
     gateway_versions,
 )
 from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
@@ -59,10 +57,12 @@ app = typer.Typer(
 app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
     gateway_inventory.inventory
 )
-app.command(name="lint", epilog=gateway_lint.EXAMPLES, short_help="What prompts carry for nothing.")(gateway_lint.lint)
-app.command(name="rehearse", epilog=gateway_rehearse.EXAMPLES, short_help="Say what another config would have done.")(
-    gateway_rehearse.rehearse
+app.command(name="lint", epilog=gateway_books.LINT_EXAMPLES, short_help="What prompts carry for nothing.")(
+    gateway_books.lint
 )
+app.command(
+    name="rehearse", epilog=gateway_books.REHEARSE_EXAMPLES, short_help="Say what another config would have done."
+)(gateway_books.rehearse)
 app.command(name="evaluate", epilog=gateway_evaluate.EXAMPLES, short_help="Cost and worth of routing by difficulty.")(
     gateway_evaluate.evaluate
 )
@@ -71,7 +71,7 @@ app.command(name="apply", epilog=gateway_versions.EXAMPLES, short_help="Give a r
 )
 app.command(name="status", short_help="Which config a running gateway has, and its canary.")(gateway_versions.status)
 app.command(name="rollback", short_help="End the canary, or go back to the config before.")(gateway_versions.rollback)
-app.add_typer(gateway_audit.app, name="audit", short_help="Check an audit log's chain.")
+app.add_typer(gateway_books.app, name="audit", short_help="Check an audit log's chain.")
 
 
 @app.callback()

@@ -23,19 +23,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 import msgspec
 import orjson
 import typer
+from rich.console import Console
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
-from splittime.cli.answer import MAX_TOKENS, asked, stream
 from splittime.cli.options import EXIT_CODES, JsonFlag, say_error, talk, with_settings, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account_json import account_json
 from splittime.present.tables import Sentence
+from splittime.present.terminal import plain
 
 if TYPE_CHECKING:
-    from splittime.llm import LLM, Prompt
+    from splittime.llm import LLM, Output, Prompt
 
 PANEL = "Sampling"
 ADVISED = "Default: the model's own advice."
@@ -53,6 +54,41 @@ PROMPT = ">>> "
 EXITS = ("/exit", "/quit", "/bye")
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops an answer."
 LEAST_ROOM = 4  # an answer may fill this part of the context, unless --max-tokens says otherwise
+MAX_TOKENS = 128  # of a text that is continued: nothing else would end it
+
+
+def asked(
+    llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, raw: bool
+) -> "tuple[Prompt, SamplingParams]":
+    """Returns the prompt of a conversation: by the model's chat template, or its last text as it stands."""
+    if not raw and llm.tokenizer.has_chat_template:
+        return llm.chat_prompt(messages), sampling
+    return messages[-1]["content"], msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS)
+
+
+def stream(llm: "LLM", prompt: "Prompt", sampling: SamplingParams, is_shown: bool = True) -> "Output":
+    """Writes the answer as it comes, and then its account as a bar. Raises `RequestError` if it ended in an error."""
+    output = None
+    for piece in llm.stream(prompt, sampling):
+        if is_shown:
+            sys.stdout.write(plain(piece.text) if sys.stdout.isatty() else piece.text)
+            sys.stdout.flush()
+        output = piece.output or output
+    assert output is not None
+    if output.error is not None:
+        raise RequestError(output.error.message, hint=output.error.hint)
+    if is_shown:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        show_account(output)
+    return output
+
+
+def show_account(output: "Output") -> None:
+    from splittime.diagnose.explain import bar
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("\n", bar(output.account), sep="")
 
 
 class RunWords(NamedTuple):

@@ -3,8 +3,8 @@
 import time
 from typing import NamedTuple
 
-from splittime.core.process_start import process_start_ns
 from splittime.core.sleep import Part
+from splittime.core.this_process import process_start_ns
 
 
 class StartPhase(NamedTuple):

@@ -22,7 +22,6 @@ from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.adapter_gate import KeptAdapters
 from splittime.drive.client import Calls, StreamItem, Streams
-from splittime.drive.deaths import DeathsInRow
 from splittime.drive.head_start import WORKER
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
@@ -51,6 +50,8 @@ from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.engine")
 LAST_WORDS_S = 0.02  # for what a process said last to come out of its socket
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0)  # after deaths in a row; a minute of health starts over
+HEALTHY_AFTER_S = 60.0
 
 
 class ProcessClient:
@@ -317,3 +318,20 @@ class ProcessClient:
             self._num_steps_before = self._last_step_id + 1  # no step of its own follows one of its predecessor's
         self._attend()
         return True
+
+
+class DeathsInRow:
+    def __init__(self) -> None:
+        self._number = 0
+
+    def begin(self, started_ns: int) -> None:
+        """A process died that was started then."""
+        if time.monotonic_ns() - started_ns > HEALTHY_AFTER_S * 1e9:
+            self._number = 0
+
+    async def wait(self, num_restarts: int) -> None:
+        """Returns when the next process is to be started, which may fail too. num_restarts: with that one."""
+        delay_s = RESTART_DELAYS_S[min(self._number, len(RESTART_DELAYS_S) - 1)]
+        self._number += 1
+        log.warning("starting a new engine process in %.0f s (restart %d)", delay_s, num_restarts)
+        await asyncio.sleep(delay_s)

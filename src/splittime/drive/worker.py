@@ -22,7 +22,7 @@ import zmq
 from splittime.core import background
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
-from splittime.core.process_start import process_start_ns
+from splittime.core.this_process import process_start_ns
 from splittime.drive.adapter_gate import AdapterGate
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.grammar_gate import GrammarGate

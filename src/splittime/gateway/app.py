@@ -12,17 +12,15 @@ import msgspec
 from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
-from splittime.gateway import routes_hops
+from splittime.gateway import routes_operator
 from splittime.gateway.cache import paths as cache_paths
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_keys import Secrets
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES
-from splittime.gateway.lint import paths as lint_paths
 from splittime.gateway.page import paths as page_paths
 from splittime.gateway.page.files import page
 from splittime.gateway.responses import paths as response_paths
 from splittime.gateway.service import GatewayService
-from splittime.gateway.versions import paths as version_paths
 from splittime.gateway.versions.canary import CompareArms
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
@@ -146,18 +144,18 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),
     ("GET", "/stats", stats),
-    ("GET", lint_paths.LINT, lint_paths.send_lint),
+    ("GET", routes_operator.LINT, routes_operator.send_lint),
     ("GET", page_paths.DATA, page_paths.send_data),
     ("GET", PREFIX + "{name}", page_paths.send_file),
     ("GET", "/ledger/requests", requests),
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
     ("GET", "/ledger/facts", facts),
-    ("POST", "/ledger/hops", routes_hops.post_hops),
-    ("GET", "/ledger/hops/{trace_id}", routes_hops.hops),
-    ("GET", version_paths.CONFIG, version_paths.status),
-    ("PATCH", version_paths.CONFIG, version_paths.apply),
-    ("PATCH", version_paths.ROLLBACK, version_paths.rollback),
+    ("POST", "/ledger/hops", routes_operator.post_hops),
+    ("GET", "/ledger/hops/{trace_id}", routes_operator.hops),
+    ("GET", routes_operator.CONFIG, routes_operator.status),
+    ("PATCH", routes_operator.CONFIG, routes_operator.apply),
+    ("PATCH", routes_operator.ROLLBACK, routes_operator.rollback),
 )
 SHARED_PATHS = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
 """What a shared port answers: what clients ask. Of a response that is kept (to go on from, read, delete or cancel) only

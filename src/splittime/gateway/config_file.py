@@ -40,8 +40,7 @@ from splittime.gateway.config import (
     UpstreamConfig,
     VerifierConfig,
 )
-from splittime.gateway.degrade.check import check_ladder
-from splittime.gateway.routing.check import check_routing
+from splittime.gateway.config_checks import check_ladder, check_routing
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
 from splittime.web.certificate import check_certificate

@@ -12,10 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from splittime.gateway.cache.measured import CACHE_METRICS, cache_series
+from splittime.gateway.feature_metrics import CACHE_METRICS, VERSION_METRICS, cache_series, version_series
 from splittime.gateway.routing.measured import DIFFICULTY_METRICS, ROUTING_METRICS, counted, routing_series
 from splittime.gateway.verdict import AGAINST
-from splittime.gateway.versions.measured import VERSION_METRICS, version_series
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import TIED_LOST, Attempt

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
+from splittime.core.this_process import cache_folder
 from splittime.core.whole_file import check_writable
 from splittime.ledger.facts import ServerFacts
 from splittime.simulate.change import LIMITS

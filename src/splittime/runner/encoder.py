@@ -3,10 +3,25 @@
 Every token attends to every other, so that a prompt that came in chunks can be computed when its last one comes and not
 before; it is short, as an encoder has positions for some hundred tokens. There is no KV cache: the blocks that a plan
 hands out stand for nothing, and a prefix is never reused. Prompts of one step are computed together.
+
+Texts of a step on several threads: with the native kernels each thread computes whole texts by itself.
+
+Of an encoder's time products take two thirds, and only they are shared among the kernels' threads: attention, norms and
+activations are torch's, which has one thread beside them, since two pools would fight for the same cores. Texts do not
+depend on each other, so that threads which take parts of a step share all of it, and wait for each other once. The
+vectors are the same to the last bit, as no kernel looks at what is beside a token. One exception: where a GELU by tanh
+has an inner size that is no multiple of 32, torch computes the last numbers of a step or part by another formula, whose
+results are up to 6e-8 apart.
+
+A text that makes up most of its step is computed with the kernels' threads, and so are few tokens: each thread would
+read all weights for its own.
 """
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,13 +43,17 @@ from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.load import OnPhase
 from splittime.runner.speculative import speculative_config
-from splittime.runner.text_parts import TextParts
 
 NO_TOKENS = "this model is an encoder and generates nothing"
 CORES = "one for each core"
 PARTS = f"{CORES}: each computes texts of its own"  # native kernels
 WARM_UP_TOKENS = 8
 PRODUCT_TOKENS, PRODUCT_TRIES = 512, 5  # to choose kernels by
+PART_TOKENS = 128  # of a part, about: products are as quick as of more, and threads end at about the same time
+LEAST_TOKENS = 64  # of a part, on average: with fewer, reading the weights once more takes longer than is gained
+PRODUCTS = 2 / 3  # of an encoder's time
+
+Part = list[int]  # of a step's texts, by their places
 
 
 @dataclass(eq=False)
@@ -251,3 +270,52 @@ def _resolved(
         dtype_reason=reasons["because"],
         products_reason=machine.choose_rounding(config, reasons["dtype"], ops.name)[1],
     )
+
+
+class TextParts:
+    """Computes the texts of a step. num_threads: of the kernels."""
+
+    def __init__(self, encoder: TextEncoder | ModernEncoder, num_threads: int) -> None:
+        self._encoder, self._num_threads = encoder, num_threads if encoder.ops.name == "native" else 1
+        self._threads: ThreadPoolExecutor | None = None
+        if self._num_threads > 1:
+            self._threads = ThreadPoolExecutor(self._num_threads, "encoder", initializer=library().st_work_alone)
+
+    def warm_up(self, text: Sequence[int]) -> None:
+        """Computes this text with the kernels' threads, and on each thread that takes parts."""
+        self._computed([text])
+        if self._threads is not None:
+            list(self._threads.map(self._computed, [[text]] * self._num_threads))
+
+    def forward(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """texts: token ids, at least one each -> for each text the last layer's outputs, float32 [tokens, hidden].
+        Where computing one fails, its error is raised when no thread computes any more."""
+        parts = parts_of([len(text) for text in texts], self._num_threads)
+        if self._threads is None or len(parts) == 1:
+            return self._computed(texts)
+        computing = [self._threads.submit(self._computed, [texts[place] for place in part]) for part in parts]
+        wait(computing)
+        made = [each.result() for each in computing]
+        found = dict(zip(chain(*parts), chain(*made), strict=True))
+        return tuple(found[place] for place in range(len(texts)))
+
+    @torch.inference_mode()
+    def _computed(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        return self._encoder.forward(texts, are_pairs=self._encoder.head is not None)
+
+
+def parts_of(sizes: Sequence[int], num_threads: int) -> list[Part]:
+    """sizes: tokens of each text -> parts of about as many tokens each, the largest first, which the threads take one
+    after the other. There is a single one where all texts together are done sooner."""
+    total, together = sum(sizes), [list(range(len(sizes)))]
+    num_parts = min(num_threads * -(-total // (num_threads * PART_TOKENS)), total // LEAST_TOKENS)
+    if num_threads == 1 or num_parts < 2:
+        return together
+    tokens, parts = [0] * num_parts, dict[int, Part]()
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        least = tokens.index(min(tokens))
+        tokens[least] += sizes[place]
+        parts.setdefault(least, []).append(place)
+    if max(tokens) >= total * (1 - PRODUCTS + PRODUCTS / num_threads):
+        return together
+    return [parts[number] for number in sorted(parts, key=lambda number: -tokens[number])]

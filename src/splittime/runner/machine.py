@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from splittime.core.allowed import affinity, free_memory_bytes, num_cores, quota_cores
-from splittime.core.cache_folder import cache_folder
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
+from splittime.core.this_process import cache_folder
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import TILES, choose_isa
 from splittime.kernels.native.library import LibraryMissing, library

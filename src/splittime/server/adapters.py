@@ -1,7 +1,7 @@
 """The adapters that clients may name as models: which there are, and how they come and go.
 
 `--lora-modules` names some that are there from the start, from any folder. Others are loaded and unloaded while
-requests run (`routes_adapters`), from below `--lora-root` alone. A name is served from when the engine has read the
+requests run (`routes_engine`), from below `--lora-root` alone. A name is served from when the engine has read the
 adapter until it is unloaded; loaded again, it is another adapter, of which no cache knows anything.
 """
 

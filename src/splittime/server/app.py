@@ -9,14 +9,12 @@ from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
 from splittime.ledger.store import Ledger
 from splittime.server import (
-    routes_adapters,
     routes_dashboard,
+    routes_engine,
     routes_info,
-    routes_kv,
     routes_ledger,
     routes_messages,
     routes_responses,
-    routes_sleep,
     routes_what_if,
 )
 from splittime.server.config import ServerConfig
@@ -64,8 +62,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
-    ("POST", "/v1/load_lora_adapter", routes_adapters.load),
-    ("POST", "/v1/unload_lora_adapter", routes_adapters.unload),
+    ("POST", "/v1/load_lora_adapter", routes_engine.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", routes_engine.unload_adapter),
     ("POST", "/tokenize", routes_info.tokenize),
     ("POST", "/detokenize", routes_info.detokenize),
     ("GET", "/health", routes_info.health),
@@ -80,11 +78,11 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/stats", routes_info.stats),
     ("GET", "/knobs", routes_info.knobs),
     ("PATCH", "/knobs", routes_info.change_knobs),
-    ("POST", "/sleep", routes_sleep.sleep),
-    ("POST", "/wake", routes_sleep.wake),
-    ("POST", "/wake_up", routes_sleep.wake),
-    ("GET", "/is_sleeping", routes_sleep.is_sleeping),
-    ("POST", "/kv/blocks", routes_kv.blocks),
+    ("POST", "/sleep", routes_engine.sleep),
+    ("POST", "/wake", routes_engine.wake),
+    ("POST", "/wake_up", routes_engine.wake),
+    ("GET", "/is_sleeping", routes_engine.is_sleeping),
+    ("POST", "/kv/blocks", routes_engine.blocks),
     ("GET", "/ledger/requests", routes_ledger.requests),
     ("GET", "/ledger/requests/{request_id}", routes_ledger.one_request),
     ("GET", "/ledger/steps", routes_ledger.steps),

@@ -1,1 +1,1 @@
-"""What prompts carry for nothing: `faults` (of one request), `sampler` (of those that pass), `paths` (who tells it)."""
+"""Text in prompts that serves nothing: `faults` of one request, and a `sampler` of those that pass."""

@@ -1,13 +1,10 @@
-"""What other servers say of themselves, in our words: one file a server, `dialect` for the arithmetic.
+"""Dialects of other servers: their words for what we measure (`servers`), and the arithmetic behind (`dialect`).
 
 `DIALECTS` is the whole list, by `Arm.kind`.
 """
 
 from splittime.wire.dialects.dialect import Dialect, Notation, Quantity
-from splittime.wire.dialects.llama_cpp import LLAMA_CPP
-from splittime.wire.dialects.sglang import SGLANG
-from splittime.wire.dialects.tgi import TGI
-from splittime.wire.dialects.vllm import VLLM
+from splittime.wire.dialects.servers import LLAMA_CPP, SGLANG, TGI, VLLM
 
 DIALECTS = {dialect.kind: dialect for dialect in (VLLM, SGLANG, TGI, LLAMA_CPP)}
 

@@ -1,7 +1,14 @@
-"""`POST /sleep`, `POST /wake` (`/wake_up`, as vLLM has it) and `GET /is_sleeping`: see docs/guides/sleep.md.
+"""Routes for an operator: sleep and wake, adapters, and blocks of KV cache for other servers.
 
-What is asked is in the query, as vLLM's users write it: `POST /sleep?level=1&mode=abort`. The answer comes when it is
-done, and says where the time went. A client that goes away changes nothing: what it asked for is done all the same.
+`POST /sleep`, `POST /wake` (`/wake_up`, as vLLM has it) and `GET /is_sleeping` (docs/guides/sleep.md): what is asked is
+in the query, as vLLM's users write it: `POST /sleep?level=1&mode=abort`. The answer comes when it is done, and says
+where the time went. A client that goes away changes nothing: what it asked for is done all the same.
+
+`POST /kv/blocks` is for another server of the same model (`--kv-peers` there, `--kv-export` here), by the operator's
+key alone: whoever can name a block had its text and its salt, but the latest are given without a name. Both bodies are
+msgpack (`core.kv_blocks`). It answers while the server drains, since one that leaves has most to give.
+
+`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter` are vLLM's (docs/guides/lora.md).
 """
 
 import asyncio
@@ -10,13 +17,20 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from splittime.core.errors import RequestError
+from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
+from splittime.api.decode import decode_body
+from splittime.core.errors import NotFound, RequestError
+from splittime.core.kv_blocks import MAX_NAMES, NAME_BYTES, BlocksAsk, with_digests
 from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
+from splittime.server import adapters
 from splittime.server.service import Service
 from splittime.web import http
 
 MAX_BODY_BYTES = 64
 NO_BODY = (b"", b"{}")
+MAX_ASK_BYTES = MAX_NAMES * (NAME_BYTES + 2) + 1024
+CONTENT_TYPE = b"application/msgpack"
+MAX_ADAPTER_BODY_BYTES = 16 << 10
 
 
 async def sleep(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -99,3 +113,37 @@ def _typed(name: str, text: str, hint: Any) -> Any:
         return kind(text)
     except ValueError:
         raise RequestError(f"{name} is {text[:64]!r}, which is no number", param=name, value=text[:64]) from None
+
+
+async def blocks(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Answers with those that there are, as many as one answer holds; 404 where none are given."""
+    raw = await http.read_body_in_time(scope, receive, MAX_ASK_BYTES, service.config.body_timeout_s)
+    try:
+        ask = msgspec.msgpack.decode(raw, type=BlocksAsk)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"the body asks for no blocks: {error}", code="invalid_msgpack") from error
+    told = await service.client.export(ask)
+    if told is None:
+        hint = "start it with --kv-export; its weights, types, kernels and version must be those of the one that asks"
+        raise NotFound("this server gives no blocks of that layout", code="no_blocks", hint=hint)
+    loop = asyncio.get_running_loop()
+    body = await loop.run_in_executor(service.pool, with_digests, ask.layout, told)
+    await http.respond(send, body, content_type=CONTENT_TYPE)
+
+
+async def load_adapter(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Answers when requests may name the adapter, or why they may not."""
+    body = decode_body(await _read_adapter(service, scope, receive), LoadAdapterBody)
+    await adapters.load(service, body.lora_name, body.lora_path)
+    await http.respond_json(send, {"message": f"adapter {body.lora_name} is loaded"})
+
+
+async def unload_adapter(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+    """Answers 409 while requests use it."""
+    body = decode_body(await _read_adapter(service, scope, receive), UnloadAdapterBody)
+    adapters.unload(service, body.lora_name)
+    await http.respond_json(send, {"message": f"adapter {body.lora_name} is unloaded"})
+
+
+async def _read_adapter(service: Service, scope: http.Scope, receive: http.Receive) -> bytes:
+    return await http.read_body_in_time(scope, receive, MAX_ADAPTER_BODY_BYTES, service.config.body_timeout_s)

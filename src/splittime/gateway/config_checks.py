@@ -1,10 +1,11 @@
-"""What must hold among rules, aliases, upstreams and tenants, so that no rule names what is not there."""
+"""Checks across a config's tables: no rule names what is not there, and each ladder of degradation can be climbed."""
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.config import DifficultyConfig, GatewayConfig, RuleConfig
+from splittime.gateway.config import DegradationConfig, DifficultyConfig, GatewayConfig, RuleConfig
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
 from splittime.gateway.upstreams import held_line
 
@@ -89,3 +90,28 @@ def _among(param: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         hint = f"there are {', '.join(dict.fromkeys(known)) or 'none'}"
         raise ConfigError(f"{param} names {name!r}, which is not there", param=param, value=name, hint=hint)
+
+
+def check_ladder(config: GatewayConfig) -> None:
+    """Raises `ConfigError`."""
+    models = {model for upstream in config.upstream for model in upstream.models}
+    for number, stage in enumerate(config.degradation):
+        _check_stage(stage, f"degradation[{number}]", models)
+    for number, (lighter, stage) in enumerate(pairwise(config.degradation)):
+        if stage.enter_wait_s <= lighter.enter_wait_s:
+            param, value = f"degradation[{number + 1}].enter_wait_s", stage.enter_wait_s
+            message = f"{param} is {value:g}, not more than that of {lighter.name!r} before it"
+            raise ConfigError(message, param=param, value=value, limit=lighter.enter_wait_s, hint="order them by it")
+
+
+def _check_stage(stage: DegradationConfig, path: str, models: set[str]) -> None:
+    if sum(one is not None for one in (stage.max_tokens, stage.model, stage.answer)) != 1:
+        message = f"{path} needs one of max_tokens, model and answer"
+        raise ConfigError(message, param=path, hint="a stage does one thing; those before it go on")
+    if stage.leave_wait_s >= stage.enter_wait_s:
+        param, limit = f"{path}.leave_wait_s", stage.enter_wait_s
+        message = f"{param} is {stage.leave_wait_s:g}, not below enter_wait_s, {limit:g}"
+        raise ConfigError(message, param=param, value=stage.leave_wait_s, limit=limit, hint="half of it is a beginning")
+    if stage.model is not None and stage.model not in models:
+        hint = "name a model of an [[upstream]]"
+        raise ConfigError(f"{path}.model: no upstream serves {stage.model!r}", param=f"{path}.model", hint=hint)

@@ -1,7 +1,8 @@
-"""When this process was made, which may be long before its first line of ours ran."""
+"""Facts of this process: when it was made, and its user's cache folder (of the XDG specification)."""
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 _IMPORTED_NS = time.monotonic_ns()
@@ -15,3 +16,11 @@ def process_start_ns() -> int:
     except (OSError, AttributeError, ValueError, IndexError):
         return _IMPORTED_NS
     return min(_IMPORTED_NS, time.monotonic_ns() - age_ns)
+
+
+def cache_folder() -> Path | None:
+    """Returns our folder for what may be deleted at any time; None for a user without a home, as in many containers."""
+    with suppress(RuntimeError):
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (home if home.is_absolute() else Path.home() / ".cache") / "splittime"
+    return None
