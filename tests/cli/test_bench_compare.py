@@ -8,11 +8,11 @@ import typer
 from typer.testing import CliRunner
 
 from splittime.bench.book.records import Arm, RunCheck, save
-from splittime.cli import bench_compare, bench_report
+from splittime.cli import bench_books, bench_compare
 
 app = typer.Typer()
 app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
-app.command(name="report", epilog=bench_report.EXAMPLES)(bench_report.report)
+app.command(name="report", epilog=bench_books.REPORT_EXAMPLES)(bench_books.report)
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from splittime.core.errors import ConfigError
 from splittime.core.step import StepPlan, StepResult
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
 from splittime.runner.draft_sources import drafting_of, model_drafter
+from splittime.runner.draft_steps import num_spare_blocks
 from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.speculative import SpeculativeConfig, speculative_config
 from splittime.runner.torch_runner import TorchRunner

@@ -11,9 +11,8 @@ import pytest
 from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, EscalateConfig, GatewayConfig
-from splittime.gateway.routing.bounds import bounds_of
-from splittime.gateway.routing.escalated import Escalations
-from splittime.gateway.routing.first_tokens import why_not_looked_at, without_logprobs
+from splittime.gateway.routing.difficulty import Escalations
+from splittime.gateway.routing.first_tokens import bounds_of, why_not_looked_at, without_logprobs
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 

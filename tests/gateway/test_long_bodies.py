@@ -11,7 +11,7 @@ from splittime.gateway import visit
 from splittime.gateway.app import GatewayApp
 from splittime.gateway.config_file import config_of
 from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.degrade.ladder import Ladder
+from splittime.gateway.degrade.lesser import Ladder
 from splittime.gateway.resume import resumption
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.ledger.store import Ledger

@@ -12,7 +12,7 @@ from splittime.core.small_file import read_small
 from splittime.gateway.config_file import config_of, config_unread, read_config
 from splittime.gateway.config_keys import secrets_of
 from splittime.gateway.versions.carried import check_reach
-from splittime.web.certificate import check_certificate
+from splittime.web.ports import check_certificate
 from splittime.web.tenants import ApiKeys
 
 from .conftest import gateway_of, upstream

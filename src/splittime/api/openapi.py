@@ -9,9 +9,9 @@ import msgspec
 from splittime import __version__
 from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
+from splittime.api.conversation import QUERY
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
-from splittime.api.input_items import QUERY
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas

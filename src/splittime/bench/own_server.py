@@ -25,7 +25,7 @@ NAMED_ERROR = re.compile(r"(?:^|\] )\s*(\w+(?:Error|Exception): .*)")  # at a li
 PROBE_S, POLL_S = 2.0, 0.2
 STARTED = """import signal, sys
 from splittime.cli.entry import main
-from splittime.core.parent import end_with
+from splittime.core.this_process import end_with
 end_with(int(sys.argv.pop(1)), signal.SIGTERM)
 main()"""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from splittime.cli import bench_books, bench_compare, bench_report, bench_run, bench_search
+from splittime.cli import bench_books, bench_compare, bench_run, bench_search
 from splittime.cli.bench_exit import codes
 from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
@@ -40,7 +40,7 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (bench_search.search, bench_search.SEARCH_EXAMPLES, "Find the highest rate that keeps an SLO."),
     (bench_search.sweep, bench_search.SWEEP_EXAMPLES, "Run one load at several rates or concurrencies."),
     (bench_compare.compare, bench_compare.EXAMPLES, "Say whether B is better than A, from saved runs."),
-    (bench_report.report, bench_report.EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
+    (bench_books.report, bench_books.REPORT_EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
     (bench_books.books, bench_books.EXAMPLES, "Show what the client felt beside what the server did."),
 ):
     app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)

@@ -45,9 +45,9 @@ def evaluate(
     """Say what a [[difficulty]] costs and is worth on judged prompts, beside always-small, always-large and chance."""
     from splittime.cli.evaluation_page import render_evaluation
     from splittime.gateway.config_file import read_config
-    from splittime.gateway.routing.bounds import bounds_of
     from splittime.gateway.routing.evaluate import Costs
     from splittime.gateway.routing.evaluate import evaluate as evaluated
+    from splittime.gateway.routing.first_tokens import bounds_of
     from splittime.gateway.routing.judge import judges_of
     from splittime.gateway.routing.labels import read_labels
     from splittime.stats.paired import means

@@ -21,10 +21,9 @@ from splittime import __version__
 from splittime.api.limits import LoadedAdapter, ModelInfo
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings, worker_settings
-from splittime.cli.announcement import announce
+from splittime.cli.announcement import StartTimeline, announce
 from splittime.cli.options import JsonFlag, ModelArgument, with_settings, write_data
 from splittime.cli.progress import seconds_of
-from splittime.cli.startup import StartTimeline
 from splittime.core import background
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.pooling import Pooling

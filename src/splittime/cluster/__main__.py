@@ -12,7 +12,7 @@ from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.places import LocalPlaces, ReplicaPlaces
 from splittime.cluster.running import REPLICAS
 from splittime.cluster.state import taken_cluster
-from splittime.core.parent import end_when_gone
+from splittime.core.this_process import end_when_gone
 
 
 def main() -> None:

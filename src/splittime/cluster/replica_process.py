@@ -18,7 +18,7 @@ from typing import NamedTuple
 from splittime.core.whole_file import write_whole
 
 STARTED = """import signal, sys
-from splittime.core.parent import end_when_gone
+from splittime.core.this_process import end_when_gone
 end_when_gone(int(sys.argv.pop(1)), signal.SIGTERM)
 from splittime.cli.entry import main
 main()"""

@@ -18,7 +18,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_keys import Secrets
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES
 from splittime.gateway.page import paths as page_paths
-from splittime.gateway.page.files import page
+from splittime.gateway.page.paths import page
 from splittime.gateway.responses import paths as response_paths
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions.canary import CompareArms

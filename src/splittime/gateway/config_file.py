@@ -43,8 +43,8 @@ from splittime.gateway.config import (
 from splittime.gateway.config_checks import check_ladder, check_routing
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
-from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
+from splittime.web.ports import check_certificate
 from splittime.wire.target import Target
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (

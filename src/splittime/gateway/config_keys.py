@@ -19,7 +19,7 @@ from splittime.gateway.config import (
     TracingConfig,
     UpstreamConfig,
 )
-from splittime.gateway.routing.bounds import bounds_of
+from splittime.gateway.routing.first_tokens import bounds_of
 from splittime.gateway.routing.judge import ChosenThreshold, DifficultyJudge, judges_of
 from splittime.web.tenants import Tenant, check_key
 

@@ -16,7 +16,7 @@ from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_keys import EMBEDDER, TRACING, Secrets
-from splittime.gateway.degrade.ladder import Ladder
+from splittime.gateway.degrade.lesser import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.health_checks import HealthChecks
 from splittime.gateway.learnt_use import LearntUse

@@ -20,8 +20,8 @@ from splittime.models.weights.load import read_config
 from splittime.runner import machine, start_memory
 from splittime.runner.batch import Batch
 from splittime.runner.compose import load_torch_runner
-from splittime.runner.draft_blocks import num_spare_blocks
 from splittime.runner.draft_model import ModelDrafter
+from splittime.runner.draft_steps import num_spare_blocks
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import HostExecution
 from splittime.runner.honoured import check_rounding

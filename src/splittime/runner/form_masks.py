@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from splittime.kernels.draw import one_bit
-from splittime.runner.form_looks import INTERRUPTS, FormLooks, FoundMask, FoundMasks
+from splittime.runner.form_looks import INTERRUPTS, FormLooks, FoundMask, FoundMasks, MaskLines
 from splittime.runner.form_walk import FormPlace, GrammarWalk, Key, key_of
-from splittime.runner.mask_lines import MaskLines
 
 if TYPE_CHECKING:
     from splittime.runner.batch import Slot

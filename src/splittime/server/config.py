@@ -8,8 +8,8 @@ from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, check
 from splittime.text.reasoning import check_reasoning_parser
 from splittime.text.tool_families import family_named
-from splittime.web.certificate import check_certificate
 from splittime.web.http import is_loopback
+from splittime.web.ports import check_certificate
 from splittime.web.tenants import check_key
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from splittime.api import response_answers, response_events, responses
-from splittime.api.conversation import MOST_BODIES, Conversation
+from splittime.api.conversation import MOST_BODIES, Conversation, input_items
 from splittime.api.decode import convert_part, decode_body
-from splittime.api.input_items import input_items
 from splittime.api.response_items import Item, items_of
 from splittime.api.responses import ResponsesBody, functions_of
 from splittime.api.schema import ChatBody

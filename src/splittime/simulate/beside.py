@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from splittime.core.errors import ConfigError, ErrorInfo
-from splittime.core.parent import end_with
+from splittime.core.this_process import end_with
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import PredictedFigure, changed
 from splittime.simulate.question import read_question

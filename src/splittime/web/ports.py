@@ -7,8 +7,10 @@ else's program gets in between. What the dead one had open is cut, and what the 
 
 import errno
 import socket
+import ssl
 
 from splittime.core.errors import ConfigError
+from splittime.core.small_file import read_small
 
 
 def bound(host: str, port: int, *, shares: bool = False) -> socket.socket:
@@ -65,3 +67,21 @@ def _refusal(error: OSError, host: str, port: int, param: str, hint: str) -> Con
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} on {host} is in use", param=param, value=port, hint=hint)
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="host")
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raise `ConfigError` now, rather than after the model is loaded."""
+    if certfile is None and keyfile is not None:
+        hint = "name the certificate: --ssl-certfile FILE"
+        raise ConfigError("ssl_keyfile is given without ssl_certfile", param="ssl_keyfile", value=keyfile, hint=hint)
+    if certfile is None:
+        return
+    try:
+        for file in filter(None, (certfile, keyfile)):
+            read_small(file)  # which no pipe makes wait
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = certfile if keyfile is None else f"{certfile} with {keyfile}"
+        hint = "two PEM files, or one that holds both; the key must not ask for a password"
+        message = f"cannot serve HTTPS with {files}: {error}"
+        raise ConfigError(message, param="ssl_certfile", value=certfile, hint=hint) from error

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tiny import correlated
 
 from splittime.core.errors import ConfigError
-from splittime.lab.quantize import gptq, prune
+from splittime.lab.quantize import gptq
 from splittime.lab.quantize.grid import Grid, round_to_nearest, round_values
 from splittime.lab.quantize.moments import Gatherer, relative_error
-from splittime.lab.quantize.treat import awq_clip, awq_scales, smooth_scales
+from splittime.lab.quantize.treat import awq_clip, awq_scales, scores, semi_structured, smooth_scales, unstructured
 
 SYMMETRIC = Grid(4, 32, True, torch.float16)
 ASYMMETRIC = Grid(4, 32, False, torch.float16)
@@ -216,7 +216,7 @@ def test_smoothing_divides_outliers_by_the_papers_formula():
 @settings(max_examples=30, deadline=None)
 def test_two_in_four_are_zero_and_they_are_the_lowest(seed, has_ties):
     weight = layer(seed) if not has_ties else torch.ones(48, 96)
-    kept = prune.semi_structured(weight, prune.scores(weight, None))
+    kept = semi_structured(weight, scores(weight, None))
     fours, whole = kept.unflatten(1, (-1, 4)), weight.unflatten(1, (-1, 4))
     assert torch.all((fours == 0).sum(-1) == 2)
     lost = torch.where(fours == 0, whole.abs(), 0).amax(-1)
@@ -227,7 +227,7 @@ def test_two_in_four_are_zero_and_they_are_the_lowest(seed, has_ties):
 @pytest.mark.parametrize("by_row", [False, True])
 def test_unstructured_drops_the_share_that_was_asked_for(by_row):
     weight = layer()
-    kept = prune.unstructured(weight, weight.abs(), 0.3, by_row)
+    kept = unstructured(weight, weight.abs(), 0.3, by_row)
     per_row = (kept == 0).sum(1)
     if by_row:
         assert per_row.tolist() == [28] * 48
@@ -240,6 +240,6 @@ def test_wanda_beats_magnitude_on_outputs_where_channels_differ():
     weight, found = layer(), moments_of(correlated(300, 96))
     errors = []
     for squares in (found.gram.diagonal(), None):
-        kept = prune.unstructured(weight, prune.scores(weight, squares), 0.5, True)
+        kept = unstructured(weight, scores(weight, squares), 0.5, True)
         errors.append(relative_error(weight, kept, found))
     assert errors[0] < 0.7 * errors[1]

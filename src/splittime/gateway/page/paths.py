@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from splittime.gateway.page import data
-from splittime.gateway.page.files import INDEX, page
 from splittime.web import http
 from splittime.web.page_files import NO_STORE
 from splittime.web.short_turns import in_short_turns
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
+from functools import cache
+from pathlib import Path
+
+from splittime.web.page_files import PageFiles
 
 DATA = "/dashboard/data"
 KEPT_S = 0.5
+FOLDER = Path(__file__).parent
+PACKAGE = FOLDER.parents[1]
+SHARED = (
+    *("api.js", "app.css", "bar.js", "dom.js", "format.js", "icon.svg"),
+    *("poll.js", "standing.js", "theme.js", "words.js"),
+)
+INDEX = "gateway.html"
 
 
 class PageAnswers:
@@ -59,3 +69,9 @@ async def send_file(gateway: "GatewayService", scope: http.Scope, receive: http.
 
 async def send_page(scope: http.Scope, send: http.Send) -> None:
     await page().send(scope, send, INDEX)
+
+
+@cache
+def page() -> PageFiles:
+    shared = [PACKAGE / "server" / "dashboard" / name for name in SHARED]
+    return PageFiles([PACKAGE / "present" / "assets" / "colours.css", *shared, *sorted(FOLDER.iterdir())])

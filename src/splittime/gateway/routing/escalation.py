@@ -2,7 +2,7 @@
 
     held back -> sure: given, and passed on as it comes | unsure: cut off, and the large model is asked
 
-It is unsure where the mean log-probability of its first tokens is below the route's bound (`escalated`). A stream is
+It is unsure where the mean log-probability of its first tokens is below the route's bound (`difficulty`). A stream is
 looked at while it comes; an answer that is no stream comes as a whole, and is looked at then. Where nothing can be said
 of it (a server that tells no log-probabilities, several answers at once) it is given, and the account says why. An
 unsure answer is given too where as many of the latest were asked anew as may be, where no first byte of the large model
@@ -22,7 +22,7 @@ from splittime.gateway.answer_events import DONE, AnswerEditor, WholeEvents
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.resume.request import body_of
 from splittime.gateway.resume.resumption import Asked, Resumption
-from splittime.gateway.routing.escalated import OVER_SHARE, Escalations
+from splittime.gateway.routing.difficulty import OVER_SHARE, Escalations
 from splittime.gateway.routing.first_tokens import (
     asking_for_logprobs,
     first_choice,

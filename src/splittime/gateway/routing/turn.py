@@ -13,8 +13,7 @@ from splittime.gateway.config import DifficultyConfig
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
-from splittime.gateway.routing.difficulty import SMALL, given_to
-from splittime.gateway.routing.escalated import NO_PLACE, NO_TIME
+from splittime.gateway.routing.difficulty import NO_PLACE, NO_TIME, SMALL, given_to
 from splittime.gateway.routing.escalation import CheckedResumption
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed

@@ -23,9 +23,8 @@ from splittime.gateway.config_file import read_config
 from splittime.gateway.config_keys import Secrets, secrets_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions.canary import CanaryDecision, CanaryTrial, CompareArms, chosen
-from splittime.gateway.versions.canary_mark import CanaryMark
 from splittime.gateway.versions.carried import check_canary, check_change, check_reach
-from splittime.gateway.versions.version import ConfigChange, numbered
+from splittime.gateway.versions.version import CanaryMark, ConfigChange, numbered
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger

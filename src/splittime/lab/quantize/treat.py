@@ -26,6 +26,13 @@ s, and a sample of them chooses it as well. Clipping takes the group's own block
 SmoothQuant moves what is hard to round from the activations into the weights, so that an outlier channel no longer sets
 the scale of the whole token. Xiao et al.: "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
 Language Models", 2022, arXiv:2211.10438, equation 4: s_j = max|x_j|^a / max|W_j|^(1 - a).
+
+Which weights to make zero. Ties keep the first column, so that a result depends on nothing but its input.
+
+* magnitude: |W_ij|; unstructured, over the whole weight.
+* wanda: |W_ij| times the norm of input j, compared within each row (Sun, Liu, Bair, Kolter: "A Simple and Effective
+  Pruning Approach for Large Language Models", 2023, arXiv:2306.11695, section 3).
+* 2:4: of each four neighbouring columns the two with the lower scores.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +41,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from splittime.lab.quantize import gptq, layer_map, prune
+from splittime.lab.quantize import gptq, layer_map
 from splittime.lab.quantize.grid import Grid, Rounded, RoundedFloats, round_to_e4m3, round_to_nearest, round_values
 from splittime.lab.quantize.layer_map import INPUT_NORM, MLP_NORM, K, LinearGroup, Q, V
 from splittime.lab.quantize.layouts import LAYOUTS, pack
@@ -166,10 +173,10 @@ class Treatment:
 
     def _pruned(self, weight: Tensor, moments: Moments | None) -> Tensor:
         by_row = self.settings.metric == "wanda"
-        score = prune.scores(weight, moments.gram.diagonal() if by_row and moments is not None else None)
+        score = scores(weight, moments.gram.diagonal() if by_row and moments is not None else None)
         if self.settings.prune == "2:4":
-            return prune.semi_structured(weight, score)
-        return prune.unstructured(weight, score, self.settings.sparsity or 0.0, by_row)
+            return semi_structured(weight, score)
+        return unstructured(weight, score, self.settings.sparsity or 0.0, by_row)
 
     def _scales(self, group: LinearGroup, moments: Moments) -> Tensor | None:
         """Returns what to divide the group's input by, if this scheme and group do so."""
@@ -285,3 +292,24 @@ def smooth_scales(weights: Sequence[Tensor], moments: Moments, strength: float) 
     is_alive = (moments.max_abs > 0) & (largest > 0)
     found = moments.max_abs.clamp(min=SMALLEST_MAX).pow(strength) / largest.clamp(min=SMALLEST_MAX).pow(1 - strength)
     return torch.where(is_alive, found.clamp_(min=SMALLEST_MAX), 1.0)
+
+
+def scores(weight: Tensor, mean_squares: Tensor | None) -> Tensor:
+    """mean_squares: E[x_j^2], float32 [in], for wanda."""
+    return weight.abs() if mean_squares is None else weight.abs() * mean_squares.sqrt()
+
+
+def semi_structured(weight: Tensor, score: Tensor) -> Tensor:
+    """2:4; the columns are a multiple of 4."""
+    fours = score.unflatten(1, (-1, 4))
+    ranks = fours.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return torch.where((ranks < 2).flatten(1), weight, 0.0)
+
+
+def unstructured(weight: Tensor, score: Tensor, sparsity: float, by_row: bool) -> Tensor:
+    """The share `sparsity` of each row, or of the whole weight, made zero (rounded down)."""
+    rows = score if by_row else score.reshape(1, -1)
+    dropped = int(sparsity * rows.shape[1])
+    ranks = rows.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    kept = (ranks < rows.shape[1] - dropped).view_as(score)
+    return torch.where(kept, weight, 0.0)

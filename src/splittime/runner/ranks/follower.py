@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splittime.core.parent import end_with
+from splittime.core.this_process import end_with
 
 if TYPE_CHECKING:
     from splittime.runner.ranks.channel import Channel
