@@ -18,7 +18,7 @@ from pathlib import Path
 
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
-from splittime.core.parent import end_when_gone
+from splittime.core.this_process import end_when_gone
 
 START_S, TRY_S, SAY_S, END_S = 180.0, 60.0, 10.0, 30.0  # of all attempts, and of one
 MAX_ENDED = 3  # attempts that ended by themselves
