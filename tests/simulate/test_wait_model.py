@@ -153,6 +153,34 @@ def test_while_no_length_is_known_only_free_slots_can_be_told_of() -> None:
     assert model.wait_s(0, 0, 1) is None
 
 
+def test_what_runs_is_looked_at_once_until_a_step_or_a_request_ends() -> None:
+    running, looks = decoding(5, 12, 17, 18), 0
+
+    def look() -> list[Begun]:
+        nonlocal looks
+        looks += 1
+        return list(running)
+
+    model, rng = WaitModel(look, lambda: EngineStats(0, knobs=KNOBS, blocks_total=1_000)), random.Random(1)
+    for number in range(600):
+        model.take(a_record(rng, number * 100 * MS, takes_ns))
+    for _ in range(50):
+        model.take(ended(20))
+    first = model.wait_s(0, 0, 1)
+    for _ in range(100):
+        assert model.wait_s(0, 0, 1) == first
+    assert looks == 1
+    running.clear()
+    model.take(ended(0))  # refused: nothing that ran has ended
+    assert model.wait_s(0, 0, 1) == first
+    model.take(ended(20))
+    assert model.wait_s(0, 0, 1)[0] == 0
+    running += decoding(1, 1, 1, 1)
+    model.take(a_record(rng, 10**12, takes_ns))
+    assert model.wait_s(0, 0, 1)[0] > 0
+    assert looks == 3
+
+
 def test_admission_asks_the_model_and_says_so() -> None:
     room = Admission(QueueLimits(10, 1_000), predictor=waits(decoding(5, 12, 17, 18)))
     assert room.expected_wait().estimate == "model"

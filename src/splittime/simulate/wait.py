@@ -8,6 +8,9 @@ added for each further round. Rows decode meanwhile: no more at a time than ther
 those before have tokens left (few, where short answers wait for long prompts). What these steps take is
 `simulate.online`'s line of the sums of their features.
 
+What runs is looked at once for all newcomers until a step or a request has ended: at ten times overload a thousand a
+second are refused, and a look at 64 rows cost each of them more than all else.
+
 Assumed: who comes first goes first; prompts find as much in the prefix cache as the latest did; nobody is preempted.
 """
 
@@ -46,6 +49,20 @@ class Decodes(NamedTuple):
     rows: float
     most_row_steps: float
     kv_per_row: float
+
+
+class Running(NamedTuple):
+    """What is computed, as of the latest step. left: the tokens that each row is expected to have left, fewest first;
+    1 where too few requests have ended to tell. most_tokens: the most that one of them may have. positions: of the
+    KV cache, of all. unfinished: prompt tokens to be computed. slots: of each key, by its weight."""
+
+    num: int
+    left: list[float]
+    sum_left: float
+    most_tokens: int
+    positions: int
+    unfinished: float
+    slots: dict[str, float]
 
 
 class OutputLengths:
@@ -87,13 +104,14 @@ class WaitModel:
         self._computed_share = 1.0  # of prompts, what the prefix cache does not have
         self._tokens_a_step = 1.0  # of a row that decodes; more with drafts
         self._last: StepRecord | None = None
+        self._seen: Running | None = None  # until a step or a request ends
 
     def take(self, record: ClosedAccount | StepRecord) -> None:
         """Learns from a record of the ledger, as its subscriber."""
         if isinstance(record, ClosedAccount):
             self._take_account(record)
             return
-        self._last = record
+        self._last, self._seen = record, None
         self.cost.learn(record)
         if record.verified or self._tokens_a_step > 1.001:
             drafts = sum(drafts for _, drafts, _ in record.verified)
@@ -103,6 +121,7 @@ class WaitModel:
 
     def _take_account(self, account: ClosedAccount) -> None:
         if account.output_tokens:
+            self._seen = None
             self._lengths.add(account.output_tokens)
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
@@ -117,49 +136,62 @@ class WaitModel:
         queue = _Queue.of(stats.knobs)
         if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
             return None
-        running = list(self._running())
-        places = min(queue.slots, len(running) + _room(stats, len(running)))
-        is_given = key is not None and _is_given_slots(running, key, (requests + 1) / weight)
+        running = self._seen = self._seen or self._look(last)
+        places = min(queue.slots, running.num + _room(stats, running.num))
+        is_given = key is not None and _is_given_slots(running.slots, key, (requests + 1) / weight)
         slot_steps = 0.0 if is_given else self._steps_to_a_slot(running, requests, places)
         if slot_steps is None:
             return None
         decodes = Decodes(
-            min(places, len(running) + requests / 2),
+            min(places, running.num + requests / 2),
             self._row_steps(running, requests),
-            sum(row.prompt_tokens + row.output_tokens for row in running) / max(1, len(running)),
+            running.positions / max(1, running.num),
         )
-        ahead = tokens * self._computed_share + self._unfinished(running, last)
+        ahead = tokens * self._computed_share + running.unfinished
         mean = tokens * self._computed_share / max(1, requests)
         waits = queue.features(decodes, ahead, mean, slot_steps, requests if slot_steps else 0)
         own = max(1.0, own_tokens * self._computed_share)
         begins = queue.features(decodes, own, own, 0.0, 0)
-        wait_ns = self.cost.total_ns(waits) + self._rest_of_step_ns(last, len(running))
+        wait_ns = self.cost.total_ns(waits) + self._rest_of_step_ns(last, running.num)
         return wait_ns * 1e-9, (wait_ns + self.cost.total_ns(begins)) * 1e-9
 
-    def _row_steps(self, running: list[Begun], requests: int) -> float:
-        """Returns how many tokens those before the newcomer have left, all together, in steps of a row."""
-        left = [self._lengths.left(row.output_tokens, row.max_tokens) for row in running]
-        whole = self._lengths.left(0, 1 << 40)
-        return (
-            math.inf if whole is None else (sum(each or 1.0 for each in left) + requests * whole) / self._tokens_a_step
+    def _look(self, last: StepRecord) -> Running:
+        rows = list(self._running())
+        left = sorted(self._lengths.left(row.output_tokens, row.max_tokens) or 1.0 for row in rows)
+        slots = defaultdict[str, float](float)
+        for row in rows:
+            slots[row.tenant] += 1 / row.weight
+        return Running(
+            num=len(rows),
+            left=left,
+            sum_left=sum(left),
+            most_tokens=max((row.max_tokens for row in rows), default=1 << 40),
+            positions=sum(row.prompt_tokens + row.output_tokens for row in rows),
+            unfinished=self._unfinished(rows, last),
+            slots=slots,
         )
 
-    def _steps_to_a_slot(self, running: list[Begun], requests: int, places: int) -> float | None:
+    def _row_steps(self, running: Running, requests: int) -> float:
+        """Returns how many tokens those before the newcomer have left, all together, in steps of a row."""
+        whole = self._lengths.left(0, 1 << 40)
+        return math.inf if whole is None else (running.sum_left + requests * whole) / self._tokens_a_step
+
+    def _steps_to_a_slot(self, running: Running, requests: int, places: int) -> float | None:
         """Returns the steps until all before the newcomer, and then it, have a slot; None if nobody knows."""
-        short = requests + 1 - (places - len(running))  # so many must end before
+        free = places - running.num
+        short = requests + 1 - free  # so many must end before
         if short <= 0:
             return 0.0
-        left = [self._lengths.left(row.output_tokens, row.max_tokens) for row in running]
-        whole = self._lengths.left(0, max((row.max_tokens for row in running), default=1 << 40))
+        whole = self._lengths.left(0, running.most_tokens)
         if whole is None:
             return None
-        ends = sorted([each or 1.0 for each in left] + [whole] * (places - len(running)))
+        ends = sorted([*running.left, *[whole] * free]) if free > 0 else running.left
         rounds, place = divmod(short - 1, len(ends))
         return (rounds * whole + ends[place]) / self._tokens_a_step
 
-    def _unfinished(self, running: list[Begun], last: StepRecord) -> float:
+    def _unfinished(self, rows: list[Begun], last: StepRecord) -> float:
         """Returns the prompt tokens of running requests that are still to be computed."""
-        prompts = [row for row in running if not row.output_tokens]
+        prompts = [row for row in rows if not row.output_tokens]
         if not prompts:
             return 0.0
         ends = {request_id: start + count for request_id, start, count in last.rows}
@@ -204,13 +236,10 @@ class _Queue(NamedTuple):
         return (steps, with_prompts, row_steps, tokens, kv, tokens * (prompt + 1) / 2)
 
 
-def _is_given_slots(running: list[Begun], key: str, more: float) -> bool:
+def _is_given_slots(slots: dict[str, float], key: str, more: float) -> bool:
     """Whether another key would have more slots than this one, by weight, after it got so much (`scheduler.turns`)."""
-    held: dict[str, float] = defaultdict(float)
-    for row in running:
-        held[row.tenant] += 1 / row.weight
-    most = max((level for name, level in held.items() if name != key), default=0.0)
-    return held[key] + more < most
+    most = max((level for name, level in slots.items() if name != key), default=0.0)
+    return slots.get(key, 0.0) + more < most
 
 
 KNOBS = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens")
