@@ -1,5 +1,6 @@
 """Which changes a search names, by what is simulated of them."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from splittime.simulate.cost import OutOfRange
 from splittime.tune.goal import WORTH_IT, Score
-from splittime.tune.search import DRAWS, Forecast, Forecaster, finalists
+from splittime.tune.search import DRAWS, DrawnGains, Forecast, Forecaster, finalists
 
 NOW = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "enable_chunked_prefill": False}
 SURE, UNSURE = [0.1, 0.15, *[0.2] * (DRAWS - 4), 0.3, 0.4], [-0.2, -0.1, *[0.2] * (DRAWS - 4), 0.5, 0.6]
@@ -19,7 +20,7 @@ class Known(Forecaster):
 
     def __init__(self, gains: Mapping[str, list[float]], slack: float, is_missed: bool = False) -> None:
         self._gains, self._slack, self.is_missed = gains, slack, is_missed
-        self.asked: list[int] = []
+        self._seen = self.score({})
 
     @property
     def now(self) -> dict[str, Any]:
@@ -27,13 +28,13 @@ class Known(Forecaster):
 
     def score(self, change: Mapping[str, Any]) -> Score:
         slots = change.get("max_num_seqs", 4)
-        self.asked.append(slots)
         gained = min(slots, 32 - slots) / 16 + 2 * change.get("enable_chunked_prefill", False)
         return Score(self._slack + gained * (self._slack < 0), gained, "ttft_p99", {}, gained)
 
-    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> DrawnGains:
         assert draws == DRAWS
-        return next(gains for name, gains in self._gains.items() if name in change)
+        own = next(gains for name, gains in self._gains.items() if name in change)
+        return DrawnGains(own, [own[0] - 0.2, own[1] - 0.1, *own[2:-2], own[-2] + 0.2, own[-1] + 0.2])
 
 
 def found_of(gains: Mapping[str, list[float]], slack: float = 0.1) -> list[Forecast]:
@@ -42,13 +43,29 @@ def found_of(gains: Mapping[str, list[float]], slack: float = 0.1) -> list[Forec
 
 def test_an_interval_leaves_out_the_lowest_and_the_highest_draw() -> None:
     (found,) = finalists(Known({"max_num_seqs": SURE}, 0.1), lambda what, share: None, ("max_num_seqs",))
-    assert (found.low, found.gain, found.high) == (0.15, 0.2, 0.3)
+    assert (found.own_low, found.gain) == (0.15, 0.2)
+    assert (found.low, found.high) == pytest.approx((0.05, 0.5)), "of a run in another hour"
     assert found.change == {"max_num_seqs": 16}
 
 
 def test_one_bad_draw_of_seven_keeps_nothing_out() -> None:
     (found,) = finalists(Known({"max_num_seqs": [-1.0, *SURE[1:]]}, 0.1), lambda what, share: None, ("max_num_seqs",))
-    assert found.low > 0
+    assert found.own_low > 0
+
+
+def test_what_the_simulation_misses_of_the_runs_widens_what_is_told() -> None:
+    known = Known({"max_num_seqs": SURE}, -5.0)
+    known._seen = known._seen._replace(slack=known._seen.slack - 1)
+    (found,) = finalists(known, lambda what, share: None, ("max_num_seqs",))
+    assert found.gain - found.low == pytest.approx(math.hypot(0.15, 1.0))
+    assert found.high - found.gain == pytest.approx(math.hypot(0.3, 1.0))
+
+
+def test_what_the_doctor_names_is_measured_first() -> None:
+    gains = {"enable_chunked_prefill": SURE, "max_num_seqs": SURE}
+    for more in ({}, {"max_num_seqs": 12}):
+        found = finalists(Known(gains, 0.1), lambda what, share: None, NAMES, more)
+        assert [list(one.change) for one in found] == [[name] for name in (reversed(NAMES) if more else NAMES)]
 
 
 def test_what_may_lose_is_not_tried_where_the_slo_is_kept() -> None:
@@ -86,7 +103,7 @@ class FarOut(Known):
 
     far: tuple[str, ...] = NAMES
 
-    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> DrawnGains:
         if any(name in change for name in self.far):
             raise OutOfRange("a step would have 9 rows", limit=8)
         return super().drawn_gains(change, draws)

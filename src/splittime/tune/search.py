@@ -4,13 +4,17 @@ Each predicted knob's values are simulated once, with the load that the real eng
 its best value is improved: further in the same direction as long as that gains more, then between the values tried. The
 best few changes are simulated again and again, with other coefficients of the cost model in other hours, each draw with
 and without the change: what does not gain more than `WORTH_IT` in most draws is no finalist. Nor is what may lose,
-unless the SLO is missed anyway: then measuring decides.
+unless the SLO is missed anyway: then measuring decides. The first to be measured is what the doctor names.
+
+What is told of a gain is where that of a run would lie, as in `simulate.what_if`: made in another hour with another
+noise, and wider by what the simulation of the present settings misses of their runs.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,13 +24,13 @@ from splittime.plan.judged import run_of
 from splittime.plan.load import requests_of_schedule
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange
-from splittime.simulate.draws import hours
+from splittime.simulate.draws import LATER, hours
 from splittime.simulate.replica import AnyReplica
 from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
 from splittime.tune.knobs import KNOBS, Knob, with_its_needs, words
 
 DRAWS = 7
-FINALISTS = 2
+FINALISTS = 4
 MOST_STEPS = 4
 FINE = (0.71, 1.41)
 
@@ -34,8 +38,9 @@ Say = Callable[[str, float | None], None]
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What a change is predicted to do. gain: the logarithm of a ratio (`goal.gain`), the median of the draws, with the
-    interval that leaves out the lowest and the highest. before, after: of the likeliest model."""
+    """What a change is predicted to do. gain: the logarithm of a ratio (`goal.gain`), the median of the draws. low,
+    high: where that of runs would lie, but for the lowest and the highest draw. own_low: the least that the change does
+    in the very hour, but for the lowest draw. before, after: of the likeliest model."""
 
     change: dict[str, Any]
     before: Score
@@ -43,14 +48,24 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     gain: float
     low: float
     high: float
+    own_low: float = 0.0
+
+
+class DrawnGains(NamedTuple):
+    """A change's gain in each draw, in rising order. own: in the same hour with the same noise. later: of a run in
+    another hour, with another noise."""
+
+    own: list[float]
+    later: list[float]
 
 
 class Forecaster:
-    """Simulates one load on one server, with whatever change. is_missed: real runs miss the SLO, so a change has to
-    gain slack, also where the simulation of the present settings just keeps it."""
+    """Simulates one load on one server, with whatever change. seen: of real runs with the present settings. If they
+    miss the SLO, a change has to gain slack, also where the simulation of the present settings just keeps it."""
 
-    def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal, is_missed: bool = False) -> None:
-        self._replica, self._goal, self.is_missed = replica.steady(), goal, is_missed
+    def __init__(self, replica: AnyReplica, schedule: Schedule, goal: Goal, seen: Score) -> None:
+        self._replica, self._goal, self._seen = replica.steady(), goal, seen
+        self.is_missed = not seen.keeps
         self._requests = requests_of_schedule(schedule, replica)
         last_ns = max(1, schedule.requests[-1].at_ns or 1)
         self._warm_up = min(0.9, (schedule.measured_from_ns or 0) / last_ns)
@@ -71,14 +86,22 @@ class Forecaster:
     def gain(self, before: Score, after: Score) -> float:
         return gain(before, after, self.is_missed)
 
-    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> list[float]:
-        """Returns the change's gain in each of so many draws, in rising order."""
+    @property
+    def miss(self) -> float:
+        """Returns how far the simulation of the present settings is from their runs, as a gain is told."""
+        return abs(self.gain(self.score({}), self._seen))
+
+    def drawn_gains(self, change: Mapping[str, Any], draws: int) -> DrawnGains:
+        """Returns the change's gain in each of so many draws."""
         rng = random.Random(0)
-        found = []
-        for number, factor in enumerate(hours(draws, self._replica.costs.errors.drift, rng)):
+        own, later = [], []
+        here = hours(draws, self._replica.costs.errors.drift, rng)
+        for number, (factor, next_hour) in enumerate(zip(here, hours(draws, 0.0, rng), strict=True)):
             drawn = self._replica.drawn(factor, rng)
-            found.append(self.gain(self._run(drawn, {}, number), self._run(drawn, change, number)))
-        return sorted(found)
+            before = self._run(drawn, {}, number)
+            own.append(self.gain(before, self._run(drawn, change, number)))
+            later.append(self.gain(before, self._run(drawn.slower(next_hour), change, number + LATER)))
+        return DrawnGains(sorted(own), sorted(later))
 
     def _run(self, replica: AnyReplica, change: Mapping[str, Any], seed: int) -> Score:
         books = replica.run(self._requests, Change(dict(change)), seed)
@@ -90,8 +113,9 @@ def finalists(
 ) -> list[Forecast]:
     """Returns the changes that are predicted to gain, the best first, one of each knob and at most `FINALISTS`. names:
     of the knobs that may be turned; None: all. Where the SLO is missed, what gains only by the likeliest model comes
-    last: a run tells more than a doubt. more: a value to try besides, by knob. Raises what the simulation raises
-    of the settings as they are, and OutOfRange if all that gains has steps in other hours that nobody has recorded."""
+    last: a run tells more than a doubt. more: what the doctor names, a value by knob: it is tried besides, and what
+    gains of it comes first. Raises what the simulation raises of the settings as they are, and OutOfRange if all that
+    gains has steps in other hours that nobody has recorded."""
     before = forecaster.score({})
     chosen = [knob for knob in KNOBS.values() if knob.is_predicted and (names is None or knob.name in names)]
     best: dict[str, dict[str, Any]] = {}
@@ -104,10 +128,11 @@ def finalists(
         if found is not None:
             best[words(found)] = found
     order = best_of({name: forecaster.score(change) for name, change in best.items()})
-    drawn = _drawn(forecaster, [best[name] for name in order[: 2 * FINALISTS]], before, say)
+    order.sort(key=lambda name: not set(best[name]) & set(more or ()))
+    drawn = _drawn(forecaster, [best[name] for name in order[:FINALISTS]], before, say)
     if before.keeps and not forecaster.is_missed:
-        return [one for one in drawn if one.gain >= WORTH_IT and one.low > 0][:FINALISTS]
-    return sorted(drawn, key=lambda one: (one.gain < WORTH_IT, one.low <= 0))[:FINALISTS]
+        return [one for one in drawn if one.gain >= WORTH_IT and one.own_low > 0]
+    return sorted(drawn, key=lambda one: (one.gain < WORTH_IT, one.own_low <= 0))
 
 
 def _best_of_knob(forecaster: Forecaster, knob: Knob, values: Sequence[Any], before: Score) -> dict[str, Any] | None:
@@ -168,13 +193,22 @@ def _drawn(forecaster: Forecaster, changes: Sequence[dict[str, Any]], before: Sc
     for place, change in enumerate(changes):
         say(f"simulating {words(change)} {DRAWS} times", place / len(changes))
         try:
-            gains = forecaster.drawn_gains(change, DRAWS)
+            own, later = forecaster.drawn_gains(change, DRAWS)
         except OutOfRange as error:
             say(f"{words(change)} is left out: {error.info.message}", None)
             left_out = error
             continue
-        after, middle = forecaster.score(change), statistics.median(gains)
-        found.append(Forecast(change=change, before=before, after=after, gain=middle, low=gains[1], high=gains[-2]))
+        after, middle = forecaster.score(change), statistics.median(own)
+        low, high = _wider(middle, later, forecaster.miss)
+        found.append(
+            Forecast(change=change, before=before, after=after, gain=middle, low=low, high=high, own_low=own[1])
+        )
     if left_out is not None and not found:
         raise left_out
     return found
+
+
+def _wider(middle: float, later: Sequence[float], miss: float) -> tuple[float, float]:
+    """Returns the interval of what a run would gain, in which the gain of the draws lies."""
+    below, above = max(0.0, middle - later[1]), max(0.0, later[-2] - middle)
+    return middle - math.hypot(below, miss), middle + math.hypot(above, miss)

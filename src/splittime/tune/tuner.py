@@ -3,7 +3,8 @@
     Tuner(measurer, load, budget, say).run() -> Tuned
 
 1. The settings as they are, once. If they keep the SLO and serve all that was asked, nothing is touched.
-2. Threads, where the servers are our own: a run of each, then the best against the present by turns.
+2. Threads, where the servers are our own: a run of each, then the best against the present by turns. If the doctor
+   names a knob of the scheduler, the search comes first, with that knob before the others, and once more after.
 3. Scheduler and memory: the simulator, made from the present settings' own run (and one of larger steps, where they
    are narrow and no calibration is kept of this server), names finalists; each is verified on the real engine; the
    first that is BETTER is kept, and the search begins again from there. It ends when nothing more is predicted to gain,
@@ -79,6 +80,8 @@ class Tuner:
         if told is not None:
             return told
         if not self._is_done():
+            if any(KNOBS[name].is_predicted for name in prescribed(self._now()) if name in self._names):
+                self._search()
             self._measure_all([knob for knob in self._knobs if not knob.is_predicted and not knob.changes_numbers])
             self._search()
             if self._gate is not None:
@@ -205,8 +208,7 @@ class Tuner:
 
     def _predicted(self) -> list[Forecast]:
         run, names = self._now(), [knob.name for knob in self._knobs if knob.is_predicted]
-        schedule, is_missed = self._load(limits_of_run(run)), not self._score().keeps
-        forecaster = Forecaster(self._replica(run), schedule, self._goal, is_missed)
+        forecaster = Forecaster(self._replica(run), self._load(limits_of_run(run)), self._goal, self._score())
         return finalists(forecaster, self._say, names, prescribed(run))
 
     def _calibration(self) -> KeptCalibration | None:
