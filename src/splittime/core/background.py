@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NICER = 10  # a tenth of the weight of a thread that serves
+RATHER_NICE = 5  # a third of it
 MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to, and SESSION's word
 SESSION = "session"  # it was lowered, too
 AUTOGROUP = "/proc/self/autogroup"

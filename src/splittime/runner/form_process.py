@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from splittime.core import forked
+from splittime.core.background import RATHER_NICE
 from splittime.core.errors import ErrorInfo
 from splittime.kernels.draw import has_bits
 from splittime.runner.form_looks import FormLooks
@@ -29,7 +30,6 @@ from splittime.runner.form_walk import FormPlace, GrammarWalk, said
 STACK_BYTES = 256 << 20  # the deepest that fits into `core.sampling.MAX_GRAMMAR_CHARS` took less than 64 MiB
 MAX_GRAMMAR_SIZE = 50_000  # in the compiler's units; at most 15 MB and a second
 ANY = json.dumps({"grammars": [{"json_schema": {}}]})
-FIRST_NICER = 5  # a third of the weight of a thread that serves; who is slow gives way to others' (`FormProcess`)
 LIMITS = forked.ForkLimits(cpu_s=1.0, memory_bytes=256 << 20)  # of compiling and of each mask; of a form in all
 TRIED_TOKENS, TRIED_NS = 24, 200_000_000  # of an answer, and at most
 
@@ -167,7 +167,7 @@ def main() -> None:
     tokenizer_json, vocab_size = msgspec.msgpack.decode(forked.description())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then
-    os.nice(FIRST_NICER)
+    os.nice(RATHER_NICE)  # a form that is slow gives way to the others (`FormProcess`)
 
     def work(channel: socket.socket, limits: forked.ForkLimits) -> None:
         threading.stack_size(STACK_BYTES)

@@ -1,14 +1,14 @@
 """Texts worked on beside the event loop, so that no text can be another's queue: lanes by size, each with workers of
 its own (`text.process`).
 
-    lane      texts of at most    workers    a worker serves
-    brief     2 Ki characters     2          one after the other
-    short     16 Ki characters    2          one after the other
-    long      256 Ki characters   1          one text, and gives its memory back
-    giant     any                 1          one text, and gives its memory back
+    lane      texts of at most    workers    niceness    a worker serves
+    brief     2 Ki characters     2          0           one after the other
+    short     16 Ki characters    2          5           one after the other
+    long      256 Ki characters   1          10          one text, and gives its memory back
+    giant     any                 1          10          one text, and gives its memory back
 
-Workers of all lanes but the first give way to the threads that serve (`NICER`): the texts of one key take both
-processors of a small machine from nobody's tokens.
+So workers give way to the threads that serve: the texts of one key take both processors of a small machine from
+nobody's tokens.
 
 A text waits in its lane only. A key's texts are served as they come, and of several keys that one's is next that has
 had least by weight (`core.shares`). All workers above may work for one key; each lane has one more for other keys
@@ -31,7 +31,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from splittime.core.background import NICER
+from splittime.core.background import NICER, RATHER_NICE
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.forked import ForkLimits, ForkParent
 from splittime.core.shares import KeyShares
@@ -52,11 +52,11 @@ class TextWorkers:
     """Make one for a server, in any thread; `submit` in its event loop."""
 
     def __init__(self, describe: Callable[[], bytes], limits: ForkLimits) -> None:
-        parent, nicer = ForkParent("splittime.text.process", describe), replace(limits, nicer=NICER)
-        self.parent = parent
+        self.parent = parent = ForkParent("splittime.text.process", describe)
+        nice, nicer = replace(limits, nicer=RATHER_NICE), replace(limits, nicer=NICER)
         self.lanes = (
             Lane(parent, limits, BRIEF_CHARS, KEPT_WORKERS, is_kept=True),
-            Lane(parent, nicer, SHORT_CHARS, KEPT_WORKERS, is_kept=True),
+            Lane(parent, nice, SHORT_CHARS, KEPT_WORKERS, is_kept=True),
             Lane(parent, nicer, LONG_CHARS, 1, is_kept=False),
             Lane(parent, nicer, None, 1, is_kept=False),
         )
