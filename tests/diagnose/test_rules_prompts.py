@@ -1,5 +1,7 @@
 """Prompts that repeat what was known."""
 
+import msgspec
+import pytest
 from test_rules_queue import names
 from ward import Case, Ward, ids
 
@@ -50,3 +52,79 @@ def test_the_same_blob_twice_in_each_prompt():
     cases = after_another(*(2 * ids(400, i) for i in range(40)))
     first = diagnose(Ward(**PROMPTS).run(*cases)).findings[0]
     assert first.name == "repeated_part"
+
+
+def blocks_of(size: int, *prompts: list[int], **settings) -> Ward:
+    return Ward(**PROMPTS, settings={"block_size": size, "num_blocks": 16384 // size, "max_num_seqs": 4} | settings)
+
+
+@pytest.mark.parametrize(("size", "shared"), [(256, 250), (256, 100), (128, 120), (512, 500)])
+def test_a_shared_prefix_that_is_shorter_than_a_block(size, shared):
+    prompts = [SHARED[:shared] + ids(shared // 8, i) for i in range(40)]
+    first = diagnose(blocks_of(size).run(*after_another(*prompts))).findings[0]
+    assert first.name == "uncached_reuse"
+    assert first.cure.flags == ("--block-size", "16")
+    assert first.share_of_time > 0.1
+    assert f"blocks of {size} tokens" in next(fact.value for fact in first.evidence if fact.what == "prefix caching")
+
+
+def test_blocks_that_hold_what_is_shared():
+    prompts = [SHARED[:530] + ids(32, i) for i in range(40)]
+    assert names(blocks_of(256).run(*after_another(*prompts))) == []
+
+
+def test_large_blocks_and_no_cache():
+    """Both are to be changed: a cache of such blocks would find nothing."""
+    prompts = [SHARED[:200] + ids(32, i) for i in range(40)]
+    first = diagnose(blocks_of(256, enable_prefix_caching=False).run(*after_another(*prompts))).findings[0]
+    assert first.cure.flags == ("--enable-prefix-caching", "--block-size", "16")
+
+
+def agent(seed: int, drops: bool) -> list[list[int]]:
+    """The prompts of a conversation: in each turn a user asks, and the model thinks, calls and gets a result, twice.
+    drops: a template leaves the thoughts of earlier turns out; those of the latest one stay."""
+    prompts, past = [], ids(100, 1)
+    for turn in range(3):
+        past = past + ids(60, 1000 * seed + turn)
+        steps = [(ids(150, 1000 * seed + 10 * turn + i), ids(450, 500 + 1000 * seed + 10 * turn + i)) for i in range(2)]
+        prompts += [past + flat(steps[:i]) for i in range(2)]
+        past = past + flat([((), rest) for _, rest in steps] if drops else steps)
+    return prompts
+
+
+def flat(steps) -> list[int]:
+    return [token for pieces in steps for piece in pieces for token in piece]
+
+
+def conversation(drops: bool):
+    books = Ward(**PROMPTS).run(*after_another(*(prompt for seed in range(12) for prompt in agent(seed, drops))))
+    told = (msgspec.structs.replace(account, reasoning_tokens=40) for account in books.accounts)
+    return msgspec.structs.replace(books, accounts=tuple(told))
+
+
+def test_a_template_that_drops_the_thoughts_of_earlier_turns():
+    first = diagnose(conversation(True)).findings[0]
+    assert first.name == "history_differs"
+    assert "send them back (reasoning_content" in first.cure.sentence
+    lacks = next(fact.value for fact in first.evidence if fact.what.startswith("there before"))
+    assert lacks == 150
+    assert "24 of 72 prompts" in first.claim
+
+
+def test_thoughts_that_stay_break_nothing():
+    assert names(conversation(False)) == []
+
+
+def test_a_window_that_slides_over_the_history():
+    """A client that sends the latest messages behind a system's, and cuts one off at each turn."""
+    messages = [ids(150, 50 + i) for i in range(50)]
+    cases = [ids(100, 1) + [token for message in messages[i : i + 6] for token in message] for i in range(40)]
+    first = diagnose(Ward(**PROMPTS).run(*after_another(*cases))).findings[0]
+    assert first.name == "history_differs"
+    assert "rarely and many at once" in first.cure.sentence
+
+
+def test_a_name_of_any_length_is_something_that_varies():
+    """Longer or shorter than the one before: it is no history that was left out."""
+    prompts = [SHARED[:300] + ids(5 + i * 7 % 60, 100 + i) + SHARED[300:] for i in range(40)]
+    assert names(Ward(**PROMPTS).run(*after_another(*prompts))) == ["prefix_broken"]

@@ -101,6 +101,8 @@ def refusal(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> str | No
     if not any(name in fields for name in changes):
         return None
     told = {name: value for name, value in {**settings, **changes}.items() if name in fields}
+    if "block_size" in changes and {"block_size", "num_blocks"} <= settings.keys():  # of the same memory
+        told["num_blocks"] = settings["num_blocks"] * settings["block_size"] // changes["block_size"]
     try:
         msgspec.convert(told, SchedulerConfig).validate()
     except msgspec.ValidationError as error:
