@@ -20,6 +20,16 @@ def opened(*, has_checker: bool = False) -> Breaker:
     return breaker
 
 
+def test_a_pause_for_one_tenant_leaves_the_try_of_an_open_one_to_another():
+    breaker = opened()
+    breaker.begin()
+    breaker.note_busy(12 * S, 5.0, "a")
+    assert breaker.allows(12 * S)
+    breaker.begin()
+    breaker.note_busy(12 * S, 5.0, "b")
+    assert not breaker.allows(12 * S)
+
+
 def test_failures_in_a_row_open_it_and_one_request_tries():
     breaker = opened()
     assert breaker.is_open

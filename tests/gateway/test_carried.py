@@ -86,13 +86,15 @@ def test_an_open_breaker_stays_open_unless_its_key_is_another(change):
     before[0].breaker.note_failure(NOW_NS)
     before[0].breaker.note_failure(NOW_NS)
     before[0].note_lacks("/v1/rerank", "m", NOW_NS)
+    before[0].breaker.note_busy(NOW_NS, 1.0, "a")
     after = Version(made(**change), before=before)
     assert not after[0].breaker.allows(NOW_NS)
     assert after[0].lacks("/v1/rerank", "m", NOW_NS)
+    assert after[0].breaker.pause_ns("a", NOW_NS) == 10**9
     assert after[0].breaker.config.failures == change.get("failures", 2)
     mended = Version(made(key="mended"), before=after)
     assert mended[0].breaker.allows(NOW_NS)
-    assert not mended[0].lacks("/v1/rerank", "m", NOW_NS)
+    assert not mended[0].has_left_out
 
 
 def test_a_key_that_is_refused_is_known_until_an_answer_or_another_key():

@@ -2,7 +2,10 @@
 
 from time import monotonic_ns as now_ns
 
-from splittime.gateway.upstreams import held_line
+import pytest
+
+from splittime.core.errors import Refused
+from splittime.gateway.upstreams import Router, held_line
 
 from .test_fair_queue import router_of
 
@@ -26,10 +29,25 @@ def test_of_upstreams_that_may_have_some_the_one_that_was_not_tried_is_waited_fo
 
 
 def test_a_path_is_lacked_for_the_model_that_was_asked_for():
-    router = router_of(1)
-    router.upstreams[0].note_lacks("/v1/score", "m", 0)
-    assert router.lacking("m", "/v1/score", "m", 1) == ["u0"]
-    assert router.lacking("m", "/v1/score", "n", 1) == router.lacking("m", "/v1/rerank", "m", 1) == []
+    (upstream,) = router_of(1).upstreams
+    upstream.note_lacks("/v1/score", "m", 0)
+    router = Router([upstream])  # of a config that was read again: what was said before counts
+    assert router.left_out("m", "/v1/score", "m", "a", 1) == ["u0"]
+    assert router.left_out("m", "/v1/score", "n", "a", 1) == router.left_out("m", "/v1/rerank", "m", "a", 1) == []
+
+
+def test_a_pause_of_one_tenant_is_kept_by_another_config_and_over_when_it_is():
+    paused, other = router_of(1, 1).upstreams
+    paused.breaker.note_busy(0, 10.0, "a")
+    router = Router([paused, other])
+    assert router.left_out("m", "/v1/score", "m", "a", 1) == [paused.name]
+    assert router.left_out("m", "/v1/score", "m", "b", 1) == router.left_out("m", "/", "m", "a", 10**10) == []
+    router.require_one("m", "a", 1)
+    other.breaker.note_busy(0, 5.0, "a")
+    router.require_one("m", "b", 1)
+    with pytest.raises(Refused) as caught:
+        router.require_one("m", "a", 10**9)
+    assert (caught.value.reason, caught.value.info.retry_after_s) == ("upstreams_busy", 4.0)
 
 
 def test_requests_that_do_not_stream_are_work_before_a_first_byte():

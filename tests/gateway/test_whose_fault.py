@@ -7,13 +7,13 @@ import time
 
 import pytest
 
+from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from splittime.gateway.health_checks import lives
 from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.tenant_pauses import TenantPauses
 from splittime.gateway.told_error import told_error
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
@@ -254,15 +254,19 @@ def test_a_tenant_that_one_asked_for_a_pause_goes_to_another(tenants):
 
 
 def test_pauses_are_over_when_they_are():
-    pauses = TenantPauses(has_several=True)
-    assert not pauses.holds_for_all("u", "a", 0, 10)
-    assert not pauses.holds_for_all("u", "a", 1, 5)  # nor does a shorter one shorten it
-    assert pauses.held("a", 9) == ["u"]
-    assert (pauses.held("a", 10), pauses.held("b", 1)) == ([], [])
-    assert not pauses.holds_for_all("v", "b", 2, 10)
-    assert not pauses.holds_for_all("u", "b", 10, 20)  # that of the other is over
-    assert pauses.holds_for_all("u", "a", 11, 20)
-    assert TenantPauses(has_several=False).holds_for_all("u", "a", 0, 10)
+    second_ns, breaker = 10**9, Breaker(BreakerConfig())
+    breaker.note_busy(0, 10.0, "a")
+    breaker.note_busy(second_ns, 5.0, "a")  # a shorter one does not shorten it
+    assert breaker.allows(second_ns)
+    assert breaker.pause_ns("a", 9 * second_ns) == second_ns
+    assert (breaker.pause_ns("a", 10 * second_ns), breaker.pause_ns("b", second_ns)) == (0, 0)
+    breaker.note_busy(10 * second_ns, 10.0, "b")  # that of the other is over
+    assert breaker.allows(11 * second_ns)
+    breaker.note_busy(11 * second_ns, 3.0, "a")
+    assert (breaker.allows(13 * second_ns), breaker.allows(14 * second_ns)) == (False, True)
+    assert breaker.pause_ns("b", 14 * second_ns) == 6 * second_ns
+    breaker.note_busy(14 * second_ns, 1.0)
+    assert not breaker.allows(14 * second_ns)
 
 
 def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():

@@ -2,7 +2,12 @@
 
 What counts as a failure, a success or a pause, `verdict` says; `Upstream.hear` tells it here. An upstream that has a
 checker (`health_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds out
-whether it lives again. A pause is never cut short by a later, shorter one.
+whether it lives again.
+
+A 429 that tells no reason may be about its request: its size, its tenant's own part of something. So it pauses the
+upstream for that tenant alone. When another tenant is refused there too before that is over, it is the upstream that
+has too much to do, or the gateway's key that is used up, and the pause holds for all. No pause is cut short by a later,
+shorter one.
 """
 
 from splittime.gateway.config import BreakerConfig
@@ -19,6 +24,7 @@ class Breaker:
         self._failures = 0  # in a row
         self._open_until_ns: int | None = None
         self._busy_until_ns = 0
+        self._paused_until_ns: dict[str, int] = {}  # by tenant
         self._is_trying = False
         self._is_checked = True
         self.has_checker = False
@@ -101,13 +107,25 @@ class Breaker:
     def _until_ns(self, now_ns: int) -> int:
         return now_ns + int(self.config.open_s * 1e9)
 
-    def pause_ns(self, asked_s: float | None) -> int:
-        """Returns how long it is left alone that asked for so long; None: it did not say."""
-        return int(min(LEAST_BACKOFF_S if asked_s is None else asked_s, self.config.max_backoff_s) * 1e9)
+    def note_busy(self, now_ns: int, retry_after_s: float | None, tenant: str = "") -> None:
+        """retry_after_s: None where it did not say. tenant: whom it may have been about; "" where it was about all."""
+        asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
+        until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
+        paused = {name: over_ns for name, over_ns in self._paused_until_ns.items() if over_ns > now_ns}
+        if not tenant or paused.keys() - {tenant}:
+            self._busy_until_ns = max(self._busy_until_ns, until_ns)
+        if tenant:
+            paused[tenant] = max(until_ns, paused.get(tenant, 0))
+        self._paused_until_ns, self._is_trying = paused, False
 
-    def note_busy(self, now_ns: int, retry_after_s: float | None) -> None:
-        self._busy_until_ns = max(self._busy_until_ns, now_ns + self.pause_ns(retry_after_s))
-        self._is_trying = False
+    @property
+    def has_paused(self) -> bool:
+        """Returns whether it has been paused for some tenant."""
+        return bool(self._paused_until_ns)
+
+    def pause_ns(self, tenant: str, now_ns: int) -> int:
+        """Returns for how long this tenant is to leave it alone, whoever else may ask it."""
+        return max(0, self._paused_until_ns.get(tenant, 0) - now_ns)
 
     def take_over(self, other: "Breaker") -> None:
         """Go on from what another has seen of the same upstream, by this one's config."""

@@ -138,7 +138,7 @@ class Forwarding:
         until_ns = at_ns + int(self._gateway.config.queue.max_wait_s * 1e9)
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self._account.enter(Stage.ADMIT, at_ns)
-        self._gateway.tenant_pauses.require_one(self._gateway.router, request.pool, self._tenant, at_ns)
+        self._gateway.router.require_one(request.pool, self._tenant, at_ns)
         try:
             entering = self._gateway.queue.enter(
                 self._tenant,
@@ -192,10 +192,7 @@ class Forwarding:
 
     def _lacking(self, request: ForwardedRequest, at_ns: int) -> list[str]:
         """Returns who does not have its path or model, or asked its tenant for a pause."""
-        router, held = self._gateway.router, self._gateway.tenant_pauses.held(self._tenant, at_ns)
-        if request.has_choices and not router.lacks_models:  # of a thousand none is looked at for nothing
-            return held
-        return [*held, *router.lacking(request.pool, request.path, request.model, at_ns)]
+        return self._gateway.router.left_out(request.pool, request.path, request.model, self._tenant, at_ns)
 
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""

@@ -106,14 +106,6 @@ class RunningAttempt:
         """A refusal that is the request's own is an answer; an error inside a stream is none."""
         self.end(verdict.code if verdict.answer is None else "", verdict)
 
-    def _is_heard(self, verdict: AnswerVerdict) -> bool:
-        """Whether it says something to others than its tenant."""
-        if verdict.whose is not Whose.BUSY or verdict.is_for_all:
-            return True
-        at_ns, upstream = now_ns(), self.routed.upstream
-        until_ns = at_ns + upstream.breaker.pause_ns(verdict.pause_s)
-        return self._gateway.tenant_pauses.holds_for_all(upstream.name, self._tenant, at_ns, until_ns)
-
     def end(self, ending: str, verdict: AnswerVerdict = LEFT) -> None:
         """ending: "" for an answer, or else a code."""
         if self.is_ended:
@@ -125,11 +117,8 @@ class RunningAttempt:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
-        if self._is_heard(verdict):
-            upstream.hear(verdict, self.relay.path, self.relay.model, now_ns(), self._tenant)
-        else:
-            upstream.breaker.note_nothing()
-        self._gateway.router.lacks_models |= verdict.whose is Whose.MODEL
+        upstream.hear(verdict, self.relay.path, self.relay.model, now_ns(), self._tenant)
+        self._gateway.router.has_left_out |= upstream.has_left_out
         if verdict.is_against:
             self._gateway.affinity.note_failed(self._prefix, upstream.name)
         elif verdict.whose is Whose.NOBODY:

@@ -34,7 +34,6 @@ from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.regions import regions_of
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.shared_limits import SharedLimits
-from splittime.gateway.tenant_pauses import TenantPauses
 from splittime.gateway.tied import TiedRequests
 from splittime.gateway.tracing.exporter import SpanExporter
 from splittime.gateway.upstream_connections import UpstreamConnections
@@ -96,7 +95,6 @@ class GatewayService:
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
         self.retry_budget, self.tied = self._retries(before)
-        self.tenant_pauses = TenantPauses(has_several=len(config.tenant) > 1)
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
         self._health_checks = HealthChecks(self.router.upstreams, self._on_room)
         if before is None:

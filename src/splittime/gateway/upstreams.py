@@ -146,6 +146,11 @@ class Upstream:
     def note_lacks(self, path: str, model: str, now_ns: int) -> None:
         self._lacks_until_ns[path, model] = now_ns + LACKS_NS
 
+    @property
+    def has_left_out(self) -> bool:
+        """Whether it has said of some requests or tenants that it is not to be asked for them."""
+        return bool(self._lacks_until_ns) or self.breaker.has_paused
+
     def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int, tenant: str = "") -> None:
         """Take note of what an attempt's end, for this tenant, says of this upstream."""
         breaker, has_others, was_open = self.breaker, len(set(self.config.models)) > 1, self.breaker.is_open
@@ -158,7 +163,7 @@ class Upstream:
             if breaker.is_open and not was_open:
                 log.warning("upstream %r is left alone: it fails again and again: %s", self.name, verdict.code)
         elif verdict.whose is Whose.BUSY:
-            breaker.note_busy(now_ns, verdict.pause_s)
+            breaker.note_busy(now_ns, verdict.pause_s, "" if verdict.is_for_all else tenant)
         elif verdict.whose is Whose.NOBODY:
             breaker.note_success(now_ns, tenant)
             self.failing, self.is_key_refused = "", False
@@ -230,10 +235,8 @@ class Routed(NamedTuple):
 
 class Router:
     """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
-    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none. lacks_models:
-    some upstream has said that it does not have a model of the config."""
-
-    lacks_models = False
+    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none. has_left_out:
+    some upstream has said of a path, a model or a tenant that it is not to be asked."""
 
     def __init__(
         self,
@@ -254,6 +257,7 @@ class Router:
         named = {pool: [self._by_name[name] for name in names] for pool, names in (pools or {}).items()}
         alone = {held_line(upstream.name): [upstream] for upstream in self.upstreams}
         self._lines = named | alone | self._by_model
+        self.has_left_out = any(one.has_left_out for one in self.upstreams)
         self._many = {line: ManyUpstreams(some) for line, some in self._lines.items() if len(some) > MANY}
 
     @property
@@ -328,9 +332,21 @@ class Router:
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
         return sorted(drawn, key=lambda one: (one.tokens_unbegun, one.tokens, one.requests, self._random.random()))
 
-    def lacking(self, line: str, path: str, model: str, now_ns: int) -> list[str]:
-        """Returns the names of a line's upstreams that do not have this path for this model."""
-        return [upstream.name for upstream in self.of_model(line) if upstream.lacks(path, model, now_ns)]
+    def left_out(self, line: str, path: str, model: str, tenant: str, now_ns: int) -> list[str]:
+        """Returns the names of a line's upstreams that do not have this path for this model, or asked this tenant for a
+        pause."""
+        if not self.has_left_out:  # of a thousand none is looked at for nothing
+            return []
+        some = self.of_model(line)
+        return [one.name for one in some if one.lacks(path, model, now_ns) or one.breaker.pause_ns(tenant, now_ns)]
+
+    def require_one(self, line: str, tenant: str, now_ns: int) -> None:
+        """Raises `Refused` where every upstream of a line that may be asked is to be left alone by this tenant."""
+        allowed = self.allowed(line, now_ns) if self.has_left_out else []
+        pauses_ns = [one.breaker.pause_ns(tenant, now_ns) for one in allowed]
+        if pauses_ns and all(pauses_ns):
+            after_s = max(RETRY_AFTER_S, min(pauses_ns) / 1e9)
+            raise Refused(told_of(line, is_busy=True), reason="upstreams_busy", retry_after_s=after_s)
 
     def nobody(self, line: str, now_ns: int) -> Refused:
         """Returns what a client is told where nobody of a line may be asked: 429 where an upstream lives and asked for
