@@ -17,6 +17,7 @@ def nested(depth: int) -> dict:
     [
         (lambda: grammars.of_json_schema({"enum": ["x" * 2**17]}, "here"), grammars.MAX_SCHEMA_CHARS),
         (lambda: grammars.of_json_schema(nested(65), "here"), grammars.MAX_SCHEMA_DEPTH),
+        (lambda: grammars.of_json_schema({"enum": json.loads("[" * 64 + "]" * 64)}, "here"), grammars.MAX_SCHEMA_DEPTH),
         (lambda: grammars.of_regex("a" * (2**17 + 1), "here"), grammars.MAX_SCHEMA_CHARS),
         (lambda: grammars.of_choice(["a"] * 4097, "here"), grammars.MAX_CHOICES),
         (lambda: grammars.of_choice(["a" * 2**16] * 3, "here"), grammars.MAX_SCHEMA_CHARS),
@@ -32,6 +33,7 @@ def test_what_is_too_large_is_refused_with_the_limit(make, limit: int) -> None:
 
 def test_the_largest_are_taken() -> None:
     grammars.of_json_schema(nested(64), "here")
+    grammars.of_json_schema({"enum": json.loads("[" * 63 + "]" * 63)}, "here")
     grammars.of_choice(["a"] * 4096, "here")
 
 

@@ -208,6 +208,7 @@ def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
             tasks.append(workers.submit(Encode(("a" * 3_000_000,)), lambda number=number: begun.append(number)))
         while not begun:
             await asyncio.sleep(0.01)
+        os.kill(workers.lanes[-1].workers[0].pid, signal.SIGSTOP)
         for task in tasks[:2]:
             workers.drop(task, RuntimeError("gone"))
         assert len((await tasks[2].done).ids[0]) == 3_000_000
