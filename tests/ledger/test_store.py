@@ -87,6 +87,17 @@ def test_an_account_weighs_what_it_takes():
     assert weight_bytes(books.example("b")) < 2 * ACCOUNT_BYTES
 
 
+def test_a_step_weighs_what_it_takes_with_all_who_came_before_it():
+    told = msgspec.structs.replace(books.step(0, 0), comings=tuple((f"request {n}", "came") for n in range(5_000)))
+    written = msgspec.json.encode(told)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    step = msgspec.json.decode(written, type=type(told))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.7 * taken < weight_bytes(step) < 1.5 * taken
+
+
 def test_each_step_tells_how_many_were_refused_before_it_however_few_are_kept():
     ledger = Ledger(max_accounts=2)
     full = ErrorInfo(kind="overloaded_error", message="full", code="queued_requests", status=429)
