@@ -13,6 +13,7 @@ from msgspec import UNSET
 from splittime.core.errors import ConfigError
 from splittime.engine import recorder
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Stage
 from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.recorded import Recorded
@@ -84,6 +85,23 @@ def test_a_ledger_that_does_not_say_who_came_when_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="does not say in which order requests came and went") as caught:
         replay(msgspec.structs.replace(recorded, steps=early))
     assert "an early version wrote it" in caught.value.info.hint
+
+
+def test_who_was_refused_under_the_id_of_another_is_not_taken_for_it() -> None:
+    """The engine refused it, as the other was there: it never came to the scheduler."""
+    recorded = record_run(TIGHT, seed=0)
+    account = next(account for account in recorded.accounts if len(account.token_steps) > 3)
+    first, second = account.intervals[:2]
+    refused = msgspec.structs.replace(
+        account,
+        intervals=(first, msgspec.structs.replace(second, stage=Stage.DELIVER, cause=None)),
+        end_ns=second.end_ns,
+        **{"token_steps": (), "token_ready_ns": (), "token_written_ns": (), "output_tokens": 0, "cached_tokens": 0},
+        **{"finish_reason": "error", "prompt_tokens": 1, "prefixes": b"", "answer_prefixes": b"", "num_preemptions": 0},
+    )
+    assert first.stage is Stage.HANDOFF
+    for accounts in ([refused, *recorded.accounts], [*recorded.accounts, refused]):
+        assert replay(msgspec.structs.replace(recorded, accounts=accounts)) is None
 
 
 def test_a_step_before_which_more_came_than_is_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +331,7 @@ def test_a_server_that_was_paused_in_the_end_is_not_replayed_as_paused() -> None
         (lambda run: run.steps.clear(), "no steps"),
         (lambda run: run.steps.pop(0), "not all of one engine"),
         (lambda run: run.accounts.pop(0), "'r0' among them"),
+        (lambda run: run.accounts.pop(1), "'r1' among them"),  # which never had a row
         (lambda run: run.accounts.append(run.accounts[0]), "2 requests have the id 'r0'"),
         (lambda run: run.facts.settings.update(async_scheduling=True), "plans ahead"),
         (lambda run: run.facts.settings.pop("num_blocks"), "do not say num_blocks"),

@@ -62,7 +62,7 @@ def _require_told(records: Sequence[StepRecord]) -> None:
 
 def _as_ended(traced: TracedRequest, num_tokens: int | None) -> TracedRequest:
     """Returns the request as the engine ended it by itself, with so many tokens, its prompt's among them."""
-    if num_tokens is None or traced.request.sampling.pooling:
+    if num_tokens is None:
         return unforeseen(traced)
     return ended_by_token(traced, num_tokens - len(traced.request.prompt_token_ids))
 
