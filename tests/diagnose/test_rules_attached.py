@@ -240,7 +240,9 @@ def test_no_replay_by_our_scheduler():
 def test_prompts_parts_are_not_wanted_larger_and_smaller():
     """Its bound on one prompt's part and its budget bound the same."""
     larger, smaller = first_of(small_budget()), first_of(interference())
-    (_, second) = one_direction((smaller, larger), {"max_num_batched_tokens": 128})
+    wanted = msgspec.structs.replace(larger.cure, flags=("--max-num-batched-tokens", "4096"))
+    larger = msgspec.structs.replace(larger, cure=wanted)
+    (_, second) = one_direction((smaller, larger), {"max_num_batched_tokens": 2048})
     assert second.cure.flags == ()
     assert "would help here, and harm where prefill_interference does" in second.cure.sentence
 

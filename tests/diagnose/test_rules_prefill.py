@@ -1,5 +1,10 @@
 """Prompts in others' way."""
 
+import re
+
+import msgspec
+import pytest
+from test_rules_client import directly, with_client
 from test_rules_queue import names, poisson
 from ward import Case, Ward, ids
 
@@ -11,10 +16,41 @@ WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
 
 
 def test_whole_prompts_make_decoding_stand_still():
-    first = diagnose(Ward(token_ms=0.2, settings=WHOLE).run(*CHATS, *LONG)).findings[0]
+    first = diagnose(Ward(token_ms=0.4, settings=WHOLE).run(*CHATS, *LONG)).findings[0]
     assert first.name == "prefill_interference"
-    assert "--enable-chunked-prefill" in first.cure.flags
     assert set(first.step_ids) <= set(range(1, 10_000))
+    enable, flag, tokens = first.cure.flags
+    assert (enable, flag) == ("--enable-chunked-prefill", "--max-prefill-tokens")
+    assert 0.2 <= 0.4e-3 * int(tokens) <= 0.25, "a step of the size that a start would make"
+
+
+def test_what_a_cure_of_gaps_costs_first_tokens_is_told_beside_them():
+    """A prompt of 1,500 tokens takes a step of 604 ms; of 608, 247: what each takes is paid three times."""
+    first = diagnose(Ward(token_ms=0.4, settings=WHOLE).run(*CHATS, *LONG)).findings[0]
+    assert re.search(r"a step falls from \d+ to 24\d ms", first.cost)
+    before, after = (int(found) for found in re.findall(r"take (\d+) ms instead of (\d+)", first.cost)[0][::-1])
+    assert before == pytest.approx(604, rel=0.05)
+    assert before + 2 * 4 <= after <= before + 2 * (4 + 0.4 * 40)
+
+
+def test_steps_of_the_size_that_the_product_makes_are_no_illness():
+    """Prompts have most of the time in steps of 0.25 s, as a start makes them; that is no wait that wants a cure."""
+    chunked = {"max_num_batched_tokens": 1024, "max_prefill_tokens": 600}
+    diagnosis = diagnose(Ward(token_ms=0.4, settings=chunked).run(*CHATS, *LONG))
+    assert "prefill_interference" not in [finding.name for finding in diagnosis.findings]
+    assert "no_cure_known" not in [finding.name for finding in diagnosis.findings]
+
+
+@pytest.mark.parametrize(
+    ("term", "limit_ms", "is_ill"), [("itl_p99", 40, True), ("tpot", 300, False), ("ttft", 40, False)]
+)
+def test_an_slo_that_was_set_says_what_is_too_long(term, limit_ms, is_ill):
+    chunked = {"max_num_batched_tokens": 1024, "max_prefill_tokens": 600}
+    books = with_client(Ward(token_ms=0.4, settings=chunked).run(*CHATS, *LONG), directly)
+    asked = msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, slo={term: limit_ms * 1e6}))
+    found = [one for one in diagnose(asked).findings if one.name == "prefill_interference"]
+    assert bool(found) is is_ill
+    assert all(int(one.cure.flags[-1]) * 0.4 <= limit_ms for one in found)
 
 
 def test_small_chunks_are_not_felt():

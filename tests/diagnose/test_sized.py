@@ -46,7 +46,7 @@ SICK: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
         {},
         lambda: mixed(4, 100, range(100, 500), range(2, 12)),
     ),
-    "a large budget": ("prefill_interference", LARGE_STEPS, {"token_ms": 0.3}, long_among_chats),
+    "a large budget": ("prefill_interference", LARGE_STEPS, {"token_ms": 0.6}, long_among_chats),
     "static batches": (
         "static_batching",
         {"batching": "static", "max_num_seqs": 8},

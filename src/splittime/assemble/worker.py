@@ -17,7 +17,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.assemble.model_source import load_tokenizer
-from splittime.core.facts import Machine
+from splittime.core.facts import PREFILL_SLICE_NS, Machine
 from splittime.drive.crank import EngineParts
 from splittime.drive.host_time import importing
 from splittime.drive.kv_gate import BlockSharing
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 META_OPERATORS = "torch._meta_registrations"
 MIN_PREFILL_TOKENS = 16
-PREFILL_SLICE_S = 0.25
-"""How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set.
-Products are as fast for some dozens of tokens as for thousands, so small slices cost little."""
 
 
 NOT_TOLD = (  # where things lie is nobody's business
@@ -203,7 +200,7 @@ def _fit(config: SchedulerConfig, runner: "TorchRunner") -> SchedulerConfig:
     resolved = runner.resolved
     prefill_tokens = config.max_prefill_tokens
     if prefill_tokens is None:
-        measured = max(MIN_PREFILL_TOKENS, prefill_tokens_within(runner, PREFILL_SLICE_S))
+        measured = max(MIN_PREFILL_TOKENS, prefill_tokens_within(runner, PREFILL_SLICE_NS / 1e9))
         prefill_tokens = min(measured, config.max_num_batched_tokens)
     return _sized(config, resolved, prefill_tokens)
 

@@ -5,6 +5,12 @@ What follows from it (a step's floor, a share of the roofline) is an estimate, m
 
 import msgspec
 
+PREFILL_SLICE_NS = 250_000_000
+"""How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set: steps
+are made so long at a start, and only longer ones are an illness (`diagnose.rules.interference`). Products are as fast
+for some dozens of tokens as for thousands, but what a step takes beside them is paid each time: steps of 40 ms took a
+135M model's median first token from 4.6 to 11.2 s at the same load."""
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Ceilings, measured by short loops on this machine with the server's own number of threads.

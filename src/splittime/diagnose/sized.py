@@ -39,6 +39,7 @@ LEAST_ERROR = 0.03  # that no replay is free of: an interval is at least so wide
 NO_HARM = 0.95  # an interval that begins above: it would not help; below, it might
 
 MEAN, TTFT, ITL, REFUSED = "e2e_ms_mean", "ttft_ms_p99", "itl_ms_p99", "refused"
+TTFT_P50 = "ttft_ms_p50"
 ABOUT: dict[str, tuple[str, ...]] = {
     "slot_bound": (MEAN, TTFT),
     "kv_bound": (MEAN, TTFT),
@@ -47,13 +48,14 @@ ABOUT: dict[str, tuple[str, ...]] = {
     "head_of_line": (MEAN, TTFT),
     "static_batching": (MEAN, TTFT),
     "starvation": (TTFT, MEAN),
-    "prefill_interference": (ITL, MEAN),
+    "prefill_interference": (ITL, TTFT_P50, TTFT, MEAN),  # the gaps are bought with first tokens
     "queue_bound": (REFUSED, MEAN),
     "overload": (MEAN, TTFT, REFUSED),
 }
 WORDS = {
     MEAN: "the mean request",
     TTFT: "the first token (p99)",
+    TTFT_P50: "the first token (p50)",
     ITL: "the gap between tokens (p99)",
     REFUSED: "the number of refused requests",
 }

@@ -2,11 +2,16 @@
 
 A step with prompts is charged to them only for what its device took beyond the decode rows' usual time, and after what
 kept the engine from running (`diagnose.timeline`); pauses, host gaps and waits with a cause are others'.
+
+How long is too long, nobody can say but who asked: an SLO of the run, or else our server, which makes its own steps
+`PREFILL_SLICE_NS` long. Another one makes them of any length, so there it is what a reader feels. Shorter gaps are
+bought with later first tokens, and a cure tells both.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from splittime.core.facts import PREFILL_SLICE_NS
 from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
@@ -18,11 +23,12 @@ from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 
-STALL_MATTERS_NS = 50_000_000  # a reader takes 20 tokens a second or more for a steady flow
+GAPS = ("tpot", "itl", "chunk_gap", "token_gap", "max_stall")  # terms of an SLO that bound them
+BEYOND = 1.5  # times what our steps are made for: a start may be off by less
+FELT_NS, UNFELT_NS = 50_000_000, 40_000_000  # a reader takes 20 tokens a second or more for a steady flow
 STALL_TIMES = 4.0  # and it must stand out from the ordinary step
 MIN_STALLED_STEPS = 5  # fewer are a few odd moments, however many requests were held in them
-TARGET_STALL_NS = 40_000_000  # what a smaller budget should leave of the longest stall: below what matters
-TARGET_TIMES = 2.0  # or so many times a step without prompts, where that takes as long by itself
+LONGEST_TIMES = 2.0  # a step with prompts takes so many times one without, where that takes as long by itself
 LEAST_CHUNK = 16  # tokens, the server's own minimum
 
 
@@ -55,7 +61,8 @@ def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
     quiet_ns = median(step_cost.length_ns(step) for step in books.steps if not step.prefill_tokens)
     if quiet_ns is None:
         return None
-    bar_ns = max(STALL_MATTERS_NS, STALL_TIMES * quiet_ns)
+    usual_ns = FELT_NS if books.engine else BEYOND * PREFILL_SLICE_NS
+    bar_ns = max(asked_ns(books) or usual_ns, STALL_TIMES * quiet_ns)
     taken = zip(books.steps, timeline(books).by_step[:, Part.PROMPTS], strict=True)
     over_ns = {step.step_id: float(ns) for step, ns in taken if ns + quiet_ns >= bar_ns}
     lost_ns = {a.request_id: sum(over_ns.get(step_id, 0.0) for step_id in set(a.token_steps[1:])) for a in accounts}
@@ -63,11 +70,23 @@ def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
     return Stalls(quiet_ns, bar_ns, {step_id: over_ns[step_id] for step_id in felt}, lost_ns)
 
 
+def asked_ns(books: Books) -> float | None:
+    """Returns the longest time between tokens that the run's SLO allows; None where it says nothing of it."""
+    slo = books.run.slo if books.run is not None else {}
+    return min((limit for term, limit in slo.items() if term.startswith(GAPS)), default=None)
+
+
+def longest_step_ns(books: Books, quiet_ns: float) -> float:
+    """Returns how long a step with prompts should be made. quiet_ns: one without."""
+    return max(asked_ns(books) or (UNFELT_NS if books.engine else PREFILL_SLICE_NS), LONGEST_TIMES * quiet_ns)
+
+
 def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
     worst_ns = derive.percentile(list(stalls.over_ns.values()), 95) or 0
     felt = [step for step in books.steps if step.step_id in stalls.over_ns]
     held = [request_id for request_id, ns in stalls.lost_ns.items() if ns > 0]
-    cure, cost = _smaller_chunks(books, felt, max(TARGET_STALL_NS, TARGET_TIMES * stalls.quiet_ns))
+    longest_ns, whose = longest_step_ns(books, stalls.quiet_ns), "by the SLO" if asked_ns(books) else "as none is asked"
+    cure, cost = _smaller_chunks(books, felt, longest_ns)
     return Finding(
         claim=f"{num_requests(served(books.accounts), held)} decoding requests stood still while others' prompts were "
         f"computed: {ms(worst_ns):.0f} ms more (p95) in steps of {ms(stalls.quiet_ns):.1f} ms, {share.value:.0%} of "
@@ -75,6 +94,7 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
         evidence=(
             Fact("a step without prompts, median", ms(stalls.quiet_ns), "ms"),
             Fact(f"steps that others' prompts made {ms(stalls.bar_ns):.0f} ms or longer", len(felt)),
+            Fact("that a step may take", ms(longest_ns), f"ms, {whose}"),
             Fact("what prompts took of these, the 95th percentile", ms(worst_ns), "ms"),
             Fact("time that it took decoding requests", ms(sum(stalls.lost_ns.values())), "ms over all requests"),
             Fact("prompt tokens in the step, at most", max(step.prefill_tokens for step in felt)),
@@ -107,8 +127,7 @@ def _smaller_chunks(books: Books, felt: Sequence[StepRecord], target_ns: float) 
     else:
         flags = ()
         sentence = f"Let a step compute at most {tokens} prompt tokens."
-    cost = "TTFT of long prompts rises: each of their chunks repeats the step's fixed part"
-    cost += _chunk_cost(books, tokens)
+    cost = f"TTFT of long prompts rises{_prompt_cost(books, felt, tokens)}."
     return Cure(sentence=sentence, flags=(*flags, "--max-prefill-tokens", str(tokens)), elsewhere=elsewhere), cost
 
 
@@ -134,10 +153,20 @@ def _tokens_within(books: Books, limit_ns: float) -> int:
     return max(LEAST_CHUNK, int(left_ns / cost.prefill_ns) // LEAST_CHUNK * LEAST_CHUNK)
 
 
-def _chunk_cost(books: Books, tokens: int) -> str:
-    """What a step takes that computes no prompt, against what it takes with a chunk of so many tokens."""
+def _prompt_cost(books: Books, felt: Sequence[StepRecord], tokens: int) -> str:
+    """Returns what computing the longest prompts of these steps would take with so many tokens a step, beside what it
+    takes now, and the same of a step."""
     cost = step_cost.fit(books.steps)
     if cost is None or cost.prefill_ns <= 0:
-        return "."
+        return ": each of their chunks repeats what a step takes whatever is in it"
     rows = median(step.decode_tokens for step in books.steps) or 0
-    return f", here {cost.step_ns(rows, 0, 0) / (tokens * cost.prefill_ns):.0%} more time for each."
+    now = int(median(step.prefill_tokens for step in felt) or tokens)
+    in_steps = {request_id for step in felt for request_id, _, count in step.rows if count > 1}
+    prompt = max((a.prompt_tokens - a.cached_tokens for a in books.accounts if a.request_id in in_steps), default=now)
+    sizes = (now, tokens)
+    before, after = (ms(-(-prompt // size) * cost.step_ns(rows, 0, 0) + prompt * cost.prefill_ns) for size in sizes)
+    gaps = " to ".join(f"{ms(cost.step_ns(rows, size, 0)):.0f}" for size in sizes)
+    return (
+        f": a step falls from {gaps} ms, and {prompt} tokens of prompt take {after:.0f} ms instead of {before:.0f} at "
+        "the least, longer where others wait behind them"
+    )

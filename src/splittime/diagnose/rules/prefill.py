@@ -26,6 +26,7 @@ from splittime.diagnose.rules.evidence import (
     union,
     worst,
 )
+from splittime.diagnose.rules.interference import longest_step_ns
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
@@ -33,8 +34,6 @@ from splittime.ledger.steps import StepRecord
 
 MIN_GAIN = 1.2  # what a doubled budget must gain for a prompt; with less the order of prompts matters more
 TIMES = (2, 4, 8, 16)  # by which the budget may grow
-LONGEST_STEP_NS = 40_000_000  # that a larger budget may make of a step: below what is felt between tokens
-LONGEST_TIMES = 2.0  # or so many times a step without prompts, where that takes as long by itself
 
 
 @rule("accounts", "steps", explains=(Cause.TOKEN_BUDGET,))
@@ -86,9 +85,9 @@ def _lost_to_budget(
     return {name: waits.get(name, 0.0) + again.get(name, 0.0) for name in (*waits, *again)}
 
 
-def _times(cost: step_cost.StepCost, rows: float, largest: int) -> int:
-    """By how much the budget may grow before a step is felt between tokens; at least twice."""
-    longest_ns = max(LONGEST_STEP_NS, LONGEST_TIMES * cost.step_ns(rows, 0, 0))
+def _times(books: Books, cost: step_cost.StepCost, rows: float, largest: int) -> int:
+    """By how much the budget may grow before a step is longer than any is made; at least twice."""
+    longest_ns = longest_step_ns(books, cost.step_ns(rows, 0, 0))
     fitting = [t for t in TIMES if cost.step_ns(rows, t * largest, 0) <= longest_ns]
     return max(fitting, default=TIMES[0])
 
@@ -104,7 +103,7 @@ def _budget_finding(
 ) -> Finding:
     accounts = served(books.accounts)
     rows = median(step.decode_tokens for step in books.steps if step.prefill_tokens) or 0
-    times = _times(cost, rows, largest)
+    times = _times(books, cost, rows, largest)
     lost = {**chunks, **waits}
     return Finding(
         claim=f"Steps compute at most {largest} tokens of prompts: {num_requests(accounts, lost)} requests waited for "
