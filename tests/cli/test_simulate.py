@@ -192,6 +192,8 @@ def test_a_cache_of_other_numbers_is_so_many_blocks(tmp_path: Path) -> None:
     result = invoke(tmp_path / "run.sqlite", "--kv-cache-dtype", "int8", "--draws", 1, "--json")
     assert json.loads(result.stdout)["change"]["settings"] == {"num_blocks": int(60 * 2 / (1 + 4 / 64))}
     assert "112 blocks for 60 bfloat16 ones; steps as quick as recorded" in " ".join(result.stderr.split())
+    same = invoke(tmp_path / "run.sqlite", "--kv-cache-dtype", "auto", "--draws", 1, "--json")
+    assert json.loads(same.stdout)["change"]["settings"] == {"num_blocks": 60}
     smaller = invoke(tmp_path / "run.sqlite", "--kv-cache-memory-bytes", "80KiB", "--draws", 1, "--json")
     assert json.loads(smaller.stdout)["change"]["settings"] == {"num_blocks": 40}
     both = invoke(tmp_path / "run.sqlite", "--kv-cache-memory-bytes", "80KiB", "--num-blocks", 40)

@@ -42,7 +42,7 @@ ReplicaOf = Callable[[Recorded], AnyReplica]
 DRAWS = 20
 JUDGED = tuple(f"{of}_ms_{percent}" for of in ("ttft", "itl", "e2e") for percent in ("p50", "p90"))  # p99s are few
 PARTS_OF_DRIFT = 16  # of a run, between which `Errors.drift` is: their mean varies the less
-FAR = 0.3  # a figure that is so far off is told
+FAR = 0.1  # a figure that is so far off is told
 
 
 class Miss(msgspec.Struct, frozen=True):

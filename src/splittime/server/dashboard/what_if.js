@@ -177,7 +177,7 @@ function kindOf({ own_low: low, own_high: high }) {
 
 const times = (ratio) => `${ratio < 10 ? ratio.toFixed(2) : ratio.toPrecision(3)}x`;
 
-const FAR = 0.3; // of the record: `simulate.what_if.FAR`
+const FAR = 0.1; // of the record: `simulate.what_if.FAR`
 
 /** How well the simulation of the settings as they were agrees with what was recorded. */
 function errorOf(miss) {
