@@ -142,7 +142,7 @@ def prefix_broken(books: Books) -> Answer:
 def history_differs(books: Books) -> Answer:
     """A conversation comes back without something that was in it before, and all behind that is computed again."""
     accounts, missed = served(books.accounts), all_missed(books).dropped
-    tokens, saved_ns, share = _sums_of(books, missed)
+    _, saved_ns, share = _sums_of(books, missed)
     if not share.is_worth_it:
         return share.unsure()
     at_token = int(median(miss.at_token for miss in missed) or 0)
