@@ -22,6 +22,39 @@ def test_a_host_that_keeps_the_device_waiting():
     assert "between steps" in first.claim
 
 
+def with_host(books, host_ns):
+    """The same steps; of each one's device time so much was the host's, by the tokens of its answers so far."""
+    prompts = {account.request_id: account.prompt_tokens for account in books.accounts}
+    steps = []
+    for step in books.steps:
+        answered = sum(max(0, start - prompts[name]) for name, start, _ in step.rows)
+        took_ns = min(step.device_ns, host_ns(len(step.rows), answered))
+        steps.append(
+            msgspec.structs.replace(step, device_ns=step.device_ns - took_ns, commit_ns=step.commit_ns + took_ns)
+        )
+    return msgspec.structs.replace(books, steps=tuple(steps))
+
+
+@pytest.mark.parametrize(
+    ("host_ns", "grows"),
+    [
+        (lambda rows, answered: 200_000 * answered, True),
+        (lambda rows, answered: 3 * MS + 150_000 * answered, True),
+        (lambda rows, answered: 14 * MS, False),
+        (lambda rows, answered: 3 * MS + 10 * MS * rows, False),
+        (lambda rows, answered: 13 * MS + 20_000 * answered, False),
+    ],
+)
+def test_a_host_that_takes_longer_the_longer_an_answer_is(host_ns, grows):
+    """Not that it takes longer with more requests at once, or all the time."""
+    books = with_host(Ward(step_ms=20).run(*poisson(0.3, 40, output=120)), host_ns)
+    first = diagnose(books).illnesses[0]
+    assert first.name == "host_bound"
+    assert ("grows with the answers' length" in first.claim) is grows
+    assert first.cure.flags == (() if grows else ("--num-threads", "1"))
+    assert ("goes through the whole answer" in first.cure.sentence) is grows
+
+
 def test_a_quick_host():
     assert names(Ward(step_ms=1, token_ms=0.01, gap_ms=0.1).run(*poisson(10, 80))) == []
 
@@ -40,6 +73,23 @@ def test_long_pauses_are_named_and_short_ones_not():
 def test_texts_that_take_longer_to_tokenise_than_to_compute():
     cases = [Case(200 * i, ids(200, i), 1, tokenize_ms=30) for i in range(40)]
     assert names(Ward().run(*cases))[0] == "slow_tokenizing"
+
+
+@pytest.mark.parametrize(
+    ("render_ms", "begins", "cure"),
+    [
+        (26, "The chat template, by 87%", "--chat-template FILE"),
+        (4, "Tokenising", "token ids"),
+        (0, "Tokenising", "token ids"),
+    ],
+)
+def test_a_template_that_takes_longer_than_the_tokenizer(render_ms, begins, cure):
+    books = Ward().run(*[Case(200 * i, ids(200, i), 1, tokenize_ms=29.94) for i in range(40)])
+    accounts = tuple(msgspec.structs.replace(account, render_ns=render_ms * MS) for account in books.accounts)
+    first = diagnose(msgspec.structs.replace(books, accounts=accounts)).findings[0]
+    assert first.name == "slow_tokenizing"
+    assert first.claim.startswith(begins)
+    assert cure in first.cure.sentence
 
 
 def test_slow_first_steps_after_the_start():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
 from .conftest import EOS, say
@@ -124,3 +125,15 @@ def test_what_vllm_counts_of_a_prompt_is_counted_once_for_each(launch) -> None:
     ):
         assert f"vllm:{name}_count{{{labels}}} {count}.0\n" in text
         assert f"vllm:{name}_sum{{{labels}}} {total}.0\n" in text
+
+
+def test_how_long_a_template_took_is_a_part_of_tokenising(launch) -> None:
+    live = launch(say("x"))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for path, body in (("chat/completions", chat), ("completions", {"prompt": "hi", "max_tokens": 1})):
+        name = live.post(f"/v1/{path}", body)[1]["x-request-id"]
+        account = live.get(f"/ledger/requests/{name}")[2]
+        took_ns = sum(s["end_ns"] - s["begin_ns"] for s in account["stages"] if s["stage"] == "tokenize")
+        assert 0 <= account["render_ns"] <= took_ns
+        assert (account["render_ns"] > 0) is (path == "chat/completions")
+        assert account_from_json(account).render_ns == account["render_ns"]

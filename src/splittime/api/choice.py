@@ -63,6 +63,7 @@ class Choice:
     echo: Echo | None = None
     hides_output: bool = False  # echo with max_tokens 0
     prompt_hashes: PromptHashes = NO_HASHES
+    render_ns: int = 0
     reasoning: ReasoningParser | HarmonyParser | None = None  # of a model that reasons
     pooled: bytes = b""  # of an embedding, as `RowResult` has it
     token_ids: list[int] = field(default_factory=list)
@@ -265,6 +266,7 @@ class Choice:
             prefixes=self.prompt_hashes.prefixes,
             answer_prefixes=answer_hashes(self.request.prompt_token_ids, self.token_ids),
             cache_salt=salt_hash(self.request.cache_salt),
+            render_ns=self.render_ns,
             computes_prompt=self.request.sampling.computes_prompt,
             max_tokens=self.request.sampling.max_tokens or 0,
             priority=self.request.priority,

@@ -126,6 +126,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         was looked up in the cache, because the log-probabilities of all of it were asked for.
     unseen_ns: how long before `start_ns` the request lay in its socket, because the server's event loop was busy, as
         the kernel says (`web.connection`); 0 below 8 ms. Part of no sum: the account begins when it is seen.
+    render_ns: how long its chat template took, of the stage `tokenize`; 0 for none.
     tenant: the name of the key that asked (`web.tenants`); empty where none is asked for. weight: of its share.
     cancelled_ns, freed_ns: when the client's going away was noticed, and when its blocks were free again.
     max_tokens: output tokens that it had room for; 0: not known (an earlier version's book, or a request that never
@@ -186,6 +187,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     ahead_ns: int = 0
     reasoning_tokens: int = 0
     most_reasoning_tokens: int | None = None
+    render_ns: int = 0
 
     @property
     def is_refused(self) -> bool:

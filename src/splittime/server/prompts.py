@@ -47,12 +47,13 @@ now_ns = time.monotonic_ns
 
 class TokenizedPrompt(NamedTuple):
     """given: as the client sent it; a chat's as token ids, and one that may have been cut. whole_len: its tokens
-    before that."""
+    before that. render_ns: as in `TextDone`."""
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
     given: str | tuple[int, ...]
     whole_len: int
+    render_ns: int = 0
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
@@ -61,7 +62,7 @@ class TokenizedPrompt(NamedTuple):
         text = OutputText(tokenizer, self.token_ids, stop=stop, min_tokens=least, shown_ids=ask.shown_ids)
         echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
         reasoning = None if ask.reasoning is None else ask.reasoning.parser()
-        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes, reasoning)
+        return Choice(index, request, account, text, echo, ask.echo_only, self.hashes, self.render_ns, reasoning)
 
     def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
         """The prompt as it was given, and where each of its tokens begins."""
@@ -146,7 +147,8 @@ class Prompts:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
         done = await self._tokenized(deadline_ns)
         each = zip(done.ids, self._whole_texts or done.ids, done.whole_lens, strict=True)
-        return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len) for ids, given, whole_len in each]
+        took_ns = done.render_ns
+        return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len, took_ns) for ids, given, whole_len in each]
 
     async def _tokenized(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:

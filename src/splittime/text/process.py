@@ -11,6 +11,7 @@ the event loop for 0.2 s.
 
 import socket
 from collections.abc import Iterator
+from time import monotonic_ns
 from typing import Any
 
 import msgspec
@@ -95,13 +96,15 @@ TextWork = Encode | Render | RenderEach | Decode
 
 class TextDone(msgspec.Struct, frozen=True, tag=True):
     """ids: of each text, unless they are in `answer`, a JSON object of up to 40 MB that lies where it came. whole_lens:
-    how many tokens each text had before it was cut. num_bytes: of the texts that were tokenised."""
+    how many tokens each text had before it was cut. num_bytes: of the texts that were tokenised. render_ns: how long a
+    template took to write a chat."""
 
     ids: tuple[tuple[int, ...], ...] = ()
     whole_lens: tuple[int, ...] = ()
     num_bytes: int = 0
     text: str = ""
     answer: memoryview = memoryview(b"")
+    render_ns: int = 0
 
 
 class Tokens(msgspec.Struct):
@@ -132,9 +135,11 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             texts = tuple(tokenizer.render_chat(chat, **work.options) for chat in work.chats)
             return _encoded(Encode(texts, False, work.most_tokens), texts, tokenizer)
         case Render():
+            begin_ns = monotonic_ns()
             text = tokenizer.render_chat(work.messages, **work.options)
+            render_ns = monotonic_ns() - begin_ns
             try:
-                return _encoded(work, (text,), tokenizer)
+                return msgspec.structs.replace(_encoded(work, (text,), tokenizer), render_ns=render_ns)
             except RequestError as error:
                 error.info = msgspec.structs.replace(error.info, param="messages")
                 raise

@@ -52,6 +52,7 @@ AS_THEY_ARE = (
     "ahead_ns",
     "reasoning_tokens",
     "most_reasoning_tokens",
+    "render_ns",
     "max_tokens",
     "priority",
     "weight",

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy
+
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
@@ -29,6 +31,8 @@ from splittime.ledger.steps import StepRecord
 
 HOST_SHARE = 0.5  # of busy time: the device waits longer than it works; a small model (4 M parameters) is at a third
 ODD_TIMES = 4.0  # what the host took of a step counts up to so many times the median: beyond, the process was put aside
+GROWS_SHARE = 0.5  # of what the host takes: then it is what is to be cured
+RENDER_SHARE = 0.5  # of rendering and tokenising: then the template is what is to be cured
 PAUSE_SHARE = 0.02  # pauses hit everybody at once and at the worst moment: less of them is felt
 LONG_PAUSE_NS = 100_000_000  # as long as a whole answer of a fast server's first token
 MIN_LONG_PAUSES = 3  # of these, whatever their share is
@@ -58,22 +62,36 @@ def host_bound(books: Books) -> Answer:
     return _waiting_for_host(books, share, host_ns + device_ns, host_share)
 
 
+def answers_part(books: Books) -> float:
+    """Returns how much of what the host takes of the steps grows with how many tokens their answers have so far: by a
+    line fitted to the steps (`step_cost`), by rows and by these tokens."""
+    prompts = {account.request_id: account.prompt_tokens for account in books.accounts}
+    answered = [sum(max(0, start - prompts.get(name, start)) for name, start, _ in step.rows) for step in books.steps]
+    if len(answered) < step_cost.MIN_STEPS_TO_FIT or not any(answered):
+        return 0.0
+    known = numpy.array([(1.0, len(s.rows), n) for s, n in zip(books.steps, answered, strict=True)], dtype=float)
+    taken = timeline(books).by_step[:, Part.HOST]
+    return float(step_cost.robust_fit(known, taken)[2] * known[:, 2].sum() / max(1.0, taken.sum()))
+
+
 def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: float) -> Finding:
     busy_ns = sum(step_cost.length_ns(step) for step in books.steps)
     parts = {name: sum(getattr(step, name) for step in books.steps) for name in _HOST_PARTS}
     largest = max(parts, key=lambda name: parts[name])
     rows = sum(len(step.rows) for step in books.steps) / len(books.steps)
     kernels = str(setting(books, "kernels") or "")
-    is_native = kernels in ("", "native", "auto")
+    grows = answers_part(books)
     return Finding(
         claim=f"Of {worked_ns / 1e9:.1f} s of work the device waited {host_share:.0%} for the host, most "
-        f"of it in {_HOST_PARTS[largest]}.",
+        f"of it in {_HOST_PARTS[largest]}."
+        + (f" {grows:.0%} of that grows with the answers' length." if grows >= GROWS_SHARE else ""),
         evidence=(
             *(Fact(meaning, f"{parts[name] / busy_ns:.1%}", "of busy time") for name, meaning in _HOST_PARTS.items()),
             Fact("host, the median step", ms(median(map(_host_ns, books.steps)) or 0), "ms"),
             Fact("device, the median step", ms(median(step.device_ns for step in books.steps) or 0), "ms"),
             Fact("rows in a step, mean", round(rows, 1)),
             Fact("kernels", kernels or "not told"),
+            Fact("the host's part that grows with the tokens of the answers so far", f"{grows:.0%}"),
         ),
         request_ids=worst(times_ns(served(books.accounts), _COMPUTING)),
         step_ids=slowest_steps(step for step in books.steps if step.host_gap_ns + step.launch_ns > step.device_ns),
@@ -81,17 +99,28 @@ def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: 
         share_interval=share.interval,
         confidence=CERTAIN if largest != "host_gap_ns" else LIKELY,
         confidence_from="each step's own split, which sums to its length",
-        cure=Cure(
-            sentence="Give the engine process a core of its own: nothing else busy on this machine, one thread fewer."
-            if is_native
-            else "Use the native kernels: one call a layer instead of one an operation.",
-            flags=("--num-threads", "1") if is_native else ("--kernels", "native"),
-            elsewhere={"vllm": "--async-scheduling, no --enforce-eager", "sglang": "no --disable-cuda-graph"},
-        ),
-        cost="Fewer threads compute large prompts more slowly." if is_native else "None known.",
+        cure=_cure(kernels in ("", "native", "auto"), grows >= GROWS_SHARE),
+        cost="An answer that is cut goes on in the next request."
+        if grows >= GROWS_SHARE
+        else "Fewer threads compute large prompts more slowly.",
         counter_check="With the change the host's share of busy time stays.",
         regime=f"steps of about {rows:.0f} rows; the host's part shrinks as batches and models grow",
     )
+
+
+def _cure(is_native: bool, grows: bool) -> Cure:
+    if grows:
+        return Cure(
+            sentence="Find what goes through the whole answer again at each token (`py-spy dump` of the engine process "
+            "in such a step; what looks back is guessing, penalties, forms and stop strings), and do without; until "
+            "then bound the answers (max_tokens). No setting of cores or threads changes it."
+        )
+    elsewhere = {"vllm": "--async-scheduling, no --enforce-eager", "sglang": "no --disable-cuda-graph"}
+    if not is_native:
+        sentence = "Use the native kernels: one call a layer instead of one an operation."
+        return Cure(sentence=sentence, flags=("--kernels", "native"), elsewhere=elsewhere)
+    sentence = "Give the engine process a core of its own: nothing else busy on this machine, one thread fewer."
+    return Cure(sentence=sentence, flags=("--num-threads", "1"), elsewhere=elsewhere)
 
 
 def _usual_ns(books: Books) -> tuple[float, float]:
@@ -170,14 +199,19 @@ def slow_tokenizing(books: Books) -> Answer:
     if not share.is_worth_it:
         return share.unsure()
     waited = times_ns(accounts, in_stages(Stage.TOKENIZE_QUEUE))
+    worked_ns = sum(taken.values()) - sum(waited.values())
+    rendered_ns = sum(account.render_ns for account in accounts)
+    is_template = rendered_ns >= RENDER_SHARE * worked_ns
     tokens = sum(account.prompt_tokens for account in accounts)
-    rate = tokens / max(1e-9, (sum(taken.values()) - sum(waited.values())) / 1e9)
+    rate = tokens / max(1e-9, worked_ns / 1e9)
+    what = f"The chat template, by {rendered_ns / max(1, worked_ns):.0%}, and t" if is_template else "T"
     return Finding(
-        claim=f"Tokenising, and waiting for it, took {share.value:.0%} of all requests' time: {rate:.0f} prompt "
+        claim=f"{what}okenising, and waiting for it, took {share.value:.0%} of all requests' time: {rate:.0f} prompt "
         "tokens/s.",
         evidence=(
             Fact("tokenising and waiting for it", ms(sum(taken.values())), "ms over all requests"),
             Fact("of it waiting", ms(sum(waited.values())), "ms over all requests"),
+            Fact("of it in the chat template", ms(rendered_ns), "ms over all requests"),
             Fact("median of a request", ms(median(taken.values()) or 0), "ms"),
             Fact("prompt tokens", tokens, "tokens"),
             Fact("of them from the prefix cache", sum(account.cached_tokens for account in accounts), "tokens"),
@@ -188,11 +222,17 @@ def slow_tokenizing(books: Books) -> Answer:
         confidence=CERTAIN,
         confidence_from="a stage of the accounts",
         cure=Cure(
-            sentence="Send token ids instead of text (`prompt: [1, 2, ...]`), or shorter texts; for chats keep the "
-            "history short.",
+            sentence="Make the chat template quicker (--chat-template FILE): no loop within a loop over the messages, "
+            "no text put together piece by piece; until then keep the history short, or write the prompt in the client "
+            "(/v1/completions)."
+            if is_template
+            else "Send token ids instead of text (`prompt: [1, 2, ...]`), or shorter texts; for chats keep the history "
+            "short.",
             elsewhere={"vllm": "--api-server-count", "sglang": "--tokenizer-worker-num", "any": "send token ids"},
         ),
-        cost="The client must have the model's tokenizer.",
-        counter_check="With ids sent instead of text TTFT does not fall by about the tokenising time.",
+        cost="Another template may write another prompt: compare what both write."
+        if is_template
+        else "The client must have the model's tokenizer.",
+        counter_check="With the prompts sent as token ids TTFT does not fall by about this time.",
         regime="long texts with little to compute: short answers, prompts that the prefix cache holds",
     )
