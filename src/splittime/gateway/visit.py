@@ -90,7 +90,6 @@ class GatewayVisit:
 
     def refuse_at_once(self) -> http.AtOnce | None:
         """The refusal, if the head alone decides that there is no room now; else None, and nothing is taken."""
-        self.account.request_id = http.new_request_id()
         try:
             self.account.request_id = http.request_id(self._scope)
             self._read_head()
