@@ -40,10 +40,9 @@ from splittime.drive.inline import InlineDriver
 from splittime.drive.known import MAX_SLEEPS
 from splittime.drive.messages import StepOutput
 from splittime.ledger.account import EMBEDDINGS, Account
-from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.facts import Process, ServerFacts, start_book
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
-from splittime.ledger.start import start_book
 from splittime.ledger.store import Ledger
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText

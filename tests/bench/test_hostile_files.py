@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from splittime.bench import data_file
+from splittime.bench import traces
 from splittime.bench.book.records import load_run
 from splittime.bench.draw import draw
 from splittime.bench.schedule import load_schedule
@@ -76,7 +76,7 @@ def test_a_trace_that_is_only_odd_is_read(text, tmp_path):
 @pytest.mark.parametrize("packs", [bytes, gzip.compress])
 def test_a_file_of_any_number_is_not_unpacked(packs, tmp_path, monkeypatch):
     """Of zeros, 100 MB are 100 kB."""
-    monkeypatch.setattr(data_file, "MAX_TEXT_BYTES", 10_000)
+    monkeypatch.setattr(traces, "MAX_TEXT_BYTES", 10_000)
     path = kept(tmp_path, packs(HEADER.encode() + b"\n" + b"0" * 10_000))
     with pytest.raises(ConfigError, match="more than 10,000 bytes") as refused:
         drawn(trace=str(path))

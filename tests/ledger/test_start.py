@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.ledger.start import UNATTRIBUTED, start_book
+from splittime.ledger.facts import UNATTRIBUTED, start_book
 
 instants = st.integers(-50, 1050)
 phases = st.lists(st.tuples(st.sampled_from("abc"), instants, instants), max_size=12)

@@ -22,9 +22,8 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
-from splittime.api.cutting import KeepLast, keep_last
 from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
-from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.limits import BodyLimits, KeepLast, ModelInfo, keep_last
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.cutting import keep_last
 from splittime.api.given_prompts import GivenPrompts, Prompt, check_token_ids, kept_of, listed
-from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.limits import BodyLimits, ModelInfo, keep_last
 from splittime.api.reasoning import ReasoningUse, reasoning_use_of
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,

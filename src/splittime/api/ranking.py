@@ -28,10 +28,9 @@ from msgspec import UNSET, Meta, UnsetType
 from splittime.api.answer import last_ended, timing
 from splittime.api.answer_structs import Notices, Timing
 from splittime.api.choice import Choice
-from splittime.api.cutting import FIELD, KeepLast, keep_last
 from splittime.api.embeddings import EmbeddingUsage
 from splittime.api.foreign import UNSUPPORTED
-from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.limits import FIELD, BodyLimits, KeepLast, ModelInfo, keep_last
 from splittime.api.params import Ask, check_model
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError

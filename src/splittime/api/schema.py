@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from splittime.api.cutting import KeepLast
+from splittime.api.limits import KeepLast
 from splittime.core.sampling import MAX_BAD_WORDS
 
 MAX_STOP_CHARS = 1024

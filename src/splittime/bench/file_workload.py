@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from splittime.bench.book.records import Phase
-from splittime.bench.data_file import bad_file, bad_line, lines, read_text
 from splittime.bench.distributions import Distribution, parse_distribution, stream, uniform
 from splittime.bench.prompts import Alphabet, Salt, token_ids
 from splittime.bench.schedule import Message
 from splittime.bench.spec import LoadSpec
+from splittime.bench.traces import bad_file, bad_line, lines, read_text
 from splittime.bench.workload import Content, Conversation
 from splittime.core.errors import ConfigError
 

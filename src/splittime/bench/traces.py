@@ -7,24 +7,30 @@ Read without being told what it is:
     any other CSV                                          columns named by flags
 Times count from the first row. `prefix_blocks`, and Mooncake's `hash_ids`, are the ids of the prompt's 512-token blocks
 in order: equal ids mean equal tokens (`workload.TraceWorkload` makes them so, and prefix hits reproduce).
+
+Reading what users bring: a file of text, plain or gzip, with errors that name file and line.
 """
 
 import csv
-from collections.abc import Callable, Iterable
+import gzip
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from splittime.bench.data_file import bad_file, bad_line, lines, read_text
 from splittime.bench.distributions import Floats, LengthRows
 from splittime.bench.spec import LoadSpec
+from splittime.core.errors import ConfigError, NotFound
 
 BLOCK_TOKENS = 512
 MAX_TOKENS = 100_000_000
 MAX_SPAN_S = 10 * 365.25 * 86_400
 S_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 Blocks = tuple[int, ...]
+GZIP_MAGIC = b"\x1f\x8b"
+MAX_TEXT_BYTES = 2**30  # a small file may be packed from any number
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -197,3 +203,37 @@ def parse_blocks(text: str) -> Blocks:
         if len(ids) > MAX_TOKENS // BLOCK_TOKENS:
             raise ValueError(f"more than {MAX_TOKENS // BLOCK_TOKENS:,} blocks")
     return tuple(ids)
+
+
+def read_text(path: str, param: str) -> str:
+    """Raises `NotFound` for no file and `ConfigError` for one that is no text."""
+    file = Path(path)
+    if not file.is_file():
+        raise NotFound(f"no file at {path}", param=param, value=path)
+    try:
+        with file.open("rb") as plain:
+            is_packed = plain.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        with gzip.open(file) if is_packed else file.open("rb") as opened:
+            data = opened.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            hint = "Take a part of it."
+            what = f"{path} holds more than {MAX_TEXT_BYTES:,} bytes"
+            raise ConfigError(what, param=param, value=path, limit=MAX_TEXT_BYTES, hint=hint)
+        return data.decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
+        raise ConfigError(f"cannot read {path}: {error}", param=param, value=path) from error
+
+
+def lines(text: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, numbered from 1 as editors do; only a line feed ends one."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line
+
+
+def bad_line(path: str, number: int, why: str, param: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"{path}, line {number}: {why}", param=param, value=path, hint=hint)
+
+
+def bad_file(path: str, why: str, param: str, hint: str | None = None) -> ConfigError:
+    return ConfigError(f"{path}: {why}", param=param, value=path, hint=hint)

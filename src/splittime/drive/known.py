@@ -21,8 +21,7 @@ from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, WAKING, Rest, Sl
 from splittime.drive.host_time import MAX_KEPT
 from splittime.drive.messages import Ready, Sleep, SleepDone, ToEngine, Wake
 from splittime.drive.residency import sleeps_already
-from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.start import start_book
+from splittime.ledger.facts import Process, ServerFacts, start_book
 
 Pauses = tuple[tuple[int, int], ...]
 MAX_SLEEPS = 32

@@ -26,10 +26,9 @@ from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.in_flight_limit import InFlightLimit
 from splittime.gateway.routing.affinity import PrefixAffinity
-from splittime.gateway.routing.first_byte_waits import FirstByteWaits
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.routing.regions import NOWHERE, DistanceCost, Regions
-from splittime.gateway.routing.round_trips import RoundTrip
+from splittime.gateway.routing.round_trips import FirstByteWaits, RoundTrip
 from splittime.gateway.upstream_pulse import UpstreamPulse
 from splittime.gateway.usage_asked import EACH_CHUNK
 from splittime.gateway.verdict import AnswerVerdict, Whose

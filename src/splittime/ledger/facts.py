@@ -5,14 +5,20 @@ roofline) is an estimate, made in `diagnose` and stored nowhere.
 
 A server tells them at `GET /ledger/facts`, as this structure in JSON (`msgspec.json.decode(body, type=ServerFacts)`),
 and its ledger file keeps them (`LedgerFile.facts`). `settings` and `processes` are as of the moment of asking.
+
+A start as a book: parts that touch, from the making of a process to its readiness, and sum to the time between with
+`==`. What no part was told for is `unattributed`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from splittime.core.facts import Machine, TokenCost
-from splittime.core.sleep import SleepReport
+from splittime.core.sleep import Part, SleepReport
+
+UNATTRIBUTED = "unattributed"
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +28,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pauses: (begin, duration) in ns of the latest collections of garbage that took a millisecond or more; all of them
         are in `/stats`.
     sleeps: how it fell asleep and woke, the latest times.
-    start: what was done from `started_ns` to `ready_ns`: name, begin and end in ns; the parts touch (`ledger.start`).
+    start: what was done from `started_ns` to `ready_ns`: name, begin and end in ns; the parts touch (`start_book`).
     """
 
     name: str
@@ -55,3 +61,21 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def process(self, name: str) -> Process | None:
         return next((process for process in self.processes if process.name == name), None)
+
+
+def start_book(started_ns: int, ready_ns: int, told: Iterable[Part]) -> tuple[Part, ...]:
+    """Returns the parts from `started_ns` to `ready_ns`. told: in any order. Of two that overlap the earlier has what
+    they share, and what lies outside the start is in no part."""
+    parts: list[Part] = []
+    at_ns = started_ns
+    for name, begin_ns, end_ns in sorted(told, key=lambda part: part[1:]):
+        begin_ns, end_ns = max(begin_ns, at_ns), min(end_ns, ready_ns)
+        if begin_ns >= end_ns:
+            continue
+        if at_ns < begin_ns:
+            parts.append((UNATTRIBUTED, at_ns, begin_ns))
+        parts.append((name, begin_ns, end_ns))
+        at_ns = end_ns
+    if at_ns < ready_ns:
+        parts.append((UNATTRIBUTED, at_ns, ready_ns))
+    return tuple(parts)

@@ -24,8 +24,7 @@ from splittime.drive.host_time import GcPauses, freeze_heap, machine_time
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import send_lag_ns
 from splittime.ledger.export.prometheus import PrometheusExporter
-from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.start import start_book
+from splittime.ledger.facts import Process, ServerFacts, start_book
 from splittime.ledger.store import ANSWER_PREFIXES, Ledger
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.server.books import OpenBook

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splittime.gateway.cache.asked import AskedKey, Wishes, asked_key
-from splittime.gateway.cache.embedders import Embedder, Vector
 from splittime.gateway.cache.flight import Flight
 from splittime.gateway.cache.kept import EQUAL, KINDS, LIKE, KeptAnswer, new_mark, pieces_of, text_of
-from splittime.gateway.cache.questions import QuestionIndex
+from splittime.gateway.cache.questions import Embedder, QuestionIndex, Vector
 from splittime.gateway.cache.shadow import DIFFERENT, JUDGED, OUTCOMES, outcome, wilson
 from splittime.gateway.cache.stores import STORE_ERRORS, AnswerStore, Purge, SqliteAnswers
 from splittime.gateway.cache.verifier import Verifier

@@ -1,6 +1,6 @@
 """Which region a request goes to: the one of the upstream with the least round trip and expected wait.
 
-`round_trips` measures the first, `first_byte_waits` expects the second; what is not known yet counts as nothing, so
+`round_trips` measures the first and expects the second; what is not known yet counts as nothing, so
 that it is soon known. Costs that differ by less than `EQUAL_NS` or a tenth are equal, as estimates are no closer than
 that; among equals the gateway's own region comes first. Who of a region gets the request, affinity and load say.
 """
