@@ -16,6 +16,8 @@ def test_the_one_asked_for_longest_ago_makes_room_within_an_owners_share() -> No
         kept.put("one", "d", "d", 10)
         assert names(kept, "one") == left
         assert (kept.weight, kept.weight_forgotten) == (30, 10)
+        kept.put("one", "e", "e", 1)  # one more than may be
+        assert (kept.weight, kept.weight_forgotten) == (21, 20)
 
 
 def test_who_keeps_most_loses_first() -> None:
@@ -38,6 +40,7 @@ def test_a_value_is_its_owners_alone_and_weighs_what_it_was_said_to() -> None:
         kept.drop("one", "a")
         kept.drop("other", "a")
     assert (kept.weight, len(kept), kept.get("one", "a"), kept.weight_forgotten) == (0, 0, None, 0)
+    assert not kept._weights  # of an owner without values nothing is left
 
 
 def test_one_that_is_too_heavy_alone_is_kept_while_it_is_the_only_one() -> None:
