@@ -163,7 +163,7 @@ def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Pa
 def test_a_vector_is_the_same_to_the_bit_on_any_number_of_threads(
     variant: str, inner: int, most_apart: float, tmp_path: Path
 ) -> None:
-    """But for rounding, where torch's GELU by tanh computes the last numbers otherwise (`runner.text_parts`)."""
+    """But for rounding, where torch's GELU by tanh computes the last numbers otherwise (`runner.encoder`)."""
     make(variant, tmp_path, intermediate_size=inner)
     write_tokenizer(tmp_path)
     texts = [" ".join(f"w{number * 7 % 50}" for number in range(count)) for count in (60, 3, 17, 60, 41, 1, 33, 52)]

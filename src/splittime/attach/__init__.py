@@ -2,10 +2,8 @@
 
     engine core     vllm_scheduler     vLLM's scheduler, which says what it decided; it decides nothing else
                     vllm_causes        why a request waits, or has no row
-                    vllm_plans         a plan and a request, in the books' words
-                    engine_books       what that means for each request's account and each step's record
+                    engine_books       what that means for each account, each step's record, and all who wait
                     request_book       of one request
-                    engine_queue       of those who wait: one history for all
                     mail               carries both to the API process, beside the hot path
     API process     middleware         an ASGI layer around vLLM's application
                     visits             one HTTP request: what it waited for before the engine and behind it

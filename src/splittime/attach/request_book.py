@@ -51,7 +51,7 @@ class FirstTokenBook(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class EngineBook:
     """The engine's part of one request's account, while it is open there. name: as the books have it.
-    recompute_until: as in `scheduler.state.RequestState`. waits: in `engine_queue.EngineQueue`."""
+    recompute_until: as in `scheduler.state.RequestState`. waits: in `engine_books.EngineQueue`."""
 
     __slots__ = (
         "account",

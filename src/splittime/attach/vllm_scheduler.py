@@ -3,7 +3,7 @@
 A subclass of whichever scheduler vLLM would have used, synchronous or asynchronous. It calls vLLM's method first and
 reads what came of it; it changes no decision. A fault of ours ends the books, never a request: it is logged once, told
 to the API process, and vLLM goes on.
-What a plan says is read in `vllm_plans`, why a request waits in `vllm_causes`.
+What a plan says is read in `ReadsPlans`, why a request waits in `vllm_causes`.
 """
 
 import logging

@@ -12,7 +12,7 @@ With `num_host_slots` there is a second tier (`kv.host`): a block that is given 
 is copied there first; `match` goes on there where the device's index ends, and `reserve` takes a block for each hit,
 into which it is copied back. Such a block is in the index as soon as that is planned: whoever finds it runs later.
 
-A block that another server has sent (`kv.imports`) comes in the same way: `adopt` takes a block for it and puts it in
+A block that another server has sent (`Imports`) comes in the same way: `adopt` takes a block for it and puts it in
 the index, and the next plan copies its content there.
 
 Blocks of the cache whose content another server has sent: which content goes to which block, and until when a block

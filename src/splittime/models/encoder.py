@@ -2,7 +2,7 @@
 
 It holds weights and nothing else. Texts come one behind the other, without padding: products are those of all tokens at
 once, and attention is computed text by text, so that what a text becomes does not depend on whose texts are beside it
-(but for rounding, where `gelu` is by tanh and the inner size no multiple of 32: see `runner.text_parts`).
+(but for rounding, where `gelu` is by tanh and the inner size no multiple of 32: see `runner.encoder`).
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ not it was drafted, since a row with drafts gives the tokens that rows without w
 yet, the drafter still learns that they would, and nothing has to be tried for it.
 
 A search takes microseconds, which a small model's step feels. So there is none where even a sure draft would not pay,
-and a request whose last search came to nothing is left alone for a while (`search_pace`), where time is short
+and a request whose last search came to nothing is left alone for a while (`SearchPace`), where time is short
 (`runner.drafting`). Prompts are indexed when they come and answers when they end; in between, tokens are kept as they
 come and indexed when a search wants them. In one step of `EXPLORE` all are searched, if there is time for any.
 

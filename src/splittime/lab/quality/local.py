@@ -8,7 +8,7 @@ counted (`Ops.bytes_read`), apart from what another model in this process reads.
 What a model claims to keep in fewer bits, for `splittime quality`: read from its files' headers, from their config,
 and from what was asked, beside what the loader says that it made of them.
 
-A claim must be borne out by the kernels' counters (`quality.reads`). Were it the loader's alone, a loader that fell
+A claim must be borne out by the kernels' counters (`quality.gate`). Were it the loader's alone, a loader that fell
 back to floats would claim nothing, and nothing would be missed.
 """
 
