@@ -65,3 +65,18 @@ def test_a_small_turn_behind_a_large_conversation_costs_what_is_new(server) -> N
     assert server.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, **stored})[0] == 200
     assert server.get(f"/v1/responses/{stored['previous_response_id']}/input_items?limit=1")[0] == 200
     assert meter.longest_ms() < MOST_MS
+
+
+def test_a_body_of_tools_is_read_beside_the_loop_long_before_it_is_large(server) -> None:
+    """All of 31 KB that are schemas took 6 to 10 ms of the loop where a choice is required, 3 where not."""
+    maze: dict = {"type": "string"}
+    while len(str(maze)) < 20_000:
+        maze = {"anyOf": [maze, {"type": "array", "items": maze}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": maze}}}}
+    asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": "required"}
+    meter, taken_ms = LoopMeter(server.loop), []
+    for _ in range(TRIES):
+        meter.begin()
+        assert server.post("/v1/chat/completions", {**asked, "max_tokens": 1})[0] in (200, 400)
+        taken_ms.append(meter.longest_ms())
+    assert min(taken_ms) < 3

@@ -18,7 +18,7 @@ from splittime.web import http
 from splittime.web.short_turns import in_short_turns
 from splittime.web.told_tenant import Sharer
 
-SHORT_BYTES = 2**15  # of a body, read in at most 2 ms
+SHORT_BYTES = 2**14  # of a body, read in at most 2 ms, be it all tools
 GIANT_BYTES = 2**18
 MAX_WAITING_BYTES = 2**27  # of one key: 32 of the longest bodies
 
