@@ -9,13 +9,14 @@ being felt more than it helps:
   allow, twice as fast for two equal keys. What that takes is learnt from the steps (`core.row_costs`): a step is taken
   to be dear until one with few rows shows otherwise, and one in `LOOK_EVERY` is charged whatever it is, to look again.
   Where a batch costs little more than a row, as on a card, nobody owes.
-* Nobody owes more than the step that it was in. The level rises whoever comes, so how long somebody sits out hangs on
-  its own debt and on the weights of those that share, and not on newcomers: these begin at the level.
+* Nobody owes more than the step that it was in, or two where the next is planned before that. The level rises whoever
+  comes, so how long somebody sits out hangs on its own debt and on the weights of those that share, and not on
+  newcomers: these begin at the level.
 * A key that has no row in a step, and does not sit it out, has no part in it: it saves nothing up by waiting, and who
-  goes on without it owes nothing.
+  goes on without it owes nothing. Nobody saves up by having little, either, more than those that are there owe.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from splittime.core.row_costs import RowCosts
@@ -44,7 +45,7 @@ class KeyPace:
         self._level_ns = 0  # of a key of weight 1
         self._costs = RowCosts(ROWS_WITHOUT)  # of tokens
         self._planned: dict[int, PacedStep] = {}
-        self._tokens: dict[str, int] = {}  # that keys with a part in the latest step have in one
+        self._tokens: dict[str, int] = {}  # that keys with a part in the latest step have in one of all
         self._num_together = 0  # steps in which no key sat out
         self._committed_ns = 0
 
@@ -98,22 +99,28 @@ class KeyPace:
         for name, share in parts.items():
             if name not in self._tokens:
                 share.spent_ns = max(share.spent_ns, self._level_ns)
-        self._tokens = {name: step.tokens.get(name) or self._tokens.get(name, 0) for name in parts}
+        self._tokens = {name: self._tokens_of(step, share) for name, share in parts.items()}
         weight = sum(share.weight for share in parts.values())
+        is_dear = self._is_dear(step, parts, took_ns, weight)
         level_ns = self._level_ns + int(took_ns / weight)
-        if self._is_dear(step, parts, took_ns, weight):
-            self._charge(step, took_ns, level_ns)
+        if is_dear:
+            self._charge(step, took_ns)
             level_ns = max(level_ns, min(share.spent_ns for share in parts.values()))
-        else:
+        else:  # what is owed stays so, since who owes may have had its row planned before that was known
             for share in parts.values():
-                share.spent_ns = level_ns
+                share.spent_ns = level_ns if step.sit_out else share.spent_ns + level_ns - self._level_ns
         self._level_ns = level_ns
+        self._bound_savings(parts.values())
 
-    def _charge(self, step: PacedStep, took_ns: int, level_ns: int) -> None:
+    def _tokens_of(self, step: PacedStep, share: KeyShare) -> int:
+        """Returns how many tokens a key has in a step of all: while it owes, as many as in one that it owes for."""
+        owes = share.name in step.sit_out or share.spent_ns > self._level_ns
+        return max(step.tokens.get(share.name, 0), self._tokens.get(share.name, 0) if owes else 0)
+
+    def _charge(self, step: PacedStep, took_ns: int) -> None:
         total = sum(step.tokens.values())
         for name, share in step.shares.items():
-            spent_ns = share.spent_ns + took_ns * step.tokens[name] * share.unit // (total * UNIT)
-            share.spent_ns = min(spent_ns, max(share.spent_ns, level_ns + took_ns * share.unit // UNIT))
+            share.spent_ns += took_ns * step.tokens[name] * share.unit // (total * UNIT)
 
     def _is_dear(self, step: PacedStep, parts: Mapping[str, KeyShare], took_ns: int, weight: float) -> bool:
         """Whether a step of all takes longer than one of them alone by more than the weights allow, or that is to be
@@ -129,3 +136,11 @@ class KeyPace:
             took_ns * share.weight > weight * self._costs.expected_ns(self._tokens[name])
             for name, share in parts.items()
         )
+
+    def _bound_savings(self, parts: Collection[KeyShare]) -> None:
+        """Leave no more to be had than those that share owe: who owed may have gone."""
+        off = [(share, (share.spent_ns - self._level_ns) * share.weight) for share in parts]
+        owed, saved = sum(max(0, each) for _, each in off), -sum(min(0, each) for _, each in off)
+        for share, each in off:
+            if each < 0 and saved > owed:
+                share.spent_ns = self._level_ns - int((self._level_ns - share.spent_ns) * owed / saved)
