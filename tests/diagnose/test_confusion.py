@@ -5,13 +5,19 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from consistent import require_consistent
+from test_rules_adapters_forms import SLOTS, caused
+from test_rules_callers import held, impatient, unheard
 from test_rules_client import held_until, in_bursts, with_client
+from test_rules_host import with_host
+from test_rules_prompts import after_another, blocks_of, conversation
 from test_rules_queue import poisson
 from ward import MS, Case, Guessing, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
+from splittime.ledger.stages import Cause
 
 Books = Any
 SHORT_FIRST = {
@@ -50,6 +56,11 @@ def starving() -> Books:
 def bursting() -> Books:
     burst = [Case(8000 + i * 0.1, ids(100, 500 + i), 30) for i in range(60)]
     return Ward(step_ms=1, token_ms=0.8).run(*poisson(4, 80, output=10), *burst)
+
+
+def without_server(books: Books) -> Books:
+    """What a client saw, of a server that says nothing of itself."""
+    return msgspec.structs.replace(books, accounts=(), steps=(), facts=None)
 
 
 def each(count: int, every_ms: int, prompt: int, output: int, **more: Any) -> list[Case]:
@@ -127,6 +138,53 @@ ILL: dict[str, tuple[set[str], Callable[[], Books]]] = {
         {"slot_bound", "speculation_costs"},
         lambda: Ward(token_ms=0.4, settings=FOUR, guessing=Guessing(most=6)).run(*poisson(40, 200)),
     ),
+    "a quota of half a core": (
+        {"cpu_quota"},
+        lambda: calm(wait_share=1.0, beside=(0.1, 0.5), throttled=0.95, machine=(1, 1), quota=0.5),
+    ),
+    "two threads in a quota of one and a half": (
+        {"cpu_quota"},
+        lambda: calm(wait_share=1.0, beside=(0.1, 0.0), throttled=2.0, machine=(2, 1), quota=1.5),
+    ),
+    "a quota, and neighbours who take more": (
+        {"cpu_starved"},
+        lambda: calm(wait_share=1.0, beside=(0.1, 1.5), throttled=0.3, machine=(1, 1), quota=0.8),
+    ),
+    "busy loops beside few steps": (
+        {"cpu_starved"},
+        lambda: Ward(step_ms=30, wait_share=6.0, beside=(0.0, 4.0)).run(*each(30, 400, 16, 1)),
+    ),
+    "one burst and nothing else": ({"burst"}, lambda: Ward(settings=SLOTS).run(*each(70, 0, 60, 30))),
+    "bursts and nothing else": (
+        {"burst"},
+        lambda: Ward(settings=FOUR).run(*[Case(5000 * (i // 40), ids(60, i), 30) for i in range(120)]),
+    ),
+    "callers who ask again": ({"asked_again"}, lambda: impatient(3, 200)),
+    "callers who ask again, and four slots": ({"asked_again"}, lambda: impatient(4, 200, prompts=40, slots=4)),
+    "callers who left and were not heard": (
+        {"computed_for_nobody"},
+        lambda: unheard(Ward().run(*poisson(8, 80, output=80)), 200),
+    ),
+    "a client that has four in flight": ({"client_backlog"}, lambda: without_server(held(calm(), 4, 160, 20))),
+    "six adapters, and room for two": (
+        {"adapters_wait"},
+        lambda: caused(Ward(settings=SLOTS).run(*poisson(25, 120)), Cause.LORA_SLOTS, 6),
+    ),
+    "forms that are compiled": (
+        {"forms_wait"},
+        lambda: caused(Ward(settings=SLOTS).run(*poisson(25, 100)), Cause.GRAMMAR),
+    ),
+    "a shared part shorter than a block": (
+        {"uncached_reuse"},
+        lambda: blocks_of(256).run(*after_another(*(ids(200, 7) + ids(25, 50 + i) for i in range(40)))),
+    ),
+    "a template that drops thoughts": ({"history_differs"}, lambda: conversation(True)),
+    "a host that looks back over each answer": (
+        {"host_bound"},
+        lambda: with_host(
+            Ward(step_ms=20).run(*poisson(0.3, 40, output=120)), lambda rows, answered: 200_000 * answered
+        ),
+    ),
 }
 HEALTHY: dict[str, Callable[[], Books]] = {
     "calm": calm,
@@ -145,6 +203,15 @@ HEALTHY: dict[str, Callable[[], Books]] = {
     "right guesses": lambda: calm(guessing=Guessing(share=0.9)),
     "wrong guesses that cost nothing": lambda: calm(token_ms=0.005, guessing=Guessing(most=8)),
     "a guess or two now and then": lambda: calm(token_ms=0.2, guessing=Guessing(most=2, share=0.5, asked=0.2)),
+    "a quota that is not used up": lambda: calm(wait_share=0.05, beside=(0.3, 0.1), throttled=0.2, quota=1.5),
+    "a caller now and then who asks again": lambda: impatient(2, 20, prompts=40),
+    "callers who leave and are heard": lambda: unheard(calm(), 5, every=3),
+    "a client whose cap is not reached": lambda: without_server(held(calm(), 8, 160, 25)),
+    "thoughts that stay": lambda: conversation(False),
+    "blocks of 256 that are filled": lambda: blocks_of(256).run(
+        *after_another(*(ids(530, 7) + ids(32, 50 + i) for i in range(40)))
+    ),
+    "a batch of twenty-four that is served at once": lambda: Ward(token_ms=0.02).run(*each(24, 0, 32, 60)),
     "short prompts first": lambda: Ward(settings={"policy": "shortest_prefill"}).run(*poisson(8, 100)),
 }
 

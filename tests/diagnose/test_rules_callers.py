@@ -77,6 +77,12 @@ def test_a_minute_later_it_is_another_request():
     assert names(impatient(2, 200, pause_ms=10_000)) == ["asked_again"]
 
 
+@pytest.mark.parametrize(("late_ms", "found"), [(40, ["asked_again"]), (900, [])])
+def test_a_busy_server_notices_later_that_somebody_has_left(late_ms, found):
+    """When the next try has come already."""
+    assert names(impatient(2, 1000, pause_ms=-late_ms))[:1] == found
+
+
 def test_a_few_who_ask_again_are_no_illness():
     books = impatient(2, 20, prompts=40)
     assert "asked_again" not in names(books)

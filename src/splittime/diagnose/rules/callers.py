@@ -24,6 +24,7 @@ from splittime.diagnose.rules.share import MIN_LOSERS, stated
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 
+LATE_NS = 500_000_000  # a busy server notices that somebody has left so much later, when the next has come already
 SOON_NS = 60_000_000_000  # who asks the same a minute later is not known to be asking again
 CROWDED = ("overload", "slot_bound", "kv_bound", "token_budget_bound", "head_of_line", "prefill_interference")
 AFTER_STEPS = 2  # an abort is heard between steps: what runs then, and one that is planned ahead, may still give tokens
@@ -87,7 +88,7 @@ def _tries(accounts: Sequence[ClosedAccount]) -> list[list[ClosedAccount]]:
         key = (account.tenant, account.model, account.prompt_tokens, account.prefixes, account.prompt_parts)
         for line in lines[key]:
             left_ns = line[-1].cancelled_ns
-            if _was_left(line[-1]) and left_ns is not None and left_ns <= account.start_ns < left_ns + SOON_NS:
+            if left_ns is not None and _was_left(line[-1]) and -LATE_NS <= account.start_ns - left_ns < SOON_NS:
                 line.append(account)
                 break
         else:

@@ -123,7 +123,7 @@ def client_bound(books: Books) -> Answer:
 @rule("run")
 def client_backlog(books: Books) -> Answer:
     """Requests wait in the client, which has as many in flight as it may: the server has not been asked yet."""
-    outcomes = [outcome for outcome in sent(books) if outcome.turn == 0]  # a later turn waits for its answer before
+    outcomes = [o for o in sent(books) if o.turn == 0 and o.sent_ns is not None]  # a later turn waits for an answer
     held = {outcome.request_id: float(outcome.held_ns) for outcome in outcomes if outcome.held_ns > 0}
     share = of_outcomes(held, outcomes)
     if not share.is_worth_it:
@@ -144,6 +144,7 @@ def client_backlog(books: Books) -> Answer:
         ),
         request_ids=worst(held),
         share_of_time=share.value,
+        share_of="the time that was felt",
         share_interval=share.interval,
         confidence=CERTAIN,
         confidence_from="the client's own note of what it held back; the server's books begin with the send",
