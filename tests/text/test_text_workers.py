@@ -382,7 +382,8 @@ def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
         before = ticks_of_all(pid)
         with pytest.raises(RequestError):
             await workers.submit(Render(({"role": "user", "content": "evil"},))).done
-        while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.9 * LIMITS.cpu_s:
+        # the timer that ended it counts by ticks, more than it ran where others are at work
+        while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.3 * LIMITS.cpu_s:
             await asyncio.sleep(0.05)
 
     with_workers(body, byte_tokenizer(template))
