@@ -10,7 +10,7 @@ from ward import Case, Ward, ids
 from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.floor import floors
-from splittime.diagnose.rules.decode import crossover_rows
+from splittime.diagnose.rules.decode import _evidence, crossover_rows
 from splittime.runner import machine, threads
 
 GB_PER_S = 10**9  # so that a byte takes a nanosecond
@@ -94,7 +94,9 @@ def test_no_evidence_is_beyond_the_ceiling_it_is_held_against(books):
     ill = bound(books, weight_bytes=3_000_000, kv_bytes_per_token=4_000)
     (finding,) = diagnose(ill).limits
     percents = [int(found) for fact in finding.evidence for found in re.findall(r"runs at (\d+) %", str(fact.value))]
-    assert any((group.share or 0) > 1 for group in floors(ill.steps, ill.facts))
+    beyond = [group for group in floors(ill.steps, ill.facts) if (group.share or 0) > 1]
+    assert beyond
+    assert _evidence(beyond) == ()
     assert percents
     assert max(percents) <= 100
 

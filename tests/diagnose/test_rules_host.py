@@ -55,6 +55,21 @@ def test_a_host_that_takes_longer_the_longer_an_answer_is(host_ns, grows):
     assert ("goes through the whole answer" in first.cure.sentence) is grows
 
 
+@pytest.mark.parametrize(
+    ("kernels", "quantization", "flag"),
+    [
+        ("torch", None, "--kernels"),
+        ("native", None, "--num-threads"),
+        ("triton", None, "--num-threads"),
+        ("reference", "fp8", "--num-threads"),
+    ],
+)
+def test_native_kernels_are_prescribed_where_they_would_be_taken(kernels, quantization, flag):
+    told = {"kernels": kernels, "quantization": quantization}
+    books = Ward(step_ms=1, token_ms=0.01, gap_ms=2, told=told).run(*poisson(10, 80))
+    assert diagnose(books).findings[0].cure.flags[:1] == (flag,)
+
+
 def test_a_quick_host():
     assert names(Ward(step_ms=1, token_ms=0.01, gap_ms=0.1).run(*poisson(10, 80))) == []
 

@@ -29,6 +29,7 @@ from splittime.ledger.device_time import device_time
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 
+NATIVE_IN_THEIR_PLACE = ("torch", "reference")  # not a card's; and native ones multiply no fp8
 HOST_SHARE = 0.5  # of busy time: the device waits longer than it works; a small model (4 M parameters) is at a third
 ODD_TIMES = 4.0  # what the host took of a step counts up to so many times the median: beyond, the process was put aside
 GROWS_SHARE = 0.5  # of what the host takes: then it is what is to be cured
@@ -99,7 +100,9 @@ def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: 
         share_interval=share.interval,
         confidence=CERTAIN if largest != "host_gap_ns" else LIKELY,
         confidence_from="each step's own split, which sums to its length",
-        cure=_cure(kernels in ("", "native", "auto"), grows >= GROWS_SHARE),
+        cure=_cure(
+            kernels not in NATIVE_IN_THEIR_PLACE or setting(books, "quantization") == "fp8", grows >= GROWS_SHARE
+        ),
         cost="An answer that is cut goes on in the next request."
         if grows >= GROWS_SHARE
         else "Fewer threads compute large prompts more slowly.",
