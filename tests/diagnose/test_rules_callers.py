@@ -96,7 +96,9 @@ def test_retries_come_before_the_crowd_that_they_make():
 def unheard(books, after_ms: float, every: int = 2):
     """Every other caller left so long before the end, and nobody told the engine."""
     accounts = tuple(
-        msgspec.structs.replace(a, cancelled_ns=a.end_ns - int(after_ms * MS), freed_ns=a.end_ns) if i % every else a
+        msgspec.structs.replace(a, cancelled_ns=a.end_ns - int(after_ms * MS), freed_ns=a.end_ns)
+        if i % every == 0
+        else a
         for i, a in enumerate(books.accounts)
     )
     return msgspec.structs.replace(books, accounts=accounts)
@@ -116,6 +118,12 @@ def test_the_step_that_runs_when_a_caller_leaves_is_nobodys_fault(after_ms):
     """One that is planned ahead too: its tokens still come, however long the two take."""
     books = Ward(step_ms=4).run(*poisson(8, 80, output=10))
     assert names(unheard(books, after_ms, every=1)) == []
+
+
+def test_two_long_steps_are_nobodys_fault_either():
+    books = Ward(step_ms=40).run(*poisson(4, 60, output=4))
+    assert "computed_for_nobody" not in names(unheard(books, 70, every=1))
+    assert "computed_for_nobody" in names(unheard(books, 110, every=1))
 
 
 def held(books, cap: int, served_ms: float, every_ms: float):

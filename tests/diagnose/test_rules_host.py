@@ -70,6 +70,12 @@ def test_native_kernels_are_prescribed_where_they_would_be_taken(kernels, quanti
     assert diagnose(books).findings[0].cure.flags[:1] == (flag,)
 
 
+def test_how_long_the_prompts_are_is_not_how_long_the_answers_are():
+    cases = [Case(3000 * i, ids(50 + 900 * (i % 3), i), 120) for i in range(40)]
+    books = with_host(Ward(step_ms=20, token_ms=0).run(*cases), lambda rows, answered: 200_000 * answered)
+    assert "99% of that grows with the answers' length" in diagnose(books).illnesses[0].claim
+
+
 def test_a_quick_host():
     assert names(Ward(step_ms=1, token_ms=0.01, gap_ms=0.1).run(*poisson(10, 80))) == []
 

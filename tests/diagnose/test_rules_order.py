@@ -203,6 +203,12 @@ def test_a_client_that_keeps_many_in_flight_is_no_burst():
     assert names(Ward(settings={"max_num_seqs": 16}).run(*cases)) == ["slot_bound"]
 
 
+def test_groups_that_follow_each_other_closely_are_no_bursts():
+    """Twelve within 100 ms, and twelve more 60 ms later: that is the rate."""
+    cases = [Case(160 * (i // 12) + 8 * (i % 12), ids(16, i), 4) for i in range(240)]
+    assert "burst" not in names(Ward(settings={"max_num_seqs": 2}).run(*cases))
+
+
 def test_many_a_second_are_no_burst():
     """Eight come within 100 ms wherever one looks."""
     cases = poisson(120, 400, prompt=16, output=4)

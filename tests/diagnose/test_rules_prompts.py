@@ -124,6 +124,11 @@ def test_a_window_that_slides_over_the_history():
     assert "rarely and many at once" in first.cure.sentence
 
 
+def test_what_is_longer_as_often_as_shorter_varies():
+    prompts = [SHARED[:300] + ids(10 + 80 * (i % 2), 100 + i) + SHARED[300:] for i in range(40)]
+    assert names(Ward(**PROMPTS).run(*after_another(*prompts))) == ["prefix_broken"]
+
+
 def test_a_name_of_any_length_is_something_that_varies():
     """Longer or shorter than the one before: it is no history that was left out."""
     prompts = [SHARED[:300] + ids(5 + i * 7 % 60, 100 + i) + SHARED[300:] for i in range(40)]
