@@ -7,6 +7,7 @@ from ward import MS, Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.rules.start import cold_start
 from splittime.ledger.facts import Process
 
 
@@ -151,3 +152,13 @@ def test_requests_before_it_was_ready():
     books = msgspec.structs.replace(books, accounts=(*refused, *books.accounts))
     assert names(books) == ["cold_start"]
     assert isinstance(books.facts.processes[0], Process)
+
+
+@pytest.mark.parametrize("output", [200, 300])
+def test_prompts_that_come_first_and_are_decoded_later_are_no_cold_start(output):
+    """No later step computes a prompt, so nobody knows what one takes."""
+    ward = Ward(step_ms=10, token_ms=0.15, settings={"max_num_batched_tokens": 512})
+    books = ward.run(*[Case(100 * i, ids(900, i), output) for i in range(24)])
+    late_ns = books.accounts[0].start_ns + 5 * 10**9
+    assert not any(step.prefill_tokens for step in books.steps if step.begin_ns > late_ns)
+    assert cold_start(with_process(books, ready_ns=books.accounts[0].start_ns)) is None

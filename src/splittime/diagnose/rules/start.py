@@ -10,6 +10,7 @@ further on attention takes its own, growing part.
 """
 
 from collections.abc import Sequence
+from operator import le
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
@@ -36,6 +37,7 @@ COLD_TIMES = 3.0  # the first requests take so many times what the later ones ta
 COLD_REQUESTS = 3  # at least so many of them, or it was one odd request
 COLD_REFUSED = 0.02  # of all requests turned away: no answer is worse than a late one
 COLD_SHARE = 0.5  # of the first steps are slow: a single slow one is no start
+COLD_REACH = 4  # times what a later step has: requests pile up in cold steps, and as many rows are seldom there later
 COLD_WINDOW_NS = 5_000_000_000  # what comes later than this after readiness is not of the start
 
 
@@ -86,16 +88,23 @@ def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Proce
 
 def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[StepRecord, float]]:
     """The slow ones of the first steps, as far as most took several times what the cost of the later ones says, and by
-    how much."""
+    how much. Of steps far larger than any later one nobody knows that; smaller ones are judged by the smallest."""
     later = [step for step in steps if step.begin_ns > until_ns]
     cost = step_cost.fit(later)
     if cost is None:
         return []
-    expected = [(s, cost.step_ns(s.decode_tokens, s.prefill_tokens, s.kv_tokens_read)) for s in steps]
-    early = [(s, step_cost.length_ns(s) - ns, ns) for s, ns in expected if s.begin_ns <= until_ns]
+    least, most = ([of(sizes) for sizes in zip(*map(_size, later), strict=True)] for of in (min, max))
+    known = [COLD_REACH * size for size in most]
+    within = [s for s in steps if s.begin_ns <= until_ns and all(map(le, _size(s), known))]
+    expected = [(s, cost.step_ns(*map(max, _size(s), least))) for s in within]
+    early = [(s, step_cost.length_ns(s) - ns, ns) for s, ns in expected]
     is_slow = [over_ns > (COLD_TIMES - 1) * ns for _, over_ns, ns in early]
     cold = max((n for n in range(len(early) + 1) if sum(is_slow[:n]) >= COLD_SHARE * n), default=0)
     return [(step, over_ns) for (step, over_ns, _), slow in zip(early[:cold], is_slow, strict=False) if slow]
+
+
+def _size(step: StepRecord) -> tuple[int, int, int]:
+    return step.decode_tokens, step.prefill_tokens, step.kv_tokens_read
 
 
 _PROBE_VLLM = OtherCure(
