@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from test_rules_queue import poisson
-from ward import Ward
+from ward import Case, Ward, ids
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
@@ -66,3 +66,13 @@ def test_where_it_sizes_no_step_it_does_not_matter(books):
 def test_few_prompts_say_nothing(books):
     few = msgspec.structs.replace(measured(books, 100_000), steps=books.steps[:5])
     assert isinstance(start_measurement_is_off(few), Abstention)
+
+
+@pytest.mark.parametrize(("prompt", "found"), [(40, None), (400, None), (1100, None)])
+def test_a_short_prompt_is_no_measure_of_a_long_one(prompt, found):
+    """What a step takes whatever is in it weighs more in a step of few tokens: here it was measured over 1,100."""
+    each_ns = int((20 + 0.2 * 1100) / 1100 * 1e6)
+    cases = [Case(max(30, prompt // 3) * i, ids(prompt, i), 2) for i in range(60)]
+    short = Ward(step_ms=20, token_ms=0.2, settings={"max_num_batched_tokens": 2048, "max_prefill_tokens": 1100})
+    answer = start_measurement_is_off(measured(short.run(*cases), each_ns, max_num_batched_tokens=2048))
+    assert answer is found

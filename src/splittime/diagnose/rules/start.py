@@ -5,8 +5,9 @@ A cold start comes once, so it is counted as it was, and not asked what another 
 
 `max_prefill_tokens` is worked out from what a token of a prompt took at start, or at an earlier start (it is
 remembered). A moment that was worse or better than the ones that followed makes steps with prompts too short or too
-long for as long as the server lives. Only steps that computed a prompt alone are compared, and only its beginning:
-further on attention takes its own, growing part.
+long for as long as the server lives. Only steps that computed a prompt alone are compared, about as many tokens as were
+measured (few take longer each, for what a step takes whatever is in it), and only its beginning: further on attention
+takes its own, growing part.
 """
 
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def _cold(claim: str, ids: tuple[str, ...], share: Share, confidence: float, fac
 
 OFF_BY = 1.5  # times: moments of one machine differ by less, on most days
 MIN_PROMPT_STEPS = 10
-MIN_TOKENS, MAX_CONTEXT_TOKENS = 16, 512
+MAX_CONTEXT_TOKENS = 512
 
 
 @rule("accounts", "steps", "facts", root_of=("prefill_interference",))
@@ -146,7 +147,9 @@ def start_measurement_is_off(books: Books) -> Answer:
     is_whole = budget is None or budget >= (setting(books, "max_num_batched_tokens") or 0)
     if not measured_ns or is_whole:  # not measured, or without effect
         return None
-    alike = [step for step in books.steps if _is_alike(step)]
+    alike = [step for step in books.steps if _is_alike(step, budget)]
+    if not alike:
+        return None
     if len(alike) < MIN_PROMPT_STEPS:
         why = f"{len(alike)} steps computed the beginning of a prompt alone; {MIN_PROMPT_STEPS} are the least"
         return Abstention(why=why)
@@ -170,10 +173,11 @@ def _lost_by_size(books: Books, times: float) -> dict[str, float]:
     return {request_id: ns * of_step * (1 - times) for request_id, ns in attribution(books).of(Stage.PREFILL).items()}
 
 
-def _is_alike(step: StepRecord) -> bool:
+def _is_alike(step: StepRecord, budget: int) -> bool:
     """Is this step like those that were measured at start?"""
+    is_large = step.prefill_tokens >= min(budget, MAX_CONTEXT_TOKENS) / 2
     is_early = all(start + num_tokens <= MAX_CONTEXT_TOKENS for _, start, num_tokens in step.rows)
-    return step.decode_tokens == 0 and step.prefill_tokens >= MIN_TOKENS and is_early and step.device_ns > 0
+    return step.decode_tokens == 0 and is_early and is_large and step.device_ns > 0
 
 
 def _undisturbed_ns(step: StepRecord) -> int:
