@@ -6,9 +6,11 @@ import msgspec
 import pytest
 from test_rules_client import directly, with_client
 from test_rules_queue import names, poisson
-from ward import Case, Ward, ids
+from ward import MS, Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.rules import step_cost
+from splittime.diagnose.rules.interference import prefill_interference
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
 LONG = [Case(300 + 400 * i, ids(1500, 1000 + i), 4) for i in range(10)]
@@ -80,3 +82,39 @@ def test_a_token_budget_too_small():
 
 def test_a_large_token_budget_is_no_illness():
     assert names(Ward(step_ms=4, token_ms=0.02).run(*poisson(10, 80, prompt=200))) == []
+
+
+def prompts_beside_one_that_decodes():
+    """Each step with a prompt takes 30 ms, of which TPOT shows 5."""
+    settings = {"max_num_batched_tokens": 512, "max_prefill_tokens": 256}
+    return Ward(step_ms=4, token_ms=0.1, settings=settings).run(*[Case(120 * i, ids(256, i), 40) for i in range(60)])
+
+
+@pytest.mark.parametrize(
+    ("slo", "by"),
+    [
+        ({}, ""),
+        ({"tpot_p99": 25 * MS}, ""),  # a mean over tokens bounds no step
+        ({"max_stall": 40 * MS}, ""),  # kept
+        ({"max_stall": 25 * MS, "goodput": 0.01}, ""),  # kept, as few as that are to keep it
+        ({"max_stall": 25 * MS}, "a step of 25 ms, by the SLO."),
+        ({"token_gap_p99": 1 * MS}, "a step of 17 ms, 4 times one without prompts."),
+    ],
+)
+def test_a_step_is_bound_by_what_the_slo_says_of_gaps_where_that_is_missed(slo, by):
+    books = with_client(prompts_beside_one_that_decodes(), directly)
+    answer = prefill_interference(msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, slo=slo)))
+    assert (by in answer.claim and answer.cure.flags) if by else answer is None
+
+
+def test_no_size_is_prescribed_where_none_could_be_worked_out(monkeypatch):
+    books = with_client(prompts_beside_one_that_decodes(), directly)
+    books = msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, slo={"max_stall": 25 * MS}))
+    monkeypatch.setattr(step_cost, "fit", lambda steps: None)
+    assert prefill_interference(books).cure.flags == ()
+
+
+def test_few_steps_with_prompts_are_not_what_fits_worst():
+    """A prompt in one step of forty, and a fit without the twentieth that fits worst."""
+    cost = step_cost.fit(prompts_beside_one_that_decodes().steps)
+    assert cost.prefill_ns == pytest.approx(0.1 * MS, rel=0.05)

@@ -11,6 +11,7 @@ bought with later first tokens, and a cure tells both.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from splittime.bench.book.slo import check_slo
 from splittime.core.facts import PREFILL_SLICE_NS
 from splittime.diagnose.attribution import Computed
 from splittime.diagnose.books import Books
@@ -23,7 +24,7 @@ from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 
-GAPS = ("tpot", "itl", "chunk_gap", "token_gap", "max_stall")  # terms of an SLO that bound them
+GAPS = ("itl", "chunk_gap", "token_gap", "max_stall")  # terms of an SLO that bound them; TPOT is a mean over many
 BEYOND = 1.5  # times what our steps are made for: a start may be off by less
 FELT_NS, UNFELT_NS = 50_000_000, 40_000_000  # a reader takes 20 tokens a second or more for a steady flow
 STALL_TIMES = 4.0  # and it must stand out from the ordinary step
@@ -35,12 +36,12 @@ LEAST_CHUNK = 16  # tokens, the server's own minimum
 class Stalls(NamedTuple):
     """Steps whose prompts held others up long enough to be felt.
 
-    quiet_ns: the median step without prompts. over_ns: by step, what its prompts took. lost_ns: by request, the same of
-    the steps that made one of its tokens after the first.
+    quiet_ns: the median step without prompts. bar: how long is too long, and by what. over_ns: by step, what its
+    prompts took. lost_ns: by request, the same of the steps that made one of its tokens after the first.
     """
 
     quiet_ns: float
-    bar_ns: float
+    bar: tuple[float, str]
     over_ns: dict[int, float]
     lost_ns: dict[str, float]
 
@@ -49,7 +50,7 @@ class Stalls(NamedTuple):
 def prefill_interference(books: Books) -> Answer:
     """Decoding requests stand still while a step computes others' prompts, long enough to be felt."""
     accounts = served(books.accounts)
-    stalls = _stalls(books, accounts)
+    stalls = None if _is_slo_kept(books) else _stalls(books, accounts)
     if stalls is None or len(stalls.over_ns) < MIN_STALLED_STEPS:
         return None
     share = of_requests(stalls.lost_ns, accounts)
@@ -61,39 +62,54 @@ def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
     quiet_ns = median(step_cost.length_ns(step) for step in books.steps if not step.prefill_tokens)
     if quiet_ns is None:
         return None
-    usual_ns = FELT_NS if books.engine else BEYOND * PREFILL_SLICE_NS
-    bar_ns = max(asked_ns(books) or usual_ns, STALL_TIMES * quiet_ns)
+    bar = _bound(books, FELT_NS if books.engine else BEYOND * PREFILL_SLICE_NS, STALL_TIMES, quiet_ns)
     taken = zip(books.steps, timeline(books).by_step[:, Part.PROMPTS], strict=True)
-    over_ns = {step.step_id: float(ns) for step, ns in taken if ns + quiet_ns >= bar_ns}
+    over_ns = {step.step_id: float(ns) for step, ns in taken if ns + quiet_ns >= bar[0]}
     lost_ns = {a.request_id: sum(over_ns.get(step_id, 0.0) for step_id in set(a.token_steps[1:])) for a in accounts}
     felt = {step_id for account in accounts for step_id in account.token_steps[1:] if step_id in over_ns}
-    return Stalls(quiet_ns, bar_ns, {step_id: over_ns[step_id] for step_id in felt}, lost_ns)
+    return Stalls(quiet_ns, bar, {step_id: over_ns[step_id] for step_id in felt}, lost_ns)
 
 
-def asked_ns(books: Books) -> float | None:
-    """Returns the longest time between tokens that the run's SLO allows; None where it says nothing of it."""
+def _asked(books: Books) -> dict[str, float]:
+    """Returns what the run's SLO says of the time between tokens."""
     slo = books.run.slo if books.run is not None else {}
-    return min((limit for term, limit in slo.items() if term.startswith(GAPS)), default=None)
+    return {term: limit for term, limit in slo.items() if term.startswith(GAPS)}
 
 
-def longest_step_ns(books: Books, quiet_ns: float) -> float:
-    """Returns how long a step with prompts should be made. quiet_ns: one without."""
-    return max(asked_ns(books) or (UNFELT_NS if books.engine else PREFILL_SLICE_NS), LONGEST_TIMES * quiet_ns)
+def _is_slo_kept(books: Books) -> bool:
+    """Did the run keep what it asked of the time between tokens?"""
+    asked = _asked(books)
+    if books.run is None or not asked:
+        return False
+    share = {term: limit for term, limit in books.run.slo.items() if term == "goodput" and "max_stall" in asked}
+    return all(term.ok for term in check_slo(books.run, asked | share, books.arm) if term.name != "error_rate")
+
+
+def _bound(books: Books, usual_ns: float, times: float, quiet_ns: float) -> tuple[float, str]:
+    """Returns how long a step may be, and by what. times: of one without prompts, it may take at the least."""
+    asked_ns = min(_asked(books).values(), default=None)
+    wanted = (usual_ns, "by the default") if asked_ns is None else (asked_ns, "by the SLO")
+    return max(wanted, (times * quiet_ns, f"{times:g} times one without prompts"))
+
+
+def longest_step(books: Books, quiet_ns: float) -> tuple[float, str]:
+    """Returns how long a step with prompts should be made, and by what. quiet_ns: one without."""
+    return _bound(books, UNFELT_NS if books.engine else PREFILL_SLICE_NS, LONGEST_TIMES, quiet_ns)
 
 
 def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
     worst_ns = derive.percentile(list(stalls.over_ns.values()), 95) or 0
     felt = [step for step in books.steps if step.step_id in stalls.over_ns]
     held = [request_id for request_id, ns in stalls.lost_ns.items() if ns > 0]
-    longest_ns, whose = longest_step_ns(books, stalls.quiet_ns), "by the SLO" if asked_ns(books) else "as none is asked"
+    (longest_ns, whose), (bar_ns, by) = longest_step(books, stalls.quiet_ns), stalls.bar
     cure, cost = _smaller_chunks(books, felt, longest_ns)
     return Finding(
         claim=f"{num_requests(served(books.accounts), held)} decoding requests stood still while others' prompts were "
         f"computed: {ms(worst_ns):.0f} ms more (p95) in steps of {ms(stalls.quiet_ns):.1f} ms, {share.value:.0%} of "
-        "all requests' time.",
+        f"all requests' time. Too long is a step of {ms(bar_ns):.0f} ms, {by}.",
         evidence=(
             Fact("a step without prompts, median", ms(stalls.quiet_ns), "ms"),
-            Fact(f"steps that others' prompts made {ms(stalls.bar_ns):.0f} ms or longer", len(felt)),
+            Fact(f"steps that others' prompts made {ms(bar_ns):.0f} ms or longer", len(felt)),
             Fact("that a step may take", ms(longest_ns), f"ms, {whose}"),
             Fact("what prompts took of these, the 95th percentile", ms(worst_ns), "ms"),
             Fact("time that it took decoding requests", ms(sum(stalls.lost_ns.values())), "ms over all requests"),
@@ -114,7 +130,11 @@ def _interference(books: Books, stalls: Stalls, share: Share) -> Finding:
 
 
 def _smaller_chunks(books: Books, felt: Sequence[StepRecord], target_ns: float) -> tuple[Cure, str]:
-    tokens = max(1, min(_tokens_within(books, target_ns), max(step.prefill_tokens for step in felt) // 2))
+    within = _tokens_within(books, target_ns)
+    if within is None:
+        sentence = "Let a step compute fewer prompt tokens (--max-prefill-tokens): these tell not how many."
+        return Cure(sentence=sentence), "TTFT of long prompts rises: each chunk repeats what a step takes by itself."
+    tokens = max(1, min(within, max(step.prefill_tokens for step in felt) // 2))
     elsewhere: dict[str, str | OtherCure] = {
         "vllm": _smaller_by_vllm(books, felt, tokens),
         "sglang": "--chunked-prefill-size",
@@ -143,11 +163,11 @@ def _smaller_by_vllm(books: Books, felt: Sequence[StepRecord], tokens: int) -> O
     return OtherCure(sentence=sentence, flags=(*chunked, "--max-num-batched-tokens", str(of_all)))
 
 
-def _tokens_within(books: Books, limit_ns: float) -> int:
-    """Prompt tokens that a step can compute in so long, beside its decodes."""
+def _tokens_within(books: Books, limit_ns: float) -> int | None:
+    """Prompt tokens that a step can compute in so long, beside its decodes; None where nobody knows."""
     cost = step_cost.fit(books.steps)
     if cost is None or cost.prefill_ns <= 0:
-        return 4 * LEAST_CHUNK
+        return None
     rows = median(step.decode_tokens for step in books.steps) or 0
     left_ns = limit_ns - cost.step_ns(rows, 0, 0)
     return max(LEAST_CHUNK, int(left_ns / cost.prefill_ns) // LEAST_CHUNK * LEAST_CHUNK)

@@ -26,7 +26,7 @@ from splittime.diagnose.rules.evidence import (
     union,
     worst,
 )
-from splittime.diagnose.rules.interference import longest_step_ns
+from splittime.diagnose.rules.interference import longest_step
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
@@ -87,7 +87,7 @@ def _lost_to_budget(
 
 def _times(books: Books, cost: step_cost.StepCost, rows: float, largest: int) -> int:
     """By how much the budget may grow before a step is longer than any is made; at least twice."""
-    longest_ns = longest_step_ns(books, cost.step_ns(rows, 0, 0))
+    longest_ns, _ = longest_step(books, cost.step_ns(rows, 0, 0))
     fitting = [t for t in TIMES if cost.step_ns(rows, t * largest, 0) <= longest_ns]
     return max(fitting, default=TIMES[0])
 

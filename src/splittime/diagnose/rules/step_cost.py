@@ -53,11 +53,13 @@ def fit(steps: Sequence[StepRecord]) -> StepCost | None:
 
 
 def robust_fit(known: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
-    """Coefficients of the columns, none negative, without the rows that fit worst."""
+    """Returns coefficients of the columns, none negative, without the rows that fit worst, unless a column would be
+    lost with them: of few prompts among many steps it is they that fit worst."""
     first = _non_negative(known, lengths)
     misses = numpy.abs(known @ first - lengths)
     kept = misses <= numpy.quantile(misses, KEEP)
-    return _non_negative(known[kept], lengths[kept])
+    is_lost = (known[kept].any(axis=0) != known.any(axis=0)).any()
+    return first if is_lost else _non_negative(known[kept], lengths[kept])
 
 
 def _non_negative(known: numpy.ndarray, lengths: numpy.ndarray) -> numpy.ndarray:
