@@ -57,6 +57,25 @@ def test_nobody_sits_out_where_a_batch_costs_little_more_than_a_row() -> None:
     assert part > 0.9
 
 
+def test_short_requests_that_end_in_their_first_step_do_not_stop_another_keys_streams() -> None:
+    """They are in no plan as running ones, so that nobody sits out for them: what is owed to them does not add up."""
+    scheduler = make_scheduler(max_num_seqs=32, max_model_len=4000, num_blocks=4000, max_num_batched_tokens=64)
+    for number in range(20):
+        add(scheduler, f"many{number}", 1, max_tokens=3000, tenant="many")
+    _, now_ns = timed_step(scheduler, 10, 0, 1000)
+    for number in range(100):
+        add(scheduler, f"short{number}", 1, now_ns=now_ns, max_tokens=1, tenant="one")
+        _, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+    add(scheduler, "stream", 1, now_ns=now_ns, max_tokens=1000, tenant="one")
+    shapes = []
+    for _ in range(200):
+        plan, now_ns = timed_step(scheduler, now_ns, 0, 1000)
+        shapes.append(shape(plan))
+    num_alone = [number for number, rows in enumerate(shapes[1:]) if "many0" in rows][:1]
+    assert num_alone
+    assert num_alone[0] <= 42  # two steps of all
+
+
 def test_who_sits_out_stalls_for_the_policy_and_a_key_alone_never_does() -> None:
     scheduler = make_scheduler()
     for name in "abc":

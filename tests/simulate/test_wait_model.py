@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from test_online_cost import a_record
 
 from splittime.core.engine_stats import EngineStats
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import REFUSED, ClosedAccount
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.simulate.shape import StepShape
 from splittime.simulate.wait import MIN_REQUESTS, Begun, OutputLengths, WaitModel
@@ -161,7 +162,8 @@ def test_what_runs_is_looked_at_once_until_a_step_or_a_request_ends() -> None:
         looks += 1
         return list(running)
 
-    model, rng = WaitModel(look, lambda: EngineStats(0, knobs=KNOBS, blocks_total=1_000)), random.Random(1)
+    gauges = {"knobs": KNOBS, "blocks_total": 1_000, "num_running": 4}
+    model, rng = WaitModel(look, lambda: EngineStats(0, **gauges)), random.Random(1)
     for number in range(600):
         model.take(a_record(rng, number * 100 * MS, takes_ns))
     for _ in range(50):
@@ -171,14 +173,17 @@ def test_what_runs_is_looked_at_once_until_a_step_or_a_request_ends() -> None:
         assert model.wait_s(0, 0, 1) == first
     assert looks == 1
     running.clear()
-    model.take(ended(0))  # refused: nothing that ran has ended
+    model.take(msgspec.structs.replace(ended(0), finish_reason=REFUSED))  # nothing that ran has ended
     assert model.wait_s(0, 0, 1) == first
-    model.take(ended(20))
+    model.take(ended(0))  # its prompt was being computed
     assert model.wait_s(0, 0, 1)[0] == 0
     running += decoding(1, 1, 1, 1)
     model.take(a_record(rng, 10**12, takes_ns))
     assert model.wait_s(0, 0, 1)[0] > 0
     assert looks == 3
+    running.clear()
+    gauges["num_running"] = 0  # an engine that has lost its requests makes no step
+    assert model.wait_s(0, 0, 1)[0] == 0
 
 
 def test_admission_asks_the_model_and_says_so() -> None:

@@ -29,13 +29,15 @@ ROWS_WITHOUT = 0.1  # what a step takes is its rows, until one with few shows ot
 
 
 class PacedStep(NamedTuple):
-    """tokens: of each key with rows. is_plain: each row decodes one token, without drafts."""
+    """tokens: of each key with rows. is_plain: each row decodes one token, without drafts. owing: keys with rows that
+    owed when it was planned."""
 
     planned_ns: int
     tokens: dict[str, int]
     shares: dict[str, KeyShare]
     sit_out: Mapping[str, KeyShare]
     is_plain: bool
+    owing: frozenset[str]
 
 
 class KeyPace:
@@ -80,7 +82,8 @@ class KeyPace:
                 name = state.share.name
                 shares[name] = state.share
                 tokens[name] = tokens.get(name, 0) + row.num_tokens
-        self._planned[step_id] = PacedStep(now_ns, tokens, shares, sit_out, is_plain)
+        owing = frozenset(name for name, share in shares.items() if share.spent_ns > self._level_ns)
+        self._planned[step_id] = PacedStep(now_ns, tokens, shares, sit_out, is_plain, owing)
 
     def end(self, step_id: int, now_ns: int) -> None:
         """Learn what the step took, which was committed now, and share it."""
@@ -118,9 +121,14 @@ class KeyPace:
         return max(step.tokens.get(share.name, 0), self._tokens.get(share.name, 0) if owes else 0)
 
     def _charge(self, step: PacedStep, took_ns: int) -> None:
+        """Who owed when the step was planned had rows because nobody was there to sit out for: it owes a step at most,
+        or short requests, which are there in no plan, would stop it for as long as they came."""
         total = sum(step.tokens.values())
         for name, share in step.shares.items():
-            share.spent_ns += took_ns * step.tokens[name] * share.unit // (total * UNIT)
+            spent_ns = share.spent_ns + took_ns * step.tokens[name] * share.unit // (total * UNIT)
+            if name in step.owing:
+                spent_ns = min(spent_ns, max(share.spent_ns, self._level_ns + took_ns * share.unit // UNIT))
+            share.spent_ns = spent_ns
 
     def _is_dear(self, step: PacedStep, parts: Mapping[str, KeyShare], took_ns: int, weight: float) -> bool:
         """Whether a step of all takes longer than one of them alone by more than the weights allow, or that is to be

@@ -120,8 +120,9 @@ class WaitModel:
             self._tokens_a_step += _WEIGHT * (now - self._tokens_a_step)
 
     def _take_account(self, account: ClosedAccount) -> None:
-        if account.output_tokens:
+        if not account.is_refused:
             self._seen = None
+        if account.output_tokens:
             self._lengths.add(account.output_tokens)
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
@@ -136,7 +137,7 @@ class WaitModel:
         queue = _Queue.of(stats.knobs)
         if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
             return None
-        running = self._seen = self._seen or self._look(last)
+        running = self._seen = (self._seen if stats.num_running else None) or self._look(last)
         places = min(queue.slots, running.num + _room(stats, running.num))
         is_given = key is not None and _is_given_slots(running.slots, key, (requests + 1) / weight)
         slot_steps = 0.0 if is_given else self._steps_to_a_slot(running, requests, places)
