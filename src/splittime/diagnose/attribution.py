@@ -199,5 +199,5 @@ def meaning(owner: Owner) -> str:
 
 def waits(found: Attribution) -> Sequence[tuple[Owner, float]]:
     """Owners beside computing, the largest first. Others' prompts are none: in steps of the size that was asked for
-    they are computed beside a request's own tokens, and longer ones are `prefill_interference`."""
+    they are computed beside a request's own tokens; `prefill_interference` tells longer ones, and if nobody asked."""
     return [(owner, share) for owner, share in found.largest() if owner not in (*COMPUTING, Computed.OTHERS_PROMPTS)]

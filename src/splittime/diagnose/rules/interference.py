@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from splittime.bench.book.slo import check_slo
 from splittime.core.facts import PREFILL_SLICE_NS
-from splittime.diagnose.attribution import Computed
+from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
+from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules import step_cost
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, num_requests, served, setting, slowest_steps, worst
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.timeline import Part, timeline
+from splittime.diagnose.unexplained import MAX_UNEXPLAINED
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
@@ -52,9 +53,21 @@ def prefill_interference(books: Books) -> Answer:
     accounts = served(books.accounts)
     stalls = None if _is_slo_kept(books) else _stalls(books, accounts)
     if stalls is None or len(stalls.over_ns) < MIN_STALLED_STEPS:
-        return None
+        return _unjudged(books)
     share = of_requests(stalls.lost_ns, accounts)
-    return _interference(books, stalls, share) if share.is_worth_it else share.unsure()
+    return _interference(books, stalls, share) if share.is_worth_it else share.unsure() or _unjudged(books)
+
+
+def _unjudged(books: Books) -> Abstention | None:
+    """Say where much of the time is others' prompts, in steps that nobody asked to be shorter."""
+    share = attribution(books).share(Computed.OTHERS_PROMPTS)
+    if _asked(books) or share < MAX_UNEXPLAINED:
+        return None
+    lengths = [step_cost.length_ns(step) for step in books.steps if step.prefill_tokens]
+    steps = f"steps of {ms(median(lengths) or 0):.0f} ms (median) by the default"
+    return Abstention(
+        why=f"{share:.0%} of the requests' time is others' prompts, in {steps}: give an SLO to judge them"
+    )
 
 
 def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
