@@ -42,11 +42,7 @@ def test_steps_of_the_size_that_the_product_makes_are_no_illness():
     assert "prefill_interference" not in [finding.name for finding in diagnosis.findings]
     assert "no_cure_known" not in [finding.name for finding in diagnosis.findings]
     (why,) = (one.why for one in diagnosis.abstentions if one.name == "prefill_interference")
-    assert (
-        why
-        == "51% of the requests' time is others' prompts, in steps of 249 ms (median) by the default: give an "
-        + ("SLO to judge them")
-    )
+    assert why.startswith("51% of the requests' time is others' prompts, in steps of 249 ms (median) by the default")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from test_rules_queue import names
 from ward import Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.finding import Finding
+from splittime.diagnose.rules.evidence import total_ns
+from splittime.diagnose.rules.prompts import uncached_reuse
 
 SHARED = ids(800, 7)
 PROMPTS = {"token_ms": 0.1}
@@ -133,3 +136,19 @@ def test_a_name_of_any_length_is_something_that_varies():
     """Longer or shorter than the one before: it is no history that was left out."""
     prompts = [SHARED[:300] + ids(5 + i * 7 % 60, 100 + i) + SHARED[300:] for i in range(40)]
     assert names(Ward(**PROMPTS).run(*after_another(*prompts))) == ["prefix_broken"]
+
+
+@pytest.mark.parametrize(("budget", "together"), [(64, 1), (64, 4), (4096, 1), (4096, 4), (4096, 8)])
+def test_a_share_is_no_more_than_what_prompts_without_the_repetition_spare(budget, together):
+    """Those that come at once are computed in one step: each one's prefill holds the others'."""
+
+    def time_with(prefix):
+        settings = {"max_num_batched_tokens": budget, "enable_prefix_caching": False}
+        cases = [Case(700 * (i // together), prefix + ids(256, i), 1) for i in range(48)]
+        return Ward(step_ms=1, token_ms=0.1, settings=settings).run(*cases)
+
+    books, spared = time_with(ids(256, 999)), time_with([])
+    answer = uncached_reuse(books)
+    assert isinstance(answer, Finding) or budget == 64, "of a long line only a lower bound is known"
+    if isinstance(answer, Finding):
+        assert 0.1 <= answer.share_of_time <= 1.01 * (1 - total_ns(spared.accounts) / total_ns(books.accounts))

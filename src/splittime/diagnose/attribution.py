@@ -139,6 +139,18 @@ def stages_and_stops(books: Books, accounts: Sequence[ClosedAccount]) -> Iterato
         yield derive.apportion(account.end_ns - account.start_ns, found) if found else {}
 
 
+@once
+def held_up_by_prompts(books: Books) -> dict[str, float]:
+    """Returns, by request id, the time that others' prompts have of it outside its own prefill."""
+    accounts = served(books.accounts)
+    outside = [[ns for i, owner, ns in of if _is_held_up(i, owner)] for of in _owned(books, accounts)]
+    return {account.request_id: sum(ns) for account, ns in zip(accounts, outside, strict=True) if ns}
+
+
+def _is_held_up(interval: StageInterval, owner: Owner) -> bool:
+    return owner == Computed.OTHERS_PROMPTS and interval.stage not in (Stage.PREFILL, Stage.PREFILL_STALL)
+
+
 def _cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInterval]:
     """Yields the intervals, in two where one of the instants lies within."""
     for interval in intervals:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from splittime.diagnose.attribution import Computed, attribution
+from splittime.diagnose.attribution import Computed, held_up_by_prompts
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, served, setting, worst
@@ -22,15 +22,19 @@ ROOT_OF = ("overload", "head_of_line", "token_budget_bound", "prefill_interferen
 
 def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) -> tuple[float, Share]:
     """ns, and the share of all requests' time, that computing these tokens took: the time of the requests whose they
-    are, and of those that decoded meanwhile, their share in what all prompts held them up."""
+    are, and of those that decoded meanwhile, their share in what all prompts held them up. Of a request's own prefill
+    others' prompts are a part already, and nobody loses more than the time that was felt."""
     accounts = served(books.accounts)
     computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
     of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
-    behind_ns = attribution(books).of(Computed.OTHERS_PROMPTS) if tokens else {}
-    lost_ns = {request_id: of_prompts * ns for request_id, ns in behind_ns.items()}
-    for request_id, ns in own_ns.items():
-        lost_ns[request_id] = lost_ns.get(request_id, 0.0) + ns
+    behind_ns = held_up_by_prompts(books) if tokens else {}
+    taken_ns = {a.request_id: of_prompts * behind_ns.get(a.request_id, 0.0) for a in accounts}
+    lost_ns = {a.request_id: _at_most_all(a, taken_ns[a.request_id] + own_ns.get(a.request_id, 0.0)) for a in accounts}
     return sum(lost_ns.values()), of_requests(lost_ns, accounts)
+
+
+def _at_most_all(account: ClosedAccount, lost_ns: float) -> float:
+    return min(lost_ns, account.end_ns - account.start_ns)
 
 
 def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]:
