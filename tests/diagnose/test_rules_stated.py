@@ -1,5 +1,7 @@
 """What the books state comes before what a rule infers: pauses, a stopped engine, stolen processors, sleep."""
 
+import re
+
 import msgspec
 import pytest
 from test_rules_client import with_client
@@ -11,6 +13,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Abstention
+from splittime.diagnose.rules.processor import cpu_quota
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, unexplained
 from splittime.ledger.stages import Cause
 
@@ -124,7 +127,25 @@ def test_a_group_that_is_throttled_waits_for_nobody(throttled, others, found):
     assert [one.name for one in diagnosis.illnesses] == found
     if found[0] == "cpu_quota":
         part = min(1.0, throttled) * attribution(books).share(Computed.CPU_WAIT)
-        assert diagnosis.illnesses[0].share_of_time == pytest.approx(part, rel=0.05)
+        assert diagnosis.illnesses[0].share_of_time == pytest.approx(part, rel=0.05), "of one processor"
+
+
+@pytest.mark.parametrize(
+    ("counted", "machine", "quota", "at_once"), [(4.0, (4, 4), None, 4), (0.8, (4, 4), None, 4), (2.0, (2, 1), 1.5, 3)]
+)
+def test_throttled_time_is_summed_over_processors(counted, machine, quota, at_once):
+    """Of 4 that were throttled at once the kernel counts 4 seconds in one."""
+    ward = Ward(wait_share=0.8, machine=machine, quota=quota, beside=(0.0, 3.5), throttled=counted)
+    books = ward.run(*CHATS, *PROMPTS)
+    waited, answer = attribution(books).share(Computed.CPU_WAIT), cpu_quota(books)
+    low, high = waited * min(1.0, counted / at_once), waited * min(1.0, counted)
+    if low < 0.1:
+        assert isinstance(answer, Abstention)
+        assert answer.why.startswith(f"throttled for {low:.0%} to {high:.0%} of the requests' time")
+    else:
+        assert answer.share_interval == pytest.approx((low, high), rel=0.05)
+        assert answer.share_of_time == answer.share_interval[0]
+        assert re.search(r"throttled for [\d.]+ processor-seconds: \d+% of all", answer.claim)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +166,7 @@ def test_a_kernel_by_which_who_is_throttled_does_not_ask_to_run(throttled, found
     ],
 )
 def test_a_quota_is_told_with_what_it_takes(quota, machine, said, flags):
-    ward = Ward(wait_share=1.0, beside=(0.0, 0.5), throttled=0.9, machine=machine, quota=quota)
+    ward = Ward(wait_share=1.0, beside=(0.0, 0.5), throttled=1.8, machine=machine, quota=quota)
     first = diagnose(ward.run(*CHATS, *PROMPTS)).illnesses[0]
     assert first.name == "cpu_quota"
     assert said in first.claim

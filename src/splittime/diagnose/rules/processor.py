@@ -44,19 +44,23 @@ SLOWED = (
 def cpu_quota(books: Books) -> Answer:
     """The server's control group has used up its quota of processor time, and nothing in it runs till the next
     period."""
-    lost = _kept_from_running(books, quota_part(books), Computed.CPU_WAIT, Computed.STOPPED)
+    low, high = quota_part(books)
+    lost = _kept_from_running(books, low, Computed.CPU_WAIT, Computed.STOPPED)
     share = stated(lost, served(books.accounts))
+    most = min(1.0, attribution(books).share(Computed.CPU_WAIT, Computed.STOPPED) * high)
     if not share.is_worth_it:
-        return share.unsure()
+        why = f"throttled for {share.value:.0%} to {most:.0%} of the requests' time: the kernel sums over processors"
+        return Abstention(why=why) if most >= share.least else None
     threads, cores = threads_and_cores(books)
     told = [step.throttled_ns for step in books.steps if step.throttled_ns is not None]
     quota = books.facts.machine.quota if books.facts is not None and books.facts.machine is not None else None
     of_cores = "" if quota is None else f" of {quota:g} cores"
     return Finding(
         claim=f"The server's control group used up its processor quota{of_cores} and was throttled for "
-        f"{(told[-1] - told[0]) / 1e9:.1f} s: {share.value:.0%} of all requests' time.",
+        f"{(told[-1] - told[0]) / 1e9:.1f} processor-seconds: {share.value:.0%} of all requests' time, "
+        f"{most:.0%} at the most.",
         evidence=(
-            Fact("throttled", ms(told[-1] - told[0]), "ms, over all its processors"),
+            Fact("throttled", ms(told[-1] - told[0]), "ms, summed over its processors"),
             Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
             Fact("threads that compute", threads),
             Fact("quota when it started", "none" if quota is None else quota, "cores"),
@@ -64,7 +68,7 @@ def cpu_quota(books: Books) -> Answer:
         request_ids=worst(lost),
         step_ids=_steps_with_most(books, Part.CPU_WAIT, Part.STOPPED),
         share_of_time=share.value,
-        share_interval=share.interval,
+        share_interval=(share.value, max(share.value, most)),
         confidence=CERTAIN,
         confidence_from="the kernel's own counts: how long the group was throttled (cpu.stat), and how long the "
         "engine's thread was kept from running meanwhile",
@@ -96,7 +100,7 @@ def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention(why=NOT_STATED)
-    lost = _kept_from_running(books, 1 - quota_part(books), Computed.STOPPED)
+    lost = _kept_from_running(books, 1 - quota_part(books)[1], Computed.STOPPED)
     share = stated(lost, served(books.accounts))
     if attribution(books).share(Computed.CPU_WAIT) > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
@@ -150,10 +154,11 @@ def cpu_starved(books: Books) -> Answer:
     ran = beside(books)
     if threads > cores:
         return None
-    accounts, lost = served(books.accounts), _kept_from_running(books, 1 - quota_part(books), Computed.CPU_WAIT)
+    accounts, by_others = served(books.accounts), 1 - quota_part(books)[1]
+    lost = _kept_from_running(books, by_others, Computed.CPU_WAIT)
     share = whole = of_requests(lost, accounts, STARVED_SHARE)
     if ran is not None:
-        lost = _kept_from_running(books, (1 - quota_part(books)) * ran.others_part, Computed.CPU_WAIT)
+        lost = _kept_from_running(books, by_others * ran.others_part, Computed.CPU_WAIT)
         share = of_requests(lost, accounts)
     if not share.is_worth_it:
         return share.unsure() or _as_usual(whole, share, ran)
