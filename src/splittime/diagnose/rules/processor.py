@@ -47,7 +47,7 @@ def cpu_quota(books: Books) -> Answer:
     low, high = quota_part(books)
     lost = _kept_from_running(books, low, Computed.CPU_WAIT, Computed.STOPPED)
     share = stated(lost, served(books.accounts))
-    most = min(1.0, attribution(books).share(Computed.CPU_WAIT, Computed.STOPPED) * high)
+    most = max(share.value, attribution(books).share(Computed.CPU_WAIT, Computed.STOPPED) * high)
     if not share.is_worth_it:
         why = f"throttled for {share.value:.0%} to {most:.0%} of the requests' time: the kernel sums over processors"
         return Abstention(why=why) if most >= share.least else None
@@ -57,8 +57,8 @@ def cpu_quota(books: Books) -> Answer:
     of_cores = "" if quota is None else f" of {quota:g} cores"
     return Finding(
         claim=f"The server's control group used up its processor quota{of_cores} and was throttled for "
-        f"{(told[-1] - told[0]) / 1e9:.1f} processor-seconds: {share.value:.0%} of all requests' time, "
-        f"{most:.0%} at the most.",
+        f"{(told[-1] - told[0]) / 1e9:.1f} processor-seconds: {share.value:.0%} to {most:.0%} of all "
+        "requests' time.",
         evidence=(
             Fact("throttled", ms(told[-1] - told[0]), "ms, summed over its processors"),
             Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
@@ -67,8 +67,8 @@ def cpu_quota(books: Books) -> Answer:
         ),
         request_ids=worst(lost),
         step_ids=_steps_with_most(books, Part.CPU_WAIT, Part.STOPPED),
-        share_of_time=share.value,
-        share_interval=(share.value, max(share.value, most)),
+        share_of_time=most,
+        share_interval=(share.value, most),
         confidence=CERTAIN,
         confidence_from="the kernel's own counts: how long the group was throttled (cpu.stat), and how long the "
         "engine's thread was kept from running meanwhile",
