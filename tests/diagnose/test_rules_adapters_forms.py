@@ -5,7 +5,9 @@ import pytest
 from test_rules_queue import poisson
 from ward import Case, Ward, ids
 
+from splittime.diagnose.attribution import attribution
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.rules.stated import forms_wait
 from splittime.ledger.stages import Cause, Stage
 
 SLOTS = {"max_num_seqs": 2}
@@ -93,3 +95,14 @@ def test_a_form_that_says_late_which_token_may_come():
 @pytest.mark.parametrize("cause", [Cause.LORA_SLOTS, Cause.GRAMMAR])
 def test_a_moment_of_it_is_no_illness(cause):
     assert diagnose(caused(Ward(settings={"max_num_seqs": 16}).run(*poisson(8, 80)), cause, 3)).illnesses == ()
+
+
+def test_a_form_waits_beside_a_stopped_engine():
+    """What was stopped is nobody's wait for a form, before the first token as after it."""
+    stops = [(at, 120) for at in range(0, 6000, 300)]
+    books = caused(Ward(settings=SLOTS, stops_ms=stops).run(*poisson(25, 100)), Cause.GRAMMAR)
+    first = forms_wait(books)
+    before, between = (fact.value for fact in first.evidence[:2])
+    assert before + between == pytest.approx(sum(attribution(books).of(Cause.GRAMMAR).values()) / 1e6)
+    assert (between, before > 0) == (pytest.approx(0, abs=0.01), True)
+    assert "to be compiled" in first.claim

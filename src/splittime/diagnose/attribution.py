@@ -17,7 +17,7 @@ Only that last division is inferred. What steps have no record of belongs to the
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import islice, pairwise
 
@@ -139,16 +139,14 @@ def stages_and_stops(books: Books, accounts: Sequence[ClosedAccount]) -> Iterato
         yield derive.apportion(account.end_ns - account.start_ns, found) if found else {}
 
 
-@once
-def held_up_by_prompts(books: Books) -> dict[str, float]:
-    """Returns, by request id, the time that others' prompts have of it outside its own prefill."""
+def in_stages(books: Books, wanted: Owner, stages: Collection[Stage]) -> dict[str, float]:
+    """Returns, by request id, the time that this owner has of it in these stages."""
     accounts = served(books.accounts)
-    outside = [[ns for i, owner, ns in of if _is_held_up(i, owner)] for of in _owned(books, accounts)]
-    return {account.request_id: sum(ns) for account, ns in zip(accounts, outside, strict=True) if ns}
-
-
-def _is_held_up(interval: StageInterval, owner: Owner) -> bool:
-    return owner == Computed.OTHERS_PROMPTS and interval.stage not in (Stage.PREFILL, Stage.PREFILL_STALL)
+    found: dict[str, float] = {}
+    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
+        ns = sum(ns for interval, owner, ns in owned if owner == wanted and interval.stage in stages)
+        found |= {account.request_id: ns} if ns else {}
+    return found
 
 
 def _cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInterval]:

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from splittime.diagnose.attribution import Computed, held_up_by_prompts
-from splittime.diagnose.books import Books
+from splittime.diagnose.attribution import Computed, in_stages
+from splittime.diagnose.books import Books, once
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, served, setting, worst
 from splittime.diagnose.rules.known_prompts import DEFAULT_BLOCK, Missed, all_missed, token_ns
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.words import RESTART, WORDS
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import Stage
 
 ROOT_OF = ("overload", "head_of_line", "token_budget_bound", "prefill_interference", "slot_bound", "kv_bound")
 
@@ -27,10 +28,17 @@ def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) 
     accounts = served(books.accounts)
     computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
     of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
-    behind_ns = held_up_by_prompts(books) if tokens else {}
+    behind_ns = _held_up(books) if tokens else {}
     taken_ns = {a.request_id: of_prompts * behind_ns.get(a.request_id, 0.0) for a in accounts}
     lost_ns = {a.request_id: _at_most_all(a, taken_ns[a.request_id] + own_ns.get(a.request_id, 0.0)) for a in accounts}
     return sum(lost_ns.values()), of_requests(lost_ns, accounts)
+
+
+@once
+def _held_up(books: Books) -> dict[str, float]:
+    """Returns, by request id, the time that others' prompts have of it outside its own prefill."""
+    own = (Stage.PREFILL, Stage.PREFILL_STALL)
+    return in_stages(books, Computed.OTHERS_PROMPTS, [stage for stage in Stage if stage not in own])
 
 
 def _at_most_all(account: ClosedAccount, lost_ns: float) -> float:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from splittime.diagnose.attribution import attribution
+from splittime.diagnose.attribution import attribution, in_stages
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.evidence import (
@@ -12,7 +12,6 @@ from splittime.diagnose.rules.evidence import (
     num_requests,
     served,
     setting,
-    times_ns,
     worst,
 )
 from splittime.diagnose.rules.processor import SLOWED
@@ -145,8 +144,8 @@ def forms_wait(books: Books) -> Answer:
     share = of_requests(lost, accounts)
     if not share.is_worth_it:
         return share.unsure()
-    before = times_ns(accounts, lambda interval: interval.cause is Cause.GRAMMAR and interval.stage is Stage.QUEUE)
-    before_ns, all_ns = sum(before.values()), sum(lost.values())
+    all_ns = sum(lost.values())
+    before_ns = sum(in_stages(books, Cause.GRAMMAR, (Stage.QUEUE,)).values())
     is_compiling = before_ns >= all_ns / 2
     done = "to be compiled" if is_compiling else "to say which token may come"
     return Finding(
