@@ -8,11 +8,13 @@ from test_rules_queue import names, poisson
 from ward import MS, Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.finding import Finding
+from splittime.diagnose.rules.callers import asked_again
 from splittime.ledger.account import ClosedAccount
 
 
-def left(account: ClosedAccount, at_ns: int) -> ClosedAccount:
-    """The same, given up at that instant."""
+def left(account: ClosedAccount, at_ns: int, has_read: bool = False) -> ClosedAccount:
+    """The same, given up at that instant. has_read: what there was of the answer."""
     kept = [one for one in account.intervals if one.begin_ns < at_ns]
     kept[-1] = msgspec.structs.replace(kept[-1], end_ns=at_ns)
     num_tokens = sum(ready_ns <= at_ns for ready_ns in account.token_ready_ns)
@@ -26,7 +28,7 @@ def left(account: ClosedAccount, at_ns: int) -> ClosedAccount:
         output_tokens=num_tokens,
         token_steps=account.token_steps[:num_tokens],
         token_ready_ns=account.token_ready_ns[:num_tokens],
-        token_written_ns=account.token_written_ns[:num_tokens],
+        token_written_ns=account.token_written_ns[:num_tokens] if has_read else (),
     )
 
 
@@ -61,6 +63,41 @@ def test_callers_who_ask_again_before_the_first_answer_is_there(tries):
     assert "wait longer than 0.2 s" in first.cure.sentence
     assert len(first.request_ids) == min(tries, 5)
     assert first.cure.flags == ()
+
+
+def test_choices_of_one_request_are_one_try():
+    cases = [Case(300 * i + 210 * n, ids(200, i), 100, n=2) for i in range(20) for n in range(2)]
+    books = Ward(token_ms=0.02).run(*cases)
+    accounts = tuple(left(a, a.start_ns + 200 * MS) if is_first(a, books) else a for a in books.accounts)
+    found = asked_again(msgspec.structs.replace(books, accounts=accounts))
+    assert "20 of 40 requests were given up by their callers, and 20 of them asked again" in found.claim
+    assert "up to 2 times" in found.claim
+
+
+def is_first(account: ClosedAccount, books) -> bool:
+    """Of those with its prompt."""
+    return account.start_ns == min(a.start_ns for a in books.accounts if a.prefixes == account.prefixes)
+
+
+def test_who_has_read_some_of_an_answer_was_not_waiting_for_it():
+    books = Ward(token_ms=0.02).run(*[Case(300 * i + 210 * n, ids(200, i), 100) for i in range(20) for n in range(2)])
+    read, unread = (
+        tuple(left(a, a.start_ns + 200 * MS, has_read) if is_first(a, books) else a for a in books.accounts)
+        for has_read in (True, False)
+    )
+    assert asked_again(msgspec.structs.replace(books, accounts=read)) is None
+    assert isinstance(asked_again(msgspec.structs.replace(books, accounts=unread)), Finding)
+
+
+def test_a_time_that_nobody_was_given_is_not_told_from_the_short_ones():
+    """Each fourth try is of a short answer, and comes to its end in 0.15 s; all others are left after 0.2."""
+    cases = [Case(700 * i + 210 * n, ids(200, i), 100 if n < 3 else 35) for i in range(20) for n in range(4)]
+    books = Ward(token_ms=0.02).run(*cases)
+    accounts = [left(a, a.start_ns + 200 * MS) if a.end_ns - a.start_ns > 200 * MS else a for a in books.accounts]
+    sentence = asked_again(msgspec.structs.replace(books, accounts=tuple(accounts))).cure.sentence
+    assert (
+        "wait longer than 0.2 s: whole requests take at least that; nobody was let finish who needed longer" in sentence
+    )
 
 
 def test_those_who_leave_and_ask_for_something_else_did_not_ask_again():

@@ -1,7 +1,8 @@
 """Callers who do not wait for their answers: they ask the same again, or their answers are computed for nobody.
 
-A request is asked again if its caller left before its end, and one with the same prompt came from the same key after
-that. A prompt of fewer than `PREFIX_TOKENS` tokens has no hash, so what is said is a lower bound.
+A request is asked again if its caller left before any of its answer was written (who had read some of it did not like
+it), and one with the same prompt came from the same key after that. A prompt of fewer than `PREFIX_TOKENS` tokens has
+no hash, so what is said is a lower bound.
 """
 
 from collections import defaultdict
@@ -38,17 +39,20 @@ def asked_again(books: Books) -> Answer:
     """Callers give their requests up before the end and ask the same again, so that it is computed several times."""
     accounts = served(books.accounts)
     tries = _tries(accounts)
-    given_up = [account for line in tries for account in line[:-1]]
+    again = {account.group_id for line in tries for account in line[:-1]}
+    given_up = [account for account in accounts if account.group_id in again]
     share = stated({a.request_id: float(a.end_ns - a.start_ns) for a in given_up}, accounts)
-    if not share.is_worth_it or len(given_up) < MIN_LOSERS:
+    if not share.is_worth_it or len(again) < MIN_LOSERS:
         return share.unsure()
     patience_ns = median(a.end_ns - a.start_ns for a in given_up) or 0.0
     whole = [account.end_ns - account.start_ns for account in accounts if is_whole(account)]
     needed_ns = derive.percentile(whole, 90) or 0.0
-    needs = f"{needed_ns / 1e9:.2g} s (p90 of {len(whole)} that came to their end)" if whole else "more than that"
+    needs = f"{needed_ns / 1e9:.2g} s (p90 of {len(whole)} that came to their end)"
+    if needed_ns <= patience_ns:
+        needs = "at least that; nobody was let finish" + " who needed longer" * bool(whole)
     left = num_requests(a for a in accounts if _was_left(a))
     return Finding(
-        claim=f"{left} of {num_requests(accounts)} requests were given up by their callers, and {len(given_up)} of "
+        claim=f"{left} of {num_requests(accounts)} requests were given up by their callers, and {len(again)} of "
         f"them asked again, the same prompt up to {max(map(len, tries))} times: {share.value:.0%} of all requests' "
         "time was spent for nobody.",
         evidence=(
@@ -75,14 +79,15 @@ def asked_again(books: Books) -> Answer:
 
 
 def _was_left(account: ClosedAccount) -> bool:
-    return account.cancelled_ns is not None and account.finish_reason == FinishReason.ABORT
+    has_read = bool(account.token_written_ns)
+    return account.cancelled_ns is not None and account.finish_reason == FinishReason.ABORT and not has_read
 
 
 def _tries(accounts: Sequence[ClosedAccount]) -> list[list[ClosedAccount]]:
-    """Returns the accounts of the same request in order, all but the last left by their caller, of each that was asked
-    more than once. accounts: by start."""
+    """Returns the first choices of the same request in order, all but the last left by their caller, of each that was
+    asked more than once. accounts: by start."""
     lines: dict[tuple[object, ...], list[list[ClosedAccount]]] = defaultdict(list)
-    for account in accounts:
+    for account in sorted({a.group_id: a for a in reversed(accounts)}.values(), key=lambda a: a.start_ns):
         if not account.prefixes:
             continue
         key = (account.tenant, account.model, account.prompt_tokens, account.prefixes, account.prompt_parts)
