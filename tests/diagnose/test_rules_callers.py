@@ -202,6 +202,9 @@ def test_a_client_that_keeps_its_requests_to_itself(healthy):
     assert first.name == "client_backlog"
     assert "it has 4 in flight at most" in first.claim
     assert "25 requests a second" in first.cure.sentence
+    turns = tuple(msgspec.structs.replace(o, turn=i % 2) for i, o in enumerate(books.run.outcomes))
+    (told,) = diagnose(msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, outcomes=turns))).illnesses
+    assert "it has 4 in flight at most" in told.claim, "later turns are in flight too"
     mean_held_ms = sum(o.held_ns for o in books.run.outcomes) / 80e6
     assert first.share_of_time == pytest.approx(mean_held_ms / (mean_held_ms + served_ms), rel=0.01)
 

@@ -6,6 +6,7 @@ its account are the same request. Clocks are never subtracted across the two, on
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -128,9 +129,10 @@ def client_backlog(books: Books) -> Answer:
     share = of_outcomes(held, outcomes)
     if not share.is_worth_it:
         return share.unsure()
-    flights = [(o.sent_ns, o.end_ns) for o in outcomes if o.sent_ns is not None and o.end_ns is not None]
+    flights = [(o.sent_ns, o.end_ns) for o in sent(books) if o.sent_ns is not None and o.end_ns is not None]
     served_ns = median(end_ns - sent_ns for sent_ns, end_ns in flights) or 0.0
-    most = max(sum(begin_ns <= at_ns < end_ns for begin_ns, end_ns in flights) for at_ns, _ in flights)
+    edges = sorted(edge for begin_ns, end_ns in flights for edge in ((begin_ns, 1), (end_ns, -1)))
+    most = max(accumulate(by for _, by in edges))
     waiting = max((step.num_waiting for step in books.steps), default=None)
     return Finding(
         claim=f"{len(held)} of {len(outcomes)} requests waited in the client for their turn, {share.value:.0%} of the "
