@@ -73,6 +73,10 @@ def test_a_kernel_that_says_nothing():
 def test_processors_that_others_have():
     diagnosis = diagnose(Ward(wait_share=0.6).run(*CHATS, *PROMPTS))
     assert [one.name for one in diagnosis.illnesses] == ["cpu_starved"]
+    (found,) = diagnosis.illnesses
+    assert "Other processes" not in found.claim, "nobody told who ran"
+    assert "Nobody tells who had it for" in found.claim
+    assert found.confidence < 0.8
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05])

@@ -8,7 +8,16 @@ whose turn it was meanwhile is from `who_ran`.
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, ms, served, slowest_steps, threads_and_cores, worst
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    POSSIBLE,
+    ms,
+    served,
+    slowest_steps,
+    threads_and_cores,
+    worst,
+)
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
 from splittime.diagnose.rules.who_ran import Beside, beside, quota_part
 from splittime.diagnose.timeline import Part, timeline
@@ -170,13 +179,14 @@ def _starved(books: Books, ran: Beside | None, lost: dict[str, float], share: Sh
     waited_ns = sum(step.cpu_wait_ns or 0 for step in books.steps)
     tokens = sum(account.output_tokens for account in served(books.accounts))
     each = ms(sum(lost.values()) / max(1, tokens))
+    who = "Other processes of this machine" if ran is not None else "Nobody tells who"
     return Finding(
-        claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s. Other processes "
-        f"of this machine had it for {share.value:.0%} of all requests' time: {each} ms for each token.",
+        claim=f"The engine's thread was ready to run and had no processor for {waited_ns / 1e9:.1f} s. {who} had it "
+        f"for {share.value:.0%} of all requests' time: {each} ms for each token.",
         evidence=(
             Fact("waiting for a processor", ms(waited_ns), "ms over all steps"),
             Fact("of the steps' time", f"{waited_ns / max(1.0, timeline(books).by_step.sum()):.0%}"),
-            Fact("requests' time in it, for others", ms(sum(lost.values())), "ms over all requests"),
+            Fact("requests' time in it" + ", for others" * bool(ran), ms(sum(lost.values())), "ms over all requests"),
             *_who_ran(ran),
             Fact("threads and cores of the server", f"{threads} and {cores}"),
         ),
@@ -184,9 +194,9 @@ def _starved(books: Books, ran: Beside | None, lost: dict[str, float], share: Sh
         step_ids=_steps_with_most(books, Part.CPU_WAIT),
         share_of_time=share.value,
         share_interval=share.interval,
-        confidence=CERTAIN,
+        confidence=CERTAIN if ran is not None else POSSIBLE,
         confidence_from="the kernel's own count of what the engine's thread waited in its run queue"
-        + ("; whose turn it was, in proportion to who ran" if ran is not None else ""),
+        + ("; whose turn it was, " + ("in proportion to who ran" if ran is not None else "is not in these books")),
         cure=Cure(
             sentence="Keep the processors for the server: move the other work away (`top` names it; a load "
             "generator on the same machine is other work too), or give the server a higher priority (nice, "
