@@ -50,6 +50,12 @@ def following(_: str, token_ids: Sequence[int], count: int) -> list[int]:
     return found
 
 
+def unverified_drafts(record: StepRecord, request_id: str) -> int:
+    """Returns how many drafts of this request's row gave no token: wrong ones, and those of a late row."""
+    wrong = sum(drafts - right for name, drafts, right in record.verified if name == request_id)
+    return wrong + sum(drafts for name, drafts in record.late_rows if name == request_id)
+
+
 class CheckedCrank(Crank):
     """Lets a world look around before and after each turn."""
 
@@ -249,7 +255,7 @@ class World:
                 before = computed.get(request_id, outcome.num_cached_tokens or 0)
                 assert (stage is Stage.RECOMPUTE) == (start < before), f"{request_id} is in {stage}"
                 assert stage in (Stage.RECOMPUTE, Stage.PREFILL, Stage.DECODE)
-                computed[request_id] = max(before, start + count - record.unverified_drafts(request_id))
+                computed[request_id] = max(before, start + count - unverified_drafts(record, request_id))
 
     def verify_device_time(self) -> None:
         """On this clock the host hears of a step's end at once: the device worked, waited, or there was no work."""

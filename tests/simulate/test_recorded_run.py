@@ -12,10 +12,11 @@ from msgspec import UNSET
 
 from splittime.core.errors import ConfigError
 from splittime.engine import recorder
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Stage
-from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, Told, verify_steps
+from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, Coming, Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
+from splittime.simulate.course import num_came
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, replay
 from splittime.simulate.shape import shape_of_record
@@ -81,27 +82,77 @@ def test_a_record_tells_all_that_the_engine_was_told() -> None:
 
 def test_a_ledger_that_does_not_say_who_came_when_is_refused_by_name() -> None:
     recorded = record_run(TIGHT, seed=4)
-    early = [msgspec.structs.replace(step, comings=UNSET) for step in recorded.steps]
+    untell(recorded)
     with pytest.raises(ConfigError, match="does not say in which order requests came and went") as caught:
-        replay(msgspec.structs.replace(recorded, steps=early))
+        replay(recorded)
     assert "an early version wrote it" in caught.value.info.hint
+
+
+def untell(recorded: Recorded) -> None:
+    recorded.steps[:] = [msgspec.structs.replace(step, comings=UNSET) for step in recorded.steps]
 
 
 def test_who_was_refused_under_the_id_of_another_is_not_taken_for_it() -> None:
     """The engine refused it, as the other was there: it never came to the scheduler."""
     recorded = record_run(TIGHT, seed=0)
-    account = next(account for account in recorded.accounts if len(account.token_steps) > 3)
+    for account in (one for one in recorded.accounts if one.request_id in ("r1", "r9")):  # r1 waited in vain
+        refused = refused_under_the_id_of(account)
+        for accounts in ([refused, *recorded.accounts], [*recorded.accounts, refused]):
+            assert replay(msgspec.structs.replace(recorded, accounts=accounts)) is None
+
+
+def refused_under_the_id_of(account: ClosedAccount) -> ClosedAccount:
+    """Returns the account of one that came when the other was there already."""
     first, second = account.intervals[:2]
-    refused = msgspec.structs.replace(
+    assert first.stage is Stage.HANDOFF
+    handed = msgspec.structs.replace(first, end_ns=second.end_ns)
+    return msgspec.structs.replace(
         account,
-        intervals=(first, msgspec.structs.replace(second, stage=Stage.DELIVER, cause=None)),
+        intervals=(handed, StageInterval(Stage.DELIVER, None, second.end_ns, second.end_ns)),
         end_ns=second.end_ns,
         **{"token_steps": (), "token_ready_ns": (), "token_written_ns": (), "output_tokens": 0, "cached_tokens": 0},
         **{"finish_reason": "error", "prompt_tokens": 1, "prefixes": b"", "answer_prefixes": b"", "num_preemptions": 0},
     )
-    assert first.stage is Stage.HANDOFF
-    for accounts in ([refused, *recorded.accounts], [*recorded.accounts, refused]):
-        assert replay(msgspec.structs.replace(recorded, accounts=accounts)) is None
+
+
+def test_two_requests_under_one_id_are_refused_whatever_became_of_them() -> None:
+    """The first left the queue and its client came again. Who is not computed, or whose account is open, counts too."""
+    recorded = record_run(TIGHT, seed=0)
+    first, second = (next(one for one in recorded.accounts if one.request_id == name) for name in ("r3", "r8"))
+    assert (first.finish_reason, len(first.token_steps), len(second.token_steps)) == ("abort", 0, 29)
+    twice = under_another_id(recorded, "r3", "r8")
+    without = [[one for one in twice.accounts if one.intervals != left.intervals] for left in (first, second)]
+    for accounts in (twice.accounts, *without):
+        with pytest.raises(ConfigError, match="2 requests have the id 'r8'"):
+            replay(msgspec.structs.replace(twice, accounts=accounts))
+
+
+def under_another_id(recorded: Recorded, name: str, other: str) -> Recorded:
+    return msgspec.json.decode(
+        msgspec.json.encode(recorded).replace(f'"{name}"'.encode(), f'"{other}"'.encode()), type=Recorded
+    )
+
+
+HELD_AGAIN = (("a", HELD), ("a", RELEASED), ("a", HELD), ("a", RELEASED))
+
+
+@pytest.mark.parametrize(
+    ("comings", "count"),
+    [
+        ((("a", CAME), ("a", HELD), ("a", RELEASED), ("a", WENT_ON), ("a", 9)), 1),
+        ((*HELD_AGAIN, ("a", 9)), 1),
+        ((("a", CAME), ("a", LEFT), ("a", CAME)), 2),
+        ((("a", HELD), ("a", LEFT), ("a", CAME)), 2),
+        ((("a", CAME), ("a", LEFT), *HELD_AGAIN), 2),
+        ((("a", HELD), ("a", LEFT), *HELD_AGAIN), 2),
+        ((("a", CAME), ("a", 9), *HELD_AGAIN, ("a", FAILED), *HELD_AGAIN, 7), 3),
+    ],
+)
+def test_who_comes_held_comes_once(comings: tuple[Coming, ...], count: int) -> None:
+    step = msgspec.structs.replace(record_run(TIGHT, seed=0, count=1).steps[0], comings=(("b", CAME), *comings))
+    assert num_came([step]) == {"a": count, "b": 1}
+    each = [msgspec.structs.replace(step, comings=(one,)) for one in comings]
+    assert num_came(each) == {"a": count}
 
 
 def test_a_step_before_which_more_came_than_is_kept_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +383,9 @@ def test_a_server_that_was_paused_in_the_end_is_not_replayed_as_paused() -> None
         (lambda run: run.steps.pop(0), "not all of one engine"),
         (lambda run: run.accounts.pop(0), "'r0' among them"),
         (lambda run: run.accounts.pop(1), "'r1' among them"),  # which never had a row
+        (lambda run: (run.accounts.pop(0), untell(run)), "'r0' among them"),  # as of vLLM
+        (lambda run: run.accounts.append(refused_under_the_id_of(run.accounts.pop(0))), "'r0' among them"),
+        (lambda run: run.accounts.append(msgspec.structs.replace(run.accounts.pop(1), prompt_tokens=0)), "'r1' among"),
         (lambda run: run.accounts.append(run.accounts[0]), "2 requests have the id 'r0'"),
         (lambda run: run.facts.settings.update(async_scheduling=True), "plans ahead"),
         (lambda run: run.facts.settings.pop("num_blocks"), "do not say num_blocks"),

@@ -125,11 +125,6 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
         """`comings`, also where there are none."""
         return () if self.comings is UNSET else self.comings
 
-    def unverified_drafts(self, request_id: str) -> int:
-        """Returns how many drafts of this request's row gave no token: wrong ones, and those of a late row."""
-        wrong = sum(drafts - right for name, drafts, right in self.verified if name == request_id)
-        return wrong + sum(drafts for name, drafts in self.late_rows if name == request_id)
-
     @property
     def parts_ns(self) -> int:
         return self.plan_ns + self.launch_ns + self.busy_ns + self.commit_ns

@@ -5,14 +5,15 @@ asked for, and when they came, their accounts say. A request whose stop string t
 the engine meanwhile, some tokens later: its record says of how many.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from splittime.core.errors import ConfigError
 from splittime.drive.messages import Abort, Hold, MaskFound, Release, Submit, ToEngine
 from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import CAME, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, StepRecord
+from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, StepRecord
 from splittime.scheduler.requests import CAUSES
-from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen
+from splittime.simulate.trace import TracedRequest, ended_by_token, unforeseen, was_taken_in
 
 
 class Course:
@@ -20,11 +21,10 @@ class Course:
 
     def __init__(self, requests: Sequence[TracedRequest], records: Sequence[StepRecord]) -> None:
         _require_told(records)
-        comings = [one for record in records for one in record.told_comings if not isinstance(one, int)]
-        num_tokens = {name: what for name, what in comings if isinstance(what, int)}
-        self.requests = [_as_ended(traced, num_tokens.get(traced.request.request_id)) for traced in requests]
-        in_order = sorted(self.requests, key=lambda traced: bool(traced.account.token_steps))  # it, of several
-        self._by_id = {traced.request.request_id: traced for traced in in_order}
+        num_tokens = {name: what for name, what in _words(records) if isinstance(what, int)}
+        taken_in = [traced for traced in requests if was_taken_in(traced.account)]
+        self.requests = [_as_ended(traced, num_tokens.get(traced.request.request_id)) for traced in taken_in]
+        self._by_id = {traced.request.request_id: traced for traced in self.requests}
         self._seen: set[str] = set()
 
     def before(self, record: StepRecord) -> Iterator[tuple[int, ToEngine | None]]:
@@ -48,6 +48,19 @@ class Course:
         if what == RELEASED:
             return _held_until_ns(traced), Release(name)
         return received_ns, MaskFound(name) if what == WENT_ON else Abort(name)
+
+
+def num_came(records: Sequence[StepRecord]) -> Counter[str]:
+    """Returns how many requests came under each name that is told of. Who is held and is not here comes held."""
+    came, here = Counter[str](), set[str]()
+    for name, what in _words(records):
+        came[name] += what == CAME or (what == HELD and name not in here)
+        (here.discard if isinstance(what, int) or what in (LEFT, FAILED) else here.add)(name)
+    return came
+
+
+def _words(records: Sequence[StepRecord]) -> list[tuple[str, str | int]]:
+    return [one for record in records for one in record.told_comings if not isinstance(one, int)]
 
 
 def _require_told(records: Sequence[StepRecord]) -> None:

@@ -27,7 +27,7 @@ from splittime.ledger.prompt_parts import PREFIX_TOKENS
 from splittime.ledger.steps import StepRecord
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.course import Course
+from splittime.simulate.course import Course, num_came
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.recorded import Recorded, plans_ahead
 from splittime.simulate.retaken import (
@@ -38,7 +38,7 @@ from splittime.simulate.retaken import (
     UnknownStep,
     engine_again,
 )
-from splittime.simulate.trace import traced_requests
+from splittime.simulate.trace import traced_requests, was_taken_in
 
 DECISIONS = (
     *("step_id", "rows", "victims", "prefill_tokens", "decode_tokens", "kv_tokens_read", "blocks_used"),
@@ -104,13 +104,13 @@ def require_whole(recorded: Recorded) -> None:
     if ids != list(range(1, len(ids) + 1)):
         hint = "Keep more of it: --max-file-steps, --max-file-accounts; or write to a new file."
         raise ConfigError("the ledger's steps are not all of one engine, from its first on", param="ledger", hint=hint)
-    reached = Counter(account.request_id for account in accounts if account.token_steps)
-    name, count = max(reached.items(), key=lambda item: item[1], default=("", 0))
+    taken_in = Counter(account.request_id for account in accounts if was_taken_in(account))
+    came = num_came(records)  # also those whose account is not there, as it is still open
+    name, count = max((taken_in | came).items(), key=lambda item: item[1], default=("", 0))
     if count > 1:
         raise ConfigError(f"{count} requests have the id {name!r}; the steps do not tell them apart", param="ledger")
-    here = {row[0] for record in records for row in record.rows}
-    here |= {one[0] for record in records for one in record.told_comings if not isinstance(one, int)} - {""}
-    unknown = here - {account.request_id for account in accounts}
+    here = came.keys() - {""} | {row[0] for record in records for row in record.rows}
+    unknown = here - taken_in.keys()
     if unknown:
         hint = "Replay a ledger whose server has ended its requests, and which kept all accounts (--max-file-accounts)."
         words = f"{len(unknown)} requests came to the engine and have no account, {min(unknown)!r} among them"

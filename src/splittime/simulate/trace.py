@@ -90,7 +90,7 @@ class TracedRequest(NamedTuple):
         instants = {"submitted_ns": self.request.submitted_ns + delta_ns, "deadline_ns": deadline_ns}
         return self._replace(
             request=msgspec.structs.replace(self.request, **instants),
-            marks=tuple(Mark(stage, cause, begin_ns + delta_ns) for stage, cause, begin_ns in map(_fields, self.marks)),
+            marks=tuple(Mark(each.stage, each.cause, each.begin_ns + delta_ns) for each in self.marks),
             received_ns=self.received_ns + delta_ns,
             leaves_ns=None if self.leaves_ns is None else self.leaves_ns + delta_ns,
         )
@@ -209,6 +209,12 @@ def _received_ns(account: ClosedAccount) -> int | None:
     return next(behind, None) if reached else None
 
 
+def was_taken_in(account: ClosedAccount) -> bool:
+    """Returns whether the engine took it in; one that it refused has its answer at once."""
+    behind = (interval.stage for interval in account.intervals if interval.stage not in SERVER_STAGES)
+    return _received_ns(account) is not None and next(behind) is not Stage.DELIVER
+
+
 def _computed_ns(account: ClosedAccount) -> float:
     """When its prompt was begun to be computed."""
     begun = (each.begin_ns for each in account.intervals if each.stage is Stage.PREFILL)
@@ -253,10 +259,6 @@ def _server_marks(account: ClosedAccount) -> tuple[Mark, ...]:
     before = takewhile(lambda interval: interval.stage in SERVER_STAGES, account.intervals)
     marks = tuple(Mark(interval.stage, interval.cause, interval.begin_ns) for interval in before)
     return marks or (Mark(Stage.HANDOFF, None, account.start_ns),)
-
-
-def _fields(mark: Mark) -> tuple[Stage, Cause | None, int]:
-    return mark.stage, mark.cause, mark.begin_ns
 
 
 class StandIns:
