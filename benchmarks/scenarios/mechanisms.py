@@ -68,7 +68,7 @@ def stalls(run: Run) -> Metrics:
     prompts = [outcome for outcome in run.outcomes if len(outcome.token_ready_ns) < most]
     longest = max(run.steps, key=lambda step: step.prefill_tokens)
     return {
-        "max_stall_ms": max(outcome.max_gap_ns / 1e6 for outcome in chats),
+        "max_stall_ms": max(float(numpy.diff(outcome.token_ready_ns).max(initial=0)) / 1e6 for outcome in chats),
         "long_prompt_ttft_ms": statistics.median(outcome.ttft_ns / 1e6 for outcome in prompts),
         "computed_tokens_per_s": sum(step.prefill_tokens + step.decode_tokens for step in run.steps) / run.wall_s,
         "most_prompt_tokens_a_step": float(longest.prefill_tokens),

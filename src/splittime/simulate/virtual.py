@@ -16,7 +16,6 @@ passes by itself and a `wait_until` that waits for it, the same requests are sen
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from splittime.core.clock import Clock, VirtualClock
 from splittime.core.errors import ErrorInfo
@@ -66,11 +65,6 @@ class RequestOutcome:
     @property
     def ttft_ns(self) -> int:
         return self.token_ready_ns[0] - self.account.start_ns
-
-    @property
-    def max_gap_ns(self) -> int:
-        """The longest between two tokens; 0 for a single one."""
-        return max((after - before for before, after in pairwise(self.token_ready_ns)), default=0)
 
     def take(self, output: RequestOutput, step_id: int, ready_ns: int) -> None:
         self.account.extend(output.marks)
