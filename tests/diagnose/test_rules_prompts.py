@@ -8,7 +8,7 @@ from ward import Case, Ward, ids
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.rules.evidence import total_ns
-from splittime.diagnose.rules.prompts import uncached_reuse
+from splittime.diagnose.rules.prompts import history_differs, uncached_reuse
 
 SHARED = ids(800, 7)
 PROMPTS = {"token_ms": 0.1}
@@ -112,6 +112,15 @@ def test_a_template_that_drops_the_thoughts_of_earlier_turns():
     lacks = next(fact.value for fact in first.evidence if fact.what.startswith("there before"))
     assert lacks == 150
     assert "24 of 72 prompts" in first.claim
+
+
+@pytest.mark.parametrize(("reasoning", "is_named"), [(0, False), (1, False), (30, True)])
+def test_thoughts_are_named_where_about_as_many_were_made_as_are_lacking(reasoning, is_named):
+    """One short thought in one answer is not what conversations of 150 tokens a turn lack."""
+    books = conversation(True)
+    accounts = tuple(msgspec.structs.replace(account, reasoning_tokens=reasoning) for account in books.accounts)
+    found = history_differs(msgspec.structs.replace(books, accounts=accounts))
+    assert ("Keep thoughts" in found.cure.sentence) is is_named
 
 
 def test_thoughts_that_stay_break_nothing():

@@ -160,11 +160,14 @@ def history_differs(books: Books) -> Answer:
     at_token = int(median(miss.at_token for miss in missed) or 0)
     each, lacks = (int(median(of) or 0) for of in zip(*((miss.tokens, miss.dropped) for miss in missed), strict=True))
     thoughts = sum(account.reasoning_tokens for account in accounts)
+    are_thoughts = 2 * thoughts >= sum(
+        miss.dropped for miss in missed
+    )  # each is dropped once: else it is something else
     kept = (
         "Keep thoughts in the history: have the client send them back (reasoning_content, thinking blocks) and the "
         "template write them (chat_template_kwargs, as preserve_thinking or clear_thinking=false, where it has such); "
         "or have both drop them in every turn, not only when a user speaks again."
-        if thoughts
+        if are_thoughts
         else "Send the history as it was sent before: cut old messages off rarely and many at once, and write "
         "thoughts, calls and results the same way in every turn."
     )

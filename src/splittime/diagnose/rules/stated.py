@@ -118,7 +118,7 @@ def adapters_wait(books: Books) -> Answer:
         confidence_from="the scheduler stated the cause of each wait",
         cure=Cure(
             sentence=f"Give more adapters a place at once.{apart}",
-            flags=("--max-loras", str(min(wanted, MOST_ADAPTERS))),
+            flags=("--max-loras", str(min(wanted, MOST_ADAPTERS))) if wanted else (),
         ),
         cost="Memory for each adapter, and steps in which more of them are multiplied.",
         counter_check="With the change and the same load the queue's lora_slots time stays.",
