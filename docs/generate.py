@@ -239,12 +239,14 @@ def findings_page() -> str:
         )
         for r in finding.RULES.values()
     ]
+    counted = ", ".join(f"`{r.name}`" for r in finding.RULES.values() if not r.needs)
     return (
         "# Findings\n\n"
         "`splittime doctor` can name these findings. Each comes with its evidence, the share of the requests' time "
         "that it explains, a prescription, its cost, and what would refute it. A rule says so if its needs are not "
         "met.\n\n"
-        f"The doctor says nothing below {doctor.MIN_REQUESTS} requests, or if more than "
+        f"The doctor says nothing below {doctor.MIN_REQUESTS} requests (but for {counted}, which count what ended "
+        "badly, and rules that read another server's gauges), or if more than "
         f"{doctor.MAX_RESIDUAL:.0%} of the requests' time is in neither book.\n\n"
         "It prints illnesses before limits. Limits are what binds a healthy server: `weight_bandwidth_bound`, "
         "`kv_bandwidth_bound` and `compute_bound`. `speculation_would_pay` is told with them, since nothing is wrong "
