@@ -11,16 +11,7 @@ from collections.abc import Sequence
 from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import (
-    CERTAIN,
-    LIKELY,
-    is_whole,
-    median,
-    ms,
-    num_requests,
-    served,
-    worst,
-)
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, is_whole, median, ms, num_requests, served, worst
 from splittime.diagnose.rules.share import MIN_LOSERS, stated
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount

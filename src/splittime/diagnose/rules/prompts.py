@@ -29,8 +29,10 @@ def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) 
     computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
     of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
     behind_ns = _held_up(books) if tokens else {}
-    taken_ns = {a.request_id: of_prompts * behind_ns.get(a.request_id, 0.0) for a in accounts}
-    lost_ns = {a.request_id: _at_most_all(a, taken_ns[a.request_id] + own_ns.get(a.request_id, 0.0)) for a in accounts}
+    lost_ns: dict[str, float] = {}
+    for account in accounts:
+        name, felt_ns = account.request_id, account.end_ns - account.start_ns
+        lost_ns[name] = min(felt_ns, of_prompts * behind_ns.get(name, 0.0) + own_ns.get(name, 0.0))
     return sum(lost_ns.values()), of_requests(lost_ns, accounts)
 
 
@@ -39,10 +41,6 @@ def _held_up(books: Books) -> dict[str, float]:
     """Returns, by request id, the time that others' prompts have of it outside its own prefill."""
     own = (Stage.PREFILL, Stage.PREFILL_STALL)
     return in_stages(books, Computed.OTHERS_PROMPTS, [stage for stage in Stage if stage not in own])
-
-
-def _at_most_all(account: ClosedAccount, lost_ns: float) -> float:
-    return min(lost_ns, account.end_ns - account.start_ns)
 
 
 def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]:

@@ -66,16 +66,12 @@ def quota_part(books: Books) -> tuple[float, float]:
     """Returns how much of the time in which the engine's thread was kept from running its group was throttled: at the
     least, if that was on all processors at once, over which the kernel sums, and at the most."""
     kept = [(one.waited_ns + one.off_ns, one.throttled_ns) for one in _stretches(books.steps)]
-    kept_ns, at_once = max(1, sum(kept_ns for kept_ns, _ in kept)), _processors(books)
-    return sum(min(ns, counted / at_once) for ns, counted in kept) / kept_ns, sum(map(min, kept)) / kept_ns
-
-
-def _processors(books: Books) -> int:
-    """Returns on how many the group can be throttled at once: one for each thread that computes and one for the rest of
-    the server, but no more than it may use, where that is not the quota's own number."""
     threads, cores = threads_and_cores(books)
     has_quota = books.facts is not None and books.facts.machine is not None and books.facts.machine.quota is not None
-    return threads + 1 if has_quota else min(threads + 1, max(1, cores))
+    # One for each thread that computes and one for the rest; no more than it may use, unless that is the quota itself.
+    at_once = threads + 1 if has_quota else min(threads + 1, max(1, cores))
+    kept_ns = max(1, sum(kept_ns for kept_ns, _ in kept))
+    return sum(min(ns, counted / at_once) for ns, counted in kept) / kept_ns, sum(map(min, kept)) / kept_ns
 
 
 def _stretches(steps: Sequence[StepRecord]) -> Iterator[_Stretch]:
