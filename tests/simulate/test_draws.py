@@ -5,8 +5,9 @@ import pytest
 from known_runs import TIGHT, record_run
 
 from splittime.core.errors import ConfigError
-from splittime.simulate import draws
+from splittime.simulate import draws, what_if
 from splittime.simulate.change import Change
+from splittime.simulate.cost import OutOfRange
 from splittime.simulate.replica import AnyReplica
 from splittime.simulate.what_if import predict
 
@@ -23,6 +24,29 @@ def test_the_answer_hangs_on_the_number_of_processes_in_nothing(monkeypatch: pyt
         assert done == [1, 2, 3]
         with pytest.raises(ConfigError, match="max_num_seqs"):
             predict(recorded, Change({"max_num_seqs": 0}), 3, processes=2)
+
+
+class OfRecordedHours:
+    """A replica that knows no slower hour than 1.1."""
+
+    def __init__(self, pace: float = 1.0) -> None:
+        self.pace = pace
+
+    def slower(self, factor: float) -> "OfRecordedHours":
+        return OfRecordedHours(self.pace * factor)
+
+    def figures(self, requests: object, change: Change, seed: int) -> dict[str, float]:
+        if self.pace > 1.1:
+            raise OutOfRange("no step is like it")
+        return {"x": self.pace}
+
+
+def test_an_hour_too_slow_to_simulate_is_counted() -> None:
+    change = Change({"max_num_seqs": 8})
+    drawn = [draws._figures(draws.Draw(OfRecordedHours(), pace, 0), [], change) for pace in (0.9, 1.05, 1.3)]  # type: ignore[arg-type]
+    assert [(one.again["x"], one.is_same_hour) for one in drawn] == [(0.9, False), (1.05, False), (1.0, True)]
+    figure = what_if._predicted("x", 1.0, drawn)
+    assert (figure.low, figure.high) == pytest.approx((0.9, 1.05))
 
 
 def test_few_draws_hold_one_more_less_often() -> None:

@@ -282,6 +282,11 @@ def _about(prediction: "Prediction") -> str:
     if change and prediction.share:
         within = f"{prediction.share:.0%}".replace("%", " %")
         lines.append(f"In brackets: where {within} of runs with the change would lie, made in another hour.")
+    if prediction.num_same_hour:
+        lines.append(
+            f"Of {prediction.draws} draws, {prediction.num_same_hour} would meet an hour too slow to simulate, and "
+            "stay in the recorded one: slow ends are nearer than they would be."
+        )
     if prediction.leaves_out_drafts:
         lines.append(
             "The server guesses tokens ahead. Nobody knows what it would guess of these requests: nothing here."

@@ -43,11 +43,13 @@ class Draw(NamedTuple):
 
 class DrawFigures(NamedTuple):
     """before: without the change. after: with it, in the same hour with the same noise. again: in another hour, with
-    another noise. Without a change all three are the same."""
+    another noise. Without a change all three are the same. is_same_hour: that hour is so slow that no recorded step is
+    like its own, and the noise alone is another."""
 
     before: Figures
     after: Figures
     again: Figures
+    is_same_hour: bool = False
 
 
 def figures_of_draws(
@@ -74,10 +76,9 @@ def _figures(draw: Draw, requests: Sequence[TracedRequest], change: Change) -> D
         return DrawFigures(before, before, before)
     after = replica.figures(requests, change, seed)
     try:
-        again = replica.slower(later).figures(requests, change, seed + LATER)
-    except OutOfRange:  # a slow hour gathers requests that the recorded hour did not: its noise alone is known
-        again = replica.figures(requests, change, seed + LATER)
-    return DrawFigures(before, after, again)
+        return DrawFigures(before, after, replica.slower(later).figures(requests, change, seed + LATER))
+    except OutOfRange:  # a slow hour gathers requests that the recorded hour did not
+        return DrawFigures(before, after, replica.figures(requests, change, seed + LATER), is_same_hour=True)
 
 
 def over_cores(

@@ -59,6 +59,7 @@ class Miss(msgspec.Struct, frozen=True):
 class Prediction(msgspec.Struct, frozen=True):
     """num_requests: of recorded or drawn ones; of those that wait for an answer (`waits`) not all come if a run has an
     end. leaves_out_drafts: the server guesses tokens ahead, and nobody knows what it would guess of these requests.
+    num_same_hour: of the draws, those whose other hour was too slow to simulate: the slow ends lack them.
     share: the probability with which one more draw lies within an interval. miss: by how much the simulation of the
     settings as they were misses the recorded run."""
 
@@ -70,6 +71,7 @@ class Prediction(msgspec.Struct, frozen=True):
     leaves_out_drafts: bool
     num_steps: int
     draws: int
+    num_same_hour: int
     share: float
     miss: Miss | None
     model: CostModel
@@ -146,6 +148,7 @@ def predict_of(
         leaves_out_drafts=load.replica.guesses_ahead and not any(traced.drafts for traced in load.requests),
         num_steps=costs.num_steps,
         draws=draws,
+        num_same_hour=sum(one.is_same_hour for one in drawn),
         share=share_within(draws),
         miss=_miss(found),
         model=costs,
@@ -180,7 +183,7 @@ def requests_of(recorded: Recorded, max_model_len: int) -> list[TracedRequest]:
 
 def _predicted(name: str, recorded: float | None, draws: Sequence[DrawFigures]) -> PredictedFigure:
     """Returns no ratio where some draw has nothing without the change."""
-    known = [tuple(figures[name] for figures in draw) for draw in draws if all(name in figures for figures in draw)]
+    known = [tuple(figures[name] for figures in of[:3]) for of in draws if all(name in one for one in of[:3])]
     if not known:
         return PredictedFigure(name, recorded, None, None, None)
     before, after, _ = (statistics.median(side) for side in zip(*known, strict=True))
