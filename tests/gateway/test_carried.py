@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
+from splittime.gateway.config_file import config_of
+from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.verdict import GOOD, AnswerVerdict, Whose
 from splittime.gateway.versions.carried import upstreams_of
+from splittime.ledger.store import Ledger
 from splittime.web.quota import MINUTE_NS, Quota
 from splittime.web.tenants import Tenant
 
@@ -94,7 +98,28 @@ def test_an_open_breaker_stays_open_unless_its_key_is_another(change):
     assert after[0].breaker.config.failures == change.get("failures", 2)
     mended = Version(made(key="mended"), before=after)
     assert mended[0].breaker.allows(NOW_NS)
-    assert not mended[0].has_left_out
+    assert mended.router.left_out("m", "/v1/rerank", "m", "a", NOW_NS) == []
+
+
+@pytest.mark.parametrize("change", [{}, {"max_in_flight": 4}, {"name": "renamed"}], ids=str)
+@pytest.mark.parametrize("whose", [Whose.BUSY, Whose.PATH])
+def test_what_an_attempt_of_before_hears_of_its_upstream_counts_after(whose, change):
+    before = Version(made())
+    after = Version(made(**change), before=before)
+    assert after.router.left_out("m", "/v1/rerank", "m", "a", NOW_NS) == []
+    before[0].hear(AnswerVerdict(whose, "told", pause_s=1.0), "/v1/rerank", "m", NOW_NS, "a")
+    assert after.router.left_out("m", "/v1/rerank", "m", "a", NOW_NS) == [after[0].name]
+
+
+def test_all_upstreams_of_all_versions_share_until_when_anybody_is_left_out():
+    told = {"name": "u", "url": "http://127.0.0.1:1", "models": ["m"]}
+    services: list[GatewayService] = []
+    for names, failures in ("ab", 2), ("abc", 2), ("cd", 3):
+        config = config_of({"upstream": [{**told, "name": name} for name in names], "breaker": {"failures": failures}})
+        before = services[-1] if services else None
+        services.append(GatewayService(config, secrets_of(config), Ledger(), before=before))
+    shared = {one.breaker.left_out for service in services for one in service.router.upstreams}
+    assert shared == {services[0].left_out}
 
 
 def test_a_key_that_is_refused_is_known_until_an_answer_or_another_key():

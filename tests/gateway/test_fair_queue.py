@@ -282,6 +282,49 @@ def test_where_no_upstream_answers_nobody_waits():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("rooms", [(1,), (1, 0)], ids=str)
+def test_who_waits_is_not_sent_into_its_tenants_pause(rooms):
+    async def run():
+        router = router_of(*rooms)
+        queue = FairQueue(QueueConfig(), router)
+        first = await queue.enter("a", "m", 10, until_ns=FAR_NS)
+        of_a = [await wait_in(queue, "a", 10) for _ in range(5)]
+        of_b = await wait_in(queue, "b", 10)
+        first.upstream.breaker.note_busy(now_ns(), 30.0, "a")
+        queue.leave(first, "a", 10)
+        told = await asyncio.gather(*of_a, return_exceptions=True)
+        assert [one.reason for one in told] == ["upstreams_busy"] * 5
+        assert [one.info.retry_after_s for one in told] == pytest.approx([30.0] * 5, abs=0.5)
+        assert (await of_b).upstream is first.upstream  # it is no pause of b
+        assert queue.requests == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("tried", [(), ("u1",)], ids=str)
+def test_room_that_a_pause_keeps_is_none_when_the_queue_is_full(tried):
+    async def run():
+        router = router_of(1, 1)
+        queue = FairQueue(QueueConfig(max_requests=1), router)
+        router.upstreams[0].breaker.note_busy(now_ns(), 30.0, "a")
+        assert (await queue.enter("a", "m", 10, until_ns=FAR_NS)).upstream.name == "u1"
+        waiting = await wait_in(queue, "a", 10)
+        with pytest.raises(Refused) as caught:
+            await queue.enter("a", "m", 10, until_ns=FAR_NS, tried=tried)
+        assert caught.value.reason == "queue_full"
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_no_place_is_not_sent_into_its_tenants_pause():
+    router = router_of(1)
+    queue = FairQueue(QueueConfig(), router)
+    router.upstreams[0].breaker.note_busy(now_ns(), 30.0, "a")
+    assert queue.place_now("a", "m", 10, is_charged=True) is None
+    assert queue.place_now("b", "m", 10, is_charged=True) is not None
+
+
 def test_a_full_model_keeps_no_other_waiting():
     async def run():
         configs = [

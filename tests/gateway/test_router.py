@@ -5,9 +5,12 @@ from time import monotonic_ns as now_ns
 import pytest
 
 from splittime.core.errors import Refused
-from splittime.gateway.upstreams import Router, held_line
+from splittime.gateway.breaker import Breaker
+from splittime.gateway.upstreams import LACKS_NS, Router, held_line
 
 from .test_fair_queue import router_of
+
+S = 10**9
 
 
 def test_an_upstream_that_may_have_none_is_not_waited_for():
@@ -48,6 +51,39 @@ def test_a_pause_of_one_tenant_is_kept_by_another_config_and_over_when_it_is():
     with pytest.raises(Refused) as caught:
         router.require_one("m", "a", 10**9)
     assert (caught.value.reason, caught.value.info.retry_after_s) == ("upstreams_busy", 4.0)
+
+
+def test_where_all_others_were_tried_a_tenants_pause_is_kept_all_the_same():
+    router = router_of(1, 1)
+    paused, tried = router.upstreams
+    paused.breaker.note_busy(0, 10.0, "a")
+    avoided = [paused.name, tried.name]
+    assert {router.choose("m", 1, avoided, tenant="a").upstream for _ in range(20)} == {tried}
+    assert {router.choose("m", 1, avoided, tenant="b").upstream for _ in range(20)} == {paused, tried}
+    assert {router.choose("m", 10 * S, avoided, tenant="a").upstream for _ in range(20)} == {paused, tried}
+    assert router.choose("m", 1, tenant="a").upstream is tried
+    tried.enter(1)
+    assert router.choose("m", 1, avoided, tenant="a") is None
+
+
+def test_nobody_is_looked_at_once_the_last_pause_or_lack_is_over(monkeypatch):
+    router, looked = router_of(1, 1), []
+    monkeypatch.setattr(Breaker, "pause_ns", lambda breaker, tenant, at_ns: looked.append(at_ns) or 0)
+
+    def num_looked(at_ns: int) -> int:
+        looked.clear()
+        router.left_out("m", "/v1/score", "m", "a", at_ns)
+        router.require_one("m", "a", at_ns)
+        return len(looked)
+
+    assert num_looked(0) == 0
+    router.upstreams[0].breaker.note_busy(0, 30.0, "a")
+    router.upstreams[0].breaker.note_busy(0, 10.0, "b")
+    assert (num_looked(30 * S - 1), num_looked(30 * S)) == (4, 0)
+    router.upstreams[1].breaker.note_busy(30 * S, 10.0)  # for all: it is not allowed then, whoever asks
+    assert num_looked(31 * S) == 0
+    router.upstreams[1].note_lacks("/v1/rerank", "m", 41 * S)
+    assert (num_looked(41 * S + LACKS_NS - 1), num_looked(41 * S + LACKS_NS)) == (4, 0)
 
 
 def test_requests_that_do_not_stream_are_work_before_a_first_byte():

@@ -15,12 +15,18 @@ from splittime.gateway.config import BreakerConfig
 LEAST_BACKOFF_S = 1.0  # where a 429 does not say for how long
 
 
-class Breaker:
-    """Times are ns of one monotonic clock, given by the caller. has_checker: somebody asks it while it is open.
-    num_successes: since the start."""
+class LeftOut:
+    """until_ns: from then on nobody is left out of what any upstream that shares this was not to be asked for."""
 
-    def __init__(self, config: BreakerConfig) -> None:
-        self.config = config
+    until_ns = 0
+
+
+class Breaker:
+    """Times are ns of one monotonic clock, given by the caller. left_out: shared with others, by default with none.
+    has_checker: somebody asks it while it is open. num_successes: since the start."""
+
+    def __init__(self, config: BreakerConfig, left_out: LeftOut | None = None) -> None:
+        self.config, self.left_out = config, left_out or LeftOut()
         self._failures = 0  # in a row
         self._open_until_ns: int | None = None
         self._busy_until_ns = 0
@@ -47,8 +53,9 @@ class Breaker:
         """Returns whether a 429 asked for a pause that is not over."""
         return now_ns < self._busy_until_ns
 
-    def allows(self, now_ns: int) -> bool:
-        if self.is_busy(now_ns):
+    def allows(self, now_ns: int, tenant: str = "") -> bool:
+        """tenant: who would be asked for, where that matters: it may have a pause of its own."""
+        if self.is_busy(now_ns) or now_ns < self._paused_until_ns.get(tenant, 0):
             return False
         if self._open_until_ns is None:
             return True
@@ -116,12 +123,8 @@ class Breaker:
             self._busy_until_ns = max(self._busy_until_ns, until_ns)
         if tenant:
             paused[tenant] = max(until_ns, paused.get(tenant, 0))
+            self.left_out.until_ns = max(self.left_out.until_ns, until_ns)
         self._paused_until_ns, self._is_trying = paused, False
-
-    @property
-    def has_paused(self) -> bool:
-        """Returns whether it has been paused for some tenant."""
-        return bool(self._paused_until_ns)
 
     def pause_ns(self, tenant: str, now_ns: int) -> int:
         """Returns for how long this tenant is to leave it alone, whoever else may ask it."""

@@ -111,8 +111,7 @@ class FairQueue:
 
     def line_up(self, waiting: QueuedRequest, *, until_ns: int, draw: float = NEVER_SHED) -> None:
         """Have it wait, or give it a place at once. Raises as `enter` does."""
-        if not self._router.may_ask(waiting.model, self._now_ns()):
-            raise self._router.nobody(waiting.model, self._now_ns())
+        self._router.require_one(waiting.model, waiting.tenant, self._now_ns())
         self._make_room(waiting, draw, until_ns)
         self._add(waiting)
         self.dispatch()
@@ -145,7 +144,7 @@ class FairQueue:
         """Returns a place, where it has not been sent, for a request that waits for none; None if nobody has room.
         Whoever waits comes first. is_charged: not the second place of a request that has one."""
         self.dispatch()
-        routed = self._router.choose(model, self._now_ns(), tried, prefix, answers)
+        routed = self._router.choose(model, self._now_ns(), tried, prefix, answers, tenant)
         if routed is None or routed.upstream.name in tried:
             return None
         self._take(self._share(tenant), routed, tokens, is_charged=is_charged)
@@ -225,7 +224,8 @@ class FairQueue:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
         newcomer.weighed = self._weighed(newcomer.tokens)
         at_ns = self._now_ns()
-        has_room = self._router.has_room_for(newcomer.model, at_ns, newcomer.avoided(at_ns), newcomer.answers)
+        asked = newcomer.avoided(at_ns), newcomer.answers, newcomer.tenant
+        has_room = self._router.has_room_for(newcomer.model, at_ns, *asked)
         if has_room and not self._num_wide:
             return  # whoever waits waits for others
         if not newcomer.is_retry:
@@ -285,21 +285,24 @@ class FairQueue:
             if waiting.granted.done():  # cancelled, and its task does not know yet
                 self._remove(waiting)
                 return True
+            try:
+                self._router.require_one(model, waiting.tenant, at_ns)
+            except Refused as refused:
+                self._refuse(waiting, refused)
+                return True
             if model in kept:
                 continue
-            routed = self._router.choose(model, at_ns, waiting.avoided(at_ns), waiting.prefix, waiting.answers)
+            asked = waiting.avoided(at_ns), waiting.prefix, waiting.answers, waiting.tenant
+            routed = self._router.choose(model, at_ns, *asked)
             if routed is not None:
                 self._grant(share, waiting, routed)
                 return True
             if waiting.answers > 1 and self._is_within_its_part(share, waiting, at_ns):
                 kept.add(model)
-            if not self._router.may_ask(model, at_ns):
-                self._refuse(waiting, self._router.nobody(model, at_ns))
-                return True
         return False
 
     def _is_within_its_part(self, share: TenantShare, waiting: QueuedRequest, at_ns: int) -> bool:
-        places = self._router.most_places(waiting.model, at_ns)
+        places = max((one.limit for one in self._router.allowed(waiting.model, at_ns)), default=0)
         return waiting.answers <= places * part_of(share, self.shares.values())
 
     def _grant(self, share: TenantShare, waiting: QueuedRequest, routed: Routed) -> None:

@@ -138,7 +138,6 @@ class Forwarding:
         until_ns = at_ns + int(self._gateway.config.queue.max_wait_s * 1e9)
         until_ns = until_ns if client_ns is None else min(until_ns, client_ns)
         self._account.enter(Stage.ADMIT, at_ns)
-        self._gateway.router.require_one(request.pool, self._tenant, at_ns)
         try:
             entering = self._gateway.queue.enter(
                 self._tenant,

@@ -118,7 +118,6 @@ class RunningAttempt:
         elif not self._has_begun:
             upstream.waits.gone(self._tokens, now_ns())
         upstream.hear(verdict, self.relay.path, self.relay.model, now_ns(), self._tenant)
-        self._gateway.router.has_left_out |= upstream.has_left_out
         if verdict.is_against:
             self._gateway.affinity.note_failed(self._prefix, upstream.name)
         elif verdict.whose is Whose.NOBODY:

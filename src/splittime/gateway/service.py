@@ -12,6 +12,7 @@ import msgspec
 from splittime import __version__
 from splittime.core.errors import ErrorInfo, Refused
 from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.breaker import LeftOut
 from splittime.gateway.budget_stores import store_of
 from splittime.gateway.budgets import TokenBudgets
 from splittime.gateway.config import GatewayConfig
@@ -87,7 +88,9 @@ class GatewayService:
         self.quotas = {tenant.name: quota_of(before, tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.policy = RoutePolicy(config)
         self.difficulty = DifficultyRouting(config.difficulty, secrets.judges, secrets.bounds)
-        made = [Upstream(one, config.breaker, secrets.upstream_keys.get(one.name)) for one in config.upstream]
+        self.left_out: LeftOut = LeftOut() if before is None else before.left_out
+        keys = secrets.upstream_keys
+        made = [Upstream(one, config.breaker, keys.get(one.name), self.left_out) for one in config.upstream]
         upstreams = upstreams_of(before, made)
         self.affinity = self._affinity(before)
         regions = regions_of(config)
@@ -98,11 +101,12 @@ class GatewayService:
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
         self._health_checks = HealthChecks(self.router.upstreams, self._on_room)
         if before is None:
-            self._begin(secrets.upstream_keys)
+            self._begin(keys)
         else:
             for name in OF_THE_PROCESS:
                 setattr(self, name, getattr(before, name))
-        self._measure_round_trips()
+        for upstream in self.router.upstreams:
+            upstream.round_trip = self.round_trips.of(upstream.address.host, upstream.address.port)
         self.page_answers = PageAnswers(self)
 
     def _retries(self, before: "GatewayService | None") -> tuple[RetryBudget, TiedRequests]:
@@ -119,10 +123,6 @@ class GatewayService:
         if before is not None and before.config.affinity == self.config.affinity:
             return before.affinity
         return PrefixAffinity(self.config.affinity, None if before is None else before.affinity.results)
-
-    def _measure_round_trips(self) -> None:
-        for upstream in self.router.upstreams:
-            upstream.round_trip = self.round_trips.of(upstream.address.host, upstream.address.port)
 
     def _begin(self, keys: Mapping[str, str]) -> None:
         """Make what is one of the process: every later version takes it over (`OF_THE_PROCESS`)."""

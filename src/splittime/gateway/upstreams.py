@@ -22,12 +22,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from splittime.core.errors import Refused
-from splittime.gateway.breaker import Breaker
+from splittime.gateway.breaker import Breaker, LeftOut
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.in_flight_limit import InFlightLimit
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.prefix_table import SeenPrefix
-from splittime.gateway.routing.regions import NOWHERE, DistanceCost, Regions
+from splittime.gateway.routing.regions import NOWHERE, Regions
 from splittime.gateway.routing.round_trips import FirstByteWaits, RoundTrip
 from splittime.gateway.upstream_pulse import UpstreamPulse
 from splittime.gateway.usage_asked import EACH_CHUNK
@@ -61,11 +61,13 @@ class Upstream:
     found from its queue. round_trip: how far it is. failing: the code of the latest verdict that spoke against it, ""
     since an answer. is_key_refused: that verdict was about the key."""
 
-    def __init__(self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None) -> None:
+    def __init__(
+        self, config: UpstreamConfig, breaker: BreakerConfig, key: str | None = None, left_out: LeftOut | None = None
+    ) -> None:
         self.config, self.name = config, config.name
         target = Target(url=config.url)
         self.address, self.key = target.address, key
-        self.breaker = Breaker(breaker)
+        self.breaker = Breaker(breaker, left_out)
         self.in_flight = UpstreamLoad()
         wait_s = config.queue_wait_s
         most = config.max_in_flight
@@ -144,11 +146,8 @@ class Upstream:
 
     def note_lacks(self, path: str, model: str, now_ns: int) -> None:
         self._lacks_until_ns[path, model] = now_ns + LACKS_NS
-
-    @property
-    def has_left_out(self) -> bool:
-        """Whether it has said of some requests or tenants that it is not to be asked for them."""
-        return bool(self._lacks_until_ns) or self.breaker.has_paused
+        left_out = self.breaker.left_out
+        left_out.until_ns = max(left_out.until_ns, now_ns + LACKS_NS)
 
     def hear(self, verdict: AnswerVerdict, path: str, model: str, now_ns: int, tenant: str = "") -> None:
         """Take note of what an attempt's end, for this tenant, says of this upstream."""
@@ -181,9 +180,6 @@ class Upstream:
         self.in_flight.requests -= answers
         self.in_flight.places -= places
         self.in_flight.tokens -= tokens
-
-    def considered(self, cost: DistanceCost) -> Considered:
-        return Considered(self.name, self.requests, self.tokens, *cost)
 
 
 def held_line(upstream: str) -> str:
@@ -234,8 +230,7 @@ class Routed(NamedTuple):
 
 class Router:
     """draw: for tests and replays; default: a generator of its own. pools: the names of the upstreams of lines beside
-    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none. has_left_out:
-    some upstream has said of a path, a model or a tenant that it is not to be asked."""
+    those of the models, which only rules lead to (`routing.policy`). affinity, regions: default: none."""
 
     def __init__(
         self,
@@ -256,7 +251,7 @@ class Router:
         named = {pool: [self._by_name[name] for name in names] for pool, names in (pools or {}).items()}
         alone = {held_line(upstream.name): [upstream] for upstream in self.upstreams}
         self._lines = named | alone | self._by_model
-        self.has_left_out = any(one.has_left_out for one in self.upstreams)
+        self._left_out = {one.breaker.left_out for one in self.upstreams}  # one, where they share it
         self._many = {line: ManyUpstreams(some) for line, some in self._lines.items() if len(some) > MANY}
 
     @property
@@ -279,23 +274,27 @@ class Router:
         """Whether an upstream of this model may be asked, whether it has room or not."""
         return any(upstream.breaker.allows(now_ns) for upstream in self.of_model(model))
 
-    def has_room_for(self, model: str, now_ns: int, tried: Collection[str] = (), answers: int = 1) -> bool:
-        """Whether somebody would get a request of this model now."""
+    def has_room_for(
+        self, model: str, now_ns: int, tried: Collection[str] = (), answers: int = 1, tenant: str = ""
+    ) -> bool:
+        """Whether somebody would get a request of this model, for this tenant, now."""
         if tried:
-            return self.choose(model, now_ns, tried, answers=answers) is not None
+            return self.choose(model, now_ns, tried, None, answers, tenant) is not None
         line = self.of_model(model)
-        return any(upstream.has_room_for(answers) and upstream.breaker.allows(now_ns) for upstream in line)
-
-    def most_places(self, model: str, now_ns: int) -> int:
-        """Returns how many places the largest upstream of this model has that may be asked."""
-        return max((upstream.limit for upstream in self.allowed(model, now_ns)), default=0)
+        return any(upstream.has_room_for(answers) and upstream.breaker.allows(now_ns, tenant) for upstream in line)
 
     def choose(
-        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None, answers: int = 1
+        self,
+        model: str,
+        now_ns: int,
+        tried: Collection[str] = (),
+        prefix: SeenPrefix | None = None,
+        answers: int = 1,
+        tenant: str = "",
     ) -> Routed | None:
-        """Returns who gets a request of this model now; None if nobody has room. prefix: of its prompt."""
+        """Returns who gets a request of this model, for this tenant, now; None if nobody has room. prefix: its own."""
         for line, is_whole in (self._drawn(model, prefix), False), (self.of_model(model), True):
-            allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns)]
+            allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns, tenant)]
             untried = [one for one in allowed if one.limit and one.name not in tried]  # who may have none never will
             able = untried or (allowed if is_whole else [])
             free = [upstream for upstream in able if upstream.has_room_for(answers)]
@@ -323,26 +322,32 @@ class Router:
         if served is not None or costs:
             others = sorted(free, key=lambda one: (costs.get(one.name, NOWHERE).total_ns, one.tokens))
             ordered = [ordered[0], *(one for one in others if one is not ordered[0])][:MAX_CONSIDERED]
-        considered = tuple(upstream.considered(costs.get(upstream.name, NOWHERE)) for upstream in ordered)
-        return Routed(ordered[0], considered, decision)
+        found = [Considered(one.name, one.requests, one.tokens, *costs.get(one.name, NOWHERE)) for one in ordered]
+        return Routed(ordered[0], tuple(found), decision)
 
     def _least_of(self, free: list[Upstream]) -> list[Upstream]:
         """Returns those that were drawn, the one with least to do first."""
         drawn = self._random.sample(free, DRAWN) if len(free) > DRAWN else free
         return sorted(drawn, key=lambda one: (one.tokens_unbegun, one.tokens, one.requests, self._random.random()))
 
+    def _has_left_out(self, now_ns: int) -> bool:
+        """Returns whether anybody may be left out now: of a thousand none is looked at for nothing."""
+        return any(now_ns < some.until_ns for some in self._left_out)
+
     def left_out(self, line: str, path: str, model: str, tenant: str, now_ns: int) -> list[str]:
         """Returns the names of a line's upstreams that do not have this path for this model, or asked this tenant for a
         pause."""
-        if not self.has_left_out:  # of a thousand none is looked at for nothing
+        if not self._has_left_out(now_ns):
             return []
         some = self.of_model(line)
         return [one.name for one in some if one.lacks(path, model, now_ns) or one.breaker.pause_ns(tenant, now_ns)]
 
     def require_one(self, line: str, tenant: str, now_ns: int) -> None:
-        """Raises `Refused` where every upstream of a line that may be asked is to be left alone by this tenant."""
-        allowed = self.allowed(line, now_ns) if self.has_left_out else []
-        pauses_ns = [one.breaker.pause_ns(tenant, now_ns) for one in allowed]
+        """Raises `Refused` where no upstream of a line may be asked, or each that may has this tenant pause."""
+        if not self.may_ask(line, now_ns):
+            raise self.nobody(line, now_ns)
+        allowed = self.allowed(line, now_ns) if self._has_left_out(now_ns) else []
+        pauses_ns = [one.breaker.pause_ns(tenant, now_ns) for one in allowed if one.limit]
         if pauses_ns and all(pauses_ns):
             after_s = max(RETRY_AFTER_S, min(pauses_ns) / 1e9)
             raise Refused(told_of(line, is_busy=True), reason="upstreams_busy", retry_after_s=after_s)

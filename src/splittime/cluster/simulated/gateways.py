@@ -7,6 +7,7 @@ upstream breaks off, and the order in which `forwarding` and `running_attempt` t
 
 import random
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from splittime.cluster.bounds import max_in_flight, retry_bounds
 from splittime.cluster.simulated.agenda import Agenda
@@ -14,6 +15,7 @@ from splittime.cluster.simulated.load import FleetRequest
 from splittime.cluster.simulated.servers import FleetServer
 from splittime.cluster.simulated.settings import FleetSettings
 from splittime.core.errors import Refused
+from splittime.gateway.breaker import LeftOut
 from splittime.gateway.config import AffinityConfig, BreakerConfig, QueueConfig, RetryConfig, UpstreamConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.retry_budget import RetryBudget, longest_pause_s
@@ -34,9 +36,7 @@ class RoundRobin(Router):
 
     _next = 0
 
-    def choose(
-        self, model: str, now_ns: int, tried: Collection[str] = (), prefix: SeenPrefix | None = None, answers: int = 1
-    ) -> Routed | None:
+    def choose(self, model: str, now_ns: int, tried: Collection[str] = (), *_: Any, **__: Any) -> Routed | None:
         line = self.of_model(model)
         for step in range(len(line)):
             upstream = line[(self._next + step) % len(line)]
@@ -92,6 +92,7 @@ class FleetGateway:
         self.settings, self.agenda, self.rng, self.on_end = settings, agenda, rng, on_end
         self.number, self._region = number, settings.regions[number]
         self._upstreams: dict[str, Upstream] = {}  # all that it has known
+        self._left_out = LeftOut()
         self.servers: dict[str, FleetServer] = {}
         self._max_in_flight = max_in_flight(max_num_seqs)
         self.retries = RetryConfig(**retry_bounds(max_num_seqs))
@@ -129,6 +130,7 @@ class FleetGateway:
                 resume=True,
             ),
             BreakerConfig(),
+            left_out=self._left_out,
         )
 
     # ---- a request
