@@ -11,6 +11,7 @@ What can be answered from a request's head alone is answered in the parser's cal
 queue, `/health`. That costs a fifth of a task with its ASGI scope and layers, so a server at ten times its capacity
 keeps up with refusing, and nobody stands in line for a refusal. The body of such a request is read past, never kept:
 the connection ends if that takes longer than `LINGER_S` or `LINGER_BYTES`, or if the body was too long to be worth it.
+It is aborted then: of an answer that the client had not taken by then the rest is lost, as is the end of its chunks.
 Whoever pipelines, or does not read, takes the ordinary way, which knows how to wait.
 
 uvicorn keeps whatever a head says, without end, at twenty times its size, and takes trailers, the fields behind a body
