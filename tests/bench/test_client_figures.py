@@ -1,5 +1,7 @@
 """The client's figures: each by hand, arrays against the definition, and what counts where."""
 
+from itertools import pairwise
+
 import client_runs as runs
 import msgspec
 import numpy as np
@@ -25,6 +27,13 @@ from splittime.ledger import derive
 from splittime.stats.intervals import Estimate
 
 
+def token_gaps_ns(outcome):
+    if outcome.chunk_tokens is None or len(outcome.chunk_tokens) != len(outcome.chunk_ns):
+        return []
+    arrivals_ns = [ns for ns, n in zip(outcome.chunk_ns, outcome.chunk_tokens, strict=True) for _ in range(n)]
+    return [after - before for before, after in pairwise(arrivals_ns)]
+
+
 def test_each_figure_of_one_request_by_hand():
     one = runs.outcome()
     assert requests.response_ttft_ns(one) == 60 * MS
@@ -34,7 +43,7 @@ def test_each_figure_of_one_request_by_hand():
     assert requests.schedule_lag_ns(one) == 4 * MS
     assert requests.tpot_ns(one) == pytest.approx((140 - 60) * MS / (6 - 2))
     assert requests.chunk_gaps_ns(one) == [20 * MS, 50 * MS]
-    assert requests.token_gaps_ns(one) == [0, 20 * MS, 0, 0, 50 * MS]
+    assert token_gaps_ns(one) == [0, 20 * MS, 0, 0, 50 * MS]
     assert requests.max_stall_ns(one) == 50 * MS
 
 
@@ -48,7 +57,7 @@ def test_what_did_not_happen_is_none():
         ending=Ending.UNSENT, picked_up_ns=None, sent_ns=None, headers_ns=None, chunk_ns=(), chunk_tokens=None,
         end_ns=None, output_tokens=None,
     )  # fmt: skip
-    for function in (*PER_REQUEST.values(), requests.max_stall_ns, requests.token_gaps_ns, requests.first_chunk_tokens):
+    for function in (*PER_REQUEST.values(), requests.max_stall_ns, requests.first_chunk_tokens):
         assert function(nothing) is None
     assert requests.chunk_gaps_ns(nothing) == []
 
@@ -99,7 +108,7 @@ def test_arrays_say_what_the_definitions_say(outcomes):
 def test_token_gaps_as_arrays_hold_the_same_values(outcomes):
     """Chunks of no token are not of the definition's world; a server that sends them tells no chunk tokens."""
     outcomes = [one for one in outcomes if one.chunk_tokens is None or 0 not in one.chunk_tokens]
-    expected = sorted(gap for one in outcomes for gap in requests.token_gaps_ns(one) or [])
+    expected = sorted(gap for one in outcomes for gap in token_gaps_ns(one))
     assert sorted(series(outcomes, "token_gap").values.tolist()) == expected
 
 

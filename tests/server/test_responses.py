@@ -303,7 +303,7 @@ def test_a_dead_engine_ends_a_stream_with_a_failed_response(endless: LiveServer)
     assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "engine_died")
     (item,) = last["response"]["output"]
     assert (item["status"], set(item["content"][0]["text"])) == ("incomplete", {"x"})
-    assert endless.service.responses.num_responses == 0
+    assert endless.service.responses.num_bytes == 0
 
 
 # ---- what goes in
@@ -575,7 +575,7 @@ def test_a_client_that_goes_ends_its_response_and_nothing_is_stored(endless: Liv
             until(lambda: len(endless.engine.running) == 1)
         until(lambda: nothing_left(endless))
     assert [account.finish_reason for account in endless.ledger.accounts()] == ["abort", "abort"]
-    assert endless.service.responses.num_responses == 0
+    assert endless.service.responses.num_bytes == 0
 
 
 def test_a_full_queue_refuses_a_response_at_its_head(live: LiveServer) -> None:

@@ -108,10 +108,6 @@ class Sender:
         self._stopped = why
         self._is_closed.set()  # the thread tells it, and ends
 
-    @property
-    def has_stopped(self) -> bool:
-        return bool(self._stopped)
-
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join(LAST_MAIL_S)

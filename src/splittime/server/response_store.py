@@ -44,10 +44,6 @@ class ResponseStore:
         return self._most_responses > 0
 
     @property
-    def num_responses(self) -> int:
-        return len(self._kept)
-
-    @property
     def num_bytes(self) -> int:
         return self._kept.weight
 

@@ -84,14 +84,6 @@ def chunk_gaps_ns(outcome: Outcome) -> list[int]:
     return [after - before for before, after in pairwise(outcome.chunk_ns)]
 
 
-def token_gaps_ns(outcome: Outcome) -> list[int] | None:
-    """None if the tokens in each chunk were not told."""
-    if outcome.chunk_tokens is None or len(outcome.chunk_tokens) != len(outcome.chunk_ns):
-        return None
-    arrivals_ns = [ns for ns, n in zip(outcome.chunk_ns, outcome.chunk_tokens, strict=True) for _ in range(n)]
-    return [after - before for before, after in pairwise(arrivals_ns)]
-
-
 def max_stall_ns(outcome: Outcome) -> int | None:
     return max(chunk_gaps_ns(outcome), default=None)
 
