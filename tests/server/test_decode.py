@@ -316,4 +316,4 @@ def test_the_answer_to_a_text_to_tokenise_is_written_by_a_worker(launch) -> None
         assert (status, headers["content-type"], answer["max_model_len"]) == (200, "application/json", 4096)
         assert len(answer["tokens"]) == answer["count"]
         assert ("token_strs" in answer) == ("return_token_strs" in body)
-        assert (done[-1].ids, json.loads(done[-1].answer)) == ((), answer)
+        assert (done[-1].ids, json.loads(bytes(done[-1].answer))) == ((), answer)

@@ -38,7 +38,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from splittime.web.http import (
     LINGER_BYTES,
     LINGER_S,
-    SKIP_BODY,
     START_NS,
     TRANSPORT,
     UNSEEN_NS,
@@ -122,7 +121,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._room = MAX_HEAD_BYTES
         self._unset_keepalive_if_required()  # it may have come in one piece with a request that was answered at once
-        self.scope["extensions"] = {TRANSPORT: self.transport, SKIP_BODY: self.skip_body}  # type: ignore[dict-item]
+        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
 

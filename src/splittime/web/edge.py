@@ -183,11 +183,12 @@ class BoundedBody:
     async def end(self) -> None:
         if not self._is_open:
             return
-        skip_body = self._scope.get("extensions", {}).get(http.SKIP_BODY)
+        transport = http.connection(self._scope)
+        skip_body = getattr(transport and transport.get_protocol(), "skip_body", None)
         if skip_body is not None:  # in another's server nobody has one
             skip_body(self._scope)
-        while skip_body is not None and not self._is_read:
-            await self.receive()
+            while not self._is_read:
+                await self.receive()
         await self._send(LAST)
 
 

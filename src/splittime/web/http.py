@@ -31,7 +31,6 @@ UNSEEN_NS = "splittime.unseen_ns"  # and for how long it may have lain in the so
 PATH_REST = "splittime.path_rest"  # what of its path is a name
 LINGER_S, LINGER_BYTES = 2.0, 16 * 2**20  # for what a client still sends after it was answered
 TRANSPORT = "splittime.transport"  # key in an ASGI scope's extensions: the connection, to be aborted
-SKIP_BODY = "splittime.skip_body"  # likewise: `ConnectionProtocol.skip_body`
 
 DEADLINE_MS = (1, 10_000_000_000)
 
