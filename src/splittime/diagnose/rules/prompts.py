@@ -84,6 +84,8 @@ def uncached_reuse(books: Books) -> Answer:
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
     is_coarse = sum(miss.in_blocks for miss in missed) < tokens / 2
+    if is_coarse and hit > tokens:  # the rest of a block, behind more that was found
+        return None
     cure = _USE_SMALL_BLOCKS if is_coarse else _KEEP_PREFIXES
     state = "on, but they were no longer there"
     if is_coarse:
