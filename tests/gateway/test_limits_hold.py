@@ -120,7 +120,6 @@ class FakeUpstreams:
         told = json.loads(body or b"{}")
         if method == "GET":
             raise NoConnection(OSError("no checks here"))
-        assert self.num_places + min(told["n"], most_of_one(self.most)) <= self.most, "more in flight than there may be"
         self.sent.append(told)
         made = FakeConnection(self, told)
         self._tasks.append(made.task)
@@ -278,11 +277,13 @@ def charged_is_right(world: World) -> None:
 
 
 class WatchedUpstream(Upstream):
-    """Looks at each grant: who asks for more than a body may take begins where nothing else is in flight. It need not
-    be sent first: who is granted the last place after it, as a retry, may be there before."""
+    """Looks at each grant: no more are in flight then than may be, and who asks for more than a body may take begins
+    where nothing else is. It need not be sent first: who is granted the last place after it, as a retry, may be there
+    before; and what was granted may be sent when a reload has lowered the bound."""
 
     def enter(self, tokens: int, answers: int = 1, places: int = 1) -> None:
         assert answers <= most_of_one(self.limit) or not self.in_flight.places, "it has to be alone"
+        assert self.in_flight.places + min(answers, most_of_one(self.limit)) <= self.limit, "more than there may be"
         super().enter(tokens, answers, places)
 
 
