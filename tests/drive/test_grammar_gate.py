@@ -20,13 +20,14 @@ from splittime.simulate.fake import FakeRunner
 
 
 class SlowCompiler:
-    """Knows "known"; compiles others when it is let, and refuses "bad"."""
+    """Knows "known"; compiles others when it is let, each for who asks, and refuses "bad"."""
 
     def __init__(self) -> None:
         self.may_go, self.asked, self.changed = threading.Event(), [], threading.Condition()
+        self.kept: set[tuple[str, str]] = set()
 
     def is_known(self, grammar: str, owner: str = "") -> bool:
-        return grammar == "known"
+        return grammar == "known" or (owner, grammar) in self.kept
 
     def compile(self, grammar: str, owner: str = "", is_wanted: Callable[[], bool] = lambda: True) -> None:
         with self.changed:
@@ -37,6 +38,7 @@ class SlowCompiler:
                 raise LookupError
         if grammar == "bad":
             raise RequestError("no such grammar", param="grammar")
+        self.kept.add((owner, grammar))
 
 
 def request_of(name: str, grammar: str = "", tenant: str = "") -> Request:
@@ -200,6 +202,19 @@ def test_requests_of_one_form_wait_for_it_together() -> None:
     assert sorted(released) == sorted([*(f"r{number}" for number in range(1, 100)), "of another tenant"])
 
 
+def test_a_form_is_known_to_the_tenant_for_whom_it_was_compiled() -> None:
+    compiler, told = SlowCompiler(), Told()
+    compiler.may_go.set()
+    gate = GrammarGate(compiler, told.put)
+    first, of_another, again = (Submit(request_of(name, "form", name[0])) for name in ("a1", "b1", "a2"))
+    for message, count in ((first, 2), (of_another, 4), (again, 5)):
+        gate.let_in(message)
+        told.wait_for(count)
+    held = [Submit(one.request, Cause.GRAMMAR) for one in (first, of_another)]
+    assert told == [held[0], Release("a1"), held[1], Release("b1"), again]
+    assert compiler.asked == ["form", "form"]
+
+
 def test_all_requests_of_a_form_that_cannot_be_hear_why() -> None:
     compiler, told = SlowCompiler(), Told()
     gate = GrammarGate(compiler, told.put)
@@ -256,9 +271,10 @@ def test_a_crank_in_the_callers_thread_compiles_at_once() -> None:
     compiler = SlowCompiler()
     compiler.may_go.set()
     crank = crank_of(compiler)
-    crank.submit(request_of("good", "good"), 0)
+    crank.submit(request_of("good", "good", "a"), 0)
     crank.submit(request_of("bad", "bad"), 0)
     assert ends(crank) == {"bad": (FinishReason.ERROR, 400), "good": (FinishReason.LENGTH, 0)}
+    assert compiler.kept == {("a", "good")}
 
 
 @pytest.mark.parametrize("is_there", [True, False])

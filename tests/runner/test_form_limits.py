@@ -296,6 +296,16 @@ def test_a_look_of_what_is_not_kept_says_why_the_form_cannot_be(known: Grammars,
     assert looked(known.walk(grammar), [], 0).error == caught.value.info
 
 
+def test_an_answer_is_held_to_the_form_that_is_kept_for_its_tenant(known: Grammars) -> None:
+    slots, held = Slots(64, 4096), SamplingParams(grammar=grammars.of_regex("of one tenant", "regex"))
+    known.compile(held.grammar, "one")
+    slots.grammars = known
+    slots.update((), [Admitted(name, (1,), 0, held, (0,), tenant=name) for name in ("one", "other")])
+    assert isinstance(slots["one"].grammar, GrammarWalk)
+    assert isinstance(slots["other"].grammar, FarWalk)  # for whom it is compiled with the first look
+    assert (slots["one"].grammar.owner, slots["other"].grammar._form.owner) == ("one", "other")
+
+
 def test_a_form_that_many_walked_is_compiled_anew_for_who_comes_and_not_in_a_walk(
     known: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,14 @@ def test_a_newcomer_of_another_key_is_in_the_next_step_whatever_one_has_taken() 
     assert running_of(scheduler) == {"greedy": 3, "other": 1}
 
 
+def test_the_runner_is_told_whose_each_request_is() -> None:
+    scheduler = make_scheduler()
+    for name in ("one", "other"):
+        add(scheduler, name, 4, tenant=f"tenant {name}", cache_salt=f"salt {name}")
+    told = {each.request_id: (each.tenant, each.cache_salt) for each in step(scheduler, 10)[0].admitted}
+    assert told == {"one": ("tenant one", "salt one"), "other": ("tenant other", "salt other")}
+
+
 def test_who_made_way_waits_for_the_policy_and_computes_little_again() -> None:
     scheduler = make_scheduler()
     flood(scheduler, 4)
