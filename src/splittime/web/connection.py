@@ -20,10 +20,9 @@ what comes between and behind chunks has one too, and trailers are dropped.
 
 A head that two readers would read in two ways is refused, and nothing behind it is read.
 
-How long a request had lain in its socket before its head was read, which no account could say of itself.
-
-The kernel knows: `tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a
-few ms coarse. It costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
+No account could say of itself how long a request had lain in its socket before its head was read. The kernel knows:
+`tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a few ms coarse. It
+costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
 """
 
 import asyncio

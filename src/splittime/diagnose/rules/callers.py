@@ -61,7 +61,6 @@ def asked_again(books: Books) -> Answer:
             sentence=f"Have callers wait longer than {ms(patience_ns) / 1000:.2g} s: whole requests take {needs}. Have "
             "them ask again once at most, after a pause that doubles and is drawn, and tell the server how long they "
             "wait (X-Request-Deadline-Ms): it refuses at once what cannot be in time.",
-            elsewhere={"vllm": "it knows no deadlines"},
         ),
         cost="A caller whose request is truly lost learns of it later.",
         counter_check="With longer time-outs and the same load the number of requests does not fall.",
@@ -123,7 +122,6 @@ def computed_for_nobody(books: Books) -> Answer:
             sentence="The engine did not hear that they were given up: read the server's log of these moments, and "
             "restart it. Until that is found, give requests a deadline (X-Request-Deadline-Ms), which the engine "
             "itself keeps, and bound their answers (max_tokens).",
-            elsewhere={"vllm": "read its log for aborts"},
         ),
         cost="None: nobody reads these answers.",
         counter_check="With the same callers leaving, cancel-to-freed (p99 in /metrics) is no longer than two steps.",
