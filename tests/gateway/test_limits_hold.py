@@ -41,9 +41,7 @@ class FakeConnection:
     def __init__(self, upstreams: "FakeUpstreams", body: dict) -> None:
         self._upstreams, self._body, self.answer = upstreams, body, UpstreamAnswer(self)
         self._is_open = True
-        self._places = min(body["n"], most_of_one(upstreams.most))
         upstreams.num_open += 1
-        upstreams.num_places += self._places
         self.task = asyncio.get_running_loop().create_task(self._play())
 
     async def _play(self) -> None:
@@ -93,7 +91,6 @@ class FakeConnection:
         if self._is_open:
             self._is_open = False
             self._upstreams.num_open -= 1
-            self._upstreams.num_places -= self._places
             self.answer.end(error)
 
     def cut(self) -> None:
@@ -107,11 +104,10 @@ class FakeConnection:
 
 
 class FakeUpstreams:
-    """Does as the gateway's connections to one upstream. most: how many answers it may be asked for now. num_places: of
-    those, for which it is; a body of more than may be takes all but the last."""
+    """Does as the gateway's connections to one upstream."""
 
     def __init__(self) -> None:
-        self.num_open = self.num_places = self.most = 0
+        self.num_open = 0
         self.released = asyncio.Event()
         self.sent: list[dict] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,7 +147,6 @@ class World:
         self._folder = folder
         self.upstreams = FakeUpstreams()
         first = config(folder, 2)
-        self.upstreams.most = 2
         self.versions = GatewayVersions(first, secrets_of(first, {}), Ledger())
         self.tenants = {one.name: one for one in self.versions.current.keys.tenants}
         self.asked: list[tuple[dict, asyncio.Task[int], asyncio.Event]] = []
@@ -187,7 +182,6 @@ class World:
 
     async def reload(self, max_in_flight: int) -> None:
         await self.versions.apply(config(self._folder, max_in_flight), "test")
-        self.upstreams.most = max_in_flight
 
     async def end(self) -> None:
         self.upstreams.released.set()
