@@ -5,9 +5,9 @@
 
 The gateway has a third upstream that never answers (`black_hole`). Two innocents ask without end, one at the gateway
 and one at the first server. Beside them, drawn by the seed, up to `AT_ONCE` of the attacks (`attacks`) strike for 5 to
-30 s at that server or at the gateway. The gateway reads its config anew every twentieth of the time; halfway the second
-server is killed (`kill -9`) and started again 5 s later. Every `--sample` seconds: resident memory, open files and
-threads of each kind of process, and blocks in use.
+30 s at that server or at the gateway. The gateway reads its config anew every twentieth of the time. A sixth into it
+the second server is killed (`kill -9`) and started again 5 s later: early, so that it has filled anew when it is judged.
+Every `--sample` seconds: resident memory, open files and threads of each kind of process, and blocks in use.
 
 In the end nobody asks any more, and it must be so, or the command ends with 1:
 
@@ -50,6 +50,7 @@ AT_ONCE = 3
 ATTACK_S = (5.0, 30.0)
 RELOADS = 20
 INNOCENT_S = 60.0  # of one turn of it; the next follows at once
+KILLED_AT = 1 / 6  # of the time
 DOWN_S = 5.0
 SETTLE_S = 120.0
 FLAT_SHARE = 0.02
@@ -67,8 +68,8 @@ class Storm:
         self._innocents: dict[str, Process] = {}
         self._due: list[tuple[float, Callable[[], None]]] = [
             *((seconds * part / RELOADS, self._reload) for part in range(1, RELOADS)),
-            (seconds / 2, self._kill),
-            (seconds / 2 + DOWN_S, self._revive),
+            (seconds * KILLED_AT, self._kill),
+            (seconds * KILLED_AT + DOWN_S, self._revive),
         ]
         self._due.sort(key=lambda one: one[0])
         self.is_down = False
@@ -135,7 +136,8 @@ class Storm:
             del self._innocents[name]
             found = told_by(process, 10)
             self.answered += found["answered"]
-            when = "around the kill" if abs(self.at_s - INNOCENT_S / 2 - self._seconds / 2) < INNOCENT_S else "else"
+            is_near = abs(self.at_s - INNOCENT_S / 2 - self._seconds * KILLED_AT) < INNOCENT_S
+            when = "around the kill" if is_near else "else"
             _add(self.failed.setdefault(f"{name}, {when}", {}), found["failed"])
 
     def _end(self) -> None:

@@ -105,6 +105,34 @@ def test_who_gives_way_to_its_parent_still_does() -> None:
     assert run.stdout == "5\n", run.stderr
 
 
+LEFT_CHILD = """
+import os, subprocess, sys
+from splittime.core import background
+
+background.enter()
+left = subprocess.Popen(
+    [sys.executable, "-c", "import os, subprocess, sys; from splittime.core import background as b; b.leave();"
+     "os.nice(5); own = subprocess.Popen(['nice', '-n', '5', 'sleep', '60']); print(own.pid, flush=True); input()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+)
+own = int(left.stdout.readline())
+while os.getpriority(os.PRIO_PROCESS, own) - os.getpriority(os.PRIO_PROCESS, left.pid) < 5:
+    pass
+background.leave(left.pid)
+base = os.nice(0)
+print(os.getpriority(os.PRIO_PROCESS, left.pid) - base, os.getpriority(os.PRIO_PROCESS, own) - base)
+os.kill(own, 9)
+left.communicate("")
+"""
+
+
+@pytest.mark.skipif(not MAY_RAISE, reason="nobody may raise a thread here")
+def test_who_left_by_itself_is_raised_no_more_nor_what_it_started() -> None:
+    command = [sys.executable, "-c", LEFT_CHILD]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert run.stdout == "5 10\n", run.stderr
+
+
 def test_who_did_not_enter_leaves_nothing(monkeypatch) -> None:
     monkeypatch.delenv(MARK, raising=False)
     monkeypatch.setattr(background, "_set_share", lambda niceness: pytest.fail("a share was set"))

@@ -60,6 +60,15 @@ async def collect(client: ProcessClient, request: Request) -> tuple[list[int], F
     return tokens, reason, account
 
 
+def test_all_threads_of_the_engine_give_way_to_the_loop() -> None:
+    async def run() -> set[int]:
+        async with running_client() as client:
+            threads = os.listdir(f"/proc/{client.pid}/task")
+            return {os.getpriority(os.PRIO_PROCESS, int(thread)) - os.nice(0) for thread in threads}
+
+    assert sys.platform != "linux" or asyncio.run(run()) == {5}
+
+
 def test_progress_of_the_start_is_told_but_not_too_often() -> None:
     async def run() -> list[Loading]:
         told: list[Loading] = []

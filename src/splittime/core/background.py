@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NICER = 10  # a tenth of the weight of a thread that serves
-RATHER_NICE = 5  # a third of it
+RATHER_NICE = 5  # a third of it: what the engine has beside the server's loop
 MARK = "ST_NICENESS"  # in the environment of those that are in the background: what to go back to, and SESSION's word
 SESSION = "session"  # it was lowered, too
 AUTOGROUP = "/proc/self/autogroup"
@@ -40,8 +40,10 @@ def enter() -> None:
     late.start()
 
 
-def leave() -> None:
-    """Raise all threads of this process and of those that it has started by as much, if one of `enter` began it."""
+def leave(besides: int | None = None) -> None:
+    """Raise all threads of this process and of those that it has started by as much, if one of `enter` began it.
+
+    besides: a child that has left by itself, and whose niceness is its own since."""
     told = os.environ.pop(MARK, "").split()
     if not told:
         return
@@ -49,7 +51,7 @@ def leave() -> None:
         _set_share(0)
     raised: set[int] = set()
     for _ in range(2):  # a thread that was not raised yet may have started one
-        for thread in set(_threads(os.getpid())) - raised:
+        for thread in set(_threads(os.getpid(), besides)) - raised:
             raised.add(thread)
             with suppress(OSError):  # it has ended, or may not be raised, and so was not lowered
                 niceness = max(int(told[0]), os.getpriority(os.PRIO_PROCESS, thread) - NICER)
@@ -86,15 +88,16 @@ def _may_raise(niceness: int) -> bool:
     return bool(done)
 
 
-def _threads(pid: int) -> Iterator[int]:
-    """Yields the threads of a process and of its descendants; of those that have just ended, some or none."""
+def _threads(pid: int, besides: int | None = None) -> Iterator[int]:
+    """Yields the threads of a process and of its descendants but one; of those that have just ended, some or none."""
     threads: list[str] = []
     with suppress(OSError):
         threads = os.listdir(f"/proc/{pid}/task")
     for thread in threads:
         yield int(thread)
         for child in _children(pid, thread):
-            yield from _threads(child)
+            if child != besides:
+                yield from _threads(child, besides)
 
 
 def _children(pid: int, thread: str) -> list[int]:

@@ -78,6 +78,7 @@ def _work(
         timeline: Timeline = [("import engine", process_start_ns(), time.monotonic_ns())]
         prepare(timeline)
         background.leave()
+        os.nice(background.RATHER_NICE)  # a loop that has something to say need not wait for a step (ADR 30)
         begin_ns = time.monotonic_ns()
         line = settings.get()
         timeline.append(("wait for settings", begin_ns, time.monotonic_ns()))
