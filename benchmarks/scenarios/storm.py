@@ -6,7 +6,7 @@
 The gateway has a third upstream that never answers (`black_hole`). Two innocents ask without end, one at the gateway
 and one at the first server. Beside them, drawn by the seed, up to `AT_ONCE` of the attacks (`attacks`) strike for 5 to
 30 s at that server or at the gateway. The gateway reads its config anew every twentieth of the time. A sixth into it
-the second server is killed (`kill -9`) and started again 5 s later: early, so that it has filled anew when it is judged.
+the second server is killed (`kill -9`) and started again 5 s later, early: it has filled anew when it is judged.
 Every `--sample` seconds: resident memory, open files and threads of each kind of process, and blocks in use.
 
 In the end nobody asks any more, and it must be so, or the command ends with 1:
