@@ -2,13 +2,13 @@
 its own (`text.process`).
 
     lane      texts of at most    workers    niceness    a worker serves
-    brief     2 Ki characters     2          5           one after the other
+    brief     2 Ki characters     2          0           one after the other
     short     16 Ki characters    2          10          one after the other
     long      256 Ki characters   1          15          one text, and gives its memory back
     giant     any                 1          15          one text, and gives its memory back
 
-So brief texts have as much as the engine (ADR 30), and others give way to it: the texts of one key take both
-processors of a small machine from nobody's tokens.
+So brief texts have as much as the loop, which has more than the engine, and others give way to both (ADR 30): the
+texts of one key take both processors of a small machine from nobody's tokens.
 
 A text waits in its lane only. A key's texts are served as they come, and of several keys that one's is next that has
 had least by weight (`core.shares`). All workers above may work for one key; each lane has one more for other keys
@@ -31,7 +31,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from splittime.core.background import RATHER_NICE
+from splittime.core.background import NICER, RATHER_NICE
 from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.forked import ForkLimits, ForkParent
 from splittime.core.shares import KeyShares
@@ -53,9 +53,9 @@ class TextWorkers:
 
     def __init__(self, describe: Callable[[], bytes], limits: ForkLimits) -> None:
         self.parent = parent = ForkParent("splittime.text.process", describe)
-        as_engine, nice, nicer = (replace(limits, nicer=times * RATHER_NICE) for times in (1, 2, 3))
+        nice, nicer = replace(limits, nicer=NICER), replace(limits, nicer=NICER + RATHER_NICE)
         self.lanes = (
-            Lane(parent, as_engine, BRIEF_CHARS, KEPT_WORKERS, is_kept=True),
+            Lane(parent, limits, BRIEF_CHARS, KEPT_WORKERS, is_kept=True),
             Lane(parent, nice, SHORT_CHARS, KEPT_WORKERS, is_kept=True),
             Lane(parent, nicer, LONG_CHARS, 1, is_kept=False),
             Lane(parent, nicer, None, 1, is_kept=False),
