@@ -9,8 +9,9 @@ STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setu
 WORKERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
+EXAMPLES ?= 3
 
-.PHONY: setup serve check check-parallel check-timing check-rest setup-vllm check-vllm check-all failed-again test format lint docs bench bench-peers clean
+.PHONY: setup serve quick check check-all check-parallel check-whole check-timing setup-vllm check-vllm failed-again costs test format lint docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -27,19 +28,24 @@ $(STAMP):
 serve: setup
 	$(BIN)/splittime serve $(ARGS)
 
-# Half an hour on two cores.
-check: lint check-parallel check-timing
+# What a change has to pass: all tests that take less than a second of processor time, and the main way (tests/lanes.py).
+check: lint check-parallel
+
+# All there is: the slow ones and the sweeps, and three times the examples of each property; then what asks for the time.
+check-all: lint check-whole check-timing
 
 check-parallel: setup
-	$(PARALLEL) -m "not sweep and not timing"
+	$(PARALLEL) -m "not slow and not sweep and not timing"
+
+check-whole: setup
+	TEST_EXAMPLES=$(EXAMPLES) $(PARALLEL) -m "not timing"
 
 check-timing: setup
 	$(PYTEST) -m timing
 
-# The sweeps, which take 20 minutes on two cores, and each property again over ten times as many examples.
-check-rest: setup
-	$(PARALLEL) -m sweep
-	TEST_EXAMPLES=10 $(PARALLEL) --timeout 900 -m "hypothesis and not sweep"
+# Measures the processor time of each test in ARGS (all, without it) and writes it to tests/costs.txt.
+costs: setup
+	$(PYTEST) --costs -m "not sweep and not timing" $(ARGS)
 
 # The books inside a real vLLM, in an environment of its own: about three minutes to set up the first time, 3 GB.
 # VLLM names a release; each is said to work in the documentation only if this passes on it.
@@ -56,15 +62,12 @@ $(VLLM_ENV)/.ready: pyproject.toml constraints.txt
 setup-vllm: $(VLLM_ENV)/.ready
 
 check-vllm: setup-vllm
-	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach --junit-xml $(VLLM_ENV)/results.xml
+	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach -o cache_dir=$(VLLM_ENV)/.pytest_cache --junit-xml $(VLLM_ENV)/results.xml
 
-check-all: check check-rest
-
-# The tests that failed last, alone; more than five are no accident.
+# What failed last, once more and alone, if all of it is in tests/quarantine.toml.
 failed-again: setup
-	@$(BIN)/python -c 'import json; failed = json.load(open(".pytest_cache/v/cache/lastfailed")); \
-	  print("Failed at first:", *failed, sep="\n  "); raise SystemExit(len(failed) > 5)'
-	TEST_EXAMPLES=10 $(PYTEST) --timeout 900 --last-failed --last-failed-no-failures none
+	@$(BIN)/python tests/quarantine.py .pytest_cache/v/cache/lastfailed
+	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) --last-failed --last-failed-no-failures none
 
 lint: setup
 	$(BIN)/ruff check .

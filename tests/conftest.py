@@ -2,9 +2,9 @@
 
 No deadline, and no complaint about slowness: a busy machine is no failure. The examples are the same at each run, from
 no database, so that a check says the same twice, and of two checks at once neither disturbs the other.
-`TEST_EXPLORE=1 make test` looks for new ones instead, and prints how to come back to what it finds.
-`TEST_EXAMPLES=10` looks at ten times as many (`make check-rest`). Neither begins with SPLITTIME_: a server takes such a
-name for a setting, and ends where it knows none.
+There are 20 of each, or as few as a test asks for. `TEST_EXAMPLES=3` looks at three times as many as a test asks for
+(`make check-all`). `TEST_EXPLORE=1 make test` looks for new ones, and prints how to come back to what it finds.
+Neither begins with SPLITTIME_: a server takes such a name for a setting, and ends where it knows none.
 
 Without a card, Triton's kernels are tested in its interpreter, which has to be chosen before Triton is imported.
 """
@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+pytest_plugins = ["lanes"]
+
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 settings.register_profile("explore", deadline=None, print_blob=True, database=None, suppress_health_check=SLOW)
@@ -29,7 +31,8 @@ if not Path("/dev/nvidiactl").exists():
 # A shell has what it starts with `&` ignore Ctrl-C, and what we start inherits that: tests that send it would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MORE_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "1"))
+MORE_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "0"))
+FEW_EXAMPLES = 20
 
 
 def pytest_collection_finish() -> None:
@@ -44,7 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     functions = [item for item in items if isinstance(item, pytest.Function)]
     for test in {item.obj for item in functions if is_hypothesis_test(item.obj)}:
         own = test._hypothesis_internal_use_settings
-        test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples * MORE_EXAMPLES)
+        num = own.max_examples * MORE_EXAMPLES or min(own.max_examples, FEW_EXAMPLES)
+        test._hypothesis_internal_use_settings = settings(own, max_examples=num)
+    for item in functions:
+        if MORE_EXAMPLES and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.timeout(900))
     for _, cases in groupby(functions, key=lambda item: (item.path, item.originalname)):
         sweep_the_rest(list(cases))
 

@@ -1,14 +1,12 @@
 """What is measured against what was declared: counts, order and definitions; and coordinated omission.
 
 No bound here can be missed because the machine is busy: nothing may be early, the best of many must be near what was
-declared, and the median request must be, where the machine would have to stand still for most of the time to spoil it;
-and each is given three runs.
+declared, and the median request must be, where the machine would have to stand still for most of the time to spoil it.
 `benchmarks/scenarios/bench_golden.py` measures how near all of them are.
 """
 
 import pytest
 
-from again import holds_once_in
 from splittime.bench.book.records import Ending
 from splittime.bench.mock_server import Timings
 from splittime.wire.target import RunOptions
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.timing
 FREEZE_MS = 2000
 
 
-@holds_once_in(3)
 def test_counts_and_definitions_are_those_declared():
     """Each of the ten tokens is at its place: the best of 50 is less than half a gap late."""
     timings = Timings(ttft_ns=50 * MS, itl_ns=20 * MS)
@@ -42,7 +39,6 @@ def frozen(**options):
     return run.outcomes
 
 
-@holds_once_in(3)
 def test_an_open_loop_sees_the_whole_freeze():
     """Theory: who arrives t after the freeze's begin waits 2 s - t; so of 20 a second over 2 s, 40 wait, 1 s on
     average, and the response time's mean over 60 requests is 40 * 1 s / 60 = 0.67 s."""
@@ -62,7 +58,6 @@ def test_an_open_loop_sees_the_whole_freeze():
     assert abs(sum(responses_ms) / len(responses_ms) - 40 * 1000 / 60) < 300
 
 
-@holds_once_in(3)
 def test_a_closed_loop_sees_one_bad_request():
     """The same server but for 20 ms of work, one at a time: one request of 60 meets the freeze, and the median, the p90
     and the mean of the others know nothing of it."""
@@ -74,7 +69,6 @@ def test_a_closed_loop_sees_one_bad_request():
     assert responses_ms[len(responses_ms) // 2] < 250
 
 
-@holds_once_in(3)
 def test_the_two_clocks_differ_where_requests_are_held_back():
     """A cap of one in flight turns the freeze into lateness: service times hide it, response times do not."""
     outcomes = frozen(options=RunOptions(max_in_flight=1))

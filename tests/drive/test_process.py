@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from again import holds_once_in
 from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
@@ -319,19 +319,28 @@ asyncio.run(main())
     asyncio.run(scenario())
 
 
-@holds_once_in(3)
 def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnation, "PING_EVERY_S", 0.05)
-    monkeypatch.setattr(incarnation, "SILENT_AFTER_S", 1.5)
-    monkeypatch.setattr(incarnation, "HUNG_AFTER_S", 3.0)
+    now_ns = time.monotonic_ns()
+    clock = SimpleNamespace(monotonic_ns=lambda: now_ns)
+    monkeypatch.setattr(incarnation, "time", clock)
+    monkeypatch.setattr(incarnation, "PING_EVERY_S", 0.02)
+
+    def pass_s(seconds: float) -> None:
+        nonlocal now_ns
+        now_ns += int(seconds * 1e9)
 
     async def scenario() -> None:
         async with running_client() as client:
-            await asyncio.sleep(2.0)
-            assert client.is_ready  # idle, and answering
+            pass_s(incarnation.SILENT_AFTER_S)
+            assert not client.is_ready
+            await asyncio.wait_for(wait_until_ready(client), 60)  # idle, and answering
             assert client.pid is not None
             os.kill(client.pid, signal.SIGSTOP)
-            while client.is_ready:
+            while client.is_ready:  # what it said before has still to be heard
+                await asyncio.sleep(0.02)
+                pass_s(incarnation.SILENT_AFTER_S)
+            pass_s(incarnation.HUNG_AFTER_S)
+            while client.num_restarts == 0:
                 await asyncio.sleep(0.01)
             await asyncio.wait_for(wait_until_ready(client), 60)
             assert client.num_restarts == 1

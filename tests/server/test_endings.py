@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from again import holds_once_in
 from patience import until
 from splittime.server import service
 
@@ -238,22 +238,28 @@ def test_a_stream_that_breaks_is_an_error_and_the_engine_lets_go(launch, monkeyp
     until(lambda: nothing_left(live))
 
 
-@holds_once_in(3)
-def test_a_drain_lets_streams_finish_and_ends_the_rest(launch) -> None:
+def test_a_drain_lets_streams_finish_and_ends_the_rest(launch, monkeypatch) -> None:
     import asyncio
 
+    clock = SimpleNamespace(**vars(time))  # the grace time ends when the test says so
+    monkeypatch.setattr(service, "time", clock)
+    clock.monotonic = lambda: 0.0
     live = launch(say(TEXT, end=False), step_s=0.005)
+    live.engine.paused = True
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         short = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 20})
         endless = pool.submit(live.events, "/v1/completions", {"prompt": "x", "max_tokens": 4000})
-        until(lambda: len(live.engine.running) == 2)
+        until(lambda: len(live.engine.waiting) == 2)
         drained = asyncio.run_coroutine_threadsafe(live.service.drain(grace_s=3), live.loop)
         status, _headers, answer = live.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["reason"]) == (503, "draining")
         assert live.get("/ready")[0] == 503
         assert live.get("/health")[0] == 200
-        drained.result(60)
+        live.engine.paused = False
         assert short.result()[-2]["choices"][0]["finish_reason"] == "length"
+        assert not drained.done()
+        clock.monotonic = lambda: time.monotonic() + 4
+        drained.result(60)
         assert endless.result()[-2]["error"]["code"] == "draining"
     assert nothing_left(live)
 
