@@ -101,7 +101,7 @@ async def _serve(
 
         def on_ready(ready: "Ready", port: int) -> None:
             starting.close()
-            background.leave(client.pid)
+            background.leave()
             timeline.extend(ready.timeline)
             timeline.mark("wait for engine")
             model = replace(model_info(settings, config, folder, ready), adapters=adapters)

@@ -13,7 +13,7 @@ What a start measures is measured after it has left.
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,22 +40,20 @@ def enter() -> None:
     late.start()
 
 
-def leave(besides: int | None = None) -> None:
-    """Raise all threads of this process and of those that it has started by as much, if one of `enter` began it.
-
-    besides: a child that has left by itself, and whose niceness is its own since."""
+def leave() -> None:
+    """Raise all threads of this process and of those that it has started by as much, if one of `enter` began it. A
+    child that is no longer as low has left by itself: the niceness of it and of its children is their own since."""
     told = os.environ.pop(MARK, "").split()
     if not told:
         return
     if SESSION in told:
         _set_share(0)
-    raised: set[int] = set()
+    own, raised = int(told[0]), set[int]()
     for _ in range(2):  # a thread that was not raised yet may have started one
-        for thread in set(_threads(os.getpid(), besides)) - raised:
+        for thread in set(_threads(os.getpid(), min(19, own + NICER), raised)) - raised:
             raised.add(thread)
             with suppress(OSError):  # it has ended, or may not be raised, and so was not lowered
-                niceness = max(int(told[0]), os.getpriority(os.PRIO_PROCESS, thread) - NICER)
-                os.setpriority(os.PRIO_PROCESS, thread, niceness)
+                os.setpriority(os.PRIO_PROCESS, thread, max(own, os.getpriority(os.PRIO_PROCESS, thread) - NICER))
 
 
 def _set_share(niceness: int) -> None:
@@ -88,16 +86,18 @@ def _may_raise(niceness: int) -> bool:
     return bool(done)
 
 
-def _threads(pid: int, besides: int | None = None) -> Iterator[int]:
-    """Yields the threads of a process and of its descendants but one; of those that have just ended, some or none."""
+def _threads(pid: int, least: int = -20, raised: Container[int] = ()) -> Iterator[int]:
+    """Yields the threads of a process and of its descendants of this niceness or more, or that were raised; of those
+    that have just ended, some or none."""
     threads: list[str] = []
     with suppress(OSError):
         threads = os.listdir(f"/proc/{pid}/task")
     for thread in threads:
         yield int(thread)
         for child in _children(pid, thread):
-            if child != besides:
-                yield from _threads(child, besides)
+            with suppress(OSError):
+                if child in raised or os.getpriority(os.PRIO_PROCESS, child) >= least:
+                    yield from _threads(child, least, raised)
 
 
 def _children(pid: int, thread: str) -> list[int]:
