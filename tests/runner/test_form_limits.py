@@ -135,14 +135,44 @@ def test_a_form_that_is_slow_gives_way_to_others_forms(known: Grammars) -> None:
 
     def is_wanted() -> bool:
         if process._pid is not None:
-            threads = map(int, os.listdir(f"/proc/{process._pid}/task"))
-            seen.extend(os.getpriority(os.PRIO_PROCESS, thread) - os.nice(0) for thread in threads)
+            seen.extend(niceness(process._pid))
             assert os.getsid(process._pid) == os.getsid(0)
-        return len(seen) < 4
+        return at(NICER) not in seen
 
     with pytest.raises(FormGone):
         process.compile(of_schema(PRODUCTS), is_wanted)
-    assert seen == [RATHER_NICE, RATHER_NICE, NICER, NICER]
+    assert seen[:2] == [at(RATHER_NICE)] * 2
+    assert set(seen[-2:]) == {at(NICER)}
+
+
+def niceness(pid: int) -> list[int]:
+    """Returns that of each of its threads."""
+    return [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+
+
+def at(nicer: int) -> int:
+    return min(19, os.nice(0) + nicer)
+
+
+def test_a_form_that_waits_for_a_processor_is_not_slow(known: Grammars) -> None:
+    """It would wait the longer, for having waited."""
+    process = known._processes.start()
+    process.compile(of_schema({"type": "integer"}))
+    os.kill(process._pid, signal.SIGSTOP)
+    while any(") T " not in told.read_text() for told in Path(f"/proc/{process._pid}/task").glob("*/stat")):
+        time.sleep(0.001)
+    seen: list[int] = []
+
+    def is_wanted() -> bool:
+        seen.extend(niceness(process._pid))
+        if len(seen) > 8:
+            os.kill(process._pid, signal.SIGCONT)
+        return True
+
+    assert process.compile(of_schema({"type": "boolean"}), is_wanted).said == ""
+    assert len(seen) > 8
+    assert set(seen) == {at(RATHER_NICE)}
+    process.end()
 
 
 def test_a_password_of_four_patterns_is_a_form(known: Grammars) -> None:

@@ -24,7 +24,8 @@ from splittime.runner.form_process import Ask, Compile, Looked, Tried, described
 
 SILENT_S = 30.0  # more than its processor time; then a process that says nothing is ended (the machine may be busy)
 START_S = 120.0  # for the parent to read a tokenizer
-LOOK_MS = 50  # how often who waits asks whether that is still wanted; a form that takes longer gives way to others
+LOOK_MS = 50  # how often who waits asks whether that is still wanted
+SLOW_NS = 50_000_000  # of a processor, for one answer: a form that takes more gives way to others
 Got = TypeVar("Got", Tried, Looked)
 
 
@@ -74,7 +75,8 @@ class FormProcess:
         try:
             if self._pid is None:
                 self._pid = msgspec.msgpack.decode(self._receive(START_S, is_wanted), type=int)
-            self._send(frame(msgspec.msgpack.encode(ask)))
+            self._channel.setblocking(True)
+            self._channel.sendall(frame(msgspec.msgpack.encode(ask)))
             answer = cast(Got, msgspec.msgpack.decode(self._receive(SILENT_S, is_wanted), type=kind))
         except (OSError, EOFError) as error:
             failure = self._failure()
@@ -96,13 +98,10 @@ class FormProcess:
         cpu_s, memory_bytes = self._limits.cpu_s, self._limits.memory_bytes
         return too_costly(f"{cpu_s:g} s of processor time or {memory_bytes >> 20} MiB of memory")
 
-    def _send(self, message: bytes) -> None:
-        self._channel.setblocking(True)
-        self._channel.sendall(message)
-
     def _receive(self, patience_s: float, is_wanted: Callable[[], bool]) -> bytes:
         """Raises EOFError at the process's end, TimeoutError where it says nothing."""
-        received, end_s, ready = bytearray(), time.monotonic() + patience_s, select.poll()
+        received, end_s, slow_ns = bytearray(), time.monotonic() + patience_s, self._processor_ns() + SLOW_NS
+        ready = select.poll()
         ready.register(self._channel, select.POLLIN)
         while len(received) < HEAD.size or len(received) < HEAD.size + HEAD.unpack_from(received)[0]:
             if ready.poll(LOOK_MS):
@@ -114,16 +113,22 @@ class FormProcess:
                 raise FormGone
             elif time.monotonic() > end_s:
                 raise TimeoutError
-            else:
+            elif self._processor_ns() > slow_ns:
                 self._give_way()
         return bytes(received[HEAD.size :])
 
+    def _processor_ns(self) -> int:
+        """Returns what it had of a processor, by its clock (clock_getcpuclockid(3)). Who waited for one is not slow."""
+        pid = self._pid
+        with contextlib.suppress(OSError):  # it has ended
+            return time.clock_gettime_ns(~pid << 3 | 2) if pid is not None else 0
+        return 0
+
     def _give_way(self) -> None:
         """Have it leave the processor to forms that are quick."""
-        if self._pid is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                for thread in os.listdir(f"/proc/{self._pid}/task"):
-                    os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + NICER)
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{self._pid}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + NICER)
 
     def end(self) -> None:
         """Now, whatever it does; from any thread."""
