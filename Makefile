@@ -28,6 +28,10 @@ $(STAMP):
 serve: setup
 	$(BIN)/splittime serve $(ARGS)
 
+# While you work: what the change concerns, without what is slow.
+quick: lint
+	$(PARALLEL) -m "not slow and not sweep and not timing" tests/arch $$($(BIN)/python tests/quick.py)
+
 # What a change has to pass: all tests that take less than a second of processor time, and the main way (tests/lanes.py).
 check: lint check-parallel
 
