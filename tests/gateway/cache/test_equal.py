@@ -197,7 +197,7 @@ def test_a_model_without_a_route_has_no_cache(caching):
 def test_answers_outlive_the_gateway_in_a_file(echoing, tmp_path):
     file = tmp_path / "answers.db"
     for number in range(2):
-        with gateway_of(tmp_path, config(echoing, "", cache={"file": str(file)})) as gateway:
+        with gateway_of(tmp_path, config(echoing, "shadow_share = 0.0", cache={"file": str(file)})) as gateway:
             said, *_ = ask(gateway, seed=70)
             assert said == ("miss" if number == 0 else "hit")
             until_hit(gateway, seed=70)
