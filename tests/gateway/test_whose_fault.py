@@ -80,6 +80,9 @@ def test_a_deadline_that_has_passed_upstream(is_timed, code, whose):
         b"<html>no</html>",
         b"404 page not found",
         {"detail": "Not Found"},
+        {"message": "no Route matched with those values"},
+        {"kind": "Status", "code": 404, "message": "the server could not find the requested resource"},
+        {"error": "not found"},
         {"error": {"message": "no such path: /v1/embeddings", "code": "not_found", "param": None}},
     ],
 )
@@ -110,6 +113,30 @@ def test_what_was_asked_for_is_not_there(error, whose, path):
     assert verdict(404, {"error": error}, path=path).whose is whose
     bare = verdict(404, {"object": "error", **error}, path=path)
     assert bare.whose is whose
+
+
+def test_a_model_that_is_told_of_in_words_alone():
+    assert verdict(404, {"error": "model 'x' not found, try pulling it first"}).whose is Whose.MODEL
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_an_error_without_a_type_is_no_beginning_of_a_stream(path):
+    """Who answers at once with anything would get most requests; the client has nothing of it yet."""
+
+    async def ask(app, gateway):
+        told = await asked(app, path=path, stream=True)
+        assert (told.status, told.code, len(good.asked)) == (200, None, 1)
+        assert b"oom" not in told.body
+        assert not gateway.router.upstreams[0].breaker.is_well
+
+    ends = {
+        MESSAGES: [{"type": "message_start"}, {"type": "message_stop"}],
+        RESPONSES: [{"type": "response.created"}, {"type": "response.completed"}, b"[DONE]"],
+        CHAT: [CHUNK, b"[DONE]"],
+    }
+    bad = Saying(STREAM_HEAD + chunk(event({"error": {"message": "oom", "code": 500}})) + b"0\r\n\r\n")
+    good = Saying(STREAM_HEAD + b"".join(chunk(event(one)) for one in ends[path]) + b"0\r\n\r\n")
+    gateway_before({"bad": bad, "good": good}, ask)
 
 
 EMPTY = {MESSAGES: {"content": []}, RESPONSES: {"output": []}, EMBEDDINGS: {"data": []}, COUNT_TOKENS: {}}

@@ -26,7 +26,6 @@ from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailur
 from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
 from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
-from splittime.gateway.told_error import decoded, event_error
 from splittime.gateway.typed_events import events_of
 from splittime.gateway.upstream_call import UpstreamCall
 from splittime.gateway.upstream_connections import UpstreamConnections
@@ -38,6 +37,7 @@ from splittime.gateway.verdict import (
     AttemptAsked,
     bad_answer,
     of_answer,
+    of_begin,
     of_event,
     of_late_head,
 )
@@ -115,8 +115,8 @@ class Relay:
                 self._whole_verdict = await self._judged(response, first)
                 return
             for data in EventLines().feed(self._mask.masked(first))[:1]:
-                if (told := event_error(data)) is not None:
-                    raise UpstreamFailure(of_event(self._asked, told, data))
+                if (verdict := of_begin(self._asked, data)) is not None:
+                    raise UpstreamFailure(verdict)
         except UpstreamFailure:
             response.close()
             raise
@@ -218,14 +218,14 @@ class Relay:
         return self.events.is_done
 
     def _require_good_begin(self) -> None:
-        """Raises `BrokenStream` where the first event is an error, or none that can be read."""
+        """Raises `BrokenStream` where the first event is an error, or none of such a stream."""
         events, first = self.events, self.events.first
         if self._is_judged or first is None:
             return
         if events.error is not None and events.is_error_first:
             raise BrokenStream(of_event(self._asked, events.error, events.error_data))
-        if not isinstance(decoded(first), dict):
-            raise BrokenStream(bad_answer(self._asked, "began a stream with what is no event"))
+        if (verdict := of_begin(self._asked, first)) is not None:
+            raise BrokenStream(verdict)
         self._is_judged = self.has_given = True
         self._upstream.breaker.note_begun()
 

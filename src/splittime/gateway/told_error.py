@@ -12,7 +12,6 @@ from splittime.core.errors import NotFound
 
 NO_SUCH_MODEL = frozenset({"model_not_found", "deploymentnotfound"})
 NO_SUCH_MODEL_BEGINS = ("the model ", "model ", "model:")  # the last is Anthropic's
-NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
 STATUS_OF = {  # where a type stands for a status
     "invalid_request_error": 400,
     "badrequesterror": 400,
@@ -72,12 +71,14 @@ def event_error(data: bytes) -> ToldError | None:
 
 def says_no_such_path(told: object) -> bool:
     """Returns whether a decoded 404 is about the path, not about what was asked for there: an API's own error is about
-    a model, a file or a response, unless it is one of ours that names nothing."""
-    if not isinstance(told, dict):  # a page in HTML, a word, nothing
+    a model, a file or a response, unless it is one of ours that names nothing. Who has no API there answers with a page
+    or with words: `{"detail": "Not Found"}` of FastAPI, `{"message": "no Route matched"}` of a proxy."""
+    if not isinstance(told, dict):
         return True
-    error = told.get("error")
-    is_ours = isinstance(error, dict) and error.get("code") == NotFound.code and not error.get("param")
-    return is_ours or told == NO_SUCH_ROUTE
+    error, found = told.get("error"), refusal_of(told)
+    if isinstance(error, dict):
+        return error.get("code") == NotFound.code and not found.param
+    return not (found.codes or found.param or found.names_a_model or told.get("object") == "error")
 
 
 def decoded(body: bytes) -> Any:

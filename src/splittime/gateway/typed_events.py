@@ -12,7 +12,7 @@ import msgspec
 from splittime.core.request import FinishReason
 from splittime.gateway import endpoints
 from splittime.gateway.answer_events import AnswerEvents
-from splittime.gateway.told_error import decoded, refusal_of, told_error
+from splittime.gateway.told_error import decoded, event_error, refusal_of, told_error
 from splittime.wire.sse import AnswerReader, possible
 
 ENDS = ("response.completed", "response.incomplete", "response.failed")
@@ -129,6 +129,8 @@ class _TypedEvents(AnswerEvents):
         if kind == "error":
             self._note_error(refusal_of(decoded(data)), data)
             self.is_done = True
+        elif not kind:  # as servers tell an error whose other events have types
+            self._note_error(event_error(data), data)
 
 
 class PassedResponse(_TypedEvents):

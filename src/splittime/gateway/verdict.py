@@ -55,7 +55,7 @@ OF_THE_UPSTREAM = frozenset(  # reasons that any request of this key meets
     {"queued_requests", "queue_full", "shed", "upstreams_busy", "tokens_per_day", "tokens_per_month"}
 )
 OF_THE_KEY = OF_THE_UPSTREAM | {  # and these, but for what is left: one that is larger than that meets them alone
-    *("max_open_requests", "requests_per_minute", "tokens_per_minute"),
+    *("max_open_requests", "requests_per_minute", "tokens_per_minute")
 }
 MAX_TOLD_BYTES = 64 * 1024  # of a refusal that is read
 MAX_CHECKED_BYTES = 2**20  # of an answer that is read through; of a longer one the ends are looked at
@@ -293,6 +293,16 @@ def of_event(asked: AttemptAsked, told: ToldError, data: bytes) -> AnswerVerdict
     words = f"an error inside the stream of upstream {asked.upstream!r}: {told.message}"
     error = UpstreamError(words, code=code, status=status)
     return found._replace(code=code, error=error, answer=None)
+
+
+def of_begin(asked: AttemptAsked, data: bytes) -> AnswerVerdict | None:
+    """Returns the verdict on a stream whose first event is an error or none of its path's; None for a good beginning.
+    Who answers at once with anything would get most requests."""
+    told = decoded(data)
+    if (error := told_error(told)) is not None:
+        return of_event(asked, error, data)
+    is_event = isinstance(told, dict) and ("choices" if asked.has_choices else "type") in told
+    return None if is_event else bad_answer(asked, "began a stream with what is no event of one")
 
 
 def of_late_head(asked: AttemptAsked, verdict: AnswerVerdict) -> AnswerVerdict:
