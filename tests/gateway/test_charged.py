@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patience import until
+from splittime.gateway.endpoints import EMBEDDINGS
 
 from .conftest import gateway_of, upstream
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
-from .in_process import PATIENT, Saying, asked, gateway_before
+from .in_process import CHAT, PATIENT, Saying, asked, counted, gateway_before
 from .test_limits import bearer
 
 NAMES = ("minute", "day", "leaver")
@@ -100,18 +101,20 @@ STREAM_OF = {name: STREAM_HEAD + chunk(event(told)) for name, told in (("error",
 WITH_CHUNK = STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(ERROR)) + b"0\r\n\r\n"
 
 
-def charged_of(tmp_path, monkeypatch, said: bytes, **fields) -> tuple[int, float]:
-    """Returns the answer's status, and what a tenant was charged for it."""
+def charged_of(
+    tmp_path, monkeypatch, said: bytes, more: str = "", hangs_up: bool = True, path: str = CHAT, **fields
+) -> tuple[int, float]:
+    """Returns the answer's status, and what a tenant was charged for it. more: keys of the gateway's own."""
     told = []
     monkeypatch.setenv("A", "of-a")
     tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
 
     async def ask(app, gateway):
-        told.append((await asked(app, bearer("of-a"), **fields)).status)
+        told.append((await asked(app, bearer("of-a"), path=path, **fields)).status)
         told.append(sum(gateway.budgets.used().values()))
 
-    text = f'budget_file = "{tmp_path}/{len(said)}.sqlite"\n[breaker]\nfailures = 100\n{PATIENT}{tenant}'
-    gateway_before({"one": Saying(said, hangs_up=True)}, ask, text)
+    text = f'{more}budget_file = "{tmp_path}/{len(said)}.sqlite"\n[breaker]\nfailures = 100\n{PATIENT}{tenant}'
+    gateway_before({"one": Saying(said, hangs_up=hangs_up)}, ask, text, whole_answer_s=0.5)
     return told[0], told[1]
 
 
@@ -139,3 +142,46 @@ def test_what_was_given_before_it_broke_off_is_charged(tmp_path, monkeypatch):
     assert status == 200
     assert charged > 1
     assert charged_of(tmp_path, monkeypatch, whole(200, WHOLE)) == (200, 10)
+
+
+def prompt_of(**fields) -> int:
+    """Returns the tokens of a body's prompt, as estimated."""
+    return -(-len(json.dumps({"model": "m", "messages": [], "max_tokens": 3, **fields})) // 4)
+
+
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}])
+@pytest.mark.parametrize("message", [{"content": "word " * 400}, {"content": None, "reasoning": "word " * 400}])
+def test_a_whole_answer_that_tells_no_tokens_is_charged_by_its_text(tmp_path, monkeypatch, usage, message):
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
+    told = whole(200, {"id": "x", "choices": [choice], **({} if usage is None else {"usage": usage})})
+    assert charged_of(tmp_path, monkeypatch, told, max_tokens=900) == (200, prompt_of(max_tokens=900) + 500)
+
+
+def test_one_that_took_longer_than_it_may_has_used_its_upstream(tmp_path, monkeypatch):
+    """No byte of it has come, and its tenant could have an upstream work for nothing."""
+    status, charged = charged_of(tmp_path, monkeypatch, b"", hangs_up=False, max_tokens=50)
+    assert (status, charged) == (504, prompt_of(max_tokens=50) + 50)
+
+
+def test_one_that_is_longer_than_it_may_be_has_used_its_upstream(tmp_path, monkeypatch):
+    told = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
+    asking = {"path": EMBEDDINGS, "input": ["a", "b"]}
+    status, charged = charged_of(tmp_path, monkeypatch, told, "max_answer_bytes = 100000\n", **asking)
+    assert (status, charged) == (502, prompt_of(input=["a", "b"]))
+
+
+def test_one_that_is_longer_than_it_may_be_is_asked_once_and_opens_nothing():
+    """An upstream that writes more than anybody can have asked for has itself to blame; this one was asked for it."""
+
+    async def ask(app, gateway):
+        told = await asked(app, path=EMBEDDINGS, input=["a", "b"])
+        assert (told.status, told.code) == (502, "upstream_bad_answer")
+        assert len(one.asked) + len(two.asked) == 1
+        assert [up.breaker.is_well for up in gateway.router.upstreams] == [True, True]
+        assert counted(gateway, "verdicts_total", whose="request") == 1
+        assert (await asked(app)).code == "upstream_bad_answer"
+        assert [up.breaker.is_well for up in gateway.router.upstreams] == [False, False]
+
+    long = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
+    one, two = Saying(long), Saying(long)
+    gateway_before({"one": one, "two": two}, ask, f"max_answer_bytes = 100000\n{PATIENT}")

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from splittime.cluster.config import Cluster, ReplicaLaunch
-from splittime.cluster.gateway_files import (
-    ListedReplica,
-    digest_of,
-    gateway_config,
-    operator_key,
-    write_whole,
-)
+from splittime.cluster.gateway_files import ListedReplica, digest_of, gateway_config, operator_key, write_whole
 from splittime.cluster.gauges import GatewayGauges, ask, gateway_gauges
 from splittime.cluster.running import GatewayFiles, read_mark
 from splittime.core.errors import ConfigError

@@ -148,7 +148,10 @@ class AnswerEvents:
 
     @property
     def text_bytes(self) -> int:
-        """Returns about how many bytes of text its pieces had, by what stands around the text of one of the latest."""
+        """Returns about how many bytes of text its pieces had, by what stands around the text of one of the latest; of
+        an answer that is all there, how many it has."""
+        if not self.num_pieces:
+            return sum(text_bytes_of(data) for data in self._latest)
         around = next((len(data) - text for data in self._latest if (text := text_bytes_of(data))), None)
         return 0 if around is None else max(0, self.num_bytes - around * self.num_pieces)
 

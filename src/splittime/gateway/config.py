@@ -305,8 +305,7 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
     budget_file: Annotated[str | None, Doc("SQLite file for what budgets have used.")] = None
     limits_valkey: Annotated[
-        str | None,
-        Doc("redis://HOST:PORT of a Valkey or Redis: gateways share limits by the minute and budgets."),
+        str | None, Doc("redis://HOST:PORT of a Valkey or Redis: gateways share limits by the minute and budgets.")
     ] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
     max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20

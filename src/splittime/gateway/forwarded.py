@@ -23,6 +23,7 @@ from splittime.gateway.endpoints import COMPLETIONS, EMBEDDINGS, ENDPOINTS, RERA
 from splittime.ledger.attempts import RouteDecision
 
 BYTES_PER_TOKEN = 4
+MOST_TOKEN_BYTES, MOST_VECTOR_BYTES = 4096, 2**18  # in an answer, as JSON
 NULL = b"null"
 ITEM_REFERENCE = "item_reference"
 NOT_PASSED_ON = {  # fields of responses
@@ -119,6 +120,11 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how many it takes at an upstream: one for each answer that is written. Texts that are embedded or
         ranked are computed together, and take one."""
         return self.answers if self.is_written else 1
+
+    @property
+    def most_bytes(self) -> int:
+        """Returns about how long a whole answer to it may be: a token has up to twenty log-probabilities."""
+        return self.output_tokens * MOST_TOKEN_BYTES if self.is_written else self.answers * MOST_VECTOR_BYTES
 
     @property
     def tokens(self) -> int:

@@ -87,7 +87,7 @@ class LearntUse:
     def written_tokens(self, tenant: str, request: ForwardedRequest, num_pieces: int, text_bytes: int) -> int:
         """Returns the tokens of a stream that told so many events with so much text."""
         used = self._of(tenant, request)
-        tokens = max(ceil(num_pieces * used.tokens_per_piece), text_bytes // BYTES_PER_TOKEN if num_pieces else 0)
+        tokens = max(ceil(num_pieces * used.tokens_per_piece), text_bytes // BYTES_PER_TOKEN)
         return min(tokens, request.output_tokens) if request.is_bounded else tokens
 
     def unseen_tokens(self, tenant: str, request: ForwardedRequest, lasted_s: float) -> int:

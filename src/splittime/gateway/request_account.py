@@ -42,6 +42,7 @@ class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
     when its client went away. deadline_ns: the client's own. version: of the config, in the account. asked_anew_tokens:
     of answers that nobody was given, which its tenant used all the same. sent_ns: when its latest attempt was.
+    has_itself_to_blame: that had no answer, by its length or its time.
     on_read: called when the end of an answer has been read."""
 
     def __init__(
@@ -66,6 +67,7 @@ class RequestAccount:
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
         self.asked_anew_tokens = 0
+        self.has_itself_to_blame = False
         self.sent_ns = self.start_ns
         self.on_read: Callable[[Relay], None] = ignored
 
@@ -113,31 +115,35 @@ class RequestAccount:
         self._account.enter(Stage.DELIVER, at_ns)
 
     def used_tokens(self, relay: "Relay | Giving | None", learnt: LearntUse) -> int:
-        """Returns the tokens of the request, as told, or as estimated, and learns from those that are told. None of a
-        request that no upstream was sent, or of whose answers its client was given none; but who leaves, or whose own
-        deadline ends it, has used what its upstream did until then."""
+        """Returns the tokens of the request, as told, or as estimated, and learns from those that are told: that both
+        are 0 tells nothing. None of a request that no upstream was sent, or of whose answers its client was given none;
+        but who leaves, or is given none by his own doing, has used what his upstream did until then."""
         if self.request is None or not isinstance(relay, Relay):
             return 0
         request, resumed_after = self.request, relay.resumed_after
-        if not (relay.has_given or self._was_left) or ((relay.status or 200) >= 300 and not resumed_after):
+        if not (relay.has_given or self._was_left or self.has_itself_to_blame) or (
+            (relay.status or 200) >= 300 and not resumed_after
+        ):
             return 0
         usage = relay.events.read()
+        prompt, output = usage.prompt_tokens, usage.output_tokens
+        if request.is_written and not (prompt or output):
+            prompt = output = None
         lasted_s = ((relay.first_byte_ns or now_ns()) - self.sent_ns) / 1e9  # of a whole answer this is all
-        if usage.prompt_tokens is not None and usage.output_tokens is not None:
+        if prompt is not None and output is not None:
             if relay.events.is_done and not resumed_after:
                 pieces = relay.events.num_pieces
-                learnt.note(self._tenant, request, usage.output_tokens, pieces, lasted_s)
-            return usage.prompt_tokens + usage.output_tokens
-        prompt = request.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        if relay.first_byte_ns is not None or resumed_after:
-            return prompt + self._written_tokens(relay, learnt)
-        return prompt + (0 if request.is_stream else learnt.unseen_tokens(self._tenant, request, lasted_s))
+                learnt.note(self._tenant, request, output, pieces, lasted_s)
+            return prompt + output
+        prompt, text_bytes = request.prompt_tokens if prompt is None else prompt, relay.events.text_bytes
+        if not (request.is_stream or text_bytes):
+            return prompt + learnt.unseen_tokens(self._tenant, request, lasted_s)
+        return prompt + self._written_tokens(relay, learnt, text_bytes)
 
-    def _written_tokens(self, relay: Relay, learnt: LearntUse) -> int:
-        """Returns the tokens of an answer that has begun and did not tell them."""
+    def _written_tokens(self, relay: Relay, learnt: LearntUse, text_bytes: int) -> int:
+        """Returns the tokens of what there is of an answer that did not tell them."""
         assert self.request is not None, "it was sent"
-        events = relay.events
-        told = learnt.written_tokens(self._tenant, self.request, events.num_pieces, events.text_bytes)
+        told = learnt.written_tokens(self._tenant, self.request, relay.events.num_pieces, text_bytes)
         most = self.request.output_tokens
         return min(told + relay.resumed_after, most) if self.request.is_bounded else told + relay.resumed_after
 

@@ -16,7 +16,7 @@ from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.usage_asked import REFUSED, UsageAsked
-from splittime.gateway.verdict import AttemptAsked, bad_answer
+from splittime.gateway.verdict import AttemptAsked, Whose, bad_answer
 
 now_ns = time.monotonic_ns
 
@@ -40,7 +40,7 @@ class UpstreamCall:
         self._deadline, self._asked, self._max_answer_bytes = deadline, asked, max_answer_bytes
         self.usage = UsageAsked(request, upstream, each=counts_each)
         self._breaks = AttemptBreaks(upstream.config, deadline)
-        self._is_stream, self._begin_ns = request.is_stream, now_ns()
+        self._is_stream, self._begin_ns, self._most_bytes = request.is_stream, now_ns(), request.most_bytes
         self._watched: UpstreamAnswer | None = None
 
     async def open(self) -> tuple[Answer, bytes]:
@@ -104,7 +104,10 @@ class UpstreamCall:
                 pieces.append(piece)
                 size += len(piece)
                 if size > most:
-                    raise BrokenStream(bad_answer(self._asked, f"answered more than {most} bytes", limit=most))
+                    verdict = bad_answer(self._asked, f"answered more than {most} bytes", limit=most)
+                    if self._most_bytes > most:  # as it was asked to
+                        verdict = verdict._replace(whose=Whose.REQUEST, is_retryable=False)
+                    raise BrokenStream(verdict)
                 piece = await self.next(response)
         except BrokenStream as broken:
             raise UpstreamFailure(broken.verdict) from broken

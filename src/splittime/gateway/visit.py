@@ -14,13 +14,7 @@ from functools import partial
 
 import msgspec
 
-from splittime.core.errors import (
-    EngineError,
-    ErrorInfo,
-    Overloaded,
-    SplittimeError,
-    error_from_info,
-)
+from splittime.core.errors import EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import ignored
 from splittime.gateway.cache.giving import Giving

@@ -33,13 +33,7 @@ class ComposedLayer:
 
 
 def attention(
-    ops: Ops,
-    layer: LayerWeights,
-    hidden: Tensor,
-    turns: Tensor,
-    kv: LayerKv,
-    plan: AttentionPlan,
-    uses: LayerUses,
+    ops: Ops, layer: LayerWeights, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses
 ) -> tuple[Tensor, Tensor]:
     """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
     on_qkv = [(one.qkv, tokens) for one, tokens in uses]
@@ -52,13 +46,7 @@ def attention(
 
 
 def attend(
-    ops: Ops,
-    part: AttentionWeights,
-    x: Tensor,
-    turns: Tensor,
-    kv: LayerKv,
-    plan: AttentionPlan,
-    uses: ProductUses = (),
+    ops: Ops, part: AttentionWeights, x: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: ProductUses = ()
 ) -> Tensor:
     """x: normed [T, hidden] -> the heads' outputs beside each other, [T, query_width]. uses: of adapters, to
     queries, keys and values."""

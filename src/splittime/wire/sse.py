@@ -74,6 +74,7 @@ class ChunkDelta(msgspec.Struct, gc=False):
 class ChunkChoice(msgspec.Struct, gc=False):
     text: Any = None
     delta: ChunkDelta | None = None
+    message: Any = None
     finish_reason: Any = None
     token_ids: list[int] | None = None
 
@@ -86,6 +87,9 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
+
+
+TEXTS = ("content", "reasoning_content", "reasoning")
 
 
 class LlamaCppTimings(msgspec.Struct, gc=False):
@@ -184,15 +188,15 @@ def has_content(choice: ChunkChoice) -> bool:
 
 
 def text_bytes_of(data: bytes) -> int:
-    """Returns how many bytes of text an event tells; 0 for one that cannot be read."""
+    """Returns how many bytes of text an event, or a whole answer, tells; 0 for one that cannot be read."""
     try:
         chunk = _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0
     told = 0
     for choice in chunk.choices or ():
-        delta = choice.delta
-        texts = (choice.text, *((delta.content, delta.reasoning_content, delta.reasoning) if delta is not None else ()))
+        delta, whole = choice.delta or ChunkDelta(), choice.message if isinstance(choice.message, dict) else {}
+        texts = (choice.text, *(getattr(delta, name) or whole.get(name) for name in TEXTS))
         told += sum(len(text.encode("utf-8", "replace")) for text in texts if isinstance(text, str))
     return told
 

@@ -5,16 +5,7 @@ from typing import Any
 
 from splittime.gateway.answer_events import AnswerEditor
 from splittime.gateway.forwarded import ForwardedRequest
-from splittime.gateway.resume.request import (
-    TEXT,
-    TOKEN_IDS,
-    body_of,
-    continued,
-    most_tokens,
-    telling,
-    way_of,
-    why_not,
-)
+from splittime.gateway.resume.request import TEXT, TOKEN_IDS, body_of, continued, most_tokens, telling, way_of, why_not
 from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, mark_of, prompt_of
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.attempts import FirstTokens

@@ -31,6 +31,7 @@ from splittime.gateway.routing.first_tokens import (
     why_not_looked_at,
     without_logprobs,
 )
+from splittime.gateway.told_error import decoded
 from splittime.gateway.upstreams import Upstream
 from splittime.ledger.attempts import LOGPROBS_REFUSED, UNSURE, UNSURE_KEPT, FirstTokens
 from splittime.wire.sse import EventLines
@@ -39,8 +40,6 @@ now_ns = time.monotonic_ns
 SURE, NO_LOGPROBS, TOO_LONG = "sure", "no_logprobs", "too_long"
 MAX_HELD_BYTES = 4 * 2**20
 EVENT_BYTES = 64  # beside its data, in memory
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class AskedAnew(Exception):
@@ -184,7 +183,4 @@ class HeldAnswer:
 
 def _object(data: bytes) -> dict[str, Any] | None:
     """Returns what the bytes say if that is an object."""
-    try:
-        return _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return found if isinstance(found := decoded(data), dict) else None
