@@ -8,9 +8,9 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,12 +53,14 @@ def entry(name: str, rate: float, dies_at: int = NEVER, how: str = "exit") -> En
 
 
 @pytest.fixture(scope="module")
-def prober(tmp_path_factory) -> Iterator[Prober]:
+def prober(tmp_path_factory) -> SimpleNamespace:
+    """One that measures once, and says the same ever after: a probe takes most of a second of each thread."""
     with Prober(1, tmp_path_factory.mktemp("prober"), 1 << 20) as found:
-        yield found
+        limits, by_threads = found.probe(), found.by_threads()
+    return SimpleNamespace(probe=lambda: limits, by_threads=lambda: by_threads)
 
 
-def raced(found: list[Entry], prober: Prober, folder: Path, repeats: int = 3) -> tuple[run.Book, dict]:
+def raced(found: list[Entry], prober: SimpleNamespace, folder: Path, repeats: int = 3) -> tuple[run.Book, dict]:
     book = run.Book(CELLS)
     with started(found, folder) as (racing, about):
         list(run.race(racing, about, prober, book, repeats))
@@ -366,6 +368,7 @@ def test_drafts_are_compared_with_the_same_engine_in_the_same_round():
     assert (other["over_without"]["samples"], other["other_text"]) == ([3.0], {"answers": 2, "count": 1})
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("in_answers", [True, False])
 def test_a_turn_leaves_out_what_comes_before_the_first_token_and_what_was_verified_before(in_answers):
     """As llama.cpp says it, in its answers, and as we and vLLM do, in metrics."""
