@@ -27,10 +27,9 @@ from benchmarks.report import file_result
 from benchmarks.scenarios.vllm_cases import CASES, Ask, Case, Line, Pace, ids
 from benchmarks.server_process import get_json, served_vllm
 from splittime.assemble import model_source
-from splittime.diagnose.books import LIVE_ACCOUNTS, Books
+from splittime.diagnose.books import LIVE_ACCOUNTS, Books, books_from_server
 from splittime.diagnose.doctor import Diagnosis, diagnose
 from splittime.diagnose.finding import Finding
-from splittime.diagnose.live import books_from_server
 
 CASE_S = 240.0  # no load takes longer
 SETTLE_S = 1.0  # the last accounts are closed within it

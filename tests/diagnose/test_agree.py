@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from test_diagnosis import finding
 
+from splittime.core.facts import RefusedValues
 from splittime.diagnose.agree import direction, flags_of, one_direction
 from splittime.diagnose.finding import Cure
 
@@ -62,6 +63,38 @@ def test_what_the_server_would_refuse_is_no_prescription():
     assert fitting.cure.flags == ("--max-num-seqs", "128", "--num-threads", "2")
     (elsewhere,) = one_direction([asking_of_vllm("--max-num-seqs", "256")], settings)
     assert elsewhere.cure.flags == ("--max-num-seqs", "256"), "another server has other checks"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_kept"),
+    [
+        (("--quantization", "int8"), False),
+        (("--quantization", "int4"), True),
+        (("--speculative-config", """'{"method": "suffix", "num_speculative_tokens": 4}'"""), False),
+        (("--speculative-config", """'{"method": "ngram"}'"""), True),
+        (("--async-scheduling",), False),
+        (("--num-threads", "1"), False),
+        (("--num-threads", "4"), True),
+        (("--kv-cache-memory-bytes", "64MiB"), True),
+        (("--kv-cache-memory-bytes", "4MiB"), False),
+        (("--kv-cache-memory-bytes", "64GiB"), False),
+    ],
+)
+def test_what_its_runner_would_refuse_is_no_prescription(flags, is_kept):
+    """By the facts of that server: the doctor of a file has neither its model nor its machine."""
+    why = "the checkpoint is already quantised (gguf)"
+    refuses = (
+        RefusedValues(name="quantization", value="int8", why=why),
+        RefusedValues(name="speculative_config", value='{"method":"suffix"', why=why),
+        RefusedValues(name="async_scheduling", value="True", why=why),
+        RefusedValues(name="num_threads", least=2, why=why),
+        RefusedValues(name="kv_cache_memory_bytes", least=8 * 2**20, most=16 * 2**30, why=why),
+    )
+    (told,) = one_direction([asking("a", *flags)], {}, refuses)
+    assert told.cure.flags == (flags if is_kept else ())
+    assert (f"would be refused: {why}" in told.cure.sentence) is not is_kept
+    (elsewhere,) = one_direction([asking_of_vllm(*flags)], {}, refuses)
+    assert elsewhere.cure.flags == flags
 
 
 def asking_of_vllm(*flags: str):

@@ -8,7 +8,7 @@ from ward import Case, Ward, ids
 
 from splittime.core.errors import ErrorInfo
 from splittime.core.sleep import SleepReport
-from splittime.diagnose.incident.exposition import (
+from splittime.diagnose.incident.gather import (
     LEFT_OUT_LABELS,
     RENAMED_LABELS,
     SAFE_LABELS,
@@ -16,7 +16,7 @@ from splittime.diagnose.incident.exposition import (
 )
 from splittime.diagnose.incident.names import LEFT_OUT
 from splittime.diagnose.incident.shareable import AS_THEY_ARE, Shareable
-from splittime.diagnose.rules.answer_repeats import blocks_of, tokens_guessed
+from splittime.diagnose.rules.speculation_off import blocks_of, tokens_guessed
 from splittime.gateway.metrics import GATEWAY_METRICS
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import (
@@ -66,7 +66,7 @@ DECIDED = {
     DifficultyDecision: "choice labels neighbours score threshold",
     FirstTokens: "verdict num_tokens mean_logprob below held_ns why",
 }
-"""What `incident/attempts.py` has decided on. A field that is new there is left out until somebody has."""
+"""What `incident/shareable.py` has decided on. A field that is new there is left out until somebody has."""
 
 
 @pytest.mark.parametrize("kind", DECIDED)

@@ -16,10 +16,9 @@ from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.rules import speculation_off
-from splittime.diagnose.rules.answer_repeats import HASHES, blocks_guessed, blocks_of, tokens_guessed
 from splittime.diagnose.rules.draft_balance import ROW, prices_of, reach
 from splittime.diagnose.rules.evidence import served, total_ns
-from splittime.diagnose.rules.speculation_off import LeastGain
+from splittime.diagnose.rules.speculation_off import HASHES, LeastGain, blocks_guessed, blocks_of, tokens_guessed
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 
 NAME = "speculation_would_pay"

@@ -12,7 +12,7 @@ from splittime.plan import load as planned_load
 from splittime.plan.load import lengths_words, load_at, requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.cost import Pace, PaceOf
-from splittime.simulate.mix import Mix, mix_of
+from splittime.simulate.recorded import Mix, mix_of
 from splittime.simulate.replica import Approach, Replica, load_replica, save_replica
 
 

@@ -14,6 +14,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
+from splittime.runner.honoured import TRIED
 from splittime.runner.torch_runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -261,3 +262,24 @@ def test_a_context_far_beyond_the_memory_is_refused_before_anything_is_allocated
     monkeypatch.setattr("splittime.runner.load.load_decoder", lambda *_: pytest.fail("it was allocated"))
     with pytest.raises(ConfigError, match=r"needs \d+ b(lock|yte)s"):
         load(tmp_path)
+
+
+def test_what_would_be_refused_is_in_the_facts_and_nothing_else(folder):
+    """A doctor of a file prescribes by it: each value that is tried is refused by a load, or loads."""
+    told = load(folder, kernels="torch").resolved.refuses
+    for name, value in ((name, value) for name, values in TRIED.items() for value in values):
+        asked = {"kernels": "torch", name: value}
+        is_told = any(each.has(name, value) for each in told)
+        try:
+            load(folder, **asked)
+            is_refused = False
+        except ConfigError:
+            is_refused = True
+        assert is_told is is_refused, asked
+    (threads, cache) = (each for each in told if each.value is None)
+    assert (threads.name, threads.least, cache.name) == ("num_threads", 1, "kv_cache_memory_bytes")
+    load(folder, kv_cache_memory_bytes=cache.least)
+    for num_bytes in (cache.least - 1, cache.most + 1):
+        assert cache.has("kv_cache_memory_bytes", num_bytes)
+        with pytest.raises(ConfigError):
+            load(folder, kv_cache_memory_bytes=num_bytes)

@@ -16,9 +16,8 @@ from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import CAME, FAILED, HELD, LEFT, RELEASED, UNTOLD, WENT_ON, Coming, Told, verify_steps
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.course import num_came
 from splittime.simulate.recorded import Recorded
-from splittime.simulate.replay import Divergence, replay
+from splittime.simulate.replay import Divergence, num_came, replay
 from splittime.simulate.shape import shape_of_record
 
 

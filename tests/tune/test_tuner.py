@@ -20,8 +20,7 @@ from splittime.tune.goal import Goal, fault_of, score_of
 from splittime.tune.knobs import WIDE_SLOTS
 from splittime.tune.measure import DrawnLoad, VoidRun
 from splittime.tune.notebook import Notebook, Tuned, TuneTrial
-from splittime.tune.prescribed import prescribed
-from splittime.tune.tuner import Gate, Tuner
+from splittime.tune.tuner import Gate, Tuner, prescribed
 from splittime.tune.verify import LOOKS
 from splittime.wire.limits import ServerLimits
 

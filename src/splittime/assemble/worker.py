@@ -231,6 +231,7 @@ def _facts(
         settings=asked | decided | msgspec.structs.asdict(scheduler),
         cost=runner.cost,
         machine=known,
+        refuses=runner.resolved.refuses,
     )
 
 

@@ -151,9 +151,8 @@ def _check_installation(as_json: bool) -> int:
 
 def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: str | None) -> "Books":
     """A URL is asked; a file says by its content what it is."""
-    from splittime.diagnose.books import books_from_file
+    from splittime.diagnose.books import books_from_file, books_from_server
     from splittime.diagnose.incident.bundle import books_in, is_incident
-    from splittime.diagnose.live import books_from_server
 
     if source.startswith(("http://", "https://")):
         try:
@@ -177,8 +176,7 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
     """A server without a ledger. Raises `NotFound`, with what was asked for, where its kind is not known either."""
     from splittime.bench.event_loop import run_loop
     from splittime.bench.observation import ServerKind, observe, what_is_sent
-    from splittime.diagnose.books import another_server
-    from splittime.diagnose.live import books_of_observed
+    from splittime.diagnose.books import another_server, books_of_observed
     from splittime.wire.target import Target
 
     talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)

@@ -40,6 +40,25 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     quota: float | None = None
 
 
+class RefusedValues(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Values of a setting that a server would not start with, the rest of its settings being as they are, and why: what
+    begins with `value`, or numbers below `least` or above `most`."""
+
+    name: str
+    why: str
+    value: str | None = None
+    least: int | None = None
+    most: int | None = None
+
+    def has(self, name: str, value: object) -> bool:
+        """Returns whether it refuses this value of this setting."""
+        if name != self.name:
+            return False
+        if self.value is not None:
+            return str(value).replace(" ", "").startswith(self.value)
+        return isinstance(value, int | float) and not (self.least or value) <= value <= (self.most or value)
+
+
 class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     """What the model's shape makes a step need, at the least; where ranks share the model, of the first one.
 

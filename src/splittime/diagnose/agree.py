@@ -2,16 +2,17 @@
 
 The finding that is told first keeps its flag. A later one that asks for the opposite loses it, and says so; and a flag
 that asks for what is set already is no prescription. Nor are flags with which the server would not start: its
-scheduler's own checks say so (`simulate.change`), beside what is set.
+scheduler's own checks say so (`simulate.change`), beside what is set, and what its runner would refuse is in its facts.
 """
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from splittime.core.facts import RefusedValues
 from splittime.diagnose.finding import OUR_PROGRAM, Finding
 from splittime.simulate.change import refusal
 
@@ -23,8 +24,11 @@ OTHER_BOUND = {"long_prefill_token_threshold": "max_num_batched_tokens"}  # vLLM
 Flag = tuple[str, str | None]  # as typed, and its value
 
 
-def one_direction(findings: Iterable[Finding], settings: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """Returns the findings in the order in which they are told, each flag prescribed in one direction only."""
+def one_direction(
+    findings: Iterable[Finding], settings: Mapping[str, Any], refuses: Collection[RefusedValues] = ()
+) -> tuple[Finding, ...]:
+    """Returns the findings in the order in which they are told, each flag prescribed in one direction only. refuses:
+    of the server's own facts."""
     taken: dict[str, tuple[str, str]] = {}  # by setting: the direction, and whose
     agreed = []
     for finding in findings:
@@ -37,7 +41,9 @@ def one_direction(findings: Iterable[Finding], settings: Mapping[str, Any]) -> t
                 kept.append(flag)
             elif first is not None:
                 against.append(f"{_typed(flag)} would help here, and harm where {first[1]} does")
-        why = refusal(settings, dict(map(changed_by, kept))) if finding.cure.program == OUR_PROGRAM else None
+        changes = dict(map(changed_by, kept)) if finding.cure.program == OUR_PROGRAM else {}
+        of_runner = (each.why for each in refuses if any(each.has(*change) for change in changes.items()))
+        why = next(of_runner, None) or refusal(settings, changes)
         if why is not None:
             against, kept = [*against, f"{' '.join(map(_typed, kept))} would be refused: {why}"], []
         agreed.append(_with_flags(finding, kept, against))

@@ -3,7 +3,7 @@
 books_from_file(path)       a ledger file, or what `splittime bench` saved; which, its content says; of a file
                                 that several servers have written to, what belongs to the last one, whose facts it has
 books_from_run(run, arm)    of one server of a run
-books_from_answers(...)     of a live server's answers; `diagnose.live` asks for them
+books_from_server(get, ...)  of a live server's answers; the caller's `get` raises `NotFound` for a path it lacks
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from splittime.bench.book.records import Arm, Run, load_run
-from splittime.core.errors import ConfigError, NotFound
+from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.ledger.account import PREFILL, ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import LedgerFile, open_readonly
 
+Get = Callable[[str], Any]
 SQLITE_BEGIN = b"SQLite format 3\0"
 MAX_ACCOUNTS = 100_000
 MAX_STEPS = 1_000_000
@@ -189,3 +190,36 @@ def with_steps(books: Books, steps: Sequence[StepRecord]) -> Books:
     if not more:
         return books
     return msgspec.structs.replace(books, steps=tuple(sorted((*more, *books.steps), key=lambda step: step.begin_ns)))
+
+
+def books_from_server(get: Get, base: str, limit: int) -> Books:
+    """Returns the server's facts (an older one has none), its latest requests, and the steps in their time. Raises
+    `EngineError` if the server was restarted meanwhile: its answers would be of two servers."""
+    facts = _facts(get, base)
+    accounts = get(f"{base}/ledger/requests?limit={limit}")
+    steps = get(f"{base}/ledger/steps?limit={LIVE_STEPS}")
+    if _starts(facts) != _starts(_facts(get, base)):
+        raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
+    return books_from_answers(facts, accounts, steps, base)
+
+
+def books_of_observed(run: Run, is_watched: bool) -> Books:
+    """Returns the books of another kind of server. `source` says what was done to it."""
+    about = run.arms[0]
+    name = f"{about.kind} {about.version}" if about.version else about.kind
+    seconds = (run.measured_until_ns - run.measured_from_ns) / 1e9
+    how = f"watched for {seconds:.0f} s, sent nothing" if is_watched else f"idle, probed for {seconds:.0f} s"
+    return books_from_run(run, source=f"{name} at {about.url}, {how}")
+
+
+def _facts(get: Get, base: str) -> Any:
+    try:
+        return get(f"{base}/ledger/facts")
+    except NotFound:
+        return None
+
+
+def _starts(facts: Any) -> list[Any]:
+    """Returns when the server's processes began."""
+    processes = facts.get("processes") if isinstance(facts, dict) else None
+    return [process.get("started_ns") for process in processes or () if isinstance(process, dict)]

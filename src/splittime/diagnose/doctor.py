@@ -37,6 +37,7 @@ from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, Spent, spent, unexplained
 from splittime.diagnose.words import ATTACHED, OURS, in_their_words
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 
 THEMES = (
@@ -137,8 +138,9 @@ def diagnose(books: Books) -> Diagnosis:
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
     told = _in_words_of_the_server(books, findings if left is None else [*findings, left])
     ordered = in_order(told, roots(), of_time())
+    facts = books.facts or ServerFacts(version="", model="", max_model_len=0)
     return Diagnosis(
-        findings=one_direction(ordered, books.facts.settings if books.facts is not None else {}),
+        findings=one_direction(ordered, facts.settings, facts.refuses),
         spent=spent(books, ordered),
         abstentions=tuple(abstentions),
         num_requests=num_requests(served(books.accounts)) or _num_outcomes(books),

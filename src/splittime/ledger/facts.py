@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.core.facts import Machine, TokenCost
+from splittime.core.facts import Machine, RefusedValues, TokenCost
 from splittime.core.sleep import Part, SleepReport
 
 UNATTRIBUTED = "unattributed"
@@ -45,7 +45,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     what was changed on the live server, the last time at `knobs_changed_ns` (0: never). simulated: what was changed in
     the simulation that wrote this ledger; empty for a server's own. engine: whose books these are, with its version,
     where it is not ours. unknown: quantities of an account or a step that its books leave at 0, since nobody could
-    measure them."""
+    measure them. refuses: values of the runner's settings that only it can tell to be impossible here."""
 
     version: str
     model: str
@@ -58,6 +58,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     knobs_changed_ns: int = 0
     unknown: tuple[str, ...] = ()
+    refuses: tuple[RefusedValues, ...] = ()
 
     def process(self, name: str) -> Process | None:
         return next((process for process in self.processes if process.name == name), None)

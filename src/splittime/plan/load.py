@@ -1,7 +1,7 @@
 """A load of `bench` for a simulated server: the same schedule that would be sent to a real one.
 
 In an open loop requests come when they are meant to come, whatever the answers before. A session's later turns, and
-all but the first requests of a closed loop, come when an answer has ended (`simulate.follow`).
+all but the first requests of a closed loop, come when an answer has ended (`simulate.run`).
 """
 
 import sys
@@ -17,7 +17,7 @@ from splittime.bench.spec import spec_of
 from splittime.bench.traces import Trace, read_trace
 from splittime.core.errors import ConfigError
 from splittime.simulate.asked import Asked, asked_requests
-from splittime.simulate.mix import Mix
+from splittime.simulate.recorded import Mix
 from splittime.simulate.replica import AnyReplica
 from splittime.simulate.trace import Follows, TracedRequest
 

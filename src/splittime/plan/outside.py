@@ -28,7 +28,7 @@ from splittime.plan.own_runs import answered, checked_by_runs
 from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, prompt_tokens_of, read_steps
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.fit import buckets_of, persistence_of
-from splittime.simulate.mix import Mix
+from splittime.simulate.recorded import Mix
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.replica import Approach, Replica, replica_with
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.facts import RefusedValues
 from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc, StepLimits, check
 from splittime.kernels.choose import Backend
@@ -218,6 +219,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: numbers of decode rows for which a step was captured.
     tensor_parallel_size: ranks that share the model. Where there are several, weights_bytes, kv_bytes_per_block and
         num_threads are the first one's; rank_weights_bytes and rank_pids are of all, by rank.
+    refuses: what this model on this machine would not start with.
     """
 
     architecture: str
@@ -266,3 +268,4 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     unused_tensors: tuple[str, ...] = ()
     default_sampling: dict[str, float | int] = {}
     pooling: Pooling = Pooling()
+    refuses: tuple[RefusedValues, ...] = ()

@@ -16,7 +16,7 @@ from torch import Tensor
 from splittime.core.step import Runner
 from splittime.models.head import HiddenFeatures
 from splittime.models.weights.head import load_head
-from splittime.models.weights.load import read_config
+from splittime.models.weights.load import open_source, read_config
 from splittime.runner import machine, start_memory
 from splittime.runner.batch import Batch
 from splittime.runner.compose import load_torch_runner
@@ -109,7 +109,8 @@ def head_drafter(runner: TorchRunner, asked: SpeculativeConfig) -> ModelDrafter:
     config, resolved, store = runner.config, runner.resolved, runner.store
     path, most = Path(config.draft_model_path or config.model_path), asked.num_speculative_tokens
     model = read_config(path)
-    check_rounding(msgspec.structs.replace(config, quantization=asked.quantization), model, path)
+    asked_of = msgspec.structs.replace(config, quantization=asked.quantization)
+    check_rounding(asked_of, model, lambda: open_source(path, model).format)
     num_blocks = resolved.num_blocks + num_spare_blocks(most, config.block_size, config.max_num_seqs)
     features = HiddenFeatures(num_blocks, config.block_size, model.hidden_size)
     plan = machine.choose_weights(

@@ -1,20 +1,43 @@
 """Whether these kernels and this checkpoint can honour a setting. Each check raises `ConfigError` if they cannot."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.facts import RefusedValues
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.load import is_gguf, open_source, read_config
+from splittime.models.weights.load import is_gguf, read_config
 from splittime.models.weights.source import PLAIN
-from splittime.runner.config import GPU_MEMORY_UTILIZATION, RunnerConfig
-from splittime.runner.speculative import NONE, OWN_BITS, speculative_config
+from splittime.runner.config import GPU_MEMORY_UTILIZATION, QUANTIZATIONS, Dtype, KVCacheDtype, RunnerConfig
+from splittime.runner.speculative import FIELDS, NONE, OWN_BITS, speculative_config
 
+TRIED: dict[str, tuple[str | bool, ...]] = {
+    "quantization": QUANTIZATIONS,
+    "dtype": get_args(Dtype),
+    "kv_cache_dtype": get_args(KVCacheDtype),
+    "kernels": ("native",),
+    "async_scheduling": (True,),
+    "enable_lora": (True,),
+    "speculative_config": tuple(
+        f'{{"method":"{method}"}}' for method in FIELDS if method not in ("draft_model", "mtp")
+    ),
+}
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
+
+
+def refused(config: RunnerConfig, check: Callable[[RunnerConfig], object]) -> Iterator[RefusedValues]:
+    """Yields what would be refused if one of these settings were changed on this server. check: raises ConfigError."""
+    for name, value in ((name, value) for name, values in TRIED.items() for value in values):
+        try:
+            check(msgspec.structs.replace(config, **{name: value}))
+        except ConfigError as error:
+            yield RefusedValues(name=name, value=str(value).rstrip("}"), why=error.info.message)
 
 
 def check_eight_bits(asked: str | None, kernels: str) -> None:
@@ -111,11 +134,12 @@ def check_load_format(asked: str, path: Path, model: ModelConfig) -> None:
         raise ConfigError(message, param="load_format", value=asked, hint="load_format=auto")
 
 
-def check_rounding(config: RunnerConfig, model: ModelConfig, path: Path) -> None:
-    """Integers that stand for a model's weights are served as they are: to round them again would only lose more."""
+def check_rounding(config: RunnerConfig, model: ModelConfig, held_in: Callable[[], str]) -> None:
+    """Integers that stand for a model's weights are served as they are: to round them again would only lose more.
+    held_in: tells the format of the checkpoint."""
     if config.quantization is None:
         return
-    held = open_source(path, model).format
+    held = held_in()
     if held != PLAIN:
         bits = "" if model.quantization is None else f", {model.quantization.bits} bits"
         raise ConfigError(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import torch
 
 from splittime.core import allowed
 from splittime.core.errors import ConfigError
-from splittime.core.facts import TokenCost
+from splittime.core.facts import RefusedValues, TokenCost
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import make_backend
 from splittime.kernels.layer import kv_groups
@@ -21,7 +22,7 @@ from splittime.models.head import DTYPE as FEATURES_DTYPE
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.ranks import Ranks
 from splittime.models.weights.head import head_config
-from splittime.models.weights.load import Loaded, OnLayer, load_decoder, read_config
+from splittime.models.weights.load import Loaded, OnLayer, load_decoder, open_source, read_config
 from splittime.models.weights.shards import counted, own_config
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig
@@ -36,6 +37,7 @@ from splittime.runner.honoured import (
     check_share_of_card,
     check_sharing,
     check_speculation,
+    refused,
 )
 from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
 from splittime.runner.speculative import speculative_config
@@ -54,8 +56,12 @@ def load(
     rank's part, but for the number of blocks, which is the smallest of any.
     """
     begin_ns = time.monotonic_ns()
-    config.validate()
-    choices = _Choices.make(config, ranks)
+    path = Path(config.model_path)
+    model = read_config(path, config.generation_config)
+    held_in = cache(lambda: open_source(path, model).format)
+    choices = _Choices.make(config, model, held_in, ranks)
+    _refuse_beyond_memory(config, choices)
+    _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
     choices.ops.set_threads(config.num_threads or allowed.num_cores())
@@ -73,7 +79,9 @@ def load(
         config.num_threads, loaded.weights_bytes
     )
     choices.ops.set_threads(num_threads)
+    refuses = refused(config, lambda other: _Choices.make(other, model, held_in, ranks))
     resolved = _resolved(config, choices, loaded, store, num_threads)
+    resolved = msgspec.structs.replace(resolved, refuses=(*refuses, *_bounds(config, resolved)))
     kv_bytes_per_token = resolved.kv_bytes_per_block // resolved.block_size
     computed = choices.model if ranks is None else counted(choices.model, ranks)
     least = cost(computed, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
@@ -111,12 +119,14 @@ class _Choices:
     reasons: dict[str, str]
 
     @staticmethod
-    def make(config: RunnerConfig, ranks: Ranks | None) -> "_Choices":
+    def make(config: RunnerConfig, model: ModelConfig, held_in: Callable[[], str], ranks: Ranks | None) -> "_Choices":
+        """model, held_in: of the checkpoint, the second its format. Raises `ConfigError` for what cannot be honoured;
+        it is also asked of settings that nobody has made."""
+        config.validate()
         path = Path(config.model_path)
-        model = read_config(path, config.generation_config)
         check_load_format(config.load_format, path, model)
         if config.load_format != "dummy":
-            check_rounding(config, model, path)
+            check_rounding(config, model, held_in)
         kernels, kernels_reason = machine.choose_kernels(config.kernels)
         check_eight_bits(config.quantization, kernels)
         check_speculation(config, model, kernels)
@@ -145,8 +155,6 @@ class _Choices:
             choices.reasons["kernels_reason"] += f"; {choices.ops.isa_reason}"
         check_activations(config.activation_dtype, choices.plan, choices.ops)
         check_share_of_card(config, choices.ops)
-        _refuse_beyond_memory(config, choices)
-        _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
         return choices
 
 
@@ -288,6 +296,17 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "kv_offload": story(store.num_host_slots, config.block_size, block_bytes),
     }
     return msgspec.convert(values | choices.reasons, Resolved)
+
+
+def _bounds(config: RunnerConfig, resolved: Resolved) -> tuple[RefusedValues, ...]:
+    """Returns the numbers that would be refused: fewer threads than ranks, and a cache of less than one context or of
+    more than the machine's memory."""
+    context_bytes = -(-resolved.max_model_len // resolved.block_size) * resolved.kv_bytes_per_block
+    threads, blocks = "each rank needs a thread", "a context must fit into the KV cache, and that into the memory"
+    return (
+        RefusedValues(name="num_threads", why=threads, least=config.tensor_parallel_size),
+        RefusedValues(name="kv_cache_memory_bytes", why=blocks, least=context_bytes, most=machine.memory_bytes()),
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -228,8 +228,12 @@ def choose_max_model_len(config: RunnerConfig, model: ModelConfig | EncoderConfi
     return asked or model.max_position_embeddings
 
 
+def memory_bytes() -> int:
+    """Returns what the machine has: a bound that holds; what is free is none, since the page cache gives way."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _refuse_beyond(total_bytes: int, asked_bytes: int) -> None:
-    """What the machine has is a bound that holds; what is free is not, since the page cache gives way."""
     if asked_bytes > total_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes is {asked_bytes}, more than the machine's memory, {total_bytes} bytes",
@@ -262,7 +266,7 @@ def choose_num_blocks(
     if config.kv_cache_memory_bytes is not None:
         num_blocks, reason = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
         budget = config.kv_cache_memory_bytes
-        _refuse_beyond(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), budget)
+        _refuse_beyond(memory_bytes(), budget)
     elif room is not None:
         budget, reason = room
         num_blocks = budget // bytes_per_block

@@ -1,7 +1,7 @@
 """The planner: what the next step computes, and why everybody else waits.
 
 There is no prefill phase and no decode phase: a request has known tokens and computed tokens, and a row lets it catch
-up. A plan is made in five passes over one token budget:
+up. A plan is made within one token budget, in this order:
 
     1. decode      running requests with one pending token, best rank first; prefills cannot hold them up.
                    A request that needs a block and finds none preempts the worst-ranked running request (itself, if it

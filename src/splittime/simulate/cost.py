@@ -36,7 +36,7 @@ import numpy as np
 
 from splittime.core.errors import ConfigError
 from splittime.simulate.basis import FEATURES, Basis
-from splittime.simulate.posterior import drawn_above_zero
+from splittime.simulate.regression import drawn_above_zero
 from splittime.simulate.shape import StepShape, StepTime
 
 REACH = 2.0

@@ -9,22 +9,71 @@ Values that follow each other are not independent: a machine is slow for a while
 covariance is the one that is robust to clusters (Liang and Zeger, Biometrika 1986), of neighbours in time. Where two
 columns rise and fall together the data do not decide, and the prior's width is left: along such a direction the
 posterior reaches from all of one column's to all of the other's. It is a normal distribution cut off at 0
-(`simulate.posterior` draws from it): what the columns make together stays as sure as it is.
+(`drawn_above_zero` draws from it): what the columns make together stays as sure as it is.
 """
 
+import statistics
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+ROUNDS = 40
+NORMAL = statistics.NormalDist()
+FAR = 8.0  # standard deviations, beyond which there is nothing
+LEAST_SHARE = 1e-12
+
+Array = NDArray[np.float64]
+
+
+def drawn_above_zero(middle: Array, covariance: Array, generator: np.random.Generator) -> Array:
+    """Returns one draw of a normal distribution that is cut off at 0. middle: where it has its middle before, not below
+    0. By Gibbs' sampler, along its own axes: on each it is a standard normal one between two bounds, and they are
+    independent but for these. So it forgets where it began within some rounds, however alike two variables are."""
+    scale = np.sqrt(np.maximum(np.diag(covariance), 0.0))  # they are of sizes that no decomposition has digits for
+    scale[scale == 0] = 1.0
+    sizes, axes = np.linalg.eigh(covariance / np.outer(scale, scale))
+    known = sizes > 1e-12 * sizes.max(initial=0.0)
+    axes = (axes[:, known] * np.sqrt(sizes[known])) * scale[:, None]
+    values = middle + axes @ generator.standard_normal(axes.shape[1])
+    if values.min() >= 0:
+        return values
+    places = np.zeros(axes.shape[1])
+    for _ in range(ROUNDS):
+        for axis, direction in enumerate(axes.T):
+            rest = middle + axes @ places - direction * places[axis]
+            places[axis] = _between(*_bounds(rest, direction), places[axis], generator.random())
+    return np.maximum(middle + axes @ places, 0.0)
+
+
+def _bounds(rest: Array, direction: Array) -> tuple[float, float]:
+    """Returns between which factors of the direction nothing is below 0."""
+    low, high = -FAR, FAR
+    for start, step in zip(rest.tolist(), direction.tolist(), strict=True):
+        if step > 0:
+            low = max(low, -start / step)
+        elif step < 0:
+            high = min(high, -start / step)
+    return low, high
+
+
+def _between(low: float, high: float, now: float, share: float) -> float:
+    """Returns a standard normal value between these bounds, by a share of what lies between; as it is where nothing
+    does."""
+    if not low < high:
+        return now
+    below, above = NORMAL.cdf(low), NORMAL.cdf(high)
+    if above - below < LEAST_SHARE:
+        return now
+    return min(max(NORMAL.inv_cdf(min(max(below + share * (above - below), 1e-300), 1 - 1e-16)), low), high)
+
+
 NUM_CLUSTERS = 16
 HUBER = 2.0
 LEAST_SPREAD = 0.02  # else, where most values are all alike, the few others count for nothing
 ROUNDS = 4
 PRIOR_WIDTH = 3.0
-
-Array = NDArray[np.float64]
 
 
 class Line(NamedTuple):

@@ -30,8 +30,7 @@ from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.figures import Figures, RunningFigures
-from splittime.simulate.mix import Mix, mix_of
-from splittime.simulate.recorded import Recorded, plans_ahead
+from splittime.simulate.recorded import Mix, Recorded, mix_of, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime

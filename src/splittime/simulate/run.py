@@ -8,6 +8,8 @@ long as it took in the recorded run, and is computed by the same scheduler, engi
 time that `costs` says. Its account is closed as the server would close it.
 """
 
+import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,10 +30,100 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.costed import Answers, StepCosts, by_shape, costed_engine
 from splittime.simulate.costed_ahead import costed_engine_ahead
 from splittime.simulate.door import Door
-from splittime.simulate.follow import Followers
-from splittime.simulate.open_request import OpenRequest
 from splittime.simulate.skip import SkipAhead
 from splittime.simulate.trace import TracedRequest, unforeseen
+
+
+class Followers:
+    """Requests that come when an answer has ended: a session's next turn, `think_ns` after the turn before or at its
+    own time, if that is later; in a closed loop, as soon as a worker is free, a turn that is due or else the next in
+    order. requests: those with `follows`, in the order in which workers take them."""
+
+    def __init__(self, requests: Iterable[TracedRequest]) -> None:
+        self._next_turns: dict[str, TracedRequest] = {}
+        self._in_order: deque[TracedRequest] = deque()
+        self._due: list[tuple[int, int, TracedRequest]] = []  # turns of a closed loop, by when they may be taken
+        self._free_workers = self._count = 0
+        for traced in requests:
+            assert traced.follows is not None
+            if traced.follows.request_id is None:
+                self._in_order.append(traced)
+            else:
+                self._next_turns[traced.follows.request_id] = traced
+        self._is_closed = bool(self._in_order)
+
+    def __bool__(self) -> bool:
+        return bool(self._next_turns or self._in_order or self._due)
+
+    def ended(self, request_id: str, at_ns: int) -> Iterator[TracedRequest]:
+        """Returns who comes because of that, at their times."""
+        turn = self._next_turns.pop(request_id, None)
+        if self._is_closed:
+            self._free_workers += 1
+            if turn is not None and turn.follows is not None:
+                self._count += 1
+                heapq.heappush(self._due, (at_ns + turn.follows.think_ns, self._count, turn))
+            yield from self._taken(at_ns)
+        elif turn is not None and turn.follows is not None:
+            yield from _coming(turn, max(turn.arrived_ns, at_ns + turn.follows.think_ns))
+
+    def _taken(self, now_ns: int) -> Iterator[TracedRequest]:
+        """Returns what the free workers take."""
+        while self._free_workers and (self._due or self._in_order):
+            self._free_workers -= 1
+            if self._due and (self._due[0][0] <= now_ns or not self._in_order):
+                due_ns, _, traced = heapq.heappop(self._due)
+                yield from _coming(traced, max(now_ns, due_ns))
+            else:
+                yield from _coming(self._in_order.popleft(), now_ns)
+
+
+def _coming(traced: TracedRequest, at_ns: int) -> Iterator[TracedRequest]:
+    """Returns the request at this time; nothing if that is too late for it."""
+    assert traced.follows is not None
+    if traced.follows.until_ns is None or at_ns < traced.follows.until_ns:
+        yield traced.moved(at_ns - traced.arrived_ns)
+
+
+class OpenRequest:
+    """What has become of a request so far. ready_ns, steps: of each of its tokens. stops_after: as `TracedRequest` has
+    it, until it has so many."""
+
+    __slots__ = (
+        *(
+            "account",
+            "cached_tokens",
+            "has_begun",
+            "host_tokens",
+            "num_preemptions",
+            "ready_ns",
+            "steps",
+            "stops_after",
+            "traced",
+        ),
+    )
+
+    def __init__(self, traced: TracedRequest) -> None:
+        self.traced, self.account = traced, _begun(traced)
+        self.ready_ns: list[int] = []
+        self.steps: list[int] = []
+        self.cached_tokens = self.host_tokens = self.num_preemptions = 0
+        self.has_begun, self.stops_after = False, traced.stops_after
+
+    @property
+    def steps_before_stop(self) -> int:
+        """How many steps will not end it by its stop string."""
+        assert self.stops_after is not None
+        return self.stops_after - len(self.steps) - 1
+
+
+def _begun(traced: TracedRequest) -> Account:
+    """Returns the account that the server hands over with the request."""
+    first = traced.marks[0]
+    account = Account(traced.request.request_id, first.begin_ns, first.stage)
+    account.extend(traced.marks[1:])
+    return account
+
 
 OnAccount = Callable[[ClosedAccount], None]
 OnStep = Callable[[StepRecord], None]

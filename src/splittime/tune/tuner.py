@@ -22,8 +22,11 @@ import msgspec
 
 from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run
-from splittime.core.errors import EngineError
+from splittime.core.errors import ConfigError, EngineError
+from splittime.diagnose.books import books_from_run
 from splittime.diagnose.comparison import Verdict
+from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.sized import settings_of
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import KeptCalibration
 from splittime.simulate.cost import OutOfRange
@@ -34,9 +37,24 @@ from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
 from splittime.tune.measure import Load, Measurer, VoidRun, limits_of_run, recorded_of, recorded_of_all
 from splittime.tune.notebook import Outcome, Tuned, TuneTrial
-from splittime.tune.prescribed import prescribed
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
 from splittime.tune.verify import LOOKS, Verified, middle, verify
+
+
+def prescribed(run: Run) -> dict[str, Any]:
+    """Returns a value by knob, that of the finding which explains most where several name one."""
+    books = books_from_run(run)
+    found: dict[str, Any] = {}
+    for finding in diagnose(books).findings:
+        try:
+            settings = settings_of(finding, books) if finding.cure.flags else {}
+        except ConfigError:  # a flag that no replay can turn
+            continue
+        for name, value in settings.items():
+            if name in KNOBS:
+                found.setdefault(name, value)
+    return found
+
 
 MOST_ROUNDS = 6
 LEARNING_RUN = LOOKS[-1]  # its number: those below are of runs by turns

@@ -77,12 +77,6 @@ def _own_ns(group: FloorGroup, bound: Bound) -> int:
     return {Bound.WEIGHTS: group.weights_ns, Bound.KV: group.kv_ns}.get(bound, group.operations_ns)
 
 
-def _then_ns(group: FloorGroup, bound: Bound, kept: float) -> float:
-    """What the steps would take with so much of the bytes: the rest of them, and at least their products."""
-    read_ns = min(_own_ns(group, bound), group.device_ns)
-    return max(group.device_ns - read_ns * (1 - kept), float(min(group.operations_ns, group.device_ns)))
-
-
 def _kept(now: str | None, smaller: str | None) -> float:
     """Returns the ratio of the bytes, where both dtypes are known and the second is smaller."""
     before, after = BYTES_OF.get(now or ""), BYTES_OF.get(smaller or "")
@@ -144,9 +138,10 @@ def _expected(held: NearCeiling, smaller: str | None, kept: float) -> tuple[Fact
     if kept == 1.0:
         return ()
     group = held.groups[0]
-    others_ns = min(group.bytes_ns - _own_ns(group, held.bound), group.device_ns)
-    least_ns = max(others_ns + kept * (group.device_ns - others_ns), float(group.operations_ns))
-    then_ns = _then_ns(group, held.bound, kept)
+    own_ns, products_ns = _own_ns(group, held.bound), float(min(group.operations_ns, group.device_ns))
+    others_ns = min(group.bytes_ns - own_ns, group.device_ns)
+    least_ns = max(others_ns + kept * (group.device_ns - others_ns), products_ns)
+    then_ns = max(group.device_ns - min(own_ns, group.device_ns) * (1 - kept), products_ns)
     span = f"{min(least_ns, then_ns) / group.num_steps / 1e6:.3g} to {then_ns / group.num_steps / 1e6:.3g}"
     told = f"{span} instead of {group.device_ns / group.num_steps / 1e6:.3g}"
     what = f"a step's time on the device with {smaller} ({kept:.2g} of the bytes), expected"
