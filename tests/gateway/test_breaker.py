@@ -155,6 +155,24 @@ def test_a_tenant_that_is_alone_opens_it():
     assert breaker.is_open
 
 
+def test_what_one_tenant_alone_opens_is_open_for_that_one_until_another_fails_too():
+    breaker = Breaker(BreakerConfig(failures=3, open_s=10))
+    breaker.note_success(S, "b")
+    for _ in range(3):
+        breaker.note_failure(60 * S, "a")
+    seen = [breaker.allows(61 * S, name) for name in ("a", "b", "c", "")]
+    assert (breaker.is_open, seen) == (True, [False, True, True, True])
+    breaker.note_busy(61 * S, 5.0, "b")
+    assert (breaker.allows(62 * S, "b"), breaker.may_be_asked(62 * S, "b")) == (False, True)
+    breaker.note_failure(67 * S, "b")
+    assert [breaker.allows(68 * S, name) for name in ("a", "b", "c", "")] == [False] * 4
+    breaker.note_success(80 * S, "c")
+    for _ in range(3):
+        breaker.note_failure(95 * S, "a")
+    breaker.note_failure(95 * S)  # no connection, whoever asks
+    assert [breaker.allows(96 * S, name) for name in ("a", "b", "c", "")] == [False] * 4
+
+
 def test_what_no_request_brings_about_opens_it_whoever_met_it():
     breaker = Breaker(BreakerConfig(failures=3, open_s=10))
     breaker.note_success(S, "b")

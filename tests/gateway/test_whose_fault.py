@@ -268,6 +268,25 @@ def test_a_limit_that_a_large_body_alone_meets_pauses_for_its_tenant(reason, ten
     gateway_before({"one": one}, ask, PATIENT + tenants)
 
 
+def test_what_one_tenant_has_an_upstream_fail_at_shuts_no_other_out(tenants):
+    """The others ask seldom: none of them had an answer within `open_s`."""
+
+    async def ask(app, gateway):
+        assert [(await asked(app, of(name))).status for name in "bc"] == [200, 200]
+        await asyncio.sleep(0.02)
+        assert [(await asked(app, of("a"), user="poison")).status for _ in range(5)] == [500] * 5
+        told = await asked(app, of("a"))
+        assert (told.status, told.code, len(one.asked)) == (503, "no_upstream", 7)  # at once: it does not wait
+        assert counted(gateway, "breaker_open") == 1
+        assert [(await asked(app, of(name))).status for name in "bc"] == [200, 200]
+        assert (await asked(app, of("a"))).status == 200  # it lives, as the others saw
+
+    poison = whole(500, {"error": {"message": "x", "code": "c"}})
+    answer = whole(200, WHOLE)
+    one = Saying(lambda body: [poison if b"poison" in body else answer], models=poison)  # no check closes it
+    gateway_before({"one": one}, ask, f"{PATIENT}[breaker]\nopen_s = 0.01\n{tenants}")
+
+
 def test_a_tenant_that_one_asked_for_a_pause_goes_to_another(tenants):
     async def ask(app, gateway):
         for _ in range(4):

@@ -2,7 +2,8 @@
 
 What counts as a failure, a success or a pause, `verdict` says; `Upstream.hear` tells it here. An upstream that has a
 checker (`health_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds out
-whether it lives again.
+whether it lives again. What opens by one tenant's requests alone is open for that tenant, and for others when they meet
+a failure too.
 
 A 429 that tells no reason may be about its request: its size, its tenant's own part of something. So it pauses the
 upstream for that tenant alone. When another tenant is refused there too before that is over, it is the upstream that
@@ -55,11 +56,23 @@ class Breaker:
 
     def allows(self, now_ns: int, tenant: str = "") -> bool:
         """tenant: who would be asked for, where that matters: it may have a pause of its own."""
-        if self.is_busy(now_ns) or now_ns < self._paused_until_ns.get(tenant, 0):
+        return now_ns >= self._paused_until_ns.get(tenant, 0) and self.may_be_asked(now_ns, tenant)
+
+    def may_be_asked(self, now_ns: int, tenant: str = "") -> bool:
+        """Returns whether it may, but for a tenant's own pause."""
+        if self.is_busy(now_ns):
             return False
-        if self._open_until_ns is None:
+        if self._open_until_ns is None or (tenant not in self._failed_for and self._is_left_to_others):
             return True
         return self._is_checked and now_ns >= self._open_until_ns and not self._is_trying
+
+    @property
+    def _is_left_to_others(self) -> bool:
+        """Returns whether it was opened by one tenant's requests alone, which may have brought that about: of others,
+        who have had answers, each finds out by himself. Else who sends what it fails at would shut them out."""
+        return (
+            len(self._failed_for) == 1 and "" not in self._failed_for and bool(self._good_ns.keys() - self._failed_for)
+        )
 
     def is_to_be_checked(self, now_ns: int) -> bool:
         """Returns whether it is open, and has been left alone for as long as it should."""
@@ -106,7 +119,7 @@ class Breaker:
     def _is_one_tenants(self, now_ns: int) -> bool:
         """Returns whether one tenant alone has met the failures, while another has had answers of late: what a request
         brings about is not held against others."""
-        if len(self._failed_for) != 1 or "" in self._failed_for:
+        if not self._is_left_to_others:
             return False
         since_ns = now_ns - int(self.config.open_s * 1e9)
         return any(at_ns > since_ns for name, at_ns in self._good_ns.items() if name not in self._failed_for)

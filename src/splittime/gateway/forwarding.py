@@ -170,10 +170,11 @@ class Forwarding:
         requests, fail and answer by turns. A refusal that the request brought about is asked of one other, and takes
         nothing from what others may need."""
         gateway, at_ns, whose = self._gateway, now_ns(), failure.verdict.whose
-        if not gateway.router.may_ask(request.pool, at_ns):
+        allowed = gateway.router.allowed(request.pool, at_ns, self._tenant)
+        if not allowed:
             return False
         without = self._without(request, at_ns)
-        others = [one for one in gateway.router.allowed(request.pool, at_ns) if one.limit and one.name not in without]
+        others = [one for one in allowed if one.limit and one.name not in without]
         if (not others and not failure.verdict.is_passing) or (whose is Whose.REQUEST and num_attempts > 1):
             return False
         is_failover = failure.is_outright and any(one.breaker.is_well for one in others)

@@ -266,13 +266,14 @@ class Router:
         """Returns the upstreams of a model, or of a pool by its name."""
         return self._lines.get(model, ())
 
-    def allowed(self, model: str, now_ns: int) -> list[Upstream]:
-        """Returns the upstreams of a model that may be asked, whether they have room or not."""
-        return [upstream for upstream in self.of_model(model) if upstream.breaker.allows(now_ns)]
+    def allowed(self, model: str, now_ns: int, tenant: str = "") -> list[Upstream]:
+        """Returns the upstreams of a model that may be asked, whether they have room, or asked this tenant for a pause,
+        or not."""
+        return [upstream for upstream in self.of_model(model) if upstream.breaker.may_be_asked(now_ns, tenant)]
 
-    def may_ask(self, model: str, now_ns: int) -> bool:
-        """Whether an upstream of this model may be asked, whether it has room or not."""
-        return any(upstream.breaker.allows(now_ns) for upstream in self.of_model(model))
+    def may_ask(self, model: str, now_ns: int, tenant: str = "") -> bool:
+        """Whether any upstream is allowed."""
+        return any(upstream.breaker.may_be_asked(now_ns, tenant) for upstream in self.of_model(model))
 
     def has_room_for(
         self, model: str, now_ns: int, tried: Collection[str] = (), answers: int = 1, tenant: str = ""
@@ -344,9 +345,9 @@ class Router:
 
     def require_one(self, line: str, tenant: str, now_ns: int) -> None:
         """Raises `Refused` where no upstream of a line may be asked, or each that may has this tenant pause."""
-        if not self.may_ask(line, now_ns):
+        if not self.may_ask(line, now_ns, tenant):
             raise self.nobody(line, now_ns)
-        allowed = self.allowed(line, now_ns) if self._has_left_out(now_ns) else []
+        allowed = self.allowed(line, now_ns, tenant) if self._has_left_out(now_ns) else []
         pauses_ns = [one.breaker.pause_ns(tenant, now_ns) for one in allowed if one.limit]
         if pauses_ns and all(pauses_ns):
             after_s = max(RETRY_AFTER_S, min(pauses_ns) / 1e9)
