@@ -60,11 +60,10 @@ def sweep_the_rest(cases: list[pytest.Function]) -> None:
     """Marks with `sweep` what a test's `sample(number)` leaves for `make check-all`."""
     mark = cases[0].get_closest_marker("sample")
     if mark:
-        left, seen = list(cases), set()
+        left, seen = {case: pairs(case) for case in cases}, set()
         for _ in range(min(mark.args[0], len(cases))):
-            chosen = max(left, key=lambda case: len(pairs(case) - seen))
-            left.remove(chosen)
-            seen |= pairs(chosen)
+            chosen = max(left, key=lambda case: len(left[case] - seen))
+            seen |= left.pop(chosen)
         for case in left:
             case.add_marker("sweep")
 

@@ -4,6 +4,7 @@ Every run measures each test: the processor time of this process and of all that
 what is set up for a whole module. `tests/costs.txt` holds those above 0.3 s; `make costs` measures and writes it anew.
 What takes more than a second there is `slow`, so that `make check` leaves it out and `make check-all` runs it. Those of
 `tests/guards.txt` are none: the end-to-end tests that guard the main way. A run names at its end what has grown slow.
+Of each test of Triton's kernels, which its interpreter runs on a processor, one case is not slow.
 """
 
 import resource
@@ -60,8 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known, guarded = costs(), set(guards())
+    interpreted = set()
     for item in items:
-        if known.get(item.nodeid, 0.0) > SLOW_S and item.nodeid not in guarded:
+        test = item.nodeid.partition("[")[0]
+        is_more_of_the_same = item.path.name.startswith("test_triton") and test in interpreted
+        interpreted.add(test)
+        if (known.get(item.nodeid, 0.0) > SLOW_S or is_more_of_the_same) and item.nodeid not in guarded:
             item.add_marker("slow")
 
 
@@ -103,8 +108,9 @@ class Measured:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         known = costs()
-        total_s = sum(self.seconds.values())
-        terminalreporter.write_line(f"{total_s:.0f} s of processor time in {len(self.seconds)} tests")
+        if self.seconds:
+            total_s = sum(self.seconds.values())
+            terminalreporter.write_line(f"{total_s:.0f} s of processor time in {len(self.seconds)} tests")
         if config.getoption("costs"):
             files = {name.partition("::")[0] for name in self.seconds}
             kept = {name: cost for name, cost in known.items() if name.partition("::")[0] not in files}

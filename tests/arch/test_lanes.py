@@ -1,0 +1,79 @@
+"""The lanes: what is slow is known by measure, and what guards the main way is run all the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import lanes
+
+ROOT = Path(__file__).parents[2]
+
+
+def slow(monkeypatch, *names):
+    """Return which of these tests are slow, by a table of two and a guard."""
+    monkeypatch.setattr(lanes, "costs", lambda: {"a.py::long": 1.1, "a.py::short": 1.0, "a.py::guard": 9.0})
+    monkeypatch.setattr(lanes, "guards", lambda: ["a.py::guard"])
+    marked = []
+
+    def item(name):
+        return SimpleNamespace(
+            nodeid=name, path=Path(name.partition("::")[0]), add_marker=lambda _: marked.append(name)
+        )
+
+    lanes.pytest_collection_modifyitems([item(name) for name in names])
+    return marked
+
+
+def test_more_than_a_second_is_slow_unless_it_guards_the_main_way(monkeypatch):
+    assert slow(monkeypatch, "a.py::long", "a.py::short", "a.py::guard", "a.py::new") == ["a.py::long"]
+
+
+def test_one_case_of_each_of_triton_s_tests_is_not_slow(monkeypatch):
+    names = [f"test_triton_x.py::{test}[{case}]" for test in "ab" for case in range(3)]
+    assert slow(monkeypatch, *names) == [name for name in names if "[0]" not in name]
+    assert slow(monkeypatch, "test_native.py::a[0]", "test_native.py::a[1]") == []
+
+
+def test_guards_are_about_forty_and_there():
+    found = lanes.guards()
+    assert len(set(found)) == len(found) <= 50
+    for name in (*found, *lanes.costs()):
+        file, _, rest = name.partition("::")
+        assert (ROOT / file).is_file(), f"{name}: `make costs` measures anew"
+        assert name not in found or f"def {rest.partition('[')[0]}(" in (ROOT / file).read_text(), name
+
+
+def test_the_time_of_children_counts_while_they_live():
+    before_s = lanes.processor_s()
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        living_s = lanes.processor_s() - before_s
+        child.communicate(b"\n")
+    assert living_s >= 0.45
+    assert lanes.processor_s() - before_s >= living_s
+
+
+def test_the_table_keeps_what_did_not_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(lanes, "COSTS", tmp_path / "costs.txt")
+    lanes.COSTS.write_text("2.0 a.py::gone\n3.0 b.py::kept\n")
+    measured = lanes.Measured()
+    for name, cost in (("a.py::x", 0.5), ("a.py::y", 0.2)):
+        measured.pytest_runtest_logreport(SimpleNamespace(when="call", nodeid=name, processor_s=cost))
+    config = SimpleNamespace(getoption=lambda name: True)
+    measured.pytest_terminal_summary(SimpleNamespace(write_line=lambda line: None), config)
+    assert lanes.costs() == {"a.py::x": 0.5, "b.py::kept": 3.0}
+
+
+@pytest.mark.parametrize(("cost", "is_told"), [(2.5, True), (1.5, False)])
+def test_what_has_grown_slow_is_told(monkeypatch, tmp_path, cost, is_told):
+    monkeypatch.setattr(lanes, "COSTS", tmp_path / "none")
+    measured, lines = lanes.Measured(), []
+    measured.seconds = {"a.py::x": cost}
+    measured.pytest_terminal_summary(
+        SimpleNamespace(write_line=lines.append), SimpleNamespace(getoption=lambda name: False)
+    )
+    assert any("a.py::x" in line for line in lines) is is_told
