@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-ROUNDS = 40
+GIBBS_ROUNDS = 40
 NORMAL = statistics.NormalDist()
 FAR = 8.0  # standard deviations, beyond which there is nothing
 LEAST_SHARE = 1e-12
@@ -40,7 +40,7 @@ def drawn_above_zero(middle: Array, covariance: Array, generator: np.random.Gene
     if values.min() >= 0:
         return values
     places = np.zeros(axes.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(GIBBS_ROUNDS):
         for axis, direction in enumerate(axes.T):
             rest = middle + axes @ places - direction * places[axis]
             places[axis] = _between(*_bounds(rest, direction), places[axis], generator.random())
