@@ -112,14 +112,19 @@ class Measured:
             total_s = sum(self.seconds.values())
             terminalreporter.write_line(f"{total_s:.0f} s of processor time in {len(self.seconds)} tests")
         if config.getoption("costs"):
-            files = {name.partition("::")[0] for name in self.seconds}
-            kept = {name: cost for name, cost in known.items() if name.partition("::")[0] not in files}
-            kept |= {name: cost for name, cost in self.seconds.items() if cost >= TOLD_S}
+            kept = {name: cost for name, cost in (known | self.seconds).items() if cost >= TOLD_S and _is_there(name)}
             COSTS.write_text("".join(f"{kept[name]:.1f} {name}\n" for name in sorted(kept)), encoding="utf-8")
             return
         for name, cost in sorted(self.seconds.items()):
             if cost > GROWN * SLOW_S >= GROWN * known.get(name, 0.0) and name not in guards():
                 terminalreporter.write_line(f"{cost:.1f} s of processor time: `make costs` would call it slow: {name}")
+
+
+def _is_there(name: str) -> bool:
+    """Say whether there is such a test in the file; of its cases nothing is known."""
+    file, *_, test = name.partition("[")[0].split("::")
+    path = HERE.parent / file
+    return path.is_file() and f"def {test}(" in path.read_text(encoding="utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
