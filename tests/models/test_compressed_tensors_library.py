@@ -1,5 +1,7 @@
 """compressed-tensors itself as the oracle: what it writes, we read as it reads it back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fp8_layouts import FLOAT_GROUPS, FLOAT_TOKENS, compressed_fp8, draw_floats
@@ -8,10 +10,6 @@ from test_stored_formats import TOKENS, compressed, meaning, recipe_of
 
 from splittime.kernels.reference.rounding import dequantize
 from splittime.models.weights.checkpoint import Checkpoint
-
-library = pytest.importorskip("compressed_tensors")
-from compressed_tensors.compressors import BaseCompressor  # noqa: E402
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
 
 CASES = {
     "w4a16 in groups": compressed("pack-quantized", 4, 32),
@@ -24,15 +22,28 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def library() -> SimpleNamespace:
+    """What is used of it: its import takes three seconds."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors import compressors, quantization
+
+    return SimpleNamespace(
+        compressor=compressors.BaseCompressor.get_value_from_registry,
+        arguments=quantization.QuantizationArgs,
+        scheme=quantization.QuantizationScheme,
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(24, 64), (19, 96)], ids=str)
-def test_we_read_what_the_library_wrote(tmp_path, name, shape):
+def test_we_read_what_the_library_wrote(library, tmp_path, name, shape):
     config = CASES[name]
     (group,) = config["config_groups"].values()
-    arguments = QuantizationArgs(**group["weights"])
+    arguments = library.arguments(**group["weights"])
     activations = group["input_activations"]
-    scheme = QuantizationScheme(
-        targets=["Linear"], weights=arguments, input_activations=activations and QuantizationArgs(**activations)
+    scheme = library.scheme(
+        targets=["Linear"], weights=arguments, input_activations=activations and library.arguments(**activations)
     )
     source = torch.Generator().manual_seed(3)
     groups = shape[1] // 32 if arguments.group_size else 1
@@ -44,7 +55,7 @@ def test_we_read_what_the_library_wrote(tmp_path, name, shape):
     if not arguments.symmetric:
         points = torch.randint(-half, half, (shape[0], groups), generator=source)
         state["weight_zero_point"] = points.to(torch.int8)
-    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    compressor = library.compressor(config["format"])
     written = compressor.compress(state, scheme)
     read = compressor.decompress(written, scheme)["weight"]
     save_file({f"m.{key}": tensor.contiguous() for key, tensor in written.items()}, tmp_path / "model.safetensors")
@@ -56,16 +67,16 @@ def test_we_read_what_the_library_wrote(tmp_path, name, shape):
 
 
 @pytest.mark.parametrize("name", ["tensor", "channel", "block"])
-def test_we_read_the_fp8_that_the_library_wrote(tmp_path, name):
+def test_we_read_the_fp8_that_the_library_wrote(library, tmp_path, name):
     config = compressed_fp8(name, FLOAT_GROUPS if name == "block" else FLOAT_TOKENS)
     (group,) = config["config_groups"].values()
-    arguments, activations = QuantizationArgs(**group["weights"]), QuantizationArgs(**group["input_activations"])
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=activations)
+    arguments, activations = library.arguments(**group["weights"]), library.arguments(**group["input_activations"])
+    scheme = library.scheme(targets=["Linear"], weights=arguments, input_activations=activations)
     out, columns = 256, 384
     drawn = draw_floats(out, columns, name, dtype=torch.float32)
     state = {"weight": torch.randn(out, columns, generator=torch.Generator().manual_seed(3)) / columns**0.5}
     state["weight_scale"] = drawn.s.reshape(-1) if name == "tensor" else drawn.s
-    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    compressor = library.compressor(config["format"])
     written = compressor.compress(state, scheme)
     read = compressor.decompress(written, scheme)["weight"]
     save_file({f"m.{key}": tensor.contiguous() for key, tensor in written.items()}, tmp_path / "model.safetensors")
