@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
 
-# Two processes with one thread each for torch; what asks for the time runs after them, alone.
+# A process a processor, two at least, with one thread each for torch; what asks for the time runs after them, alone.
 # Compiled modules are kept whatever the environment says: each of the processes that tests start would compile them.
-WORKERS ?= 2
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
 EXAMPLES ?= 3
