@@ -7,6 +7,7 @@ from test_rules_client import with_client
 from test_rules_queue import names, poisson
 from ward import MS, Case, Ward, ids
 
+from splittime.bench.book.records import Ending
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.rules.callers import asked_again
@@ -148,6 +149,18 @@ def test_answers_that_are_computed_for_nobody():
     assert "of these requests came to their own end" in [fact.what for fact in first.evidence]
     assert next(fact.value for fact in first.evidence if "own end" in fact.what) == 40
     assert first.share_of_time == pytest.approx(0.5 * 200 / 340, rel=0.2)
+
+
+def test_what_goes_on_after_a_caller_left_is_no_gap_between_the_books():
+    """Its own book ends with the hang-up, and the server's goes on: neither lacks anything."""
+    books = with_client(unheard(Ward().run(*poisson(8, 80, output=80)), 200, every=1))
+    outcomes = tuple(
+        msgspec.structs.replace(o, ending=Ending.CANCELLED, end_ns=o.end_ns - 200 * MS, chunk_ns=o.chunk_ns[:30])
+        for o in books.run.outcomes
+    )
+    diagnosis = diagnose(msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, outcomes=outcomes)))
+    assert not diagnosis.withheld
+    assert diagnosis.illnesses[0].name == "computed_for_nobody"
 
 
 @pytest.mark.parametrize("after_ms", [0, 5, 8])

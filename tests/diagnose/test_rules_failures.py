@@ -58,3 +58,22 @@ def test_failures_seen_from_outside():
     finding = diagnose(msgspec.structs.replace(books, run=run)).illnesses[0]
     assert finding.name == "requests_fail"
     assert "timed_out" in finding.claim
+
+
+def test_what_never_reached_the_server_failed_too():
+    """A proxy drops every fifth request: the server has no account of it."""
+    books = with_client(Ward().run(*poisson(10, 80)))
+    dropped = {o.request_id for o in books.run.outcomes if o.index % 5 == 0}
+    outcomes = tuple(
+        msgspec.structs.replace(o, ending=Ending.FAILED, chunk_ns=(), error="closed before an answer")
+        if o.request_id in dropped
+        else o
+        for o in books.run.outcomes
+    )
+    accounts = tuple(account for account in books.accounts if account.request_id not in dropped)
+    run = msgspec.structs.replace(books.run, outcomes=outcomes)
+    first = diagnose(msgspec.structs.replace(books, run=run, accounts=accounts)).illnesses[0]
+    assert first.name == "requests_fail"
+    assert "16 of 80 requests failed; most often: closed before an answer" in first.claim
+    reached = msgspec.structs.replace(books, run=run)  # whose fault it is then, its account says
+    assert names(reached) == []

@@ -127,13 +127,25 @@ def test_thoughts_that_stay_break_nothing():
     assert names(conversation(False)) == []
 
 
-def test_a_window_that_slides_over_the_history():
-    """A client that sends the latest messages behind a system's, and cuts one off at each turn."""
+@pytest.mark.parametrize(("system", "seed"), [(100, 1), (60, 2), (150, 3)])
+def test_a_window_that_slides_over_the_history(system, seed):
+    """A client that sends the latest messages behind a system's, and cuts one off at each turn. A short system message
+    is no part by itself."""
     messages = [ids(150, 50 + i) for i in range(50)]
-    cases = [ids(100, 1) + [token for message in messages[i : i + 6] for token in message] for i in range(40)]
+    cases = [ids(system, seed) + [token for message in messages[i : i + 6] for token in message] for i in range(40)]
     first = diagnose(Ward(**PROMPTS).run(*after_another(*cases))).findings[0]
     assert first.name == "history_differs"
     assert "rarely and many at once" in first.cure.sentence
+
+
+def test_several_conversations_with_one_system_message_lose_their_own_history():
+    """The latest prompt that begins alike is another conversation's."""
+    said = [[ids(150, 100 * talk + i) for i in range(16)] for talk in range(4)]
+    windows = [one[i : i + 6] for i in range(10) for one in said]
+    cases = [ids(100, 1) + [token for message in window for token in message] for window in windows]
+    first = diagnose(Ward(**PROMPTS).run(*after_another(*cases))).findings[0]
+    assert first.name == "history_differs"
+    assert next(fact.value for fact in first.evidence if fact.what.startswith("there before")) == 150
 
 
 def test_what_is_longer_as_often_as_shorter_varies():

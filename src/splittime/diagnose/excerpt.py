@@ -14,7 +14,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.simulate.recorded import Recorded
 
 MAX_REQUESTS = 500
-MAX_STEPS = 4_000
+MAX_STEPS, MOST_STEPS = 4_000, 12_000  # the latter where more wait at the begin of the former than come later
 MIN_SHARE = 0.5  # of the latest requests: at least so many are kept, however quiet a later begin would be
 
 
@@ -29,12 +29,15 @@ def latest_excerpt(books: Books) -> Excerpt | None:
     """Returns at most `MAX_REQUESTS` requests in about `MAX_STEPS` steps; None for books without steps or facts."""
     if not books.steps or books.facts is None:
         return None
-    first_ns = books.steps[max(0, len(books.steps) - MAX_STEPS)].begin_ns if len(books.steps) > MAX_STEPS else 0
     by_start = sorted(books.accounts, key=lambda account: account.start_ns)
-    latest = [account for account in by_start if account.start_ns >= first_ns][-MAX_REQUESTS:]
+    for most in (MAX_STEPS, MOST_STEPS):
+        first_ns = books.steps[-most].begin_ns if len(books.steps) > most else 0
+        latest = [account for account in by_start if account.start_ns >= first_ns][-MAX_REQUESTS:]
+        begin, num_open = _quietest(latest, books.accounts) if latest else (0, 1)
+        if num_open <= len(latest) - begin:
+            break
     if not latest:
         return None
-    begin, num_open = _quietest(latest, books.accounts)
     kept = latest[begin:]
     steps = [step for step in books.steps if step.end_ns > kept[0].start_ns]
     ordered = sorted(kept, key=lambda account: account.end_ns)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import NO_CURE_KNOWN, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, is_whole, median, ms, num_requests, served, worst
 from splittime.diagnose.rules.share import MIN_LOSERS, stated
 from splittime.ledger import derive
@@ -18,7 +18,10 @@ from splittime.ledger.account import ClosedAccount
 
 LATE_NS = 500_000_000  # a busy server notices that somebody has left so much later, when the next has come already
 SOON_NS = 60_000_000_000  # who asks the same a minute later is not known to be asking again
-CROWDED = ("overload", "slot_bound", "kv_bound", "token_budget_bound", "head_of_line", "prefill_interference")
+CROWDED = (
+    *("overload", "slot_bound", "kv_bound", "token_budget_bound", "head_of_line", "prefill_interference"),
+    NO_CURE_KNOWN,
+)
 AFTER_STEPS = 2  # an abort is heard between steps: what runs then, and one that is planned ahead, may still give tokens
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import msgspec
 
-from splittime.bench.book.records import Outcome, RunCheck
+from splittime.bench.book.records import Ending, Outcome, RunCheck
 from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
@@ -71,8 +71,10 @@ def joined(books: Books) -> list[Pair]:
 
 
 def _paired(books: Books, outcomes: Sequence[Outcome]) -> list[Pair]:
+    """Leaves out those that the client gave up: what became of them after that, it did not see."""
     by_name = {sent_as(account): account for account in books.accounts if account.token_written_ns}
-    return [Pair(o, by_name[o.request_id]) for o in outcomes if o.request_id in by_name]
+    seen = (outcome for outcome in outcomes if outcome.ending is not Ending.CANCELLED)
+    return [Pair(o, by_name[o.request_id]) for o in seen if o.request_id in by_name]
 
 
 def failed_checks(books: Books) -> list[RunCheck]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from splittime.bench.book.records import Ending
+from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import OF_REQUESTS, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
@@ -28,7 +29,8 @@ Failure = tuple[str, str]  # request, why
 @rule(root_of=("cold_start", "overload", "slot_bound", "kv_bound", "host_bound", "prefix_broken", "uncached_reuse"))
 def requests_fail(books: Books) -> Answer:
     """Requests end with an error of the server, or without an answer."""
-    failures, of = _by_server(books) if books.accounts else _by_client(books)
+    failures, of = _by_server(books), max(len(books.accounts), sum(o.sent_ns is not None for o in sent(books)))
+    failures += _by_client(books)
     has_died = any(a.error is not None and a.error.code == DIED for a in books.accounts)
     share = of_number(len(failures), of, FAILED_SHARE)
     if not failures or (not has_died and (len(failures) < MIN_FAILED or share.value < share.least)):
@@ -36,11 +38,11 @@ def requests_fail(books: Books) -> Answer:
     return _finding(books, failures, of, has_died)
 
 
-def _by_server(books: Books) -> tuple[list[Failure], int]:
+def _by_server(books: Books) -> list[Failure]:
     """After the engine died, who came before its successor was ready failed for that too."""
     errors = [(a, a.error) for a in books.accounts if a.error is not None]
     died_ns = min((a.end_ns for a, error in errors if error.code == DIED), default=None)
-    failed = [
+    return [
         (account.request_id, error.message)
         for account, error in errors
         if error.status >= SERVER_ERROR
@@ -48,18 +50,18 @@ def _by_server(books: Books) -> tuple[list[Failure], int]:
         and (error.status != OVERLOADED or (died_ns is not None and error.code in NOT_READY))
         and (error.code not in NOT_READY or (died_ns is not None and account.end_ns >= died_ns))
     ]
-    return failed, len(books.accounts)
 
 
-def _by_client(books: Books) -> tuple[list[Failure], int]:
-    outcomes = [outcome for outcome in sent(books) if outcome.sent_ns is not None]
-    failed = [
+def _by_client(books: Books) -> list[Failure]:
+    """Returns those that never reached the server: of the others its own book tells."""
+    reached = {sent_as(account) for account in books.accounts}
+    outcomes = [o for o in sent(books) if o.sent_ns is not None and o.request_id not in reached]
+    return [
         (o.request_id, o.error or (f"status {o.status}" if o.ending is Ending.REFUSED else f"{o.ending}"))
         for o in outcomes
         if o.ending in (Ending.FAILED, Ending.TIMED_OUT)
         or (o.ending is Ending.REFUSED and (o.status or 0) >= SERVER_ERROR and o.status != OVERLOADED)
     ]
-    return failed, len(outcomes)
 
 
 def _finding(books: Books, failures: Sequence[Failure], of: int, has_died: bool) -> Finding:

@@ -18,7 +18,7 @@ import msgspec
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules.evidence import in_stages, served, setting, time_ns
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.prompt_parts import PREFIX_TOKENS, prefix_list
+from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Stage
 
 DEFAULT_BLOCK = 16
@@ -50,11 +50,11 @@ class AllMissed(NamedTuple):
 
 class _Known:
     """Prompts so far, as a tree of parts with the instant from which each prefix could be reused, and the latest prompt
-    with it."""
+    that holds each part."""
 
     def __init__(self) -> None:
         self.ready_ns: dict[tuple[int, ...] | bytes, int] = {}
-        self.latest: dict[tuple[int, ...], ClosedAccount] = {}
+        self.latest: dict[int, tuple[int, ClosedAccount]] = {}
         self.seen: dict[int, int] = {}
 
     def prefix_parts(self, account: ClosedAccount, at_ns: int) -> int:
@@ -72,23 +72,19 @@ class _Known:
         return PREFIX_TOKENS * sum(1 for _ in known)
 
     def dropped_tokens(self, account: ClosedAccount, place: int) -> int:
-        """Returns how many more tokens the latest prompt with its first `place` parts has behind these than it has,
-        until the first part of both; 0 where they have none."""
-        path: tuple[int, ...] = ()
-        for mark, _, _ in account.prompt_parts[:place]:
-            path = (hash((path, mark)),)
-        before = self.latest.get(path)
-        if before is None:
-            return 0
-        own = {mark: start for mark, start, _ in reversed(account.prompt_parts[place:])}
-        return next((start - own[mark] for mark, start, _ in before.prompt_parts[place:] if mark in own), 0)
+        """Returns how many more tokens than this prompt the latest one with its next known part has before that; 0
+        where that prompt has not its first `place` parts, or, without any, not its first tokens."""
+        parts = account.prompt_parts
+        start, (then, before) = next((n, self.latest[mark]) for mark, n, _ in parts[place:] if mark in self.latest)
+        is_alike = before.prompt_parts[:place] == parts[:place]
+        return is_alike * (before.prefixes[:PREFIX_BYTES] == account.prefixes[:PREFIX_BYTES]) * (then - start)
 
     def add(self, account: ClosedAccount, ready_ns: int) -> None:
         path: tuple[int, ...] = ()
-        for mark, _, _ in account.prompt_parts:
+        for mark, start, _ in account.prompt_parts:
             path = (hash((path, mark)),)
             self.ready_ns[path] = min(ready_ns, self.ready_ns.get(path, ready_ns))
-            self.latest[path] = account
+            self.latest[mark] = start, account
             self.seen[mark] = min(ready_ns, self.seen.get(mark, ready_ns))
         for beginning in prefix_list(account.prefixes):
             self.ready_ns.setdefault(beginning, ready_ns)
@@ -121,7 +117,7 @@ def all_missed(books: Books) -> AllMissed:
         lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
         found.begun.append(Missed(account, lost, had, lost * token_ns(account), in_blocks=in_blocks))
         again = sum(n for mark, _, n in rest if known.seen.get(mark, begin_ns) < begin_ns)
-        dropped = known.dropped_tokens(account, place) if again and place else 0
+        dropped = known.dropped_tokens(account, place) if again else 0
         found.varied.append(Missed(account, again, at_token, again * token_ns(account), dropped))
         known.add(account, account.token_ready_ns[0] if account.token_ready_ns else account.end_ns)
     return _apart(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))

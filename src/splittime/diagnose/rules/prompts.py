@@ -11,14 +11,13 @@ from msgspec.structs import replace
 from splittime.diagnose.attribution import Computed, in_stages
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
+from splittime.diagnose.rules.callers import CROWDED
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, served, setting, worst
 from splittime.diagnose.rules.known_prompts import DEFAULT_BLOCK, Missed, all_missed, token_ns
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.words import RESTART, WORDS
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
-
-ROOT_OF = ("overload", "head_of_line", "token_budget_bound", "prefill_interference", "slot_bound", "kv_bound")
 
 
 def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) -> tuple[float, Share]:
@@ -73,7 +72,7 @@ _KEEP_PREFIXES = Cure(
 )
 
 
-@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
+@rule("accounts", "parts", root_of=CROWDED, explains=(Computed.OTHERS_PROMPTS,))
 def uncached_reuse(books: Books) -> Answer:
     """Prompts begin like earlier ones, and that beginning was computed again."""
     accounts = served(books.accounts)
@@ -112,7 +111,7 @@ def uncached_reuse(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
+@rule("accounts", "parts", root_of=CROWDED, explains=(Computed.OTHERS_PROMPTS,))
 def prefix_broken(books: Books) -> Answer:
     """A part that earlier prompts had too stands behind one that varies, so no prefix cache can give it."""
     accounts = served(books.accounts)
@@ -150,7 +149,7 @@ def prefix_broken(books: Books) -> Answer:
     )
 
 
-@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
+@rule("accounts", "parts", root_of=CROWDED, explains=(Computed.OTHERS_PROMPTS,))
 def history_differs(books: Books) -> Answer:
     """A conversation comes back without something that was in it before, and all behind that is computed again."""
     accounts, missed = served(books.accounts), all_missed(books).dropped
@@ -204,7 +203,7 @@ def _first_part_tokens(miss: Missed) -> int:
     return next((n for _, start, n in miss.account.prompt_parts if start + n > miss.at_token), 0)
 
 
-@rule("accounts", "parts", root_of=ROOT_OF, explains=(Computed.OTHERS_PROMPTS,))
+@rule("accounts", "parts", root_of=CROWDED, explains=(Computed.OTHERS_PROMPTS,))
 def repeated_part(books: Books) -> Answer:
     """One prompt holds the same long part more than once."""
     accounts = [account for account in served(books.accounts) if account.prompt_parts]
