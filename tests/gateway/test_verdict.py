@@ -334,3 +334,47 @@ def test_an_error_first_has_not_won_a_tie():
     quick = Saying(stream(OOM))
     text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
     gateway_before({"slow": slow, "quick": quick}, ask, text)
+
+
+WAITS = STREAM_HEAD + chunk(b": wait\n\n")
+
+
+def test_a_comment_has_not_won_a_tie():
+    """It tells that a request waits there; the other may have an answer long before."""
+
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
+        assert counted(gateway, "tied_total", result="second") == 1
+
+    waiting, quick = Saying([b"", b"", b"", WAITS]), Saying([b"", b"", WAITS, stream(*OK_EVENTS, head=b"")])
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    gateway_before({"waiting": waiting, "quick": quick}, ask, text)
+
+
+def test_a_tie_of_comments_alone_is_told_when_the_last_has_broken_off():
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        assert (told.status, told.code) == (502, "upstream_died")
+        assert counted(gateway, "tied_total", result="neither") == 1
+        assert counted(gateway, "verdicts_total", whose="health") == 2
+
+    one, two = (Saying([b"", b"", b"", WAITS], hangs_up=True) for _ in range(2))
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 1\npause_s = 0.0\nmax_attempts = 2\n"
+    gateway_before({"one": one, "two": two}, ask, text)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_comment_is_no_first_byte_of_an_answer(is_first):
+    """Who sends one at once and then nothing would seem to have less to do than those who answer."""
+
+    async def ask(app, gateway):
+        assert (await asked(app, stream=True)).status == 200
+        ((attempt,),) = (account.attempts for account in gateway.ledger.accounts())
+        waited_s = (attempt.first_byte_ns - attempt.begin_ns) / 1e9
+        assert waited_s < (attempt.end_ns - attempt.begin_ns) / 1e9 - 0.25 * is_first
+        assert is_first or waited_s > 0.25
+
+    begin = STREAM_HEAD + chunk(event(CHUNK)) if is_first else WAITS
+    one = Saying([begin, *[chunk(b": wait\n\n")] * 30, stream(*OK_EVENTS, head=b"")])
+    gateway_before({"one": one}, ask)

@@ -14,6 +14,7 @@ Nothing is buffered beyond the event that is not yet whole: while the client doe
 and TCP tells the upstream.
 """
 
+import re
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from splittime.gateway.breaks import AttemptBreaks, Deadline
 from splittime.gateway.decoded_answer import Answer, drain
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
-from splittime.gateway.failures import BrokenStream, Interrupted, UpstreamFailure
+from splittime.gateway.failures import AttemptFailure, BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
 from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
@@ -42,11 +43,12 @@ from splittime.gateway.verdict import (
     of_late_head,
 )
 from splittime.web import http
-from splittime.wire.sse import EventLines
+from splittime.wire.sse import MAX_EVENT_BYTES, EventLines
 
 now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
 DONE_EVENT = b"data: %b\n\n" % DONE
+BEGIN, EVENT_BEGINS = b"data:", re.compile(rb"^(?:data|error):", re.MULTILINE)
 
 
 class Relay:
@@ -107,19 +109,17 @@ class Relay:
         self._is_judged = False  # the first event of a stream
 
     async def open(self) -> None:
-        """Returns when an answer that the client shall have is there, or the first byte of a stream: for who waits to
+        """Returns when an answer that the client shall have is there, or the first event of a stream: for who waits to
         see whether it comes. Raises `UpstreamFailure`, for an answer that says "try another" too."""
         self._opened = response, first = await self._open()
         try:
             if not is_stream(response, first, self._request.is_stream):
                 self._whole_verdict = await self._judged(response, first)
-                return
-            for data in EventLines().feed(self._mask.masked(first))[:1]:
-                if (verdict := of_begin(self._asked, data)) is not None:
-                    raise UpstreamFailure(verdict)
-        except UpstreamFailure:
+            else:
+                self._opened = response, await self._until_event(response, first)
+        except AttemptFailure as failure:
             response.close()
-            raise
+            raise UpstreamFailure(failure.verdict) from failure
 
     @property
     def path(self) -> str:
@@ -155,17 +155,37 @@ class Relay:
     async def _open(self) -> tuple[Answer, bytes]:
         """Returns the answer, whose head is there, and its first piece, b"" if it has no body."""
         response, first = await self._call.open()
-        self.status, self.first_byte_ns = response.status, now_ns()
-        self.on_first_byte()
+        self.status = response.status
+        self._note_begun(first if is_stream(response, first, self._request.is_stream) else BEGIN)
         return response, first
 
+    def _note_begun(self, piece: bytes) -> None:
+        """Comments, which tell that a request waits, are no byte of an answer."""
+        if self.first_byte_ns is None and EVENT_BEGINS.search(piece):
+            self.first_byte_ns = now_ns()
+            self.on_first_byte()
+
     # ---- a stream
+
+    async def _until_event(self, response: Answer, first: bytes) -> bytes:
+        """Returns what a stream has begun with, up to the end of its first event. Raises `BrokenStream`."""
+        lines, piece = EventLines(), first
+        while not (found := lines.feed(self._mask.masked(piece))):
+            piece = await self._call.next(response)
+            if not piece or len(first) > MAX_EVENT_BYTES:
+                raise BrokenStream(self._breaks.died())
+            first += piece
+        self._note_begun(first)
+        if (verdict := of_begin(self._asked, found[0])) is not None:
+            raise BrokenStream(verdict)
+        return first
 
     async def _stream(self, response: Answer, piece: bytes) -> None:
         try:
             if not self._request.is_stream:
                 raise BrokenStream(bad_answer(self._asked, "answered with a stream, and none was asked for"))
             while piece:
+                self._note_begun(piece)
                 if await self._pass_on(response, self._editor.edit(piece)):
                     return
                 piece = await self._call.next(response)

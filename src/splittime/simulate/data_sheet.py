@@ -66,11 +66,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 def _card(name: str, gigabytes: int, gb_per_s: int, sheet: str, tera: dict[str, float]) -> Device:
     rates = {numbers: value * 1e12 for numbers, value in tera.items()}
     return Device(
-        name=name,
-        memory_bytes=gigabytes * 10**9,
-        read_bytes_per_s=gb_per_s * 1e9,
-        operations_per_s=rates,
-        sheet=sheet,
+        name=name, memory_bytes=gigabytes * 10**9, read_bytes_per_s=gb_per_s * 1e9, operations_per_s=rates, sheet=sheet
     )
 
 
@@ -120,11 +116,7 @@ def processor(name: str, memory_bytes: int, read_bytes_per_s: float, operations_
     """Returns a processor of these figures, of the same rate in every precision."""
     rates = dict.fromkeys(("float32", "bfloat16", "int8"), operations_per_s)
     return Device(
-        name=name,
-        memory_bytes=memory_bytes,
-        read_bytes_per_s=read_bytes_per_s,
-        operations_per_s=rates,
-        sheet=sheet,
+        name=name, memory_bytes=memory_bytes, read_bytes_per_s=read_bytes_per_s, operations_per_s=rates, sheet=sheet
     )
 
 

@@ -1,5 +1,6 @@
 """Equal requests at once: one asks the upstream, the others share what it gets, and each leaves as it likes."""
 
+import asyncio
 import http.client
 import json
 import time
@@ -10,6 +11,8 @@ from patience import until
 from splittime.ledger.account_json import account_from_json
 
 from ..conftest import gateway_of
+from ..hostile import WHOLE, whole
+from ..in_process import PATIENT, Saying, asked, gateway_before
 from ..test_endings import assert_nothing_is_left, send
 from .conftest import config
 
@@ -180,6 +183,22 @@ def test_a_request_with_a_deadline_leads_nobody(caching, held):
     assert status == 504
     assert caching.get("/stats")["cache"]["under_way"] == 0
     assert held.numbers == asked + 1
+
+
+@pytest.mark.parametrize("header", ["x-request-deadline-ms", "x-llm-d-slo-ttft-ms"])
+def test_who_is_refused_for_a_bound_of_time_of_its_own_leads_nobody(header):
+    async def ask(app, gateway):
+        first = asyncio.create_task(asked(app, {header: "5000"}, temperature=0))
+        while not one.asked:
+            await asyncio.sleep(0)
+        second = await asked(app, temperature=0)
+        assert (second.status, second.headers[b"x-cache"]) == (200, b"miss")
+        assert (await first).status == 429
+
+    late = whole(429, {"error": {"message": "late", "code": "slo_ttft", "reason": "slo_ttft"}})
+    answers = [[b"", b"", b"", b"", late], [whole(200, WHOLE)]]
+    one = Saying(lambda body: answers.pop(0))
+    gateway_before({"one": one}, ask, PATIENT + '[[cache_route]]\nmodel = "m"\n')
 
 
 def test_no_store_shares_nothing(caching, held):

@@ -15,6 +15,7 @@ from splittime.gateway.config import CacheRoute
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
+from splittime.gateway.sent_headers import SLO_HEADER
 from splittime.gateway.spare_room import SpareRoom
 from splittime.ledger.attempts import UNSURE_KEPT
 from splittime.ledger.stages import Cause, Stage
@@ -117,7 +118,8 @@ class CacheTurn:
 
     def _decided(self, cache: "ResponseCache", route: CacheRoute, found: "LookUp") -> Giving | None:
         if found.answer is None:
-            self._lead(found, shares=self._account.deadline_ns is None)
+            has_slo = http.header(self._scope, SLO_HEADER.encode()) is not None
+            self._lead(found, shares=self._account.deadline_ns is None and not has_slo)
             self._tell(MISS, "")
             return None
         if cache.is_shadowed(route):
@@ -141,7 +143,7 @@ class CacheTurn:
         return SharedGiving(flight, self.send, self._account, self._answer_headers)
 
     def _lead(self, found: "LookUp", *, shares: bool) -> None:
-        """Keep what comes for it. shares: others may follow; not one whose own deadline may end it before them."""
+        """Keep what comes for it. shares: others may follow; not one that its own bound of time may end or refuse."""
         assert self._cache is not None
         self._found, self._flight = found, Flight(self._cache.config.max_answer_bytes)
         self.send = self._flight.tee(self.send)

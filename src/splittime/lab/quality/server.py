@@ -43,13 +43,7 @@ class ServerModel:
     has_decode = False
     reads = None
 
-    def __init__(
-        self,
-        url: str,
-        vocabulary: Vocabulary,
-        vocab_size: int,
-        api_key: str | None = None,
-    ) -> None:
+    def __init__(self, url: str, vocabulary: Vocabulary, vocab_size: int, api_key: str | None = None) -> None:
         self.url, self.name = url.rstrip("/").removesuffix("/v1"), url
         self.vocab_size = vocab_size
         self._vocabulary, self._api_key = vocabulary, api_key
