@@ -11,6 +11,7 @@ from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.shedding import MOST_RETRY_S, GrantRate, chance, retry_after_s
+from splittime.gateway.tenant_share import QueuedRequest
 
 from .test_fair_queue import FAR_NS, router_of, wait_in
 
@@ -135,17 +136,21 @@ def test_an_upstream_that_is_broken_has_no_room():
 
 def test_a_rate_is_of_late_and_of_the_time_with_more_to_give():
     rate = GrantRate()
-    assert rate.per_s is None
+    assert rate.per_s(0) is None
     rate.note(10**6, 0, has_more=True)  # what began the queue was not waited for
     for i in range(1, 11):
         rate.note(20, i * S // 10, has_more=True)
-    assert rate.per_s == pytest.approx(200, rel=0.01)
+    assert rate.per_s(S) == pytest.approx(200, rel=0.01)
     rate.note(20, 11 * S // 10, has_more=False)
-    rate.note(5, 1000 * S, has_more=True)  # a pause is not slowness
-    assert rate.per_s == pytest.approx(200, rel=0.01)
+    rate.note(5, 5 * S, has_more=True)  # a pause is not slowness
+    assert rate.per_s(5 * S) == pytest.approx(200, rel=0.01)
     for i in range(1, 601):
-        rate.note(10, 1000 * S + i * S // 10, has_more=True)
-    assert rate.per_s == pytest.approx(100, rel=0.01)
+        rate.note(10, 5 * S + i * S // 10, has_more=True)
+    assert rate.per_s(65 * S) == pytest.approx(100, rel=0.01)
+    assert rate.per_s(200 * S) == pytest.approx(100, rel=0.01)  # of a wait that still lasts it is all that is known
+    rate.note(10, 200 * S, has_more=False)
+    assert rate.per_s(220 * S) is not None
+    assert rate.per_s(260 * S) is None
 
 
 def test_when_to_come_back_is_when_what_waits_is_served():
@@ -162,6 +167,36 @@ class Turned:
 
     def __call__(self) -> int:
         return self.at_ns
+
+
+def test_a_rate_of_long_ago_refuses_nobody():
+    """It was slow once; since then there was always a place before a second had to wait, and nothing corrected it."""
+
+    async def run():
+        clock = Turned()
+        queue = FairQueue(QueueConfig(), router_of(1), clock=clock)
+        place = await queue.enter("a", "m", 100, until_ns=FAR_NS)
+        waiting = [QueuedRequest("a", "m", 100, (), None, asyncio.Future(), clock()) for _ in range(3)]
+        for one in waiting:
+            queue.line_up(one, until_ns=FAR_NS)
+        for one in waiting:
+            clock.at_ns += 60 * S
+            queue.leave(place, "a", 100)
+            place = one.granted.result()
+        clock.at_ns += S
+        soon_ns = clock() + 30 * S
+        queue.line_up(QueuedRequest("a", "m", 100, (), None, asyncio.Future(), clock()), until_ns=soon_ns)
+        late = QueuedRequest("a", "m", 100, (), None, asyncio.Future(), clock())
+        with pytest.raises(Refused, match="it would wait longer"):
+            queue.line_up(late, until_ns=soon_ns)
+        queue.leave(place, "a", 100)
+        clock.at_ns += 3600 * S
+        for _ in range(3):
+            one = QueuedRequest("a", "m", 100, (), None, asyncio.Future(), clock())
+            queue.line_up(one, until_ns=clock() + 30 * S)
+        assert queue.requests == 3
+
+    asyncio.run(run())
 
 
 def test_a_refusal_says_how_long_its_tenants_queue_will_take():

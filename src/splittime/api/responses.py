@@ -8,14 +8,7 @@ import orjson
 from msgspec import Meta
 
 from splittime.api.decode import convert_part
-from splittime.api.response_items import (
-    KINDS,
-    ChatMessage,
-    Nothing,
-    ResponsesPart,
-    instructed,
-    refused,
-)
+from splittime.api.response_items import KINDS, ChatMessage, Nothing, ResponsesPart, instructed, refused
 from splittime.api.schema import FunctionTool, JsonObjectFormat, Label, TextFormat, no_effect
 from splittime.core.errors import RequestError
 

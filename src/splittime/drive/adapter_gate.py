@@ -55,10 +55,7 @@ class AdapterGate:
     """put: gives the engine's loop a message, from any thread. let_in: takes what is not of adapters."""
 
     def __init__(
-        self,
-        adapters: AdapterLoader | None,
-        put: Callable[[ToEngine], None],
-        let_in: Callable[[ToEngine], None],
+        self, adapters: AdapterLoader | None, put: Callable[[ToEngine], None], let_in: Callable[[ToEngine], None]
     ) -> None:
         self._adapters, self._put, self._pass_on = adapters, put, let_in
         self._pool = ThreadPoolExecutor(1, "adapters")

@@ -98,11 +98,7 @@ class Crank:
     told with each step; None: not."""
 
     def __init__(
-        self,
-        parts: EngineParts,
-        clock: Clock,
-        pauses: GcPauses | None = None,
-        processor: ProcessorTime | None = None,
+        self, parts: EngineParts, clock: Clock, pauses: GcPauses | None = None, processor: ProcessorTime | None = None
     ) -> None:
         self.engine = parts.engine
         self.facts = parts.facts

@@ -67,11 +67,7 @@ def work(
 
 
 def _work(
-    inbound: str,
-    outbound: str,
-    build: Build,
-    prepare: Callable[[Timeline], None],
-    send: Callable[[FromEngine], None],
+    inbound: str, outbound: str, build: Build, prepare: Callable[[Timeline], None], send: Callable[[FromEngine], None]
 ) -> int:
     try:
         settings = _from_parent(inbound)

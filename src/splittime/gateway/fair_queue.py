@@ -215,7 +215,8 @@ class FairQueue:
     def _require_time(self, tenant: str, until_ns: int) -> None:
         """Raises `Refused` if what its tenant has waiting will take longer than the request may wait."""
         share = self._share(tenant)
-        per_s, left_s = share.rate.per_s, (until_ns - self._now_ns()) / 1e9
+        at_ns = self._now_ns()
+        per_s, left_s = share.rate.per_s(at_ns), (until_ns - at_ns) / 1e9
         if per_s is not None and share.tokens / per_s > left_s:
             words = f"it would wait longer than {max(0.0, left_s):.1f} s, which is as long as it may"
             raise self._refused("predicted_wait", words, tenant)
@@ -329,7 +330,7 @@ class FairQueue:
     def _refused(self, reason: str, why: str, tenant: str, limit: int | None = None) -> Refused:
         """Its `Retry-After` is how long what this tenant has in the queue will take, as it is being served."""
         share = self._share(tenant)
-        per_s = share.rate.per_s
+        per_s = share.rate.per_s(self._now_ns())
         return Refused(
             f"the upstreams are full: {why}",
             reason=reason,

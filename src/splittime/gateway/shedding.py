@@ -42,24 +42,30 @@ def chance(filled: float, shed_from: float) -> float:
 
 class GrantRate:
     """Tokens a second that go from a tenant's queue to upstreams, of late, over the time in which it had more to give:
-    a tenant that asks for nothing is not slow. The tokens are estimates, as those that wait are."""
+    a tenant that asks for nothing is not slow. The tokens are estimates, as those that wait are. What was seen is
+    forgotten in pauses too: it would refuse all who could show otherwise."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
+        self._kept_ns = 0  # up to when it was forgotten
         self._since_ns: int | None = None  # the latest grant, while there is more
 
     def note(self, tokens: int, now_ns: int, *, has_more: bool) -> None:
         """A request of the queue was granted. has_more: another of its tenant waits behind it."""
+        self._forget(now_ns)
         if self._since_ns is not None:
-            lasted_s = (now_ns - self._since_ns) / 1e9
-            kept = math.exp(-lasted_s / FORGET_S)
-            self._tokens = self._tokens * kept + tokens
-            self._seconds = self._seconds * kept + lasted_s
+            self._tokens += tokens
+            self._seconds += (now_ns - self._since_ns) / 1e9
         self._since_ns = now_ns if has_more else None
 
-    @property
-    def per_s(self) -> float | None:
-        """None while too little was seen."""
+    def _forget(self, now_ns: int) -> None:
+        kept = math.exp((self._kept_ns - now_ns) / 1e9 / FORGET_S)
+        self._tokens, self._seconds, self._kept_ns = self._tokens * kept, self._seconds * kept, now_ns
+
+    def per_s(self, now_ns: int) -> float | None:
+        """Returns None while too little was seen."""
+        if self._since_ns is None:
+            self._forget(now_ns)
         return self._tokens / self._seconds if self._seconds >= LEAST_SEEN_S else None
 
 

@@ -105,10 +105,7 @@ def make_detokenizer(
         return WindowDetokenizer(tokenizer, prompt_token_ids, hidden)
     at_text_start = all(token_id in hidden for token_id in prompt_token_ids)
     return ByteDetokenizer(
-        tokenizer,
-        at_text_start=at_text_start,
-        hidden_ids=hidden,
-        before=_last_bytes(tokenizer, prompt_token_ids),
+        tokenizer, at_text_start=at_text_start, hidden_ids=hidden, before=_last_bytes(tokenizer, prompt_token_ids)
     )
 
 

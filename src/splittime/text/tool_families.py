@@ -157,11 +157,7 @@ FAMILIES = {
         _dsml("deepseek_v32", "function_calls"),
         _dsml("deepseek_v4", "tool_calls"),
         ToolFamily(
-            "openai",
-            Style.NAMED,
-            *(CALL_BEGIN, CALL_END, f"{START}assistant"),
-            after_name=CALL_NAMED,
-            answer=ANSWER,
+            "openai", Style.NAMED, *(CALL_BEGIN, CALL_END, f"{START}assistant"), after_name=CALL_NAMED, answer=ANSWER
         ),
         ToolFamily(
             "functiongemma",
