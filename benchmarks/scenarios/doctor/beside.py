@@ -10,13 +10,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 
 EVERY_S = 0.4
+LONG_S = 3.0
+GROUPS = Path("/sys/fs/cgroup")
+QUOTA = {"cpu.max": "{quota} 100000", "cpu.cfs_quota_us": "{quota}"}  # of version 2, and of 1
 BUSY = "while True: pass"
 
 
@@ -75,6 +78,34 @@ async def stopping(url: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def stopped_once(url: str) -> AsyncIterator[None]:
+    """The engine process is stopped for some seconds, as a debugger or a checkpoint does it."""
+    (engine,) = engines_of(os.getpid())
+    async with _once(lambda: os.kill(engine, signal.SIGSTOP), lambda: os.kill(engine, signal.SIGCONT)):
+        yield
+
+
+@asynccontextmanager
+async def _once(begin: Callable[[], None], end: Callable[[], None]) -> AsyncIterator[None]:
+    """Something goes on for some seconds in the middle of the load."""
+
+    async def go_on() -> None:
+        await asyncio.sleep(LONG_S)
+        begin()
+        await asyncio.sleep(LONG_S)
+        end()
+
+    task = asyncio.create_task(go_on())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        end()
+
+
+@asynccontextmanager
 async def neighbours(url: str) -> AsyncIterator[None]:
     """Two busy processes for each core."""
     cores = len(os.sched_getaffinity(0))
@@ -104,6 +135,49 @@ async def sleeping(url: str) -> AsyncIterator[None]:
 
         async with _again_and_again(both, lambda: ask("wake")):
             yield
+
+
+class NoGroups(Exception):
+    """This machine does not let us make a control group of processor time."""
+
+
+@contextmanager
+def with_quota(cores: float) -> Iterator[Callable[[], None]]:
+    """Give what is begun now so much processor time, in a control group of its own.
+
+    This process goes in, so that its children are there from their first instruction on; what is yielded takes it out
+    again, once they have begun. Raises NoGroups."""
+    parent = _own_group()
+    folder = parent / f"splittime-doctor-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise NoGroups(f"{parent}: {error.strerror}") from None
+    try:
+        name = next((name for name in QUOTA if (folder / name).exists()), None)
+        if name is None:
+            raise NoGroups(f"{parent} has no quota of processor time")
+        (folder / name).write_text(QUOTA[name].format(quota=round(100_000 * cores)))
+        _move(os.getpid(), folder)
+        yield lambda: _move(os.getpid(), parent)
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            _move(int(pid), parent)
+        folder.rmdir()
+
+
+def _own_group() -> Path:
+    """Returns the folder of this process's control group, as far as processor time is concerned."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for _, names, path in lines:
+        if "cpu" in names.split(",") and (GROUPS / "cpu").is_dir():
+            return GROUPS / "cpu" / path.lstrip("/")
+    return GROUPS / next((path for _, names, path in lines if not names), "/").lstrip("/")
+
+
+def _move(pid: int, folder: Path) -> None:
+    with suppress(ProcessLookupError):
+        (folder / "cgroup.procs").write_text(str(pid))
 
 
 def engines_of(pid: int) -> list[int]:

@@ -1,5 +1,5 @@
 """Random models that are too large for the processor's cache, so that memory's bandwidth binds: one by its weights, one
-by its keys and values. They say nonsense at the price of sense; the words are the packaged model's.
+by its keys and values. They say nonsense at the price of sense; the words are the packaged model's. And an encoder.
 
     with model("weights") as folder: ...      raises MemoryShort where this machine has no room for it
 
@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import splittime
+from benchmarks.scenarios.encoder_shapes import SHAPES as ENCODERS
+from benchmarks.scenarios.encoder_shapes import write_encoder
 
 PACKAGED = Path(splittime.__file__).parent / "packaged" / "code"
 NEEDED_BYTES = 3 << 30  # to make it and to serve it
@@ -64,7 +66,10 @@ def model(name: str) -> Iterator[Path]:
     if free_bytes < NEEDED_BYTES:
         raise MemoryShort(f"{free_bytes / 2**30:.1f} GiB of memory are free, {NEEDED_BYTES / 2**30:.0f} are needed")
     with tempfile.TemporaryDirectory() as folder:
-        _save(Path(folder), SHAPES[name])
+        if name == "encoder":
+            write_encoder(Path(folder), ENCODERS["minilm"])
+        else:
+            _save(Path(folder), SHAPES[name])
         yield Path(folder)
 
 

@@ -79,6 +79,24 @@ class Deadline:
         return line + b"\r\n" + self.header + rest if line.endswith(b" HTTP/1.1") else piece
 
 
+class Failing:
+    """Closes every so-manieth connection when it has been asked something, as a proxy does whose pool is too small."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._asked = every, 0
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _pass_on(reader, writer)
+
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(65536):
+            if piece.startswith(b"POST "):
+                self._asked += 1
+                if self._asked % self._every == 0:
+                    return
+            writer.write(piece)
+
+
 class DelayedAck:
     """Passes a small piece on only once the piece before has been acknowledged, 40 ms after it went: what Nagle's
     algorithm does against a receiver that delays its acknowledgements. What comes meanwhile goes together."""
@@ -140,7 +158,7 @@ async def proxy(upstream_port: int, spoiler: Spoiler) -> AsyncIterator[str]:
         ways = [
             asyncio.create_task(
                 spoiler.ask(reader, up_writer)
-                if isinstance(spoiler, Delaying)
+                if isinstance(spoiler, Delaying | Failing)
                 else _pass_on(reader, up_writer, changes)
             ),
             asyncio.create_task(spoiler.carry(up_reader, writer)),

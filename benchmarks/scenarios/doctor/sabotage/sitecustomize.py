@@ -5,6 +5,11 @@ SABOTAGE=gc           keeps a million objects alive in the engine process and ha
 SABOTAGE=guesses      has the engine guess 12 tokens at random in most rows, and verify them whatever that costs
 SABOTAGE=tokenizer    takes 60 ms longer for each text
 SABOTAGE=loop         holds up the server's event loop for 150 ms, 100 ms after the last time
+SABOTAGE=deaf         has the engine never hear that a caller has gone
+SABOTAGE=looks_back   burns time before each step that grows with the answers: for each of their tokens so far a 25th of
+                      what a step takes (SABOTAGE_STEP_S)
+SABOTAGE=late         has the engine's loop wake 60 ms late when it had nothing to do
+SABOTAGE=masks        takes 400 ms longer to compile each form
 """
 
 import gc
@@ -18,6 +23,7 @@ from typing import Any
 
 NUM_GUESSES, GUESSING_SHARE = 12, 0.7
 HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S = 0.004, 0.5, 0.06, 0.15
+TOKEN_PART, LATE_S, COMPILE_S = 0.04, 0.06, 0.4
 IN_SERVER = ("tokenizer", "loop")  # the others in the engine process
 
 
@@ -38,6 +44,38 @@ def _spoil_host(crank_class: type) -> None:
             pass
 
     _slower(crank_class, "turn", dawdle)
+
+
+def _spoil_host_by_answers(crank_class: type) -> None:
+    token_s = TOKEN_PART * float(os.environ["SABOTAGE_STEP_S"])
+
+    def dawdle(crank: Any) -> None:
+        until = time.monotonic() + token_s * sum(state.num_output for state in crank.engine.scheduler.running)
+        while time.monotonic() < until:
+            pass
+
+    _slower(crank_class, "turn", dawdle)
+
+
+def _spoil_hearing(crank_class: type) -> None:
+    crank_class.abort = lambda crank, request_id: None  # type: ignore[attr-defined]
+
+
+def _spoil_waking(inbox_class: type) -> None:
+    """Only who waited for something to come is late: not who looks between two steps."""
+    plain = inbox_class.wait  # type: ignore[attr-defined]
+
+    def wait(inbox: Any, timeout_s: float | None) -> bool:
+        came = plain(inbox, timeout_s)
+        if came:
+            time.sleep(LATE_S)
+        return came
+
+    inbox_class.wait = wait  # type: ignore[attr-defined]
+
+
+def _spoil_compiling(grammars_class: type) -> None:
+    _slower(grammars_class, "compile", lambda grammars: time.sleep(COMPILE_S))
 
 
 def _spoil_heap(crank_class: type) -> None:
@@ -77,6 +115,10 @@ def _spoil_loop(server_class: type) -> None:
 ILLNESSES = {
     "host": ("splittime.drive.crank", "Crank", _spoil_host),
     "gc": ("splittime.drive.crank", "Crank", _spoil_heap),
+    "deaf": ("splittime.drive.crank", "Crank", _spoil_hearing),
+    "looks_back": ("splittime.drive.crank", "Crank", _spoil_host_by_answers),
+    "late": ("splittime.drive.loop", "Inbox", _spoil_waking),
+    "masks": ("splittime.runner.grammars", "Grammars", _spoil_compiling),
     "guesses": ("splittime.runner.suffix_drafter", "SuffixDrafter", _spoil_guesses),
     "tokenizer": ("splittime.text.tokenizer", "Tokenizer", _spoil_tokenizer),
     "loop": ("splittime.web.connection", "ManyAcceptingServer", _spoil_loop),

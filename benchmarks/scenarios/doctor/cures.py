@@ -1,0 +1,141 @@
+"""Cures applied: the same load again on a server that has the printed flags too, and each printed figure beside the
+measured one.
+
+A cure whose replay reaches less far than its flags (`Gain.is_nearer`) is measured as far as it was replayed; that the
+printed flags start a server is seen beside it. Figures are of the same requests as the printed ones: the excerpt that
+was replayed, by the places of its requests in the schedule.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.scenarios.doctor.patients import Patient
+from benchmarks.scenarios.doctor.visit import Visit, admitted, books_of
+from benchmarks.scenarios.doctor.wards import Ward
+from benchmarks.server_process import served
+from splittime.bench.book.requests import sent_as
+from splittime.diagnose.books import Books
+from splittime.diagnose.excerpt import latest_excerpt
+from splittime.diagnose.finding import Finding
+from splittime.simulate.change import PredictedFigure
+from splittime.simulate.figures import Figures, figures
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """A printed figure: low and high are those that were printed, of the ratio and of the figure itself."""
+
+    name: str
+    recorded: float | None
+    expected: float | None
+    low: float | None
+    high: float | None
+    ratio: tuple[float, float] | None
+    measured: float
+    is_inside: bool
+    is_ratio_inside: bool
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True):
+    """A prescription. why: the server's words, where it did not start with the flags; why nothing was printed.
+    is_nearer, settings: what was replayed, and measured here."""
+
+    name: str
+    flags: tuple[str, ...]
+    starts: bool
+    is_withdrawn: bool = False
+    why: str = ""
+    settings: dict[str, Any] = {}
+    is_nearer: bool = False
+    figures: tuple[Compared, ...] = ()
+
+
+def applied(ward: Ward, patient: Patient, visited: Visit) -> list[Applied]:
+    """Tries each prescription of a diagnosis: the first that has figures with the whole load, the others by a start."""
+    found: list[Applied] = []
+    for finding in visited.diagnosis.findings:
+        if finding.cure.flags:
+            is_measured = any(one.figures for one in found) or finding.name not in ward.may_be_named
+            found.append(_applied(ward, patient, visited, finding, not is_measured))
+    return found
+
+
+def _applied(ward: Ward, patient: Patient, visited: Visit, finding: Finding, is_measured: bool) -> Applied:
+    flags, gain = finding.cure.flags, finding.predicted
+    told = Applied(name=finding.name, flags=flags, starts=False, why=finding.not_predicted)
+    with admitted(ward, patient) as (asked, settings):
+        if gain is None or not is_measured or gain.is_nearer:
+            refused = _refused((*settings, *flags))
+            told = msgspec.structs.replace(told, starts=not refused, why=refused or told.why)
+        if gain is None or not is_measured:
+            return told
+        tried = _as_flags(gain.settings, asked) if gain.is_nearer else flags
+        after = books_of(ward, asked, visited.schedule, (*settings, *tried))
+    seen = _same_requests(visited.books, after)
+    compared = tuple(_compared(figure, seen) for figure in gain.figures if figure.ratio is not None)
+    return msgspec.structs.replace(
+        told,
+        starts=told.starts or not gain.is_nearer,
+        settings=gain.settings,
+        is_nearer=gain.is_nearer,
+        figures=compared,
+    )
+
+
+def _refused(settings: Sequence[str]) -> str:
+    """Returns the last words of a server that does not start with these; "" of one that does."""
+    try:
+        with served(*settings):
+            return ""
+    except RuntimeError as error:
+        return str(error)[-300:]
+
+
+def _as_flags(settings: Mapping[str, Any], patient: Patient) -> tuple[str, ...]:
+    """Returns the flags that set what was replayed."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if name == "num_blocks":
+            flags += ["--kv-cache-memory-bytes", str(value * patient.block_bytes)]
+        elif isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+        else:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return tuple(flags)
+
+
+def _same_requests(before: Books, after: Books) -> Figures:
+    """Returns the figures of those requests of the later run that the replay of the first one was about."""
+    excerpt = latest_excerpt(before)
+    assert excerpt is not None
+    wanted = set(map(_places(before).get, map(sent_as, excerpt.recorded.accounts)))
+    places = _places(after)
+    kept = [account for account in after.accounts if places.get(sent_as(account)) in wanted]
+    return figures(kept, after.steps)
+
+
+def _places(books: Books) -> dict[str, int]:
+    """Returns the place of each request in the schedule, by the id that the client sent."""
+    assert books.run is not None
+    return {outcome.request_id: outcome.index for outcome in books.run.outcomes}
+
+
+def _compared(figure: PredictedFigure, seen: Figures) -> Compared:
+    measured = seen.get(figure.name, 0.0)
+    assert figure.low is not None
+    assert figure.high is not None
+    is_inside = figure.after_low is not None and figure.after_high is not None
+    is_inside = is_inside and figure.after_low <= measured <= figure.after_high  # type: ignore[operator]
+    of = figure.recorded or figure.before or 1.0
+    return Compared(
+        name=figure.name,
+        recorded=figure.recorded,
+        expected=figure.after,
+        low=figure.after_low,
+        high=figure.after_high,
+        ratio=(figure.low, figure.high),
+        measured=measured,
+        is_inside=is_inside,
+        is_ratio_inside=figure.low <= measured / of <= figure.high,
+    )
