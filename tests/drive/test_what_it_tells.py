@@ -111,6 +111,25 @@ def test_pauses_keep_the_latest_long_ones() -> None:
         pauses.close()
 
 
+def test_a_collection_looks_at_little_at_a_time() -> None:
+    """All wait for it, and it hardly ever finds anything."""
+    thresholds, seen = gc.get_threshold(), []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)))
+
+    host_time.freeze_heap()
+    gc.callbacks.append(note)
+    try:
+        kept = [[] for _ in range(50_000)]
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    assert len(kept) // 5_000 < len(seen)
+    assert max(seen) < 15_000
+
+
 def crank_that_measures(taken: list[int]) -> Crank:
     def pieces():
         for _ in range(3):

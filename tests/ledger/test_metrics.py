@@ -88,7 +88,7 @@ def test_prometheus_text_parses_and_counts():
     ledger.add_account(books.example(num_tokens=4, gap_ns=5_000_000))
     ledger.add_step(books.step(1, 0))
     exporter.count_refusal("queue_full")
-    exporter.observe_send_lag(40_000)
+    exporter.observe_send_lags([40_000])
     exporter.observe_cancel_to_freed(2_000_000)
     samples = _scrape(exporter)
     labels = (("engine", "0"), ("model_name", 'a "model"'))

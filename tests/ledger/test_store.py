@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import signal
 import sqlite3
@@ -46,6 +47,17 @@ def test_ring_is_bounded_and_its_index_too():
     assert [step.step_id for step in ledger.steps()] == [8, 9]
     assert ledger.account("cmpl-2-0") == []
     assert len(ledger._by_id) == 6
+
+
+def test_what_is_kept_is_out_of_the_collectors_sight():
+    """Else a full collection looks at all of it, and all who wait for a token wait for that."""
+    ledger = Ledger()
+    gc.collect()
+    num_before = len(gc.get_objects())
+    for number in range(1000):
+        ledger.add_account(books.example(f"cmpl-{number}-0"))
+    gc.collect()
+    assert len(gc.get_objects()) - num_before < 100
 
 
 def test_an_error_is_kept_without_a_word_of_its_request_and_our_own_words_stay():

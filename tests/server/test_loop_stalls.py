@@ -1,13 +1,22 @@
-"""What lay in a socket while the event loop was busy is in the account of who lay there, and counted."""
+"""What lay in a socket while the event loop was busy is in the account of who lay there, and counted; what ends at once
+does not keep the loop busy all at once."""
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
 
 from patience import until
+from splittime.core.errors import ErrorInfo
 from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
+from splittime.web import short_turns
+from splittime.web.short_turns import MOST_PUT_OFF_NS, LoopTurn
+from splittime.web.tenants import ANYBODY
 
 from .conftest import LiveServer, say
 
@@ -78,3 +87,62 @@ def test_a_slow_tokenizer_leaves_the_loop_and_a_quick_one_comes_back():
     for _ in range(100):
         inline.learn(FLOOR_CHARS, INLINE_NS // 4)
     assert inline.takes(10)
+
+
+@pytest.fixture
+def worked(monkeypatch):
+    """Returns what has the loop's processor time go by, a third of a turn's."""
+    spent_ns = [1]
+    monkeypatch.setattr(short_turns, "time", SimpleNamespace(thread_time_ns=lambda: spent_ns[0]))
+
+    def work() -> None:
+        spent_ns[0] += MOST_PUT_OFF_NS // 3 + 1
+
+    return work
+
+
+def test_what_can_be_put_off_is_done_in_its_order_and_who_comes_gets_a_turn_between(worked) -> None:
+    async def main() -> list[object]:
+        turn, done, loop = LoopTurn(), list[object](), asyncio.get_running_loop()
+
+        async def one(number: int) -> None:
+            await turn.room()
+            if number == 0:
+                loop.call_soon(done.append, "who came")
+            worked()
+            done.append(number)
+
+        await asyncio.gather(*map(one, range(9)))
+        return done
+
+    assert asyncio.run(main()) == [0, 1, 2, "who came", 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+def test_many_books_that_close_at_once_share_the_loop_and_stay_as_they_were(launch, worked, how: str) -> None:
+    """Not even a shutdown between them makes failures of answers that were given."""
+    live, filed, seen = launch(say("ab")), [], []
+    quota = live.service.quota(ANYBODY)
+    file = live.service.file_account
+
+    def filing(account) -> None:
+        if not filed:
+            group, error = (
+                next(iter(live.service.groups.values())),
+                ErrorInfo("overloaded_error", "over", "draining", 503),
+            )
+            live.loop.call_soon(lambda: (seen.append(len(filed)), group.end_early(error)))
+        assert quota.num_open == 0  # who has the answer may ask again
+        filed.append(account)
+        worked()
+        file(account)
+
+    live.service.file_account = filing
+    body = {"prompt": ["a", "b"], "n": 16, "max_tokens": 2, "stream": how == "stream"}
+    if how == "whole":
+        assert live.post("/v1/completions", body)[0] == 200
+    else:
+        assert live.events("/v1/completions", body)[-1] == "[DONE]"
+    until(lambda: len(filed) == 32 and not live.service.num_open)
+    assert seen[0] < 32
+    assert [account.error for account in filed] == [None] * 32

@@ -100,7 +100,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._served: Ring[ClosedAccount] = Ring(max_accounts, max_memory_bytes)
         self._refused: Ring[ClosedAccount] = Ring(max_accounts, max_memory_bytes)
-        self._by_id: dict[str, list[ClosedAccount]] = {}
+        self._by_id: dict[str, tuple[ClosedAccount, ...]] = {}  # of lists the collector would see each
         self._steps: Ring[StepRecord] = Ring(max_steps, max_memory_bytes)
         self._subscribers: list[Subscriber] = []
         self.hop_book = HopBook()
@@ -231,11 +231,11 @@ class Ledger:
         for gone in ring.add(account):
             self._forget(gone)
         for name in {account.request_id, account.group_id}:
-            self._by_id.setdefault(name, []).append(account)
+            self._by_id[name] = (*self._by_id.get(name, ()), account)
 
     def _forget(self, account: ClosedAccount) -> None:
         for name in {account.request_id, account.group_id}:
-            left = [other for other in self._by_id.pop(name) if other is not account]
+            left = tuple(other for other in self._by_id.pop(name) if other is not account)
             if left:
                 self._by_id[name] = left
 

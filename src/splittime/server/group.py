@@ -23,13 +23,14 @@ from splittime.scheduler.admission import Place
 log = logging.getLogger("splittime.server")
 
 now_ns = time.monotonic_ns
+Call = Callable[[], None]
 
 
 class Writer(Protocol):
     """Who writes the answer."""
 
     async def write(self, group: "Group") -> None:
-        """Returns when the answer is with the socket, or nobody reads it any more."""
+        """Called when all is done; returns when the answer is with the socket, or nobody reads it any more."""
         ...
 
     def touch(self, choice: Choice, num_bytes: int) -> None:
@@ -40,22 +41,21 @@ class Writer(Protocol):
         """Nobody reads any more: write nothing from now on."""
         ...
 
-    def cut(self) -> None:
-        """Cut the connection: its client has not read its last words."""
-        ...
-
 
 class Group:
+    """cut: cuts the connection, without waiting for the client to read anything."""
+
     def __init__(
-        self, group_id: str, client: EngineClient, choices: Sequence[Choice], place: Place, writer: Writer
+        self, group_id: str, client: EngineClient, choices: Sequence[Choice], place: Place, writer: Writer, cut: Call
     ) -> None:
         self.group_id, self.choices = group_id, choices
         self.all_done = asyncio.Event()
         self.is_cancelled = False
-        self._client, self._place, self._writer = client, place, writer
+        self.is_written = False  # or nobody writes any more: what became of it stays
+        self._client, self._place, self._writer, self._cut = client, place, writer, cut
         self._num_open = len(choices)
         self._followers: set[asyncio.Task[None]] = set()
-        self._on_released: list[Callable[[], None]] = []
+        self._on_released: list[Call] = []
         self._early_end: ErrorInfo | None = None
 
     @property
@@ -160,7 +160,7 @@ class Group:
 
     def end_early(self, error: ErrorInfo) -> None:
         """End what is still open with this error."""
-        if self._early_end is not None:
+        if self._early_end is not None or self.is_written:
             return
         self._early_end = error
         for choice in self.choices:
@@ -176,7 +176,7 @@ class Group:
 
     def cut(self) -> None:
         """Wait no longer for a client that does not read how its answer ended."""
-        self._writer.cut()
+        self._cut()
         self._writer.abandon()
 
     def _abort_all(self, cancelled_ns: int | None = None) -> None:
@@ -191,7 +191,7 @@ class Group:
             for callback in self._on_released:
                 callback()
 
-    def when_released(self, callback: Callable[[], None]) -> None:
+    def when_released(self, callback: Call) -> None:
         """Call back once the engine has let go of every choice."""
         if self._followers:
             self._on_released.append(callback)

@@ -41,6 +41,7 @@ from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
 from splittime.web.http import Headers
 from splittime.web.quota import Quota
+from splittime.web.short_turns import LoopTurn
 from splittime.web.tenants import ANYBODY, ApiKeys, Tenant
 
 log = logging.getLogger("splittime.server")
@@ -96,6 +97,7 @@ class Service:
         self.prefilled = Prefilled(int(config.prefill_ahead_s * 1e9))
         self.knobs_changed_ns = 0  # when one was last
         self.num_open = 0  # HTTP requests for generations that are being served
+        self.turn = LoopTurn()
 
     # ---- may a request come in
 
@@ -258,8 +260,7 @@ class Service:
     def file_account(self, account: ClosedAccount) -> None:
         """Hand a closed account to the ledger, and its latencies that no stage holds to the exporter."""
         self.ledger.add_account(account)
-        for lag_ns in send_lag_ns(account):
-            self.exporter.observe_send_lag(lag_ns)
+        self.exporter.observe_send_lags(send_lag_ns(account))
         if account.cancelled_ns is not None and account.freed_ns is not None:
             self.exporter.observe_cancel_to_freed(account.freed_ns - account.cancelled_ns)
 

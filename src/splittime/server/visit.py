@@ -189,7 +189,7 @@ class Visit:
             counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])
         renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
         writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
-        group = Group(self.group_id, self.service.client, choices, place, writer)
+        group = Group(self.group_id, self.service.client, choices, place, writer, self.cut)
         group.start()
         self._group = group
         self.service.groups[self.full_id] = group
@@ -269,15 +269,26 @@ class Visit:
 
     async def _answer(self, ask: Ask, group: Group, writer: Writer) -> None:
         try:
+            await group.all_done.wait()
+            await self.service.turn.room()
             await writer.write(group)
         finally:
             if not group.all_done.is_set():  # nobody writes any more: the task was cancelled, or failed
                 group.cancel()
                 await group.all_done.wait()
-            at_ns = now_ns()
-            for choice in group.choices:
-                self.close_choice(choice, at_ns)
+            group.is_written = True
+            self._settle(group)  # before its books: who has the answer may ask again
+            await self._close(group.choices, now_ns())
             self.service.count_prompts(group.choices, ask.n)
+
+    async def _close(self, choices: Sequence[Choice], at_ns: int) -> None:
+        try:
+            for choice in choices:
+                await self.service.turn.room()
+                self.close_choice(choice, at_ns)
+        finally:  # cancelled meanwhile
+            for choice in choices:
+                self.close_choice(choice, at_ns)
 
     def close_choice(self, choice: Choice, at_ns: int) -> None:
         """Close a choice's account, once."""
@@ -317,6 +328,11 @@ class Visit:
             "parent_id": traced.span_id,
         }
 
+    def _settle(self, group: Group | None) -> None:
+        quota, self._quota = self._quota, None
+        if quota is not None:
+            counted.settle(quota, group)
+
     def _leave(self) -> None:
         """Give back what the visit holds: its queue places, its id (when the engine has let go), its watcher. What it
         refers to and what refers to it must not stay a circle: what 4,000 ended requests left for the garbage
@@ -325,8 +341,7 @@ class Visit:
         self._watcher = self._group = self._prompts = None
         if watcher is not None:
             watcher.cancel()
-        if self._quota is not None:
-            counted.settle(self._quota, group)
+        self._settle(group)
         if prompts is not None:
             prompts.drop()
         if group is not None:

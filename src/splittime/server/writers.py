@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Generator, Sequence
 from types import coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from splittime.api.answer import DONE, Renderer, last_ended, timing, usage
 from splittime.api.choice import Choice
@@ -21,32 +21,16 @@ from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.web import http
 
+if TYPE_CHECKING:
+    from splittime.server.visit import Visit
+
 now_ns = time.monotonic_ns
+EVENTS = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS: http.Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"content-type", EVENTS),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class Written(Protocol):
-    """What a writer asks of the visit whose answer it writes."""
-
-    notices: list[str]
-
-    def timed_headers(self, choice: Choice) -> http.Headers: ...
-
-    def close_choice(self, choice: Choice, at_ns: int) -> None:
-        """The choice's last chunk has been given to the socket."""
-        ...
-
-    def drop_client(self, limit: str) -> None:
-        """The client did not read until this limit of the configuration had passed."""
-        ...
-
-    def cut(self) -> None:
-        """Cut the connection, without waiting for the client to read anything."""
-        ...
 
 
 class RendersWhole(Protocol):
@@ -59,7 +43,7 @@ class WholeWriter:
     """Writes one response when all choices are done."""
 
     def __init__(
-        self, visit: Written, renderer: RendersWhole, choices: Sequence[Choice], config: ServerConfig, send: http.Send
+        self, visit: "Visit", renderer: RendersWhole, choices: Sequence[Choice], config: ServerConfig, send: http.Send
     ) -> None:
         self._visit, self._renderer, self._choices = visit, renderer, choices
         self._config, self._send = config, send
@@ -70,11 +54,7 @@ class WholeWriter:
     def abandon(self) -> None:
         """Does nothing: `write` looks whether the group was cancelled."""
 
-    def cut(self) -> None:
-        self._visit.cut()
-
     async def write(self, group: Group) -> None:
-        await group.all_done.wait()
         if group.is_cancelled:
             return
         choices = list(self._choices)
@@ -109,7 +89,7 @@ class StreamWriter:
     """Writes one stream."""
 
     def __init__(
-        self, visit: Written, renderer: Renderer, choices: Sequence[Choice], config: ServerConfig, send: http.Send
+        self, visit: "Visit", renderer: Renderer, choices: Sequence[Choice], config: ServerConfig, send: http.Send
     ) -> None:
         self._visit, self._renderer, self._choices = visit, renderer, choices
         self._config, self._send = config, send
@@ -126,7 +106,6 @@ class StreamWriter:
 
     async def write(self, group: Group) -> None:
         """Returns when the socket has the end of the stream, or nobody reads it any more."""
-        await group.all_done.wait()
         if group.error is not None and not (self._has_begun or self._is_abandoned):
             headers = self._visit.timed_headers(group.choices[0])
             await http.respond_error(self._send, group.error, headers=headers)
@@ -227,9 +206,6 @@ class StreamWriter:
         if self._blocked is not None:
             self._blocked.cancel()
 
-    def cut(self) -> None:
-        self._visit.cut()
-
     # ---- the end
 
     async def _finish(self, group: Group) -> None:
@@ -240,7 +216,7 @@ class StreamWriter:
         if self._is_abandoned:
             return
         rest = [choice for choice in self._choices if choice.index not in self._finished]
-        self._in_write += [(choice, choice.num_untaken, True) for choice in rest]
+        self._in_write += [(choice, choice.num_untaken, False) for choice in rest]  # the visit closes them
         failed = group.error
         end = self._last_events(rest) if failed is None else http.error_event(failed)
         self._write(end + DONE, more_body=False)

@@ -69,8 +69,8 @@ class PrometheusExporter(Collector):
         for name, duration_ns in (start_ns if report.restarted else report.parts_ns).items():
             self._histograms["splittime_sleep_seconds"].observe((report.action, name), duration_ns)
 
-    def observe_send_lag(self, lag_ns: int) -> None:
-        self._histograms["splittime_send_lag_seconds"].observe((), lag_ns)
+    def observe_send_lags(self, lags_ns: Sequence[int]) -> None:
+        self._histograms["splittime_send_lag_seconds"].observe_all((), lags_ns)
 
     def observe_cancel_to_freed(self, duration_ns: int) -> None:
         """An engine that was done before it was asked has freed the blocks earlier still: that counts as 0."""
