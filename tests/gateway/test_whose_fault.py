@@ -115,6 +115,12 @@ def test_what_was_asked_for_is_not_there(error, whose, path):
     assert bare.whose is whose
 
 
+@pytest.mark.parametrize("told", [{"detail": "no such response"}, {"error": "not found"}, {"message": "not found"}])
+def test_a_response_that_is_no_longer_kept_takes_its_path_from_nobody(told):
+    assert verdict(404, told, path=RESPONSES).whose is Whose.REQUEST
+    assert verdict(404, {"detail": "Not Found"}, path=RESPONSES).whose is Whose.PATH
+
+
 def test_a_model_that_is_told_of_in_words_alone():
     assert verdict(404, {"error": "model 'x' not found, try pulling it first"}).whose is Whose.MODEL
 
@@ -252,6 +258,19 @@ def test_one_that_says_that_its_key_is_used_up_pauses_for_all_at_once(tenants):
         assert len(one.asked) == 1
 
     one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_day"}}, "retry-after: 30"))
+    gateway_before({"one": one}, ask, PATIENT + tenants)
+
+
+def test_those_who_have_their_part_of_a_servers_queue_pause_nobody_else(tenants):
+    """A server that is told whose a request is refuses who has more than that, and takes the others' all the same."""
+
+    async def ask(app, gateway):
+        assert [(await asked(app, of(name))).code for name in "ab"] == ["queued_requests"] * 2
+        one.said = whole(200, WHOLE)
+        assert [(await asked(app, of(name))).status for name in "abc"] == [429, 429, 200]
+        assert not gateway.router.upstreams[0].breaker.is_busy(time.monotonic_ns())
+
+    one = Saying(whole(429, {"error": {"message": "x", "code": "queued_requests"}}, "retry-after: 30"))
     gateway_before({"one": one}, ask, PATIENT + tenants)
 
 

@@ -127,12 +127,15 @@ class Breaker:
     def _until_ns(self, now_ns: int) -> int:
         return now_ns + int(self.config.open_s * 1e9)
 
-    def note_busy(self, now_ns: int, retry_after_s: float | None, tenant: str = "") -> None:
-        """retry_after_s: None where it did not say. tenant: whom it may have been about; "" where it was about all."""
+    def note_busy(
+        self, now_ns: int, retry_after_s: float | None, tenant: str = "", *, is_for_one: bool = False
+    ) -> None:
+        """retry_after_s: None where it did not say. tenant: whom it may have been about; "" where it was about all.
+        is_for_one: whom it was about, whoever else meets it too."""
         asked_s = LEAST_BACKOFF_S if retry_after_s is None else retry_after_s
         until_ns = now_ns + int(min(asked_s, self.config.max_backoff_s) * 1e9)
         paused = {name: over_ns for name, over_ns in self._paused_until_ns.items() if over_ns > now_ns}
-        if not tenant or paused.keys() - {tenant}:
+        if not tenant or (paused.keys() - {tenant} and not is_for_one):
             self._busy_until_ns = max(self._busy_until_ns, until_ns)
         if tenant:
             paused[tenant] = max(until_ns, paused.get(tenant, 0))

@@ -12,6 +12,7 @@ from splittime.core.errors import NotFound
 
 NO_SUCH_MODEL = frozenset({"model_not_found", "deploymentnotfound"})
 NO_SUCH_MODEL_BEGINS = ("the model ", "model ", "model:")  # the last is Anthropic's
+NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
 STATUS_OF = {  # where a type stands for a status
     "invalid_request_error": 400,
     "badrequesterror": 400,
@@ -69,15 +70,18 @@ def event_error(data: bytes) -> ToldError | None:
     return told_error(decoded(data)) if b'"error"' in data else None
 
 
-def says_no_such_path(told: object) -> bool:
+def says_no_such_path(told: object, *, has_kept: bool = False) -> bool:
     """Returns whether a decoded 404 is about the path, not about what was asked for there: an API's own error is about
     a model, a file or a response, unless it is one of ours that names nothing. Who has no API there answers with a page
-    or with words: `{"detail": "Not Found"}` of FastAPI, `{"message": "no Route matched"}` of a proxy."""
+    or with words: `{"detail": "Not Found"}` of FastAPI, `{"message": "no Route matched"}` of a proxy. has_kept: an API
+    with things that are kept, of which words may be."""
     if not isinstance(told, dict):
         return True
     error, found = told.get("error"), refusal_of(told)
     if isinstance(error, dict):
         return error.get("code") == NotFound.code and not found.param
+    if has_kept:
+        return told == NO_SUCH_ROUTE
     return not (found.codes or found.param or found.names_a_model or told.get("object") == "error")
 
 

@@ -161,7 +161,8 @@ class Upstream:
             if breaker.is_open and not was_open:
                 log.warning("upstream %r is left alone: it fails again and again: %s", self.name, verdict.code)
         elif verdict.whose is Whose.BUSY:
-            breaker.note_busy(now_ns, verdict.pause_s, "" if verdict.is_for_all else tenant)
+            whom = "" if verdict.is_for_all else tenant
+            breaker.note_busy(now_ns, verdict.pause_s, whom, is_for_one=verdict.is_for_one)
         elif verdict.whose is Whose.NOBODY:
             breaker.note_success(now_ns, tenant)
             self.failing, self.is_key_refused = "", False

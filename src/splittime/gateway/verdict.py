@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.errors import RequestError, SplittimeError, UpstreamError
-from splittime.gateway.endpoints import ENDPOINTS, WITH_CHOICES
+from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
 from splittime.gateway.passed_answer import JSON, PassedAnswer, pause_of
 from splittime.gateway.told_error import ToldError, decoded, refusal_of, says_no_such_path, told_error
 from splittime.wire.sse import body_text
@@ -51,11 +51,11 @@ OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not me
         *("open_prefills", "request_too_large", "context_length_exceeded", "string_above_max_length"),
     }
 )
-OF_THE_UPSTREAM = frozenset(  # reasons that any request of this key meets
-    {"queued_requests", "queue_full", "shed", "upstreams_busy", "tokens_per_day", "tokens_per_month"}
-)
+# Reasons that any request of this key meets, and that of a server which is told whose each is, of his part of a queue.
+OF_THE_UPSTREAM = frozenset({"queue_full", "shed", "upstreams_busy", "tokens_per_day", "tokens_per_month"})
+OF_THE_TENANT = "queued_requests"
 OF_THE_KEY = OF_THE_UPSTREAM | {  # and these, but for what is left: one that is larger than that meets them alone
-    *("max_open_requests", "requests_per_minute", "tokens_per_minute")
+    *(OF_THE_TENANT, "max_open_requests", "requests_per_minute", "tokens_per_minute")
 }
 MAX_TOLD_BYTES = 64 * 1024  # of a refusal that is read
 MAX_CHECKED_BYTES = 2**20  # of an answer that is read through; of a longer one the ends are looked at
@@ -95,8 +95,8 @@ class AnswerVerdict(NamedTuple):
     """code: of a failure, in metrics and accounts; "" for an answer that is given. error: what the client is told if
     nobody does better; answer: what it has in its place, as the upstream said it. is_retryable: another upstream may be
     asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for; is_for_all: it
-    said that any request would meet it, not this tenant's alone. is_answered: it answered, so that the request may have
-    brought it about."""
+    said that any request would meet it, not this tenant's alone; is_for_one: that others need not, however many tenants
+    meet it. is_answered: it answered, so that the request may have brought it about."""
 
     whose: Whose
     code: str = ""
@@ -106,6 +106,7 @@ class AnswerVerdict(NamedTuple):
     is_passing: bool = False
     pause_s: float | None = None
     is_for_all: bool = False
+    is_for_one: bool = False
     is_answered: bool = False
 
     @property
@@ -156,12 +157,13 @@ def of_answer(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
     if not 400 <= status < 600:
         return bad_answer(asked, f"answered {status}")
     told = decoded(answer.body) if size <= MAX_TOLD_BYTES else None
-    if status == 404 and says_no_such_path(told):
+    if status == 404 and says_no_such_path(told, has_kept=asked.path == RESPONSES):
         whose = Whose.HEALTH if asked.has_choices else Whose.PATH
         return _refused(asked, answer, whose, is_told=isinstance(told, dict))
     refusal = refusal_of(told)
     verdict = _refused(asked, answer, _whose(asked, status, refusal), is_told=isinstance(told, dict))
-    return verdict._replace(is_for_all=bool(refusal.codes & OF_THE_UPSTREAM))
+    is_for_all, is_for_one = bool(refusal.codes & OF_THE_UPSTREAM), OF_THE_TENANT in refusal.codes
+    return verdict._replace(is_for_all=is_for_all, is_for_one=is_for_one)
 
 
 def _of_whole(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
