@@ -200,7 +200,7 @@ def test_the_clients_own_bound_pauses_nobody(header, said):
             told = await asked(app, {header: "5000"})
             assert told.status == 429
         assert len(one.asked) + len(two.asked) == 24  # each is asked once: another may have a shorter queue
-        assert gateway.retry_budget.used(time.monotonic_ns())[0] == 0
+        assert gateway.retry_budgets.used(time.monotonic_ns())[0] == 0
         at_ns = time.monotonic_ns()
         assert all(up.breaker.allows(at_ns) and up.breaker.is_well for up in gateway.router.upstreams)
         one.said = two.said = whole(200, WHOLE)
@@ -617,11 +617,32 @@ def test_a_stream_that_begins_closes_the_breaker_before_it_ends():
     gateway_before({"one": one}, ask, "[breaker]\nfailures = 1\n")
 
 
+def test_what_one_tenant_has_upstreams_fail_at_takes_no_retry_from_another(tenants):
+    async def ask(app, gateway):
+        for _ in range(3):
+            assert (await asked(app, of("a"), user="poison")).status == 500
+        assert not any(up.breaker.is_well for up in gateway.router.upstreams)  # so that no retry is free
+        assert gateway.retry_budgets.of("a").used(time.monotonic_ns()) == (1, 1.0)
+        told = await asked(app, of("b"), user="once")
+        assert (told.status, told.code) == (200, None)
+        assert gateway.retry_budgets.used(time.monotonic_ns()) == (2, 2.0)
+
+    def said(body):
+        if b"poison" in body:
+            return [whole(500, {"error": {"message": "x", "code": "c"}})]
+        fails.append(b"once" in body)
+        return [whole(503, {"error": {}}) if fails == [True] else whole(200, WHOLE)]
+
+    fails = list[bool]()
+    text = f"[retries]\nratio = 0.0\nspare = 1\npause_s = 0.0\n[breaker]\nfailures = 100\n{tenants}"
+    gateway_before({"one": Saying(said), "two": Saying(said)}, ask, text)
+
+
 def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
     """Leaving an upstream is free where nobody has an answer of it, and for one that answers; else retries count."""
 
     async def ask(app, gateway):
-        budget = gateway.retry_budget
+        budget = gateway.retry_budgets
         for _ in range(3):
             await asked(app)  # both fail: the first finds nothing against the second
         assert budget.num_taken == 1

@@ -49,10 +49,7 @@ MEANINGS = {
         UNCLEAR: "a usage error, or no run in the file",
         VOID: "with --slo: the run is VOID",
     },
-    "books": {
-        DONE: "shown",
-        UNCLEAR: "a usage error, no run in the file, or no such request in both books",
-    },
+    "books": {DONE: "shown", UNCLEAR: "a usage error, no run in the file, or no such request in both books"},
     "mock-server": {UNCLEAR: "a usage error, or the port is taken", INTERRUPTED: "Ctrl-C"},
 }
 

@@ -70,12 +70,10 @@ def doctor(
         str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
     ] = None,
     probe: Annotated[
-        bool,
-        typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle."),
+        bool, typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle.")
     ] = True,
     sizes: Annotated[
-        bool,
-        typer.Option("--sizes/--no-sizes", help="Replay the latest requests with each cure: what would it gain?"),
+        bool, typer.Option("--sizes/--no-sizes", help="Replay the latest requests with each cure: what would it gain?")
     ] = True,
     part: Annotated[
         str | None, typer.Option("--source", metavar="NAME", help="Of an incident with several: which, as server-1.")

@@ -35,8 +35,7 @@ Examples:
 @fails_clearly
 def explain(
     request_id: Annotated[
-        str | None,
-        typer.Argument(metavar="[REQUEST_ID]", help="The id in the response, or of one of its choices."),
+        str | None, typer.Argument(metavar="[REQUEST_ID]", help="The id in the response, or of one of its choices.")
     ] = None,
     slowest: Annotated[
         int | None, typer.Option("--slowest", metavar="N", min=1, max=100, help="The N slowest instead of an id.")

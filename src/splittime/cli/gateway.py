@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import (
-    gateway_books,
-    gateway_evaluate,
-    gateway_inventory,
-    gateway_versions,
-)
+from splittime.cli import gateway_books, gateway_evaluate, gateway_inventory, gateway_versions
 from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 

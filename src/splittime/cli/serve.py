@@ -128,11 +128,7 @@ async def _serve(
 
 
 def _application(
-    config: ServerConfig,
-    folder: Path,
-    client: "ProcessClient",
-    ledger: "Ledger",
-    timeline: StartTimeline,
+    config: ServerConfig, folder: Path, client: "ProcessClient", ledger: "Ledger", timeline: StartTimeline
 ) -> "App":
     """Made while the engine process imports torch."""
     from splittime.drive.host_time import importing

@@ -66,8 +66,7 @@ def simulate(
         int | None, typer.Option("--num-blocks", metavar="N", min=1, help="Blocks of the KV cache.")
     ] = None,
     long_prefill_token_threshold: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Tokens of a long prompt in a step, of vLLM's ledgers alone."),
+        int | None, typer.Option(metavar="N", min=0, help="Tokens of a long prompt in a step, of vLLM's ledgers alone.")
     ] = None,
     speed: Annotated[
         float, typer.Option("--speed", metavar="X", min=0.01, max=100, help="Requests come X times as fast.")

@@ -137,8 +137,8 @@ class RetryConfig(Strictly, frozen=True, kw_only=True):
     """`[retries]`: only before an answer's first byte."""
 
     max_attempts: Annotated[int, Doc("Attempts of one request, the first included.", 1, 10)] = 3
-    ratio: Annotated[float, Doc("Retries of the window, as a share of its requests.", 0, 1)] = 0.1
-    spare: Annotated[int, Doc("Retries of the window beyond that share, for a quiet gateway.", 0)] = 1
+    ratio: Annotated[float, Doc("A tenant's retries of the window, as a share of its requests.", 0, 1)] = 0.1
+    spare: Annotated[int, Doc("Retries of the window beyond that share, of each tenant.", 0)] = 1
     window_s: Annotated[float, Doc("The length of the window.", 1, 3600)] = 60.0
     pause_s: Annotated[float, Doc("The longest pause before the second attempt; doubles with each.", 0, 60)] = 0.05
 

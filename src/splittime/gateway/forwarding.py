@@ -75,7 +75,7 @@ class Forwarding:
 
     async def run(self, request: ForwardedRequest) -> None:
         """Raises what the client must be told where no attempt was answered."""
-        self._gateway.retry_budget.note_request(now_ns())
+        self._gateway.retry_budgets.of(self._tenant).note_request(now_ns())
         if self._gateway.lint is not None and request.is_written:
             self._gateway.lint.note(request)
         request = await self._turn.begin(request)
@@ -178,7 +178,7 @@ class Forwarding:
         if (not others and not failure.verdict.is_passing) or (whose is Whose.REQUEST and num_attempts > 1):
             return False
         is_failover = failure.is_outright and any(one.breaker.is_well for one in others)
-        return gateway.retry_budget.may_retry(
+        return gateway.retry_budgets.of(self._tenant).may_retry(
             num_attempts,
             at_ns,
             self._account.deadline_ns,
@@ -237,7 +237,7 @@ class Forwarding:
         routed = gateway.queue.place_now(*asked, is_charged=False, answers=answers)
         if routed is None:
             return None
-        if not gateway.retry_budget.take(at_ns):
+        if not gateway.retry_budgets.of(self._tenant).take(at_ns):
             gateway.queue.give_back(routed, self._tenant, request.tokens)
             return None
         try:

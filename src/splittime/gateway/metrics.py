@@ -204,7 +204,7 @@ class GatewayMetrics(Collector):
         return {
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
             "splittime_gateway_spans_total": self._spans(),
-            "splittime_gateway_retries_total": {(): self.gateway.retry_budget.num_taken},
+            "splittime_gateway_retries_total": {(): self.gateway.retry_budgets.num_taken},
             "splittime_gateway_tied_total": {(name,): count for name, count in self.gateway.tied.results.items()},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},

@@ -1,8 +1,9 @@
-"""How many retries there may be: a share of the requests of the latest window, and a few for a quiet gateway.
+"""How many retries a tenant may have: a share of its requests of the latest window, and a few where they are few.
 
 Without a bound every retry is one more request for upstreams that fail because they have too many. What is no such
 request is free (`forwarding`): one that goes on with a stream, as an upstream that dies has done its part of the work,
 and all its streams break off at once; and one that leaves an upstream that answers nobody for one that answers.
+Tenants have budgets of their own: what one's requests make upstreams fail at takes no retry from another's.
 """
 
 from collections import deque
@@ -71,6 +72,26 @@ class RetryBudget:
         if not self._parts or self._parts[-1][0] != number:
             self._parts.append([number, 0, 0])
         return self._parts[-1]
+
+
+class RetryBudgets:
+    """The budgets of all tenants. num_taken: of all, as of one."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._by_tenant: dict[str, RetryBudget] = {}
+
+    def of(self, tenant: str) -> RetryBudget:
+        return self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, RetryBudget(self._config))
+
+    @property
+    def num_taken(self) -> int:
+        return sum(one.num_taken for one in self._by_tenant.values())
+
+    def used(self, now_ns: int) -> tuple[int, float]:
+        """Returns the retries of the window, and how many it allows."""
+        each = [one.used(now_ns) for one in self._by_tenant.values()]
+        return sum(used for used, _ in each), sum(allowed for _, allowed in each)
 
 
 def longest_pause_s(config: RetryConfig, num_attempts: int) -> float:

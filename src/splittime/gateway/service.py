@@ -27,7 +27,7 @@ from splittime.gateway.metrics import GatewayMetrics
 from splittime.gateway.page.paths import PageAnswers
 from splittime.gateway.queue_polls import QueuePolls
 from splittime.gateway.responses.held import HeldResponses
-from splittime.gateway.retry_budget import RetryBudget
+from splittime.gateway.retry_budget import RetryBudgets
 from splittime.gateway.routing.affinity import PrefixAffinity
 from splittime.gateway.routing.difficulty import DifficultyRouting
 from splittime.gateway.routing.measured import upstream_stats
@@ -97,7 +97,7 @@ class GatewayService:
         self.router = Router(upstreams, pools=self.policy.pools, affinity=self.affinity, regions=regions)
         self.queue = FairQueue(config.queue, self.router, {tenant.name: tenant.weight for tenant in config.tenant})
         self.ladder = Ladder(config.degradation, self.queue.longest_wait_ns)
-        self.retry_budget, self.tied = self._retries(before)
+        self.retry_budgets, self.tied = self._retries(before)
         self._queue_polls = QueuePolls(self.router.upstreams, self._on_room)
         self._health_checks = HealthChecks(self.router.upstreams, self._on_room)
         if before is None:
@@ -109,12 +109,12 @@ class GatewayService:
             upstream.round_trip = self.round_trips.of(upstream.address.host, upstream.address.port)
         self.page_answers = PageAnswers(self)
 
-    def _retries(self, before: "GatewayService | None") -> tuple[RetryBudget, TiedRequests]:
+    def _retries(self, before: "GatewayService | None") -> tuple[RetryBudgets, TiedRequests]:
         """Returns what counts attempts beyond the first: that of the version before, where its config is the same."""
         config = self.config
         if before is None:
-            return RetryBudget(config.retries), TiedRequests(config.tied, None)
-        budget = before.retry_budget if before.config.retries == config.retries else RetryBudget(config.retries)
+            return RetryBudgets(config.retries), TiedRequests(config.tied, None)
+        budget = before.retry_budgets if before.config.retries == config.retries else RetryBudgets(config.retries)
         has_same_tied = before.config.tied == config.tied
         return budget, before.tied if has_same_tied else TiedRequests(config.tied, before.tied.results)
 
@@ -268,7 +268,7 @@ class GatewayService:
             "policy": self.policy.version,
             "config": self.version,
             "queue": {"requests": self.waiting[0], "tokens": self.waiting[1]},
-            "retries": self.retry_budget.num_taken,
+            "retries": self.retry_budgets.num_taken,
             "tied": dict(self.tied.results),
             "affinity": dict(self.affinity.results),
             "degradation": [stage.name for stage in self.ladder.stages[: self.ladder.observe(at_ns)]],

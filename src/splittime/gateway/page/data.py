@@ -37,7 +37,7 @@ def key_of(stage: Stage, cause: Cause | None) -> str:
 
 def state_now(gateway: "GatewayService", at_ns: int) -> dict[str, Any]:
     """Returns how things are at this instant; to be called in the event loop."""
-    retries, allowed = gateway.retry_budget.used(at_ns)
+    retries, allowed = gateway.retry_budgets.used(at_ns)
     return {
         **gateway.stats(),
         "models": len(gateway.policy.names),

@@ -95,11 +95,7 @@ class PagedPlan(AttentionPlan):
 
 
 def plan(
-    batch: AttentionBatch,
-    shape: KvShape,
-    window_tokens: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    batch: AttentionBatch, shape: KvShape, window_tokens: int | None, dtype: torch.dtype, device: torch.device
 ) -> PagedPlan:
     """The plan of one step whose batch is on the host. dtype: of the activations."""
     check(shape, dtype)

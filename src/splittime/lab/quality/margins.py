@@ -93,10 +93,7 @@ RULES = {
         *("right answers, difference", False, "share"),
         "two questions of a hundred: less is hardly told apart with the thousand questions that sets have",
     ),
-    "needle": MarginRule(
-        *("needle, log-probability", False, "nats"),
-        "0.1 nats is a tenth of the token's probability",
-    ),
+    "needle": MarginRule(*("needle, log-probability", False, "nats"), "0.1 nats is a tenth of the token's probability"),
 }
 
 

@@ -137,12 +137,7 @@ def _scheme(settings: QuantizeSettings, scheme: str) -> dict[str, Any]:
     weights = _arguments(settings.bits or 0, kind, "channel" if is_whole else "group", is_dynamic=False)
     weights["group_size"] = None if is_whole else settings.group_size
     activations = _arguments(8, kind, "token", is_dynamic=True) if scheme in ("w8a8", "fp8") else None
-    return {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": activations,
-        "output_activations": None,
-    }
+    return {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
 
 
 def _arguments(bits: int, kind: str, strategy: str, is_dynamic: bool) -> dict[str, Any]:
