@@ -15,7 +15,7 @@ import click
 import msgspec
 import typer
 
-from splittime.api.foreign import OF_SERVERS, UNSUPPORTED, WAYS_OUT
+from splittime.api.foreign import HINTS, UNSUPPORTED, WAYS_OUT
 from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
@@ -72,6 +72,31 @@ def stages_page() -> str:
     )
 
 
+OF_SERVERS = {  # what their APIs add to OpenAI's
+    "vLLM": (
+        *("best_of", "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids"),
+        *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "detokenize"),
+        *("spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids"),
+        *("bad_words", "echo", "suffix", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("documents", "chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "priority", "request_id", "logits_processors"),
+        *("return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs"),
+        *("include_reasoning", "thinking_token_budget", "prompt_embeds"),
+    ),
+    "llama.cpp": (
+        *("dynatemp_range", "dynatemp_exponent", "top_k", "min_p", "n_predict", "n_indent", "n_keep", "typical_p"),
+        *("repeat_penalty", "repeat_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
+        *("dry_penalty_last_n", "dry_sequence_breakers", "xtc_probability", "xtc_threshold", "top_n_sigma"),
+        *("mirostat", "mirostat_tau", "mirostat_eta", "grammar", "json_schema", "ignore_eos", "logit_bias"),
+        *("n_probs", "min_keep", "t_max_predict_ms", "id_slot", "cache_prompt", "return_tokens", "samplers"),
+        *("timings_per_token", "return_progress", "post_sampling_probs", "response_fields", "lora"),
+        *("input_prefix", "input_suffix", "input_extra", "image_data", "chat_template_kwargs"),
+        *("reasoning_format", "parse_tool_calls"),
+    ),
+}
+
+
 def fields_page() -> str:
     """Each body's fields with what the server does with it, from the description that `/openapi.json` gives."""
     schemas = document(BodyLimits())["components"]["schemas"]
@@ -84,10 +109,13 @@ def fields_page() -> str:
         parts.append(f"## {name}\n\n" + _table(("field", "type", "treatment", "meaning"), rows))
     return (
         "# Fields of the API\n\n"
-        "The server refuses an unknown field by name. The column *treatment* says what it does with a known one:\n\n"
+        "The server takes a body with an unknown field. A notice says that the field has no effect: the header "
+        "`x-splittime-notice`, and `notices` in the answer. A field that is null where a value is meant is absent. "
+        "`--strict` refuses unknown fields. The column *treatment* says what becomes of a known one:\n\n"
         "* *honoured*: the field does what its meaning says.\n"
         "* *no effect*: the server accepts the field, because ordinary clients send it and nobody misses what it would "
         "do. `--strict` refuses it.\n"
+        "* *hint*: the server accepts any value, and a notice says that it has no effect. `--strict` refuses it.\n"
         "* *refused*: the server accepts only the value that changes nothing.\n\n"
         "A running server describes itself, with its model's limits, at `/docs` and `/openapi.json`.\n\n"
         + "\n".join(parts)
@@ -104,8 +132,8 @@ def foreign_fields_page() -> str:
     ]
     return (
         "# Fields of other servers\n\nWhat this server does with the fields that vLLM's and llama.cpp's APIs add to "
-        "OpenAI's. *Honoured* fields mean what they mean there; a *refused* one gets a 400 that names it, unless its "
-        "value changes nothing.\n\n" + "\n".join(parts)
+        "OpenAI's. *Honoured* fields mean what they mean there. A *hint* is taken with a notice. A *refused* one gets "
+        "a 400 that names it, unless its value changes nothing.\n\n" + "\n".join(parts)
     )
 
 
@@ -116,6 +144,8 @@ def _foreign(name: str, schema: dict[str, Any] | None) -> tuple[str, ...]:
         return f"`{name}`", _treatment(schema), words
     if schema is not None and name in ("echo", "add_special_tokens"):
         return f"`{name}`", "in part", UNSUPPORTED[name]
+    if name in HINTS:
+        return f"`{name}`", "hint", HINTS[name]
     return f"`{name}`", "refused", UNSUPPORTED.get(name) or WAYS_OUT[name]
 
 

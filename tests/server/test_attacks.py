@@ -151,7 +151,7 @@ def test_numbers_beyond_64_bits_are_refused_and_can_be_shown(launch) -> None:
 def test_an_error_keeps_little_of_what_was_sent(launch, body: dict) -> None:
     """The ledger remembers thousands of them."""
     server = launch()
-    assert server.post("/v1/completions", body)[0] in (400, 404)
+    assert server.post("/v1/completions", body)[0] == (404 if "model" in body else 200)
     (account,) = server.ledger.accounts()
     assert len(msgspec.json.encode(account)) < 10_000
 

@@ -1,6 +1,7 @@
 """What a body may cost the event loop: its objects and lists are bounded, ids are counted before they are looked at,
 and long answers are written elsewhere."""
 
+import difflib
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from splittime.api import decode, given_prompts
 from splittime.api.json_shape import JsonShape
+from splittime.api.lenient import MAX_PLACE_CHARS
 from splittime.api.schema import MAX_DETOKENIZED
 from splittime.core.errors import RequestError
 
@@ -279,10 +281,13 @@ def test_a_float_is_the_whole_number_that_it_is(launch) -> None:
 def test_nothing_like_a_long_name_is_looked_for(launch, monkeypatch) -> None:
     """The search for it took half a second for a name of 4 MB."""
     looked_for = []
-    monkeypatch.setattr(decode.difflib, "get_close_matches", lambda name, *_, **__: looked_for.append(name) or [])
-    status, _, answer = launch().post("/v1/completions", {"x" * 100_000: 1})
-    assert (status, answer["error"]["code"]) == (400, "unknown_field")
-    assert looked_for == ["x" * decode.MAX_NAME_CHARS]
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: looked_for.append(name) or [])
+    for is_strict, longest in ((False, MAX_PLACE_CHARS), (True, decode.MAX_NAME_CHARS)):
+        status, _, answer = launch(config={"strict": is_strict}).post(
+            "/v1/completions", {"prompt": "x", "x" * 100_000: 1}
+        )
+        assert (status, answer.get("error", {}).get("code")) == ((400, "unknown_field") if is_strict else (200, None))
+        assert looked_for.pop() == "x" * longest
 
 
 def test_a_long_text_full_of_brackets_is_no_such_body(launch) -> None:

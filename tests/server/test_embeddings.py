@@ -117,7 +117,6 @@ def test_a_size_that_the_model_does_not_allow(launch, pooling: dict, dimensions:
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
         ({"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "1 to 64"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 to 64"),
-        ({"input": "a", "stream": True}, "stream", "no such field"),
         ({"input": "a", "model": "other"}, "model", "no model"),
         ({}, "input", "missing"),
     ],

@@ -1,10 +1,17 @@
 """What ordinary clients send without expecting anything from it is taken; `--strict` refuses it by name."""
 
+import msgspec
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from splittime.api.foreign import UNSUPPORTED
+from splittime.api.decode import decode_body
+from splittime.api.foreign import UNSUPPORTED, WAYS_OUT
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
+from splittime.api.schema import ChatBody, Message
 from splittime.server.config import ServerConfig
+from splittime.text.chat_template import ChatTemplate
 
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
@@ -30,17 +37,14 @@ NEUTRAL = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False,
-    "detokenize": True,
     "return_tokens_as_token_ids": False,
     "best_of": 1,
-    "cache_prompt": True,
     "repeat_penalty": 1.0,
     "mirostat": 0,
     "typical_p": 1.0,
     "dynatemp_range": 0.0,
     "xtc_probability": 0.0,
     "dry_multiplier": 0.0,
-    "timings_per_token": False,
 }
 ABSENT = {
     **dict.fromkeys(("truncate_prompt_tokens", "guided_json", "guided_regex", "guided_choice", "guided_grammar")),
@@ -99,10 +103,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("best_of", "mirostat"), 2),
     **dict.fromkeys(("repeat_penalty", "typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
     **dict.fromkeys(("prompt_logprobs", "n_predict"), 7),
-    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), "a"),
-    **{key: {"a": "b"} for key in ("kv_transfer_params", "vllm_xargs")},
-    **{key: ["a"] for key in ("logits_processors",)},
-    "request_id": "mine",
+    "logits_processors": ["a"],
 }
 del OTHER_VALUES["spaces_between_special_tokens"]  # between what is left out
 OTHER_VALUES_OF_CHATS = {
@@ -110,7 +111,6 @@ OTHER_VALUES_OF_CHATS = {
     "add_special_tokens": True,
     "chat_template": "{{ 1 }}",
     "documents": [{}],
-    "mm_processor_kwargs": {"a": 1},
 }
 
 
@@ -129,10 +129,123 @@ def test_a_value_that_would_change_something_is_refused_with_the_way_out(live, p
     assert error["message"].partition(": ")[2] == UNSUPPORTED[name]
 
 
-def test_an_earlier_answer_may_be_sent_back_as_other_servers_wrote_it(live) -> None:
-    earlier = {"role": "assistant", "content": "y", "tool_calls": [], "refusal": None, "annotations": []}
-    status, _, answer = live.post("/v1/chat/completions", {"messages": [*USER, earlier, *USER]})
+HINTS = {
+    "detokenize": False,
+    "cache_prompt": False,
+    "timings_per_token": True,
+    "guided_decoding_backend": "a",
+    "guided_whitespace_pattern": "a",
+    "kv_transfer_params": {"a": "b"},
+    "vllm_xargs": {"a": "b"},
+    "request_id": "mine",
+    "store": True,
+    "id_slot": 3,  # a field of llama.cpp's that no body of ours has
+    "max_token": 4,
+    "clothing": {"hat": 1},
+}
+HINTS_OF_CHATS = {
+    "mm_processor_kwargs": {"a": 1},
+    "verbosity": "low",
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {"user_location": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        *(("/v1/completions", *pair) for pair in HINTS.items()),
+        *(("/v1/chat/completions", *pair) for pair in {**HINTS, **HINTS_OF_CHATS}.items()),
+    ],
+)
+def test_a_hint_and_an_unknown_field_are_taken_with_a_notice_unless_strict(live, path, name, value) -> None:
+    prompt = {"messages": USER} if path.endswith("chat/completions") else {"prompt": "x"}
+    status, headers, answer = live.post(path, {**prompt, name: value})
+    if live.config.strict:
+        assert (status, answer["error"]["param"]) == (400, name)
+        return
+    (told,) = answer["notices"]
+    assert headers["x-splittime-notice"] == told
+    assert told.startswith(f"{name} has no effect: ")
+    assert ("did you mean max_tokens?" in told) == (name == "max_token")
+    assert live.post(path, {**prompt, name: None})[2].get("notices") is None
+
+
+def test_many_unknown_fields_are_told_of_by_their_number_and_odd_names_in_plain_letters(launch) -> None:
+    odd = {"a\r\nset-cookie: b": 1, "\u00e9" * 200: 1, **{f"field{number}": 1 for number in range(20)}}
+    status, headers, answer = launch().post("/v1/completions", {"prompt": "x", **odd})
+    assert (status, len(answer["notices"]), "set-cookie" in headers) == (200, 9, False)
+    assert answer["notices"][0].startswith("a??set-cookie??b has no effect: there is no such field here")
+    assert answer["notices"][-1] == "14 more fields have no effect"
+
+
+def test_an_earlier_answer_may_be_sent_back_as_other_servers_wrote_it(launch) -> None:
+    live = launch()
+    function = {"name": "f", "arguments": {"a": 1}}
+    earlier = {
+        **{"role": "assistant", "content": "y", "refusal": None, "annotations": [], "thinking_blocks": []},
+        **{"provider_specific_fields": {"refusal": None}, "reasoning_details": [{"type": "reasoning.text"}]},
+        "tool_calls": [{"id": "c", "function": function, "index": 0, "caller": {"type": "direct"}}],
+    }
+    status, _, answer = live.post("/v1/chat/completions", {"messages": [*USER, earlier, earlier, *USER]})
     assert status == 200, answer
+    assert [told.partition(" has")[0] for told in answer["notices"]] == [
+        *("messages[].provider_specific_fields", "messages[].reasoning_details", "messages[].tool_calls[].caller"),
+    ]
+
+
+EXTRA = st.dictionaries(st.text(min_size=1), st.integers() | st.none() | st.lists(st.text()), max_size=3)
+
+
+@given(EXTRA, EXTRA, EXTRA)
+def test_what_is_unknown_changes_nothing_of_what_is_known(body: dict, message: dict, part: dict) -> None:
+    known = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "seed": 1, "tools": []}
+    content = [{**part, "type": "text", "text": "x"}]
+    given = {**body, "messages": [{**message, "role": "user", "content": content}], "seed": 1.0, "tools": []}
+    names = {*ChatBody.__struct_fields__, *Message.__struct_fields__, *WAYS_OUT, "type", "text", "cache_control"}
+    assume(not names.intersection((*body, *message, *part)))
+    ignored = Ignored()
+    read = decode_body(msgspec.json.encode(given), ChatBody, ignored)
+    assert read == decode_body(msgspec.json.encode(known), ChatBody, Ignored())
+    values = [value for extra in (body, message, part) for value in extra.values()]
+    assert bool(ignored.notices()) == any(value not in (None, []) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"), [("", {}), ('{"a": 1', {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("3", 3)]
+)
+def test_arguments_of_an_earlier_call_become_an_object(arguments: object, read: object) -> None:
+    body = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+    (message,) = decode_body(msgspec.json.encode(body), ChatBody).messages
+    assert message.to_template()["tool_calls"][0]["function"]["arguments"] == read
+
+
+def test_what_a_model_refused_or_thought_by_another_name_is_part_of_the_conversation() -> None:
+    body = {
+        "messages": [{"role": "assistant", "refusal": "no"}, {"role": "assistant", "content": "y", "reasoning": "b"}]
+    }
+    told = [message.to_template() for message in decode_body(msgspec.json.encode(body), ChatBody).messages]
+    assert told == [
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": "y", "reasoning_content": "b"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages %}[{{ m.role }}]{% endfor %}", "system"),
+        ("{# developer #}{% for m in messages %}[{{ m.role }}]{% endfor %}", "developer"),
+    ],
+)
+def test_a_developer_is_the_system_where_the_template_knows_none(template: str, role: str) -> None:
+    rendered = ChatTemplate(template, {}).render([{"role": "developer", "content": "x"}, *USER])
+    assert rendered == f"[{role}][user]"
+
+
+def test_a_template_may_put_messages_behind_a_list() -> None:
+    template = "{% for m in [{'role': 'system'}] + messages %}{{ m.role }} {% endfor %}"
+    assert ChatTemplate(template, {}).render(tuple(USER)) == "system user "
 
 
 def test_reasoning_reaches_the_template_and_only_there(live) -> None:

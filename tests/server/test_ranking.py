@@ -91,7 +91,7 @@ def test_scores_of_pairs(live: LiveServer, text_1: object, text_2: object, pairs
         ("rerank", {"query": "q", "documents": []}, "documents", "length"),
         ("rerank", {"query": "q", "documents": ["a"] * 129}, "documents", "129 texts, more than 128"),
         ("rerank", {"documents": ["a"]}, "query", "missing"),
-        ("rerank", {"query": "q", "documents": ["a"], "rank_fields": []}, "rank_fields", "no such field"),
+        ("rerank", {"query": "q", "documents": ["a"], "rank_fields": ["a"]}, "rank_fields", "no such field"),
         ("rerank", {"query": "q", "documents": ["a"], "model": "x"}, "model", "no model"),
         ("rerank", {"query": "q", "documents": ["a" * 5000]}, "documents", "at most 4096"),
         ("rerank", {"query": "q", "documents": ["a", "a" * 5000]}, "documents[1]", "at most 4096"),

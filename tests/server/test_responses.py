@@ -380,33 +380,65 @@ for _ in range(70):
     DEEP = {"not": DEEP}
 IMAGE = {"type": "input_image", "image_url": "x"}
 GAVE = {"type": "function_call_output", "call_id": "c", "output": ""}
+TAKEN = [
+    ({"include": ["reasoning.encrypted_content"]}, ["include"]),
+    ({"truncation": "auto"}, ["truncation"]),
+    ({"truncation": "disabled", "client_metadata": {}, "max_tool_calls": None}, []),
+    ({"client_metadata": {"thread_id": "x"}}, ["client_metadata"]),
+    ({"max_tool_calls": 3}, ["max_tool_calls"]),
+    ({"stream_options": None, "text": {"verbosity": "low"}}, ["text.verbosity"]),
+    ({"text": {"verbosity": "medium"}, "context_management": []}, []),
+    ({"context_management": [{"type": "compaction"}]}, ["context_management"]),
+    ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, ["tools[0]"]),
+    ({"reasoning": {"effort": "low", "summary": "detailed"}}, ["reasoning.summary"]),
+    ({"reasoning": {"effort": "low", "summary": "auto"}, "seed": 1, "stop": ["q"], "top_k": 3}, []),
+    ({"input": [{"role": "user", "content": "a", "extra": 1}]}, ["input[0].extra"]),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}, {"role": "user", "content": "a"}]}, []),
+]
+
+
+@pytest.mark.parametrize(("more", "told"), TAKEN, ids=[str(more)[:40] for more, _ in TAKEN])
+def test_what_changes_no_answer_is_taken_and_told(live: LiveServer, more: dict, told: list[str]) -> None:
+    status, headers, answer = post(live, {**PLAIN, **more})
+    assert status == 200, answer
+    assert ([headers["x-splittime-notice"].partition(" has")[0]] if "x-splittime-notice" in headers else []) == told
+
+
+def test_functions_of_a_namespace_are_offered_and_tools_of_others_are_not() -> None:
+    live = start("ok")
+    try:
+        inner = {"type": "namespace", "name": "n", "tools": [TOOL, {"type": "custom", "name": "c"}]}
+        asked = ask(live, tools=[inner, {**TOOL, "name": "g"}, {"type": "local_shell"}], reasoning={"effort": "high"})
+        assert [each["name"] for each in asked["tools"]] == ["f", "g"]
+        assert '"f"' in prompt(live)
+        assert "local_shell" not in prompt(live)
+        assert asked["reasoning"] == {"effort": "high", "summary": None}
+    finally:
+        live.stop()
+
+
+def test_a_summary_stands_for_reasoning_that_another_server_kept() -> None:
+    item = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]}
+    assert chat_of(item) == [{"role": "assistant", "content": None, "reasoning_content": "s"}]
+
+
+MCP = {"type": "mcp", "server_label": "x"}
 REFUSED = [
     ({"background": True}, "background", "stream it"),
-    ({"include": ["reasoning.encrypted_content"]}, "include", "/v1/chat/completions"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "chat_template_kwargs"),
-    ({"truncation": "auto"}, "truncation", "fewer items"),
     ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
     ({"prompt": {"id": "p"}}, "prompt", "instructions"),
-    ({"max_tool_calls": 3}, "max_tool_calls", "parallel_tool_calls"),
     ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "padded"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "instructions"),
-    ({"context_management": [{"type": "compaction"}]}, "context_management", "fewer items"),
-    ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type", "as a function"),
-    ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "as a function"),
+    ({"tools": [TOOL, MCP], "tool_choice": "required"}, "tools[1].type", "as a function"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
     ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "object"),
     ({"tools": [{**TOOL, "parameters": LARGE}]}, "tools", "write such a number as a text"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "required"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "leave"),
-    ({"input": [{"type": "reasoning", "summary": [{"type": "summary_text"}]}]}, "input[0].summary", "summed up"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "function_call"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text", "str"),
-    ({"input": [{"role": "user", "content": "a", "extra": 1}]}, "input[0].extra", "no such field"),
     ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "critic"),
     ({"input": [GAVE]}, "input[0].call_id", "before its output"),
     ({"input": []}, "input", "length"),
@@ -415,7 +447,6 @@ REFUSED = [
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),
     ({"input": "x" * 5000}, "input", "context"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP}}}, "text.format.schema", "deeper"),
-    ({"seed": 1}, "seed", "no such field"),
     ({"temperature": 300}, "temperature", "300"),
 ]  # fmt: skip
 

@@ -31,6 +31,20 @@ def test_what_is_too_large_is_refused_with_the_limit(make, limit: int) -> None:
     assert "here" in str(refused.value)
 
 
+def test_annotations_of_a_schema_hold_nobody_and_names_of_properties_are_none() -> None:
+    named = {"format": {"type": "string", "format": "starts_with"}, "propertyNames": {"format": "date"}}
+    given = {
+        **{"properties": named, "propertyNames": {"type": "string"}, "enum": [{"format": "jwt"}]},
+        **{"anyOf": [{"format": "base64"}, {"propertyNames": {"pattern": "a"}}], "format": "binary"},
+    }
+    (made,) = json.loads(grammars.of_json_schema(given, "here"))["grammars"]
+    assert {name: value for name, value in made["json_schema"].items() if name != "x-guidance"} == {
+        "properties": {"format": {"type": "string"}, "propertyNames": {"format": "date"}},
+        "enum": [{"format": "jwt"}],
+        "anyOf": [{}, {"propertyNames": {"pattern": "a"}}],
+    }
+
+
 def test_the_largest_are_taken() -> None:
     grammars.of_json_schema(nested(64), "here")
     grammars.of_json_schema({"enum": json.loads("[" * 63 + "]" * 63)}, "here")

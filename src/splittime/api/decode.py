@@ -14,13 +14,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
 from splittime.api.foreign import UNSUPPORTED, WAYS_OUT
 from splittime.api.json_shape import SHORT_NUMBER_BYTES, JsonShape, exponents_at_most
+from splittime.api.lenient import Ignored, note_hints, taken, without_effect
 from splittime.api.schema import Strict
 from splittime.core.errors import RequestError
 
@@ -47,39 +47,49 @@ _PLACE = re.compile(r"(?: - at `\$([^`]*)`)?$")
 _AT_PATH = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 
 
-def decode_body(body: bytes, kind: type[Body], *, is_strict: bool = False) -> Body:
-    """The body as a value, or a `RequestError` that names the field. is_strict: a field that has no effect is refused,
-    so that nobody believes in one that it does not have."""
-    value = _decoded(body, kind)
-    if is_strict:
-        _refuse_without_effect(value)
-    return value
+def decode_body(body: bytes, kind: type[Body], ignored: Ignored | None = None) -> Body:
+    """The body as a value, or a `RequestError` that names the field. ignored: notes the fields that have no effect;
+    None: they are refused, so that nobody believes in one that it does not have."""
+    return _effective(_decoded(body, kind, ignored), ignored)
 
 
-def convert_part(value: Any, kind: type[Body], at: str, *, is_strict: bool = False) -> Body:
+def convert_part(value: Any, kind: type[Body], at: str, ignored: Ignored | None = None) -> Body:
     """Returns a part of a body, which has been read as plain values, as a value of its class. at: its place in the
     body; "" for the whole. Raises `RequestError` as `decode_body` does."""
     try:
-        part = msgspec.convert(value, kind)
+        try:
+            part = msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            if ignored is None:
+                raise
+            part = msgspec.convert(taken(value, kind, ignored, at), kind)
     except msgspec.ValidationError as error:
         place = f".{at}" if at else ""
         said = _PLACE.sub(lambda found: f" - at `${place}{found[1] or ''}`", str(error), count=1)
         raise _refusal(said, kind) from error
-    if is_strict:
-        _refuse_without_effect(part, at)
-    return part
+    return _effective(part, ignored, at)
 
 
-def _decoded(body: bytes, kind: type[Body]) -> Body:
+def _effective(value: Body, ignored: Ignored | None, at: str = "") -> Body:
+    if ignored is not None:
+        note_hints(value, ignored, at)
+    elif (path := without_effect(value, at)) is not None:
+        said, hint = f"{path} has no effect here", "leave it out, or start the server without --strict"
+        raise RequestError(said, code="unsupported_field", param=path, hint=hint)
+    return value
+
+
+def _decoded(body: bytes, kind: type[Body], ignored: Ignored | None) -> Body:
     """To JSON 2.0 and 2 are one number, and a client's language may have but floats: one that stands where a whole
     number belongs is read as that."""
     try:
         try:
             return decode_once(body, kind)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if ignored is None and "got `float`" not in str(error):
                 raise
-        return msgspec.convert(_with_whole_numbers(body), kind)
+        plain = _with_whole_numbers(body)
+        return msgspec.convert(plain if ignored is None else taken(plain, kind, ignored), kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -230,40 +240,3 @@ def _meant(name: str, kind: type[Strict]) -> str:
 
 def _join(path: str | None, name: str) -> str:
     return f"{path.lstrip('.')}.{name}" if path else name
-
-
-def _refuse_without_effect(body: msgspec.Struct, at: str = "") -> None:
-    """Raises `RequestError` naming the first field of the body, at any depth, that is given and has no effect."""
-    for path in _given_without_effect(body, at):
-        raise RequestError(
-            f"{path} has no effect here",
-            code="unsupported_field",
-            param=path,
-            hint="leave it out, or start the server without --strict",
-        )
-
-
-def _given_without_effect(value: object, path: str) -> Iterator[str]:
-    if isinstance(value, list):
-        for index, entry in enumerate(value):
-            yield from _given_without_effect(entry, f"{path}[{index}]")
-    if not isinstance(value, msgspec.Struct):
-        return
-    for name in value.__struct_fields__:
-        given, at = getattr(value, name), f"{path}.{name}".lstrip(".")
-        if name in _without_effect(type(value)):
-            if given is not None:
-                yield at
-        else:
-            yield from _given_without_effect(given, at)
-
-
-@cache
-def _without_effect(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Returns the names of the fields of this class that are declared to have no effect."""
-    hints = get_type_hints(kind, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if any(map(_is_marked, getattr(hint, "__metadata__", ()))))
-
-
-def _is_marked(meta: object) -> bool:
-    return isinstance(meta, msgspec.Meta) and (meta.extra_json_schema or {}).get("x-effect") == "none"

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from splittime.api.lenient import Ignored
 from splittime.core.errors import RequestError
 from splittime.core.pooling import Pooling
 from splittime.core.settings import Doc
@@ -34,6 +35,10 @@ class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[
         str | None, Doc("How it marks reasoning, as think or harmony; none: it is text. Default: by its chat template.")
     ] = None
+
+    def new_ignored(self) -> Ignored | None:
+        """Returns what notes the fields of one body that have no effect; None where such are refused."""
+        return None if self.strict else Ignored()
 
 
 @dataclass(frozen=True, slots=True)

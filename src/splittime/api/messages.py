@@ -11,10 +11,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from splittime.api.schema import CacheControl, Label, Strict, no_effect
+from splittime.api.lenient import Ignored
+from splittime.api.schema import CacheControl, Label, Strict, hint, no_effect
+from splittime.core.errors import RequestError
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+ONLY_CUSTOM = "offer it as a tool with a name and an input_schema, which your program carries out"
 BUDGET = (
     "Most tokens of thinking: behind them it is closed, and the answer goes on. Without effect where there can be no "
     "bound: a model that does not reason, or whose end of reasoning is no token, and gpt-oss where it may call tools."
@@ -24,7 +28,7 @@ BUDGET = (
 class MessagesBlock(Strict, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: CacheControl = None
-    citations: None = None
+    citations: Annotated[Any, no_effect("of an earlier answer, whose text has been read.")] = None
 
     def to_chat(self) -> dict[str, str]:
         return {"type": "text", "text": self.text}
@@ -63,9 +67,15 @@ class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
     signature: Annotated[str | None, no_effect("reasoning is not signed.")] = None
 
 
+class RedactedThinkingBlock(Strict, kw_only=True, tag_field="type", tag="redacted_thinking"):
+    """Reasoning that another server has encrypted: nobody here can read it."""
+
+    data: Annotated[str | None, no_effect("only who encrypted it can read it.")] = None
+
+
 class MessagesTurn(Strict, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | list[MessagesBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+    role: Literal["user", "assistant", "system"]
+    content: str | list[MessagesBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock]
 
     def to_chat(self) -> list[dict[str, Any]]:
         """Returns the turn's messages: each result of a tool is one, what is left another."""
@@ -84,12 +94,18 @@ class MessagesTurn(Strict, kw_only=True):
 
 
 class MessagesTool(Strict, kw_only=True):
+    """type: one that is not custom is a tool that nobody here runs, which is offered to no model."""
+
     name: str
-    input_schema: Annotated[dict[str, Any], Meta(description="A JSON schema.")]
-    type: Literal["custom"] | None = None
+    input_schema: Annotated[dict[str, Any] | None, Meta(description="A JSON schema.")] = None
+    type: str | None = None
     description: str | None = None
     strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
     cache_control: CacheControl = None
+
+    @property
+    def is_run_by_client(self) -> bool:
+        return self.type in (None, "custom")
 
     def to_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
@@ -126,6 +142,23 @@ class Thinking(Strict, kw_only=True):
         return fields
 
 
+class OutputForm(Strict, kw_only=True):
+    type: Literal["json_schema"]
+    schema: Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+
+
+class OutputConfig(Strict, kw_only=True):
+    effort: Annotated[str | None, Meta(description="A variable of the chat template, for models that read it.")] = None
+    format: Annotated[OutputForm | None, Meta(description="The answer is held to it.")] = None
+
+    def to_chat(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": EFFORTS.get(self.effort, "high")}
+        if self.format is not None:
+            form = {"name": "output", "schema": self.format.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
+        return fields
+
+
 class CountTokensBody(Strict, kw_only=True):
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
     messages: Annotated[list[MessagesTurn], Meta(min_length=1)]
@@ -133,6 +166,8 @@ class CountTokensBody(Strict, kw_only=True):
     tools: Annotated[list[MessagesTool] | None, Meta(description="That the model may call.")] = None
     tool_choice: ChosenTool | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: Annotated[Any, hint("an input is never made shorter; send fewer messages")] = None
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the fields of a chat's body that say what the model reads."""
@@ -143,9 +178,9 @@ class CountTokensBody(Strict, kw_only=True):
             fields["model"] = self.model
         if turns[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
-        if self.tools:
-            fields["tools"] = [tool.to_chat() for tool in self.tools]
-        for chosen in (self.tool_choice, self.thinking):
+        if tools := [tool.to_chat() for tool in self.tools or () if tool.is_run_by_client]:
+            fields["tools"] = tools
+        for chosen in (self.tool_choice, self.thinking, self.output_config):
             fields |= {} if chosen is None else chosen.to_chat()
         return fields
 
@@ -173,6 +208,22 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 def _content(given: str | Sequence[MessagesBlock]) -> Any:
     return given if isinstance(given, str) else [block.to_chat() for block in given]
+
+
+def note_tools(body: CountTokensBody, ignored: Ignored | None) -> None:
+    """Notes the tools that are left out. Raises `RequestError` for one that is asked for, or has no schema; without
+    `ignored` for each."""
+    chosen = None if body.tool_choice is None else body.tool_choice.name
+    for index, tool in enumerate(body.tools or ()):
+        at = f"tools[{index}]"
+        if tool.is_run_by_client:
+            if tool.input_schema is None:
+                raise RequestError(f"{at}.input_schema is missing", code="missing_field", param=f"{at}.input_schema")
+        elif ignored is None or tool.name == chosen:
+            said = f"{at} is of the type {tool.type!r}, which nobody here runs"
+            raise RequestError(said, code="unsupported_field", param=f"{at}.type", value=tool.type, hint=ONLY_CUSTOM)
+        else:
+            ignored.add(f"tools[{index}]", "no tool of this type runs here, so that the model was offered none")
 
 
 def chat_body(body: CountTokensBody) -> bytes:

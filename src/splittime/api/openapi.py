@@ -13,11 +13,9 @@ from splittime.api.conversation import QUERY
 from splittime.api.embeddings import Embeddings
 from splittime.api.hop_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
-from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
 from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
-from splittime.api.responses import DESCRIBED, describe
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -91,9 +89,8 @@ def document(
 
 def _answer_schemas() -> Schema:
     answers = (Completion, ChatCompletion, PrefillAnswer, Embeddings, Ranking, ScoreList, Models, Tokens, Text)
-    kinds = (*answers, HopsBody, MessagesBody, CountTokensBody, LoadAdapterBody, UnloadAdapterBody, *DESCRIBED)
+    kinds = (*answers, HopsBody, LoadAdapterBody, UnloadAdapterBody)
     _, made = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    describe(made)
     return {**made, "ServerSentEvent": _EVENT, "Error": _ERROR}
 
 

@@ -17,10 +17,12 @@ import msgspec
 
 from splittime.api.embeddings import EmbeddingBody
 from splittime.api.limits import BodyLimits, ModelInfo
+from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
 from splittime.api.prefill import PrefillBody
 from splittime.api.ranking import RerankBody, ScoreBody
 from splittime.api.reasoning import BUDGET, MOST
+from splittime.api.responses import DESCRIBED, describe
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
@@ -43,7 +45,9 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
     and vocabulary. needs_text: an empty text has no tokens in its vocabulary, so an empty prompt is refused."""
     vocab_size = None if model is None else model.vocab_size
     kinds = (CompletionBody, ChatBody, PrefillBody, EmbeddingBody, RerankBody, ScoreBody, TokenizeBody, DetokenizeBody)
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    of_others = (MessagesBody, CountTokensBody, *DESCRIBED)
+    _, components = msgspec.json.schema_components((*kinds, *of_others), ref_template="#/components/schemas/{name}")
+    describe(components)
     for kind in (CompletionBody, ChatBody):
         _bound(components[kind.__name__]["properties"], limits, vocab_size)
     if model is not None:
@@ -68,8 +72,7 @@ def body_schemas(limits: BodyLimits, model: ModelInfo | None, needs_text: bool) 
     components["TokenizeBody"]["allOf"] = [_CONTINUES]
     components["DetokenizeBody"]["properties"]["tokens"]["items"] = _token_id(vocab_size)
     components["TokenizeBody"]["oneOf"] = [_only("prompt", "messages"), _only("messages", "prompt")]
-    if limits.strict:
-        _tighten(components)
+    (_tighten if limits.strict else _loosen)(components)
     return components
 
 
@@ -184,11 +187,21 @@ _ZERO_TOKENS_NEED_ECHO = _needs("max_tokens", {"const": 0}, _is("echo", {"const"
 _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LENGTHS]}}
 
 
+def _loosen(components: Schema) -> None:
+    """Without it unknown fields are taken, and null stands for what is absent."""
+    for schema in components.values():
+        schema.pop("additionalProperties", None)
+        for name, field in schema["properties"].items():
+            if name not in schema["required"] and "anyOf" not in field and "x-effect" not in field:
+                described = {key: field.pop(key) for key in ("description", "default") if key in field}
+                schema["properties"][name] = {**described, "anyOf": [field, {"type": "null"}]}
+
+
 def _tighten(components: Schema) -> None:
     """With `--strict` no field without effect is taken, and no value that would be bent to fit."""
     for schema in components.values():
         for name, field in schema["properties"].items():
-            if field.get("x-effect") == "none":
+            if field.get("x-effect") in ("none", "hint"):
                 schema["properties"][name] = {"type": "null", "description": field["description"]}
         for name, least in (("max_tokens", 0), ("max_completion_tokens", 1)):
             if name in schema["properties"]:

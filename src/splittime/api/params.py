@@ -162,7 +162,8 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     _require(not (opens and continues), "continue_final_message", True, "cannot be true with add_generation_prompt")
     effort = getattr(body, "reasoning_effort", None)
-    more = ({"reasoning_effort": effort} if effort else {}) | (body.chat_template_kwargs or {})
+    more = ({"reasoning_effort": effort} if effort else {}) | ({"enable_thinking": False} if effort == "none" else {})
+    more |= body.chat_template_kwargs or {}
     return {"add_generation_prompt": opens, "continue_final_message": continues, "variables": more}
 
 
@@ -315,8 +316,10 @@ def grammar_of(body: GenerationBody) -> str:
 def _grammars(body: GenerationBody) -> Any:
     """Yields each field that asks for a form, with its grammar."""
     asked = body.response_format
-    if isinstance(asked, JsonObjectFormat):
+    if isinstance(asked, JsonObjectFormat) and asked.schema is None:
         yield "response_format", grammars.of_json_object()
+    elif isinstance(asked, JsonObjectFormat):
+        yield "response_format", grammars.of_json_schema(asked.schema or {}, "response_format.schema")
     elif isinstance(asked, JsonSchemaFormat):
         schema = True if asked.json_schema.schema is None else asked.json_schema.schema
         yield "response_format", grammars.of_json_schema(schema, "response_format.json_schema.schema")

@@ -38,6 +38,7 @@ def asked_fields(
         "tools": _written([_tool(function) for function in functions]),
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "metadata": body.metadata or {},
         "store": is_kept,
         "user": body.user,
@@ -51,7 +52,6 @@ SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 WITHOUT_CHOICE: Told = {
     "background": False,
     "max_tool_calls": None,
-    "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "top_logprobs": 0,
     "truncation": "disabled",

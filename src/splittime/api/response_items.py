@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from splittime.api.decode import convert_part
 from splittime.api.foreign import RESPONSES_UNSUPPORTED
+from splittime.api.lenient import Ignored
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import RequestError
 
@@ -24,7 +25,6 @@ ITEM_WAYS_OUT = {
 }
 ONLY_ITEMS = "messages, reasoning, function_call and function_call_output are taken"
 
-Nothing = Annotated[list[Any], Meta(max_length=0)]
 ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")]
 ItemId = Annotated[str | None, Meta(description="A label.")]
 ChatMessage = dict[str, Any]
@@ -44,8 +44,8 @@ class ResponsesPart(Strict, kw_only=True):
 class ItemPart(ResponsesPart, kw_only=True):
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Nothing | None = None
-    logprobs: Nothing | None = None
+    annotations: Annotated[Any, Meta(description="Of an earlier answer, whose text is what is read.")] = None
+    logprobs: Annotated[Any, Meta(description="Of an earlier answer, whose text is what is read.")] = None
 
 
 class ItemMessage(ResponsesPart, kw_only=True):
@@ -70,18 +70,23 @@ class ReasoningText(ResponsesPart, kw_only=True):
     text: str
 
 
+class SummaryText(ResponsesPart, kw_only=True):
+    type: Literal["summary_text"]
+    text: str
+
+
 class ItemReasoning(ResponsesPart, kw_only=True):
     """What a model wrote before the item behind this one; its template decides whether it reads that again."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
-    summary: Annotated[Nothing | None, refused("summary")] = None
-    encrypted_content: Annotated[None, refused("encrypted_content")] = None
+    summary: Annotated[list[SummaryText] | None, Meta(description="Read where there is no content.")] = None
+    encrypted_content: Annotated[Any, no_effect("only who encrypted it can read it.")] = None
     id: ItemId = None
     status: ItemStatus = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
-        text = "\n".join(part.text for part in self.content or ())
+        text = "\n".join(part.text for part in self.content or self.summary or ())
         if text:
             chat.append({"role": "assistant", "content": None, "reasoning_content": text})
 
@@ -93,8 +98,8 @@ class ItemCall(ResponsesPart, kw_only=True):
     type: Literal["function_call"]
     id: ItemId = None
     status: ItemStatus = None
-    namespace: None = None
-    caller: None = None
+    namespace: Annotated[str | None, no_effect("functions of a namespace are offered by their own names.")] = None
+    caller: Annotated[Any, no_effect("calls are the model's own.")] = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
         if not chat or chat[-1]["role"] != "assistant":
@@ -123,12 +128,12 @@ KINDS: dict[str, type[Item]] = {
 }
 
 
-def items_of(given: str | Sequence[dict[str, Any]], *, is_strict: bool = False) -> list[Item]:
+def items_of(given: str | Sequence[dict[str, Any]], ignored: Ignored | None = None) -> list[Item]:
     """Returns the items of an input; a text is a message of the user's. Raises RequestError, which names the place, for
     an item or a part of another type, and for what is wrong in one."""
     if isinstance(given, str):
         return [ItemMessage(role="user", content=given)]
-    return [_item(each, f"input[{index}]", is_strict) for index, each in enumerate(given)]
+    return [_item(each, f"input[{index}]", ignored) for index, each in enumerate(given)]
 
 
 def chat_messages(
@@ -179,18 +184,18 @@ def require_calls(items: Sequence[Item], earlier: Sequence[Container[str]] = ())
             )
 
 
-def _item(given: dict[str, Any], at: str, is_strict: bool) -> Item:
+def _item(given: dict[str, Any], at: str, ignored: Ignored | None) -> Item:
     named = given.get("type", "message")
     kind = KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
         hint = ITEM_WAYS_OUT.get(str(named), ONLY_ITEMS)
         raise _refused(f"{at} is of the type {named!r}, which is not supported", f"{at}.type", named, list(KINDS), hint)
-    types = ("reasoning_text",) if kind is ItemReasoning else TEXT_TYPES
+    types = ("reasoning_text", "summary_text") if kind is ItemReasoning else TEXT_TYPES
     for part_at, part_type in _part_types(given, at):
         said = f"{part_at} is of the type {part_type!r}, which is not supported"
         if part_type not in types:
             raise _refused(said, f"{part_at}.type", part_type, list(types), DESCRIBE_IT)
-    return convert_part(given, kind, at, is_strict=is_strict)
+    return convert_part(given, kind, at, ignored)
 
 
 def _part_types(given: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:

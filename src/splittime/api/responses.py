@@ -8,8 +8,18 @@ import orjson
 from msgspec import Meta
 
 from splittime.api.decode import convert_part
-from splittime.api.response_items import KINDS, ChatMessage, Nothing, ResponsesPart, instructed, refused
-from splittime.api.schema import FunctionTool, JsonObjectFormat, Label, TextFormat, no_effect
+from splittime.api.lenient import Ignored
+from splittime.api.response_items import KINDS, ChatMessage, ResponsesPart, instructed, refused
+from splittime.api.schema import (
+    TEMPLATE_VARIABLES,
+    Effort,
+    FunctionTool,
+    JsonObjectFormat,
+    Label,
+    TextFormat,
+    hint,
+    no_effect,
+)
 from splittime.core.errors import RequestError
 
 MAX_METADATA = 16
@@ -20,7 +30,10 @@ CHAT_NAMES = (  # of a chat's fields, and what they are called here
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
 )
-SAME_NAMES = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
+SAME_NAMES = (
+    *("model", "temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("parallel_tool_calls", "chat_template_kwargs"),
+)
 
 
 class SchemaForm(ResponsesPart, kw_only=True, tag_field="type", tag="json_schema"):
@@ -37,7 +50,7 @@ class SchemaForm(ResponsesPart, kw_only=True, tag_field="type", tag="json_schema
 
 class ResponsesText(ResponsesPart, kw_only=True):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaForm | None, Meta(description="A form to hold to.")] = None
-    verbosity: Annotated[Literal["medium"] | None, no_effect("it is what a model does by itself.")] = None
+    verbosity: Annotated[Any, hint("say in instructions how long an answer is to be", "medium")] = None
 
 
 class OfferedFunction(FunctionTool, ResponsesPart, kw_only=True):
@@ -62,14 +75,16 @@ class NamedFunction(ResponsesPart, kw_only=True):
     name: str
 
 
-class NoReasoning(ResponsesPart, kw_only=True):
-    effort: None = None
-    summary: None = None
-    generate_summary: None = None
+class ResponsesReasoning(ResponsesPart, kw_only=True):
+    effort: Annotated[Effort | None, Meta(description="A variable of the chat template, for models that read it.")] = (
+        None
+    )
+    summary: Annotated[Any, hint("reasoning is told whole", "auto")] = None
+    generate_summary: Annotated[Any, hint("reasoning is told whole", "auto")] = None
 
 
 class ResponsesStreamOptions(ResponsesPart, kw_only=True):
-    include_obfuscation: Annotated[Literal[False] | None, refused("include_obfuscation")] = None
+    include_obfuscation: Annotated[bool | None, hint("events are not padded")] = None
 
 
 class ResponsesBody(ResponsesPart, kw_only=True):
@@ -107,14 +122,18 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     prompt_cache_retention: Annotated[Label | None, no_effect("prefixes stay while there is room.")] = None
     service_tier: Annotated[Label | None, no_effect("there is one tier.")] = None
     background: Annotated[Literal[False] | None, refused("background")] = None
-    include: Annotated[Nothing | None, refused("include")] = None
-    reasoning: Annotated[NoReasoning | None, refused("reasoning")] = None
-    truncation: Annotated[Literal["disabled"] | None, refused("truncation")] = None
+    include: Annotated[Any, hint("nothing is added to a response; /v1/chat/completions has logprobs")] = None
+    reasoning: ResponsesReasoning | None = None
+    truncation: Annotated[Any, hint("an input is never cut; send fewer items", "disabled")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
+    top_k: int | None = None
     top_logprobs: Annotated[Literal[0] | None, refused("top_logprobs")] = None
-    max_tool_calls: Annotated[None, refused("max_tool_calls")] = None
+    max_tool_calls: Annotated[Any, hint("no tool is called here, so that none are counted")] = None
     conversation: Annotated[None, refused("conversation")] = None
     prompt: Annotated[None, refused("prompt")] = None
-    context_management: Annotated[Nothing | None, refused("context_management")] = None
+    context_management: Annotated[Any, hint("an input is never made shorter; send fewer items")] = None
 
     def to_chat(self, messages: Sequence[ChatMessage], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
         """Returns a chat's body of these messages, those of earlier responses included. A stream counts its tokens at
@@ -127,6 +146,8 @@ class ResponsesBody(ResponsesPart, kw_only=True):
             chat["tools"] = [function.to_chat() for function in functions]
         if self.tool_choice is not None:
             chat["tool_choice"] = _choice(self.tool_choice)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
         if self.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
         return chat | self._form()
@@ -143,14 +164,26 @@ def _choice(asked: str | NamedFunction) -> Any:
     return asked if isinstance(asked, str) else {"type": "function", "function": {"name": asked.name}}
 
 
-def functions_of(body: ResponsesBody, *, is_strict: bool = False) -> list[OfferedFunction]:
-    """Returns the functions of a body's tools. Raises RequestError, which names it, for a tool of another type."""
-    return [_function(each, f"tools[{index}]", is_strict) for index, each in enumerate(body.tools or ())]
+def functions_of(body: ResponsesBody, ignored: Ignored | None) -> list[OfferedFunction]:
+    """Returns the functions of a body's tools, those of namespaces among them. A tool of another type is left out, with
+    a notice. Raises RequestError, which names it, where nothing may be ignored or a call is required."""
+    found = []
+    for index, given in enumerate(body.tools or ()):
+        at, inner = f"tools[{index}]", given.get("tools")
+        if given.get("type") == "namespace" and isinstance(inner, list):
+            each = [(one, f"{at}.tools[{place}]") for place, one in enumerate(inner) if isinstance(one, dict)]
+        else:
+            each = [(given, at)]
+        found += [_function(one, place, body.tool_choice, ignored) for one, place in each]
+    return [function for function in found if function is not None]
 
 
-def _function(given: dict[str, Any], at: str, is_strict: bool) -> OfferedFunction:
+def _function(given: dict[str, Any], at: str, choice: Any, ignored: Ignored | None) -> OfferedFunction | None:
     named = given.get("type")
     if named is not None and named != "function":
+        if ignored is not None and choice in (None, "auto", "none"):
+            ignored.add(at, "no tool of this type runs here, so that the model was offered none")
+            return None
         raise RequestError(
             f"{at} is of the type {named!r}, which is not supported",
             code="unsupported_field",
@@ -159,7 +192,7 @@ def _function(given: dict[str, Any], at: str, is_strict: bool) -> OfferedFunctio
             limit=["function"],
             hint=ONLY_FUNCTIONS,
         )
-    return convert_part(given, OfferedFunction, at, is_strict=is_strict)
+    return convert_part(given, OfferedFunction, at, ignored)
 
 
 def error(body: bytes) -> bytes:

@@ -1,9 +1,11 @@
-"""The bodies that the API accepts, and nothing else: an unknown field is refused, never skipped.
+"""The bodies that the API reads. What else is in one is left out, with a notice (`lenient`); `--strict` refuses it.
 
-Each field has one of three fates, which `/docs` and docs/reference/fields.md show:
+Each field has one of four fates, which `/docs` and docs/reference/fields.md show:
 
     honoured          the answer depends on it
-    no effect         the API promises nothing that a client could miss (a label, a hint); `--strict` refuses it
+    no effect         the API promises nothing that a client could miss (a label); `--strict` refuses it
+    hint              it asks for what is not done here, and the answer means the same without: any value is taken, and
+                      a notice says that it has no effect; `--strict` refuses it
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
                       any other is refused by name, with the reason in `foreign.UNSUPPORTED`
 
@@ -37,6 +39,11 @@ def no_effect(description: str) -> Meta:
     return Meta(description=f"No effect: {description}", extra_json_schema={"x-effect": "none"})
 
 
+def hint(why: str, *neutral: Any) -> Meta:
+    """A field of which any value is taken, and none has an effect; one that is not neutral is told in a notice."""
+    return Meta(description=why, extra_json_schema={"x-effect": "hint", "x-neutral": list(neutral)})
+
+
 MAX_LABEL_CHARS = 512
 Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]  # of the client's: answers repeat some, more than once
 
@@ -64,7 +71,7 @@ class ForeignFields(Strict, kw_only=True):
     skip_special_tokens: Annotated[Literal[True] | None, no_effect("texts are without them.")] = None
     spaces_between_special_tokens: Annotated[bool | None, no_effect("texts are without special tokens.")] = None
     include_stop_str_in_output: Annotated[Literal[False] | None, no_effect("the text ends before it.")] = None
-    detokenize: Annotated[Literal[True] | None, no_effect("every answer has its text.")] = None
+    detokenize: Annotated[bool | None, hint("every answer has its text", True)] = None
     return_tokens_as_token_ids: Annotated[Literal[False] | None, no_effect("logprobs name tokens by text.")] = None
     prompt_logprobs: None = None
     truncate_prompt_tokens: KeepLast = None
@@ -74,12 +81,12 @@ class ForeignFields(Strict, kw_only=True):
     guided_regex: Annotated[str | None, Meta(description=A_FORM)] = None
     guided_choice: Annotated[Choices | None, Meta(description=A_FORM)] = None
     guided_grammar: Annotated[str | None, Meta(description=A_FORM)] = None
-    guided_decoding_backend: None = None
-    guided_whitespace_pattern: None = None
-    kv_transfer_params: None = None
-    vllm_xargs: None = None
-    request_id: None = None
-    cache_prompt: Annotated[Literal[True] | None, no_effect("every prompt's prefix is looked up.")] = None
+    guided_decoding_backend: Annotated[Any, hint("there is one way to hold answers to a form")] = None
+    guided_whitespace_pattern: Annotated[Any, hint("white space between JSON's parts is bounded")] = None
+    kv_transfer_params: Annotated[Any, hint("blocks are fetched from the servers that kv_peers names")] = None
+    vllm_xargs: Annotated[Any, hint("there are no extensions to read it")] = None
+    request_id: Annotated[Any, hint("the header X-Request-Id names a request")] = None
+    cache_prompt: Annotated[bool | None, hint("a cache_salt of its own keeps a prompt from finding any", True)] = None
     n_predict: None = None
     repeat_penalty: Annotated[Literal[1] | None, no_effect("1 is off.")] = None
     mirostat: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
@@ -87,7 +94,7 @@ class ForeignFields(Strict, kw_only=True):
     dynatemp_range: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     xtc_probability: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     dry_multiplier: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
-    timings_per_token: Annotated[Literal[False] | None, no_effect("X-Include-Timing asks for times.")] = None
+    timings_per_token: Annotated[bool | None, hint("the header X-Include-Timing asks for times")] = None
 
 
 def _number(description: str, **bounds: float) -> Meta:
@@ -115,7 +122,9 @@ class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object, or what a schema allows, as llama.cpp has it."""
+
+    schema: dict[str, Any] | None = None
 
 
 class NamedSchema(Strict, kw_only=True):
@@ -131,6 +140,10 @@ class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"
     json_schema: NamedSchema
 
 
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    Meta(description="A variable of the chat template, for models that read it."),
+]
 AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
@@ -169,7 +182,7 @@ class GenerationBody(ForeignFields, kw_only=True):
     cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
     return_token_ids: Annotated[bool | None, Meta(description="Adds token_ids to each choice.")] = None
     response_format: Annotated[AnswerFormat | None, Meta(description=A_FORM)] = None
-    store: Annotated[Literal[False] | None, Meta(description="Answers are not stored.")] = None
+    store: Annotated[bool | None, hint("chats are not stored; /v1/responses can store")] = None
     user: Annotated[Label | None, no_effect("a label of the client's.")] = None
     safety_identifier: Annotated[Label | None, no_effect("a label of the client's.")] = None
     prompt_cache_key: Annotated[Label | None, no_effect("every prompt's prefix is looked up; see cache_salt.")] = None
@@ -196,7 +209,7 @@ class TextPart(Strict, kw_only=True):
 
 class GivenFunction(Strict, kw_only=True):
     name: str
-    arguments: Annotated[str, Meta(description="JSON, as it came in the answer.")]
+    arguments: Annotated[str | dict[str, Any], Meta(description="JSON, as it came in the answer; or an object.")]
 
 
 class GivenCall(Strict, kw_only=True):
@@ -206,11 +219,14 @@ class GivenCall(Strict, kw_only=True):
     index: Annotated[int | None, no_effect("its place says it.")] = None
 
     def to_template(self) -> dict[str, Any]:
-        """As templates read it: with the arguments as an object, where they are one."""
-        try:
-            arguments = msgspec.json.decode(self.function.arguments)
-        except (msgspec.DecodeError, RecursionError):
-            arguments = self.function.arguments
+        """As templates read it: with the arguments as an object. Those that are empty, or were cut, are none: most
+        templates can write nothing else, and one bad call must not end a conversation."""
+        arguments: Any = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments)
+            except (msgspec.DecodeError, RecursionError):
+                arguments = {}
         function = {"name": self.function.name, "arguments": arguments}
         return {"type": "function", "function": function, **({} if self.id is None else {"id": self.id})}
 
@@ -221,8 +237,9 @@ class Message(Strict, kw_only=True):
     name: str | None = None
     reasoning_content: Annotated[str | None, Meta(description="For the templates that write it.")] = None
     cache_control: CacheControl = None
-    refusal: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None
+    refusal: Annotated[str | None, Meta(description="Of an answer: what it said in place of its content.")] = None
+    annotations: Annotated[Any, Meta(description="Of an earlier answer, whose text is what is read.")] = None
     audio: None = None
     tool_calls: Annotated[list[GivenCall] | None, Meta(description="Of an answer: what it called.")] = None
     tool_call_id: Annotated[str | None, Meta(description="Of a tool's answer: the call's id.")] = None
@@ -230,9 +247,9 @@ class Message(Strict, kw_only=True):
 
     def to_template(self) -> dict[str, Any]:
         """As templates read it: text parts joined by line breaks, absent fields absent."""
-        content = self.content if self.content is not None else ""
+        content = self.content or self.refusal or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        optional: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content}
+        optional: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
         optional["tool_call_id"] = self.tool_call_id
         optional["tool_calls"] = [call.to_template() for call in self.tool_calls] if self.tool_calls else None
         given = {name: value for name, value in optional.items() if value is not None}
@@ -240,7 +257,7 @@ class Message(Strict, kw_only=True):
 
 
 class FunctionTool(Strict, kw_only=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
     description: Annotated[str | None, Meta(description="For the model.")] = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema; default: any object.")] = None
     strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
@@ -286,17 +303,14 @@ class ChatBody(GenerationBody, kw_only=True):
     thinking_token_budget: Annotated[int | None, _number(BOUND, minimum=-1)] = None
     chat_template: None = None
     documents: None = None
-    mm_processor_kwargs: None = None
+    mm_processor_kwargs: Annotated[Any, hint("only texts are supported")] = None
     functions: None = None
     function_call: None = None
     audio: None = None
-    prediction: None = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        Meta(description="A variable of the chat template, for models that read it."),
-    ] = None
-    verbosity: None = None
-    web_search_options: None = None
+    prediction: Annotated[Any, hint("drafts are taken from the prompt, not from predicted outputs")] = None
+    reasoning_effort: Effort | None = None
+    verbosity: Annotated[Any, hint("say in the prompt how long an answer is to be", "medium")] = None
+    web_search_options: Annotated[Any, hint("nobody searches the web here")] = None
 
 
 class TokenizeBody(Strict, kw_only=True):

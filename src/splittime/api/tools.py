@@ -50,7 +50,7 @@ def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
         )
     if body.continue_final_message:
         raise RequestError("continue_final_message goes on with a text, not with calls", param="continue_final_message")
-    may_repeat = body.parallel_tool_calls is not False
+    may_repeat = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     grammar = ""
     if choice != "auto" or any(tool.is_strict for tool in tools) or not may_repeat:
         callable_tools = [_named(tools, choice)] if isinstance(choice, NamedTool) else tools

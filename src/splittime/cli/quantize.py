@@ -21,7 +21,7 @@ from splittime.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from splittime.lab.quantize.summary import QuantizeSummary
+    from splittime.lab.quantize.job import QuantizeSummary
 
 EXAMPLES = """\b
 Examples:

@@ -5,7 +5,7 @@ import msgspec
 from splittime.core.errors import RequestError
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64

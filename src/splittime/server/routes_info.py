@@ -11,6 +11,7 @@ from splittime import __version__
 from splittime.api.answer_structs import ModelCard, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
 from splittime.api.given_prompts import check_token_ids
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
 from splittime.api.params import check_model, template_options
@@ -110,12 +111,12 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
     model = service.require_model()
     with CountedText(service, scope, receive) as text:
         body = await _read_body(service, scope, receive)
-        done = await text.done(len(body), _tokenize_work, body, model)
+        done = await text.done(len(body), _tokenize_work, body, model, service.config.new_ignored())
     await http.respond(send, done.answer)
 
 
-def _tokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
-    body = decode_body(given, TokenizeBody)
+def _tokenize_work(given: bytes, model: ModelInfo, ignored: Ignored | None) -> FramedWork:
+    body = decode_body(given, TokenizeBody, ignored)
     check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", param="prompt")
@@ -131,12 +132,12 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
     model = service.require_model()
     with CountedText(service, scope, receive) as text:
         body = await _read_body(service, scope, receive)
-        done = await text.done(len(body), _detokenize_work, body, model)
+        done = await text.done(len(body), _detokenize_work, body, model, service.config.new_ignored())
     await http.respond(send, msgspec.json.encode(Text(done.text)))
 
 
-def _detokenize_work(given: bytes, model: ModelInfo) -> FramedWork:
-    body = decode_body(given, DetokenizeBody)
+def _detokenize_work(given: bytes, model: ModelInfo, ignored: Ignored | None) -> FramedWork:
+    body = decode_body(given, DetokenizeBody, ignored)
     check_model(body.model, model)
     ids = check_token_ids(body.tokens, model.vocab_size, "tokens")
     return framed(Decode(ids, body.skip_special_tokens))

@@ -6,6 +6,7 @@ from functools import partial
 
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.params import check_model, template_options
 from splittime.api.reasoning import can_be_bound
@@ -46,9 +47,11 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
 
 
 def _counted_work(body: bytes, service: Service, model: ModelInfo) -> FramedWork:
-    given = decode_body(body, messages.CountTokensBody, is_strict=service.config.strict)
+    ignored = service.config.new_ignored()
+    given = decode_body(body, messages.CountTokensBody, ignored)
+    messages.note_tools(given, ignored)
     check_model(given.model, model)
-    chat = decode_body(messages.chat_body(given), ChatBody)
+    chat = decode_body(messages.chat_body(given), ChatBody, ignored)
     tool_use = tool_use_of(chat, service.marks)
     options = template_options(chat) | ({} if tool_use is None else {"tools": tool_use.told})
     return framed(Render(as_template_reads(chat, service.marks), options, counts_only=True))
@@ -73,13 +76,15 @@ class MessageExchange:
     async def chat_of(self, sender: BodySender, body: bytes) -> GivenBody:
         """Returns what reads a chat's body that asks for this message. Raises what the client must be told."""
         _check_version(self._scope)
-        return GivenBody(len(body), partial(self._chat_of, body))
+        ignored = self._config.new_ignored()
+        return GivenBody(len(body), partial(self._chat_of, body, ignored), ignored)
 
-    def _chat_of(self, body: bytes) -> ChatBody:
-        given = decode_body(body, messages.MessagesBody, is_strict=self._config.strict)
+    def _chat_of(self, body: bytes, ignored: Ignored | None) -> ChatBody:
+        given = decode_body(body, messages.MessagesBody, ignored)
+        messages.note_tools(given, ignored)
         if given.thinking is not None and not can_be_bound(self._marks, has_tools=bool(given.tools)):
             given.thinking.budget_tokens = None  # it says what to aim at, and here nothing can hold to it
-        return decode_body(messages.chat_body(given), ChatBody, is_strict=self._config.strict)
+        return decode_body(messages.chat_body(given), ChatBody, ignored)
 
 
 def _as_message(send: http.Send) -> http.Send:

@@ -11,6 +11,7 @@ import msgspec
 from splittime.api import response_answers, response_events, responses
 from splittime.api.conversation import MOST_BODIES, Conversation, input_items
 from splittime.api.decode import convert_part, decode_body
+from splittime.api.lenient import Ignored
 from splittime.api.response_items import Item, items_of
 from splittime.api.responses import ResponsesBody, functions_of
 from splittime.api.schema import ChatBody
@@ -75,28 +76,27 @@ class ResponseExchange:
         self._config, self._model, self._store = service.config, service.model, service.responses
         self._tenant = tenant_of(scope).name
         self._asked: dict[str, Any] = {}
+        self._ignored = service.config.new_ignored()
         self._conversation = Conversation()  # up to the answer
 
     async def chat_of(self, sender: BodySender, body: bytes) -> GivenBody:
         """Returns what reads a chat's body that asks for this response. Raises what the client must be told."""
         given, own = await read_beside(sender, len(body), self._given_in, body)
         is_kept, earlier = self._is_kept(given), self._earlier(given)
-        return GivenBody(len(body) + earlier.size, partial(self._chat, given, own, earlier, is_kept))
+        return GivenBody(len(body) + earlier.size, partial(self._chat, given, own, earlier, is_kept), self._ignored)
 
     def _given_in(self, body: bytes) -> tuple[ResponsesBody, list[Item]]:
-        given = decode_body(body, ResponsesBody, is_strict=self._config.strict)
-        return given, items_of(given.input, is_strict=self._config.strict)
+        given = decode_body(body, ResponsesBody, self._ignored)
+        return given, items_of(given.input, self._ignored)
 
     def _chat(self, given: ResponsesBody, own: list[Item], earlier: Conversation, is_kept: bool) -> ChatBody:
-        functions = functions_of(given, is_strict=self._config.strict)
+        functions = functions_of(given, self._ignored)
         conversation = self._conversation = earlier.gone_on(own)
         if earlier.items:
             conversation.require_at_most(MOST_BODIES * self._config.max_body_bytes)
         defaults = {} if self._model is None else self._model.default_sampling
         self._asked = response_answers.asked_fields(given, functions, defaults, is_kept=is_kept)
-        return convert_part(
-            given.to_chat(conversation.messages, functions), ChatBody, "", is_strict=self._config.strict
-        )
+        return convert_part(given.to_chat(conversation.messages, functions), ChatBody, "", self._ignored)
 
     def _is_kept(self, given: ResponsesBody) -> bool:
         if given.store and not self._store.is_on:
@@ -128,7 +128,7 @@ class ResponseExchange:
         if response["store"]:
             written, asked = msgspec.json.encode(response), self._conversation
             try:
-                whole = asked.gone_on(items_of(response["output"]))
+                whole = asked.gone_on(items_of(response["output"], Ignored()))
             except RequestError:  # it has as many items as there may be
                 response["store"] = False
             else:

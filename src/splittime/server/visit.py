@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, check_model
 from splittime.api.schema import Strict
@@ -41,10 +42,12 @@ now_ns = time.monotonic_ns
 
 
 class GivenBody(NamedTuple):
-    """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread."""
+    """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread. ignored:
+    notes then which fields have no effect; None where such are refused."""
 
     num_bytes: int
     read: Callable[[], Strict]
+    ignored: Ignored | None
 
 
 class Visit:
@@ -66,6 +69,7 @@ class Visit:
         self.account = Account("", self.start_ns, Stage.RECEIVE)
         self.request_id = ""
         self.notices: list[str] = []  # what the client reads beside its answer
+        self._ignored: Ignored | None = None
         self._deadline_ns: int | None = None  # once its head has been read
         self._first_token_by_ns: int | None = None
         # what it holds, from when it has it until it leaves
@@ -164,11 +168,12 @@ class Visit:
         sender = BodySender(self._sharer, self._receive)
         with counted.refusals_counted(self.service):
             given = await self._given_by(sender, body)
+            self._ignored = given.ignored
             return await read_beside(sender, given.num_bytes, self._asked_by, given.read, model)
 
     async def _given_by(self, sender: BodySender, body: bytes) -> "GivenBody":
-        kind, is_strict = ENDPOINTS[self.endpoint].body, self.service.config.strict
-        return GivenBody(len(body), partial(decode_body, body, kind, is_strict=is_strict))
+        kind, ignored = ENDPOINTS[self.endpoint].body, self.service.config.new_ignored()
+        return GivenBody(len(body), partial(decode_body, body, kind, ignored), ignored)
 
     def _asked_by(self, read: Callable[[], Strict], model: ModelInfo) -> tuple[Ask, Prompts]:
         """Returns what is asked for. In a thread: it changes nothing of the server."""
@@ -183,7 +188,8 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
     ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
-        self.notices = [*notices_of_head(self.scope, self.tenant), *notices_of(ask, prompts, budgets, model)]
+        ignored = () if self._ignored is None else self._ignored.notices()
+        self.notices = [*notices_of_head(self.scope, self.tenant), *ignored, *notices_of(ask, prompts, budgets, model)]
         choices = self._choices(ask, prompts, budgets, model)
         if self._quota is not None:
             counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])

@@ -112,8 +112,15 @@ class ChatTemplate:
             )
         return dict(variables)
 
+    def _as_known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a developer's message as the system's where the template knows no developer: most write nothing of a
+        role that they do not know."""
+        is_known = message.get("role") != "developer" or "developer" in self.source
+        return message if is_known else {**message, "role": "system"}
+
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": messages}
+        told = [self._as_known(message) for message in messages]
+        variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": told}
         try:
             return self._template.render(variables)
         except MemoryError:

@@ -16,6 +16,9 @@ ESCAPES = 'nrbtf\\"'  # after a backslash: names of properties are written in on
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by names of others'
+VALUES = ("const", "enum", "default", "examples")
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 
 def of_json_schema(schema: Mapping[str, Any] | bool, param: str) -> str:
@@ -34,7 +37,29 @@ def json_schema_rule(schema: Mapping[str, Any]) -> str:
 
 def _with_own_rules(schema: Mapping[str, Any] | bool) -> Any:
     own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
-    return {**schema, **own} if isinstance(schema, Mapping) else ({**own} if schema else {"not": {}})
+    if not isinstance(schema, Mapping):
+        return {**own} if schema else {"not": {}}
+    return {**_without_annotations(schema), **own}
+
+
+def _without_annotations(schema: Any) -> Any:
+    """Returns the schema without what is no rule here: formats that nobody checks are annotations (JSON Schema 2020-12,
+    validation, 7.2.1), as libraries write many; that names are texts says nothing."""
+    if isinstance(schema, list):
+        return [_without_annotations(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, Mapping):
+            found[key] = {name: _without_annotations(each) for name, each in value.items()}
+        elif key in VALUES:
+            found[key] = value
+        elif not (key == "propertyNames" and value in (True, {}, {"type": "string"})) and not (
+            key == "format" and isinstance(value, str) and value not in FORMATS
+        ):
+            found[key] = _without_annotations(value)
+    return found
 
 
 def of_json_object() -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.lab.distill import own, text
+from splittime.lab.distill import run, text
 from splittime.lab.quality.documents import Document, DocumentTokens
 
 DOCUMENTS = [Document(f"{number}", f"text number {number}, of many") for number in range(200)]
@@ -49,8 +49,8 @@ def test_a_stream_marks_where_texts_begin_and_end():
 
 def test_prompts_are_pieces_of_the_text():
     documents = [DocumentTokens("long", list(range(100, 160))), DocumentTokens("short", [1, 2, 3])]
-    found = own.prompts(documents, 50, 8, seed=0)
-    assert found == own.prompts(documents, 50, 8, seed=0) != own.prompts(documents, 50, 8, seed=1)
+    found = run.prompts(documents, 50, 8, seed=0)
+    assert found == run.prompts(documents, 50, 8, seed=0) != run.prompts(documents, 50, 8, seed=1)
     for prompt in found:
         assert prompt == (1, 2, 3) or prompt == tuple(range(prompt[0], prompt[0] + 8))
     assert len({prompt[0] for prompt in found}) > 10
@@ -58,17 +58,17 @@ def test_prompts_are_pieces_of_the_text():
 
 
 def test_only_missing_sequences_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(own, "GROUP", 2)
+    monkeypatch.setattr(run, "GROUP", 2)
     asked, calls = [(number, number) for number in range(5)], []
 
     def write(prompts, seeds, most):
         calls.append(tuple(seeds))
         return [(seed, most) for seed in seeds]
 
-    first = own.sequences(tmp_path, asked, 0, 7, write, lambda done, of: None)
+    first = run.sequences(tmp_path, asked, 0, 7, write, lambda done, of: None)
     assert first.tolist() == [token for number in range(5) for token in (number, number, number, 7)]
     assert calls == [(0, 1), (2, 3), (4,)]
     sorted(tmp_path.iterdir())[1].unlink()
-    again = own.sequences(tmp_path, asked, 0, 7, write, lambda done, of: None)
+    again = run.sequences(tmp_path, asked, 0, 7, write, lambda done, of: None)
     assert calls[3:] == [(2, 3)]
     np.testing.assert_array_equal(again, first)

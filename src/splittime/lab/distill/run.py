@@ -4,7 +4,8 @@ OUT.unfinished/     manifest, the teacher's own outputs, the last checkpoint, th
 OUT/                the student as a model folder, and `distillation.json`: how it was made and what it is worth
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from splittime.core.errors import EngineError
+from splittime.core.errors import ConfigError, EngineError
 from splittime.core.sampling import SamplingParams
-from splittime.lab.distill import fidelity, own, student, text
+from splittime.lab.distill import fidelity, student, text
 from splittime.lab.distill.fidelity import STUDENT, TEACHER, BytesOf, FidelityDifference, Scores
 from splittime.lab.distill.gain import DraftGain, chances_of, draft_gain
 from splittime.lab.distill.head import WORD
@@ -25,7 +26,7 @@ from splittime.lab.distill.llama import parameter_count
 from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.teacher import Teacher
 from splittime.lab.distill.trainer import State
-from splittime.lab.quality.documents import plan, prefix_of
+from splittime.lab.quality.documents import DocumentTokens, plan, prefix_of
 from splittime.lab.quality.local import LocalModel
 from splittime.lab.quality.margins import MIN_DOCUMENTS
 from splittime.lab.quantize import tensor_file
@@ -33,6 +34,55 @@ from splittime.lab.quantize.work import Work
 from splittime.models.config import load_config
 from splittime.runner.config import RunnerConfig
 from splittime.text.tokenizer import Tokenizer
+
+PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 448
+GROUP = 64
+Prompts = list[tuple[int, ...]]
+Write = Callable[[Prompts, Sequence[int], int], list[tuple[int, ...]]]
+"""(prompts, a seed for each, tokens at most) -> what the teacher says after each."""
+
+
+def prompts(documents: Sequence[DocumentTokens], count: int, length: int, seed: int) -> Prompts:
+    """Drawn from all places of the text alike; a document shorter than `length` gives what it has."""
+    random = np.random.default_rng((seed, 1))
+    places = np.array([max(1, len(document.ids) - length + 1) for document in documents], dtype=np.float64)
+    chosen = random.choice(len(documents), size=count, p=places / places.sum())
+    begins = [int(random.integers(int(places[number]))) for number in chosen]
+    cut = (documents[number].ids[begin : begin + length] for number, begin in zip(chosen, begins, strict=True))
+    return [tuple(ids) for ids in cut]
+
+
+def sequences(folder: Path, asked: Prompts, seed: int, output_tokens: int, write: Write, tell: Callable) -> np.ndarray:
+    """Returns one stream: each prompt with what the teacher said after it. A student that sees only people's text never
+    sees the places that its teacher leads to (Kim and Rush 2016, arXiv:1606.07947). Each is sampled at temperature 1
+    with a seed of its own; a killed run writes only the groups that are missing. `tell(done, of)` after each group."""
+    parts: list[tuple[int, ...]] = []
+    for begin in range(0, len(asked), GROUP):
+        tell(begin, len(asked))
+        parts += _group(
+            folder / f"own-{begin:07d}.json", asked[begin : begin + GROUP], seed, begin, output_tokens, write
+        )
+    tell(len(asked), len(asked))
+    return np.array([token for part in parts for token in part], dtype=np.uint32)
+
+
+def _group(
+    path: Path, asked: Prompts, seed: int, begin: int, output_tokens: int, write: Write
+) -> Iterator[tuple[int, ...]]:
+    if not path.is_file():
+        seeds = [(seed << 32) + begin + number for number in range(len(asked))]
+        tensor_file.write_json(path, write(asked, seeds, output_tokens))
+    said = _read(path)
+    return (tuple(prompt) + tuple(output) for prompt, output in zip(asked, said, strict=True))
+
+
+def _read(path: Path) -> list[list[int]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", param="out", value=str(path), hint="remove it") from None
+
 
 REPORT = "distillation.json"
 MEASURED_TOKENS = 50_000
@@ -100,25 +150,23 @@ def _own_outputs(settings: DistillSettings, inputs: Inputs, folder: Path, tell: 
     if settings.own_outputs == 0:
         return np.zeros(0, dtype=np.uint32)
     prefix = prefix_of(inputs.tokenizer)
-    room = min(inputs.limit, own.PROMPT_TOKENS + own.OUTPUT_TOKENS)
-    length = min(own.PROMPT_TOKENS, room // 2) - len(prefix)
-    cut = own.prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
+    room = min(inputs.limit, PROMPT_TOKENS + OUTPUT_TOKENS)
+    length = min(PROMPT_TOKENS, room // 2) - len(prefix)
+    cut = prompts(inputs.learnt, settings.own_outputs, length, settings.seed)
     asked = [(*prefix, *prompt) for prompt in cut]
     writer = _Writer(inputs, room, settings.workers)
     most = room - length - len(prefix)
-    return own.sequences(
-        folder, asked, settings.seed, most, writer, lambda done, of: tell("the teacher writes", done, of)
-    )
+    return sequences(folder, asked, settings.seed, most, writer, lambda done, of: tell("the teacher writes", done, of))
 
 
 class _Writer:
-    """`own.Write` by the server's engine, which is loaded when the first sequence is missing."""
+    """`Write` by the server's engine, which is loaded when the first sequence is missing."""
 
     def __init__(self, inputs: Inputs, room: int, num_threads: int) -> None:
         self.inputs, self.room, self.num_threads = inputs, room, num_threads
         self._llm: Any = None
 
-    def __call__(self, prompts: own.Prompts, seeds: Sequence[int], output_tokens: int) -> list[tuple[int, ...]]:
+    def __call__(self, prompts: Prompts, seeds: Sequence[int], output_tokens: int) -> list[tuple[int, ...]]:
         from splittime.llm import LLM
 
         if self._llm is None:

@@ -1,0 +1,162 @@
+"""What of a body is taken though nothing here reads it.
+
+A client may be newer than this server, or made for another one: a field that is unknown here is left out, and so is one
+that is `null` where a value is meant. What would change the meaning of an answer is refused by name all the same
+(`foreign.WAYS_OUT`). Of a known field that is only a hint (`schema.hint`) any value is taken. What was left out is told
+in notices, by the places of the fields; `--strict` refuses it.
+
+A body is read by its class first, which knows neither nulls nor new fields: only one that fails comes here, as plain
+values.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from splittime.api.foreign import HINTS, WAYS_OUT
+
+MOST_TOLD = 8
+MAX_PLACE_CHARS = 96
+_ODD = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+class Ignored:
+    """The fields of one body that had no effect, by their places, each with why."""
+
+    def __init__(self) -> None:
+        self._whys: dict[str, str] = {}
+
+    def add(self, place: str, why: str) -> None:
+        self._whys.setdefault(_ODD.sub("?", place)[:MAX_PLACE_CHARS], why)
+
+    def notices(self) -> list[str]:
+        """Returns a line for each field, of many for the first ones. Names are the client's, and go into headers."""
+        told = [f"{place} has no effect: {why}" for place, why in list(self._whys.items())[:MOST_TOLD]]
+        more = len(self._whys) - len(told)
+        return [*told, f"{more} more fields have no effect"] if more else told
+
+
+def taken(value: Any, kind: type[msgspec.Struct], ignored: Ignored, at: str = "") -> Any:
+    """Returns a body's plain values without what its class does not know. at: its place; "" for a whole body."""
+    return _taken(value, _shape(kind), at, ignored)
+
+
+def note_hints(body: msgspec.Struct, ignored: Ignored, at: str) -> None:
+    """Note each hint of the body, and of its parts that are in no list, which asks for what is not done here."""
+    for place, value, mark in _marked(body, at, ("hint",)):
+        neutral = mark["x-neutral"]
+        if value not in (None, *neutral) if neutral else value:
+            ignored.add(place, mark["description"])
+
+
+def without_effect(body: msgspec.Struct, at: str) -> str | None:
+    """Returns the place of a field of the body, at any depth, that is given and has no effect."""
+    given = (place for place, value, _ in _marked(body, at, ("none", "hint"), is_deep=True) if value is not None)
+    return next(given, None)
+
+
+def _marked(
+    value: object, at: str, effects: tuple[str, ...], *, is_deep: bool = False
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yields the fields declared to have one of these effects, each with its place, value and declaration. is_deep:
+    also those within lists."""
+    if is_deep and isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _marked(each, f"{at}[{index}]", effects, is_deep=True)
+    elif isinstance(value, msgspec.Struct):
+        for name, mark in _marks(type(value)).items():
+            each, place = getattr(value, name), f"{at}.{name}".lstrip(".")
+            if mark.get("x-effect") in effects:
+                yield place, each, mark
+            else:
+                yield from _marked(each, place, effects, is_deep=is_deep)
+
+
+def _taken(value: Any, shape: inspect.Type, at: str, ignored: Ignored) -> Any:
+    form = _form(shape, value)
+    if isinstance(form, inspect.StructType) and isinstance(value, dict):
+        return _taken_fields(value, form, at, ignored)
+    if isinstance(form, inspect.ListType) and isinstance(value, list) and _has_fields(form.item_type):
+        return [_taken(each, form.item_type, f"{at}[]", ignored) for each in value]
+    return value
+
+
+def _taken_fields(value: dict[str, Any], form: inspect.StructType, at: str, ignored: Ignored) -> dict[str, Any]:
+    fields = {field.encode_name: field for field in form.fields}
+    found = {}
+    for name, each in value.items():
+        place, field = f"{at}.{name}".lstrip("."), fields.get(name)
+        if name == form.tag_field or (field is None and each and not at and name in WAYS_OUT):
+            found[name] = each
+        elif field is None:
+            if each not in (None, "", [], {}):
+                ignored.add(place, HINTS.get(name) or f"there is no such field here{_meant(name, fields)}")
+        elif each is not None or field.required or _takes_null(field.type):
+            found[name] = _taken(each, field.type, place, ignored)
+    return found
+
+
+def _meant(name: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name[:MAX_PLACE_CHARS], fields, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _form(shape: inspect.Type, value: Any) -> inspect.Type:
+    """Returns which member of a union the value is to be, of those that have parts."""
+    while isinstance(shape, inspect.Metadata):
+        shape = shape.type
+    if isinstance(shape, inspect.UnionType):
+        for each in shape.types:
+            form = _form(each, value)
+            is_list = isinstance(form, inspect.ListType) and isinstance(value, list)
+            if is_list or (
+                isinstance(form, inspect.StructType) and isinstance(value, dict) and _is_tagged(form, value)
+            ):
+                return form
+    return shape
+
+
+def _is_tagged(form: inspect.StructType, value: dict[str, Any]) -> bool:
+    return form.tag_field is None or value.get(form.tag_field) == form.tag
+
+
+def _has_fields(shape: inspect.Type) -> bool:
+    """Returns whether a value of this shape may be, or hold, an object of ours."""
+    if isinstance(shape, inspect.Metadata):
+        return _has_fields(shape.type)
+    if isinstance(shape, inspect.UnionType):
+        return any(map(_has_fields, shape.types))
+    return isinstance(shape, inspect.StructType) or (
+        isinstance(shape, inspect.ListType) and _has_fields(shape.item_type)
+    )
+
+
+def _takes_null(shape: inspect.Type) -> bool:
+    if isinstance(shape, inspect.Metadata):
+        return _takes_null(shape.type)
+    if isinstance(shape, inspect.UnionType):
+        return any(map(_takes_null, shape.types))
+    return isinstance(shape, inspect.NoneType | inspect.AnyType)
+
+
+@cache
+def _shape(kind: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+@cache
+def _marks(kind: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
+    """Returns the fields that have an effect declared, or may hold some, each with what is declared."""
+    form = _shape(kind)
+    assert isinstance(form, inspect.StructType)
+    declared = {
+        field.name: (field.type.extra_json_schema or {}) if isinstance(field.type, inspect.Metadata) else {}
+        for field in form.fields
+    }
+    holds = {field.name for field in form.fields if _has_fields(field.type)}
+    return {name: mark for name, mark in declared.items() if "x-effect" in mark or name in holds}
