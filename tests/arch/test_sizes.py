@@ -11,7 +11,7 @@ from test_words import named
 from benchmarks.house.tree import imports_of, read_tree, targets
 
 MOST_FILES = 815
-MOST_LINES = 116_800
+MOST_LINES = 117_010  # ADR 31
 MOST_RIDDLES = 645
 MOST_WITH_ONE_IMPORTER = 202
 RIDDLES = ("How ", "What ", "Where ", "Whether ", "Which ", "Who ", "Whose ")  # no verb, no noun

@@ -54,7 +54,7 @@ def test_no_prompt_no_answer_and_no_key_is_in_it(launch):
     assert len(accounts) == 10
     assert len({account["tenant"] for account in accounts}) == 2
     assert {account["error"]["code"] for account in accounts if account["error"]} >= {"model_not_found"}
-    assert 'splittime_requests_total{finish_reason="stop"} 4' in found["server-1/metrics.txt"]
+    assert 'splittime_requests_total{finish_reason="stop"} 6' in found["server-1/metrics.txt"]
     stats = json.loads(found["server-1/stats.json"])
     assert stats["checks"] == {"health": True, "ready": True}
     assert stats["stats"]["server"]["is_draining"] is False
