@@ -13,6 +13,7 @@ import pytest
 
 from patience import until
 from splittime.core.errors import ErrorInfo
+from splittime.server.visit import Visit
 from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
 from splittime.web import short_turns
 from splittime.web.short_turns import MOST_PUT_OFF_NS, LoopTurn
@@ -146,3 +147,19 @@ def test_many_books_that_close_at_once_share_the_loop_and_stay_as_they_were(laun
     until(lambda: len(filed) == 32 and not live.service.num_open)
     assert seen[0] < 32
     assert [account.error for account in filed] == [None] * 32
+
+
+def test_a_visit_that_is_cancelled_between_its_books_closes_them_all() -> None:
+    closed: list[tuple[int, int]] = []
+
+    async def room() -> None:
+        if len(closed) == 2:
+            raise asyncio.CancelledError
+
+    visit = SimpleNamespace(
+        service=SimpleNamespace(turn=SimpleNamespace(room=room)),
+        close_choice=lambda choice, at_ns: closed.append((choice, at_ns)),
+    )
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Visit._close(visit, range(5), 7))
+    assert set(closed) == {(choice, 7) for choice in range(5)}
