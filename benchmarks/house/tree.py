@@ -78,8 +78,9 @@ def _collect(node: ast.AST, found: Imports, in_function: bool) -> None:
         (found.in_functions if in_function else found.at_load).append(node)
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
-    for child in ast.iter_child_nodes(node):
-        _collect(child, found, in_function or isinstance(node, FUNCTIONS))
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements alone: nothing else has imports
+        for child in getattr(node, name, ()):
+            _collect(child, found, in_function or isinstance(node, FUNCTIONS))
 
 
 def targets(module: Module, statements: list[ast.stmt], modules: dict[str, Module]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 from .hostile import Hostile
 
 VALKEY = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -28,7 +30,7 @@ def upstream(name: str, url: str, *models: str, **more) -> str:
 class Gateway:
     """url: where it listens; shared: where others do too. Its accounts are read over HTTP, as anybody would."""
 
-    def __init__(self, told: dict[str, str], process: subprocess.Popen) -> None:
+    def __init__(self, told: dict[str, str], process: forked.Command) -> None:
         self.url, self.shared, self.process = told["gateway"], told.get("shared"), process
         self.is_stopping = self.is_killed = False
 
@@ -79,11 +81,9 @@ def gateway_of(folder, text: str, **environment):
     """Start `splittime gateway` with this config; ends it with SIGTERM, which must end it well."""
     config = folder / "gateway.toml"
     config.write_text("port = 0\n" + text)
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "--config", str(config), "--json"]
+    command = ["gateway", "--config", str(config), "--json"]
     with open(folder / "words", "wb") as words:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=words, env={**os.environ, **environment}, cwd=folder
-        )
+        process = forked.Command(command, {**os.environ, **environment}, folder, stderr=words.fileno())
         try:
             told = process.stdout.readline()
             assert told, (folder / "words").read_text()

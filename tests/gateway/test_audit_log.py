@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+import forked
 from splittime.core.errors import ConfigError, NotFound
 from splittime.gateway.audit.chain import FIRST, ChainEnd, link, verify, verify_file
 from splittime.gateway.audit.log import AuditLog, AuditRecord
@@ -203,8 +204,7 @@ def text_of(hostile, **more) -> str:
 
 
 def verified(folder, *more: str):
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "audit", "verify", "audit.jsonl", *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run(["gateway", "audit", "verify", "audit.jsonl", *more], folder)
 
 
 def ask(gateway, key: str, **body):

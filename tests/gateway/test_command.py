@@ -3,15 +3,15 @@
 import json
 import socket
 import subprocess
-import sys
+
+import forked
 
 from .conftest import upstream
 
 
 def run(folder, text: str, *flags: str) -> subprocess.CompletedProcess:
     (folder / "gateway.toml").write_text(text)
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "--config", "gateway.toml", *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run(["gateway", "--config", "gateway.toml", *flags], folder)
 
 
 def test_a_good_config_is_said_to_be_good(tmp_path):

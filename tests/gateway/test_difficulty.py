@@ -2,14 +2,13 @@
 
 import json
 import random
-import subprocess
-import sys
 import tomllib
 import uuid
 
 import numpy as np
 import pytest
 
+import forked
 from splittime.core.errors import ConfigError
 from splittime.diagnose.explain import explain
 from splittime.gateway.config_file import config_of, read_config
@@ -290,8 +289,7 @@ def test_its_name_is_a_model_and_others_are_as_ever(graded):
 def rehearsed(folder, new: str):
     (folder / "new.toml").write_text(new)
     names = ["new.toml", "--config", "gateway.toml", "--ledger", "gateway.sqlite", "--json"]
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "rehearse", *names]
-    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    done = forked.run(["gateway", "rehearse", *names], folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -314,8 +312,7 @@ def test_decisions_are_made_again_from_the_ledger(graded):
 
 def test_explain_says_what_decided(graded):
     _, _, account = ask(graded, EASY[1])
-    command = [sys.executable, "-m", "splittime.cli.main", "explain", account.request_id, "--url", graded.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(["explain", account.request_id, "--url", graded.url])
     words = " ".join(done.stdout.split())
     assert f"small by the score {account.routing.difficulty.score:g} (threshold" in words, done.stdout + done.stderr
     _, _, account = ask(graded, "")

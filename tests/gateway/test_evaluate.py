@@ -4,12 +4,12 @@ import json
 import random
 import re
 import subprocess
-import sys
 import tomllib
 
 import numpy as np
 import pytest
 
+import forked
 from splittime.core.errors import ConfigError
 from splittime.gateway.config_file import config_of
 from splittime.gateway.routing.evaluate import Costs, JudgedPrompts, evaluate
@@ -90,8 +90,7 @@ def test_the_columns_of_means_have_the_intervals_of_each():
 
 
 def shell(folder, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "evaluate", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return forked.run(["gateway", "evaluate", *arguments], folder)
 
 
 def test_from_a_shell(tmp_path):

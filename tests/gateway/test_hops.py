@@ -1,13 +1,12 @@
 """Hops before the prompt: from `splittime.trace` through the gateway to `explain`, and whose they are."""
 
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 
 import pytest
 
+import forked
 from splittime.core.trace_context import MAX_TRACE_HOPS
 from splittime.ledger.account_json import account_from_json
 from splittime.wire.tracing import Tracer
@@ -35,8 +34,7 @@ def kept(hostile, tmp_path_factory):
 
 
 def explained(*args: str) -> str:
-    command = [sys.executable, "-m", "splittime.cli.main", "explain", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return forked.run(["explain", *args], check=True).stdout
 
 
 def test_a_whole_request_is_explained(kept):

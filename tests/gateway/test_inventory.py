@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ET
 
 import pytest
 
+import forked
 from splittime.core.errors import ConfigError
 from splittime.core.trace_context import HopKind
 from splittime.gateway.config import GatewayConfig, UpstreamConfig
@@ -147,8 +147,7 @@ def test_the_drawing_has_each_box_and_obeys_nobody():
 
 
 def run(folder, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "inventory", "--config", "gateway.toml", *flags]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run(["gateway", "inventory", "--config", "gateway.toml", *flags], folder)
 
 
 def test_the_command(tmp_path):

@@ -1,8 +1,6 @@
 """In front of our own server with the packaged model: its account is nested, and what is left is the network."""
 
 import json
-import subprocess
-import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+import forked
 from benchmarks.server_process import served
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
@@ -87,8 +86,7 @@ def test_a_real_client_streams_through_it(own):
 def test_the_ledger_file_is_read_by_the_tools_there_are(own):
     own.ask("splittime-code", {"x-request-id": "kept"})
     own.account("kept")
-    command = [sys.executable, "-m", "splittime.cli.main", "explain", "kept", "--url", own.url]
-    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = forked.run(["explain", "kept", "--url", own.url], check=True).stdout
     for word in ("route", "upstream", "network", "chosen of ours with 0 requests", "its own account, ms: receive"):
         assert word in words
     for _ in range(100):

@@ -26,7 +26,9 @@ def both(first: int, second: int, **more) -> str:
     text = "[breaker]\nfailures = 2\nopen_s = 0.5\n[retries]\nspare = 1000\npause_s = 0.01\n"
     for name, port in (("first", first), ("second", second)):
         text += upstream(name, f"http://127.0.0.1:{port}/fine", "fine", **SHORT, **more)
-    return text + upstream("first-endless", f"http://127.0.0.1:{first}/endless", "endless", **QUICK)
+    return text + upstream(
+        "first-endless", f"http://127.0.0.1:{first}/endless", "endless", **QUICK | {"between_s": 20.0}
+    )
 
 
 def streams(gateway, number: int):

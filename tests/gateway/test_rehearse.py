@@ -1,13 +1,12 @@
 """`gateway rehearse`: another config replayed over a ledger, from a shell and on made-up accounts."""
 
 import json
-import subprocess
-import sys
 import tomllib
 
 import msgspec
 import pytest
 
+import forked
 from splittime.gateway.config_file import config_of
 from splittime.gateway.routing.policy import RoutePolicy
 from splittime.gateway.routing.rehearse import features_of, rehearse
@@ -121,12 +120,11 @@ def test_from_a_shell_over_what_a_gateway_wrote(hostile, tmp_path):
         for number in range(3):
             assert gateway.ask("m" if number else "n")[0] == 200
     (tmp_path / "new.toml").write_text("port = 0\n" + text + rule("r", models=["m"], model="n"))
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", "rehearse", "new.toml"]
-    command += ["--config", "gateway.toml", "--ledger", "gateway.sqlite"]
-    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    command = ["gateway", "rehearse", "new.toml", "--config", "gateway.toml", "--ledger", "gateway.sqlite"]
+    done = forked.run([*command, "--json"], tmp_path, check=True)
     told = json.loads(done.stdout)
     assert (told["requests"], told["reproduced"], told["strange"]) == (3, 3, 0)
     assert [(one["old"], one["new"], one["requests"]) for one in told["differences"]] == [("m", "n", 2)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = forked.run(command, tmp_path, check=True)
     assert "3 requests, 1 of them treated alike" in done.stderr
     assert "for example" in done.stdout

@@ -4,8 +4,6 @@ with real processes and under load."""
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -15,6 +13,7 @@ from functools import partial
 
 import pytest
 
+import forked
 from patience import until
 from splittime.ledger.account_json import account_from_json
 
@@ -48,9 +47,8 @@ def admin(gateway, path="config", key="of-ops", **body):
 
 
 def shell(gateway, folder, *words: str):
-    command = [sys.executable, "-m", "splittime.cli.main", "gateway", *words, "--url", gateway.url]
     environment = {**os.environ, "SPLITTIME_API_KEY": "of-ops"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    return forked.run(["gateway", *words, "--url", gateway.url], folder, environment, check=True)
 
 
 def latest(gateway, what: str, limit_s: float = 30.0):
