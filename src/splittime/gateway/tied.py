@@ -1,8 +1,8 @@
 """Tied requests: a stream of which no byte has come for a while is sent to a second upstream too.
 
-Whoever gives a byte first has the client; the other is cancelled at that moment, before anything of the answer is
-passed on (Dean and Barroso, "The Tail at Scale", 2013). A byte is what a gateway sees: until it comes, a stream may be
-in its upstream's queue, and after it nothing is sent twice. An answer that is no stream has its first byte at its end,
+Whoever gives an event first has the client; the other is cancelled at that moment, before anything of the answer is
+passed on (Dean and Barroso, "The Tail at Scale", 2013). Until it comes, a stream may be in its upstream's queue, which
+comments say too, and after it nothing is sent twice. An answer that is no stream has its first byte at its end,
 which says nothing of a queue, so such a request is never tied.
 
 The second is an attempt like a retry: within `max_attempts`, counted by the budget of retries, at an upstream that has

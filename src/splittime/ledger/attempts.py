@@ -121,7 +121,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     request_id: by which the upstream knows it.
     considered: among whom it was chosen; the first is the one that got it.
-    status: of its answer; None if there was none. first_byte_ns: when the first byte of the answer's body was read.
+    status: of its answer; None if there was none. first_byte_ns: when the first byte of the answer's body was read,
+    behind the comments of a stream.
     error: why it failed, as a code; empty if it did not.
     num_events: of a stream, events passed on. This is no number of tokens.
     knows_tokens: the answer told its tokens; else those of the account are 0 because nobody said.
