@@ -138,6 +138,24 @@ def test_slow_first_steps_after_the_start():
     assert int(told.claim.split()[0]) <= len(slow), "a quick one among them took nothing longer"
 
 
+def test_first_steps_that_wait_for_a_processor_are_no_cold_start():
+    """Somebody else is busy in the first seconds: that is stated, and told as what it is."""
+    hindered, warm = Ward(step_ms=4, wait_share=0.8), Ward(step_ms=4)
+    early = hindered.run(*(Case(100 * i, ids(32, i), 10) for i in range(40)))
+    warm.clock.advance(hindered.clock.now_ns())
+    late = warm.run(*(Case(5000 + 100 * i, ids(32, 100 + i), 10) for i in range(40)))
+    books = msgspec.structs.replace(
+        late, accounts=early.accounts + renamed(late.accounts), steps=early.steps + late.steps
+    )
+    waits = [step.cpu_wait_ns / (step.end_ns - step.begin_ns) for step in early.steps]
+    assert min(waits) > 0.4
+    slow = tuple(
+        msgspec.structs.replace(s, end_ns=s.end_ns + 20 * MS, cpu_wait_ns=s.cpu_wait_ns + 20 * MS) for s in early.steps
+    )
+    books = msgspec.structs.replace(books, steps=slow + late.steps)
+    assert cold_start(with_process(books, ready_ns=early.accounts[0].start_ns)) is None
+
+
 def renamed(accounts):
     return tuple(msgspec.structs.replace(account, request_id=f"late-{account.request_id}") for account in accounts)
 

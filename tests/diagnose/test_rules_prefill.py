@@ -120,3 +120,17 @@ def test_few_steps_with_prompts_are_not_what_fits_worst():
     """A prompt in one step of forty, and a fit without the twentieth that fits worst."""
     cost = step_cost.fit(prompts_beside_one_that_decodes().steps)
     assert cost.prefill_ns == pytest.approx(0.1 * MS, rel=0.05)
+
+
+def test_a_wait_for_a_processor_is_no_property_of_a_step():
+    """Every third step waits for one, twice as long as it takes itself."""
+    steps = prompts_beside_one_that_decodes().steps
+    late = [
+        step
+        if number % 3
+        else msgspec.structs.replace(
+            step, end_ns=3 * step.end_ns - 2 * step.begin_ns, cpu_wait_ns=2 * (step.end_ns - step.begin_ns)
+        )
+        for number, step in enumerate(steps)
+    ]
+    assert step_cost.fit(late) == step_cost.fit(steps)

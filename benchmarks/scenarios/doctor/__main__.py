@@ -5,12 +5,13 @@
     python -m benchmarks.scenarios.doctor --cures                and each printed flag tried, each figure measured
     python -m benchmarks.scenarios.doctor --only "one slot"      some of it; what was measured before is kept
     python -m benchmarks.scenarios.doctor --piece 2/8            an eighth of it, for a machine that is shared
+    python -m benchmarks.scenarios.doctor --one-each             one of each illness, half of the healthy: two thirds
     python -m benchmarks.scenarios.doctor --seeds 5              each five times: once as tuned, four held out
 
-A quarter of an hour a model on an idle machine, half of one with `--cures`. Each illness is a real `splittime serve`
-with settings, a load, and now and then a proxy, a client or a sabotaged engine process that make one thing wrong. The
-doctor reads the run's two books and replays its cures, as `splittime doctor RUN.json` does; what counts is the order in
-which it tells its findings then. Results are filed by model.
+Twenty minutes a model on an idle machine, and half as long again with `--cures`. Each illness is a real `splittime
+serve` with settings, a load, and now and then a proxy, a client or a sabotaged engine process that make one thing
+wrong. The doctor reads the run's two books and replays its cures, as `splittime doctor RUN.json` does; what counts is
+the order in which it tells its findings then. Results are filed by model.
 """
 
 import argparse
@@ -49,7 +50,10 @@ class Row(msgspec.Struct, frozen=True):
 def chosen(arguments: argparse.Namespace, patient: Patient) -> list[Task]:
     """The wards that this model can have, with each seed; they begin with the tuned one."""
     first = TUNED_SEED + arguments.held_out
-    wards = [ward for ward in (*ILLNESSES, *HEALTHY) if ward.can_have(patient)]
+    ill, well = ([ward for ward in wards if ward.can_have(patient)] for wards in (ILLNESSES, HEALTHY))
+    if arguments.one_each:
+        ill, well = list({ward.expected: ward for ward in reversed(ill)}.values()), well[::2]
+    wards = [*ill, *well]
     found = [(ward, seed) for seed in range(first, TUNED_SEED + arguments.seeds) for ward in wards]
     if arguments.only:
         found = [task for task in found if {task[0].name, task[0].expected or "healthy"} & set(arguments.only)]
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--pace", type=_pace, metavar="MS,MS", help="what a token of an answer and of a prompt take")
     parser.add_argument("--only", action="append", help="a scenario's or a finding's name, or healthy; may be repeated")
     parser.add_argument("--piece", help="I/N: every N-th scenario, beginning with the I-th")
+    parser.add_argument("--one-each", action="store_true", help="one of each illness, and every other healthy one")
     parser.add_argument("--cures", action="store_true", help="start each printed flag, and measure its figures")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="make each scenario so many times")
     parser.add_argument("--held-out", action="store_true", help="leave out the seed that the rules were tuned on")
@@ -203,7 +208,7 @@ def main() -> None:
     print(summary(patient.name, counted(new)), file=sys.stderr)
     if arguments.dry:
         return
-    is_part = bool(arguments.only or arguments.piece or arguments.held_out)
+    is_part = bool(arguments.only or arguments.piece or arguments.held_out or arguments.one_each)
     every = {**(before(name) if is_part else {}), **{(row.seen.name, row.seen.seed): row for row in new}}
     settings: dict[str, Any] = {"seeds": arguments.seeds, "model": patient.name, "pace": list(patient.pace)}
     file_result(name, figures(list(every.values())), settings, arguments.json)

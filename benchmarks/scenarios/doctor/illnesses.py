@@ -101,7 +101,7 @@ ILLNESSES: tuple[Ward, ...] = (
         expected="preemption_thrash",
         also=("kv_bound",),
         settings=small_cache,
-        load=poisson(3, 16, 380, 14.0),
+        load=poisson(4.5, 16, 250, 12.0),
     ),
     Ward(name="too many arrivals", expected="overload", load=poisson(70, 300, 16, 6.0)),
     Ward(

@@ -22,7 +22,7 @@ from benchmarks.scenarios.doctor.loads import (
 from benchmarks.scenarios.doctor.patients import Patient
 from splittime.bench.schedule import Planned, Schedule
 
-DURATION_S = 10.0
+DURATION_S = 9.0
 LEAST_SHARED = 400  # tokens: what is shorter has no part that it could be told by
 
 Load = Callable[[int, Patient], Schedule]

@@ -21,7 +21,7 @@ from benchmarks.server_process import get_json, served
 
 TRIES = 12
 SHORT, LONG, ANSWER = 16, 272, 33  # tokens
-LEAST_SCALE = 1 / 3  # shorter prompts have no parts to tell them by, shorter answers no gaps
+LEAST_SCALE = 0.5  # shorter prompts have no parts to tell them by, shorter answers no gaps
 LIKE_WRITTEN = 1.5  # a model that takes up to so many times as long gets the loads as they are written
 
 

@@ -66,7 +66,7 @@ def _seen(outcome: Outcome, wait_ns: int, is_refused: bool = False) -> Arrival:
 
 
 @rule(
-    root_of=("head_of_line", "token_budget_bound", "prefill_interference", "reported_queue", "deadlines_missed"),
+    root_of=("head_of_line", "prefill_interference", "reported_queue", "deadlines_missed"),
     explains=(Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.KV_BLOCKS, Cause.POLICY, Cause.STEP_IN_FLIGHT, Stage.QUEUE),
 )
 def overload(books: Books) -> Answer:

@@ -36,7 +36,7 @@ MIN_GAIN = 1.2  # what a doubled budget must gain for a prompt; with less the or
 TIMES = (2, 4, 8, 16)  # by which the budget may grow
 
 
-@rule("accounts", "steps", explains=(Cause.TOKEN_BUDGET,))
+@rule("accounts", "steps", root_of=("overload", "deadlines_missed"), explains=(Cause.TOKEN_BUDGET,))
 def token_budget_bound(books: Books) -> Answer:
     """Prompts wait for the step's token budget, or are computed in small pieces, though a larger one would be
     faster."""

@@ -98,7 +98,7 @@ def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[
     known = [COLD_REACH * size for size in most]
     within = [s for s in steps if s.begin_ns <= until_ns and all(map(le, _size(s), known))]
     expected = [(s, cost.step_ns(*map(max, _size(s), least))) for s in within]
-    early = [(s, step_cost.length_ns(s) - ns, ns) for s, ns in expected]
+    early = [(s, step_cost.worked_ns(s) - ns, ns) for s, ns in expected]
     is_slow = [over_ns > (COLD_TIMES - 1) * ns for _, over_ns, ns in early]
     cold = max((n for n in range(len(early) + 1) if sum(is_slow[:n]) >= COLD_SHARE * n), default=0)
     return [(step, over_ns) for (step, over_ns, _), slow in zip(early[:cold], is_slow, strict=False) if slow]

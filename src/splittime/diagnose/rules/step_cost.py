@@ -40,12 +40,17 @@ def length_ns(step: StepRecord) -> int:
     return step.end_ns - step.begin_ns + step.host_gap_ns
 
 
+def worked_ns(step: StepRecord) -> int:
+    """Returns its length without what its thread waited for a processor: that is no property of the step."""
+    return length_ns(step) - min(step.cpu_wait_ns or 0, step.end_ns - step.begin_ns)
+
+
 def fit(steps: Sequence[StepRecord]) -> StepCost | None:
     """None if there are too few steps, or all of them are alike."""
     if len(steps) < MIN_STEPS_TO_FIT:
         return None
     columns = [(1.0, s.decode_tokens, s.prefill_tokens, s.kv_tokens_read) for s in steps]
-    known, lengths = numpy.array(columns, dtype=float), numpy.array([length_ns(s) for s in steps], dtype=float)
+    known, lengths = numpy.array(columns, dtype=float), numpy.array([worked_ns(s) for s in steps], dtype=float)
     if not (known[:, 1:].std(axis=0) > 0).any():
         return None
     fixed, decode, prefill, context = robust_fit(known, lengths)
