@@ -36,7 +36,7 @@ def faults(found: list[Entry], today: datetime.date) -> list[str]:
         days = (today - entry.since).days
         if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
             wrong.append(f"{entry.id}: no such test")
-        if not 0 <= days <= DAYS:
+        if not -1 <= days <= DAYS:  # it may be tomorrow elsewhere
             wrong.append(f"{entry.id}: {days} days are not within {DAYS}")
         if len(entry.reason.split()) < 4:
             wrong.append(f"{entry.id}: what is the reason?")

@@ -26,7 +26,7 @@ def test_the_list_keeps_the_rules():
         ([entry("tests/arch/test_gone.py::test_it")], "no such test"),
         ([entry("tests/arch/test_quarantine.py::test_gone")], "no such test"),
         ([entry(days=15)], "15 days are not within 14"),
-        ([entry(days=-1)], "-1 days"),
+        ([entry(days=-2)], "-2 days"),
         ([entry(reason="flaky")], "what is the reason?"),
         ([entry(), entry()], "it is there twice"),
     ],
