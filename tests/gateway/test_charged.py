@@ -185,3 +185,18 @@ def test_one_that_is_longer_than_it_may_be_is_asked_once_and_opens_nothing():
     long = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
     one, two = Saying(long), Saying(long)
     gateway_before({"one": one, "two": two}, ask, f"max_answer_bytes = 100000\n{PATIENT}")
+
+
+def test_an_upstream_that_broke_off_before_its_client_left_has_done_nothing(tmp_path, monkeypatch):
+    """The client's time is over in the pause before another attempt."""
+    told = []
+    monkeypatch.setenv("A", "of-a")
+    tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
+
+    async def ask(app, gateway):
+        told.append(await asked(app, bearer("of-a") | {"x-request-deadline-ms": "200"}, max_tokens=500))
+        assert sum(gateway.budgets.used().values()) == 0
+
+    text = f'budget_file = "{tmp_path}/b.sqlite"\n[retries]\npause_s = 30.0\nspare = 5\n{tenant}'
+    gateway_before({name: Saying(b"", hangs_up=True) for name in ("one", "two")}, ask, text)
+    assert told[0].status in (502, 504)

@@ -32,6 +32,7 @@ def error(message: str = "no", **more) -> dict:
     return {"error": {"message": message, **more}}
 
 
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 OK_EVENTS = (CHUNK, LAST, USAGE, b"[DONE]")
 OOM = error("CUDA OOM", type="server_error", code=500)
 GZIP = "content-encoding: gzip"
@@ -86,6 +87,7 @@ STATUSES = [
     Row("404 of a file", whole(404, error("file-1 not found", code="f")), 404, "f", "request", False),
     Row("404 of everything", http(404, b"<html>", kind="text/html"), 404, "upstream_404", "health"),
     Row("404 of the route", whole(404, {"detail": "Not Found"}), 404, None, "health"),
+    Row("400, a page", http(400, b"<html>plain HTTP", kind="text/html"), 400, "upstream_400", "health"),
     Row("404 of a proxy", whole(404, {"message": "no Route matched with those values"}), 404, None, "health"),
     Row("405", whole(405, error(code="c")), 405, "c", "health"),
     Row("408", whole(408, error(code="c")), 408, "c", "health"),
@@ -180,6 +182,13 @@ STREAMS = [
         "nobody",
         False,
     ),
+    Row("a role and no answer", stream(ROLE, b"[DONE]"), GIVEN, None, "health", False),
+    Row(
+        "one's own fault behind a role", stream(ROLE, error("long", code=400), b"[DONE]"), GIVEN, None, "request", False
+    ),
+    Row("no choice in it", stream({"choices": []}, b"[DONE]"), GIVEN, None, "health", False),
+    Row("no reason why it ends", stream(ROLE, CHUNK, b"[DONE]"), GIVEN, None, "nobody", False),
+    Row("no token before its end", stream(ROLE, LAST, b"[DONE]"), GIVEN, None, "nobody", False),
     Row("no event", stream(), 502, "upstream_died", "health"),
     Row("[DONE] alone", stream(b"[DONE]"), 502, BAD, "health"),
     Row("a page as an event", stream(b"<html>"), 502, BAD, "health"),

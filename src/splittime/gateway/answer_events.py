@@ -155,6 +155,12 @@ class AnswerEvents:
         around = next((len(data) - text for data in self._latest if (text := text_bytes_of(data))), None)
         return 0 if around is None else max(0, self.num_bytes - around * self.num_pieces)
 
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether a stream with choices has ended, and told no piece of an answer, no error and no reason."""
+        is_short = self.is_done and self.error is None and 0 < self.num_pieces <= KEPT_EVENTS
+        return is_short and self.read().finish_reason is None and not self.read().chunk_ns
+
     def nested(self) -> NestedAccount:
         """Returns the upstream's own account, as the last event that has one tells it."""
         for data in reversed(self._latest):

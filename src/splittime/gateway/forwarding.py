@@ -197,7 +197,12 @@ class Forwarding:
     async def _pause(self, num_attempts: int) -> None:
         """A random moment, so that requests that failed together do not come back together."""
         self._account.enter(Stage.ROUTE, now_ns(), Cause.RETRY_PAUSE)
-        await asyncio.sleep(random.uniform(0, longest_pause_s(self._gateway.config.retries, num_attempts)))
+        pause_s = random.uniform(0, longest_pause_s(self._gateway.config.retries, num_attempts))
+        deadline_ns = self._account.deadline_ns
+        left_s = pause_s if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
+        await asyncio.sleep(min(pause_s, left_s))
+        if left_s < pause_s:
+            raise DeadlineExceeded.before("another upstream was asked")
 
     async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
         """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""

@@ -36,6 +36,7 @@ from splittime.gateway.verdict import (
     GOOD,
     AnswerVerdict,
     AttemptAsked,
+    Whose,
     bad_answer,
     of_answer,
     of_begin,
@@ -59,7 +60,7 @@ class Relay:
     has_begun: the client has the head of an answer; has_given: it gets some of this one; is_answered: has it all.
     resumed_by, resumed_after: how it goes on with another's stream, and after how many tokens; "" and 0 for a first.
     mark: what the answer says of itself if it is a lesser one.
-    verdict: on the answer that the client has had.
+    verdict: on the answer that the client has had. failed_by: whose doing it was that it failed.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Relay:
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
         self.verdict: AnswerVerdict = GOOD
+        self.failed_by: Whose | None = None
         is_timed = deadline.is_clients or SLO_HEADER in headers
         self._asked = AttemptAsked(upstream.name, self.path, self.model, is_timed=is_timed)
         self._mask, self._breaks = KeyMask(upstream.key), AttemptBreaks(upstream.config, deadline)
@@ -228,6 +230,8 @@ class Relay:
         self._require_good_begin()
         if self.events.is_done:
             self._on_read(self)
+            if self._asked.has_choices and self.events.is_empty and not self.resumed_after:
+                self.verdict = bad_answer(self._asked, "ended a stream in which it had said nothing")
         events = self._call.usage.shown(events)
         if events:
             await self._begin(response)

@@ -22,6 +22,7 @@ from splittime.gateway.learnt_use import LearntUse
 from splittime.gateway.relay import Relay
 from splittime.gateway.tracing.spans import attempt_context
 from splittime.gateway.upstreams import Routed, Upstream
+from splittime.gateway.verdict import Whose
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
 from splittime.ledger.attempts import Attempt, FirstTokens
 from splittime.ledger.export import server_timing
@@ -42,7 +43,6 @@ class RequestAccount:
     """attempt_id: by which the latest upstream knows the request, so that no client can take another's. cancelled_ns:
     when its client went away. deadline_ns: the client's own. version: of the config, in the account. asked_anew_tokens:
     of answers that nobody was given, which its tenant used all the same. sent_ns: when its latest attempt was.
-    has_itself_to_blame: that had no answer, by its length or its time.
     on_read: called when the end of an answer has been read."""
 
     def __init__(
@@ -67,7 +67,6 @@ class RequestAccount:
         self.cancelled_ns: int | None = None
         self.deadline_ns: int | None = None
         self.asked_anew_tokens = 0
-        self.has_itself_to_blame = False
         self.sent_ns = self.start_ns
         self.on_read: Callable[[Relay], None] = ignored
 
@@ -117,13 +116,12 @@ class RequestAccount:
     def used_tokens(self, relay: "Relay | Giving | None", learnt: LearntUse) -> int:
         """Returns the tokens of the request, as told, or as estimated, and learns from those that are told: that both
         are 0 tells nothing. None of a request that no upstream was sent, or of whose answers its client was given none;
-        but who leaves, or is given none by his own doing, has used what his upstream did until then."""
+        but who leaves one that works at it, or is given none by his own doing, has used what it did until then."""
         if self.request is None or not isinstance(relay, Relay):
             return 0
         request, resumed_after = self.request, relay.resumed_after
-        if not (relay.has_given or self._was_left or self.has_itself_to_blame) or (
-            (relay.status or 200) >= 300 and not resumed_after
-        ):
+        is_own = relay.failed_by is Whose.REQUEST or (relay.failed_by is None and self._was_left)
+        if not (relay.has_given or is_own) or ((relay.status or 200) >= 300 and not resumed_after):
             return 0
         usage = relay.events.read()
         prompt, output = usage.prompt_tokens, usage.output_tokens

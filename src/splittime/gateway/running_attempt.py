@@ -98,7 +98,7 @@ class RunningAttempt:
 
     def _end_failed(self, failure: AttemptFailure) -> None:
         code, successes = failure.error.info.code, self.routed.upstream.breaker.num_successes
-        self._account.has_itself_to_blame = failure.verdict.whose is Whose.REQUEST
+        self.relay.failed_by = failure.verdict.whose
         if isinstance(failure, UpstreamFailure):
             failure.is_outright = failure.verdict.is_upstreams and successes == self._successes
         self.end(code, or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))

@@ -161,7 +161,9 @@ def of_answer(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
         whose = Whose.HEALTH if asked.has_choices else Whose.PATH
         return _refused(asked, answer, whose, is_told=isinstance(told, dict))
     refusal = refusal_of(told)
-    verdict = _refused(asked, answer, _whose(asked, status, refusal), is_told=isinstance(told, dict))
+    is_proxys = status == BAD_REQUEST and answer.body.lstrip().startswith(b"<")  # a page: no API has read the request
+    whose = Whose.HEALTH if is_proxys else _whose(asked, status, refusal)
+    verdict = _refused(asked, answer, whose, is_told=isinstance(told, dict))
     is_for_all, is_for_one = bool(refusal.codes & OF_THE_UPSTREAM), OF_THE_TENANT in refusal.codes
     return verdict._replace(is_for_all=is_for_all, is_for_one=is_for_one)
 

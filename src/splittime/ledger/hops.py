@@ -52,10 +52,7 @@ class HopBook:
     """max_hops: of one tenant. now_ns: for tests."""
 
     def __init__(
-        self,
-        max_hops: int = MAX_TENANT_HOPS,
-        kept_s: float = KEPT_S,
-        now_ns: Callable[[], int] = time.monotonic_ns,
+        self, max_hops: int = MAX_TENANT_HOPS, kept_s: float = KEPT_S, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._traces = KeptByOwner[dict[str, Hop]](most_of_owner=max_hops, kept_ns=int(kept_s * 1e9), clock=now_ns)
         self._num_kept = self._num_known = 0

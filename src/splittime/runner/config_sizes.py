@@ -21,11 +21,7 @@ from splittime.runner.kv_store import bytes_per_block
 
 PLAIN = ("bfloat16", "float16", "float32")
 PRECISIONS = (*PLAIN, *QUANTIZATIONS)
-KV_DTYPES = {
-    **{name: getattr(torch, name) for name in PLAIN},
-    "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-}
+KV_DTYPES = {**{name: getattr(torch, name) for name in PLAIN}, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class ModelSizes(NamedTuple):

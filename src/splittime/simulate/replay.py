@@ -31,14 +31,7 @@ from splittime.scheduler.requests import CAUSES
 from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.recorded import Recorded, plans_ahead
-from splittime.simulate.retaken import (
-    RecordedAnswers,
-    RecordedArrivals,
-    RecordedSteps,
-    Rows,
-    UnknownStep,
-    engine_again,
-)
+from splittime.simulate.retaken import RecordedAnswers, RecordedArrivals, RecordedSteps, Rows, UnknownStep, engine_again
 from splittime.simulate.trace import TracedRequest, ended_by_token, traced_requests, unforeseen, was_taken_in
 
 

@@ -56,11 +56,7 @@ def middle(scores: Sequence[Score]) -> Score:
 
 
 def verify(
-    measure: Measure,
-    base: Mapping[str, Any],
-    changed: Mapping[str, Any],
-    goal: Goal,
-    has_time: Callable[[], bool],
+    measure: Measure, base: Mapping[str, Any], changed: Mapping[str, Any], goal: Goal, has_time: Callable[[], bool]
 ) -> Verified:
     """Returns the verdict on `changed` against `base`. measure: gives the run of these changes with that number.
     has_time: whether another pair of runs may be made."""

@@ -13,11 +13,7 @@ from splittime.models.weights.formats.recipe import KEY, Recipe, Tensors, refuse
 from splittime.models.weights.formats.stored import GroupedWeight
 
 FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, fp8, compressed)}
-WEIGHTS: dict[str, type[Any]] = {
-    awq.METHOD: AwqWeight,
-    gptq.METHOD: GptqWeight,
-    compressed.METHOD: CompressedWeight,
-}
+WEIGHTS: dict[str, type[Any]] = {awq.METHOD: AwqWeight, gptq.METHOD: GptqWeight, compressed.METHOD: CompressedWeight}
 FileWeight = GroupedWeight | FloatWeight
 LAYERS = "model.layers."
 OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
