@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 
 import books as made
 import msgspec
@@ -14,8 +15,10 @@ from splittime.bench.book.records import Arm, Run, save
 from splittime.core.errors import ConfigError, NotFound
 from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, books_from_answers, books_from_file, books_from_run
 from splittime.diagnose.doctor import diagnose
+from splittime.diagnose.found_accounts import AccountQuestion, accounts_from_file
 from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import Process, ServerFacts
+from splittime.ledger.sqlite_read import to_step
 from splittime.ledger.store import Ledger
 from splittime.server import routes_dashboard
 
@@ -125,3 +128,20 @@ def test_the_page_and_the_command_line_say_the_same(tmp_path):
     assert page == orjson.loads(msgspec.json.encode(diagnose(told)))
     assert page["findings"][0]["name"] == "slot_bound"
     assert len(told.accounts) < len(made.accounts)
+
+
+@pytest.mark.parametrize("num_before", [100, 10_000])
+def test_of_a_long_file_the_steps_of_the_latest_requests_are_read_alone(tmp_path, monkeypatch, num_before):
+    """However many there were before: a day has millions."""
+    path, read = tmp_path / "l.sqlite", []
+    with closing(Ledger(path)) as ledger:
+        for number in range(1, num_before + 31):
+            ledger.add_step(made.step(number, 100 * number))
+        begin_ns = 100 * num_before + 150
+        ledger.add_account(made.example("cmpl-a", start_ns=begin_ns))
+    monkeypatch.setattr("splittime.ledger.sqlite_read.to_step", lambda body: read.append(body) or to_step(body))
+    books = books_from_file(path)
+    assert len(read) <= len(books.steps) + 1 <= 31
+    found = accounts_from_file(path, AccountQuestion("cmpl-a", None))
+    assert {step.step_id for step in found.books.steps} == {step.step_id for step in books.steps}
+    assert len(read) <= 3 * 31

@@ -75,6 +75,7 @@ def test_the_interval_contains_what_the_change_does_in_truth(illness: str) -> No
     assert main.recorded == was[main.name]
     assert helps(gain)
     assert finding.cure.flags
+    assert "In brackets: where 78 % of runs with the change would lie, made in another hour." in gain.sentence
     assert "would help" in gain.sentence
     told = re.search(r"to [^()]*\), from ([\d.,]+) to ([\d.,]+)( ms)?", gain.sentence)
     absolute = [float(number.replace(",", "")) for number in told.groups()[:2]]

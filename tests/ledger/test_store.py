@@ -754,12 +754,21 @@ def test_a_flush_that_takes_too_long_says_so(tmp_path):
     ledger.close()
 
 
-def test_steps_between_are_those_that_began_then_bounds_included(tmp_path):
+def test_steps_between_are_those_of_that_time_bounds_included(tmp_path):
     ledger = Ledger(tmp_path / "l.sqlite")
     for number in range(1, 6):
         ledger.add_step(books.step(number, number * 100))
     ledger.close()
-    assert [step.step_id for step in open_readonly(tmp_path / "l.sqlite").steps_between(200, 400)] == [2, 3, 4]
+    file = open_readonly(tmp_path / "l.sqlite")
+    for span, ids in {
+        (200, 400): [2, 3, 4],
+        (230, 400): [2, 3, 4],
+        (250, 400): [3, 4],
+        (0, 150): [1],
+        (900, 950): [],
+    }.items():
+        assert [step.step_id for step in file.steps_between(*span)] == ids, "the step in which it begins too"
+    assert [step.step_id for step in file.steps_between(0, 900, 2)] == [4, 5]
 
 
 def test_a_file_of_a_later_format_is_not_read(tmp_path):

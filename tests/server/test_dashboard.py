@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from browser import books
 from patience import until
+from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.server import routes_dashboard
@@ -221,6 +222,11 @@ def test_a_request_that_met_a_stop_shows_it_on_the_page(launch) -> None:
     fill(live, [books.account("one", steps[-1].end_ns)], steps)
     owned = {owner: ns for owner, ns, _ in live.get("/dashboard/requests/one")[2]["owners"]}
     assert owned["engine_stopped"] == pytest.approx(length_ns - 1000, abs=2)
+    drawn = look(live)
+    kept = [dict(zip(drawn["step_fields"], row, strict=True))["kept_ns"] for row in drawn["step_bins"]]
+    assert sum(kept) == pytest.approx(length_ns - 1000, rel=0.2), (
+        "the chart's stop has a share of the gap before it too"
+    )
 
 
 def test_a_diagnosis_is_of_the_live_ledger_and_kept_a_while(launch, monkeypatch) -> None:
@@ -273,6 +279,20 @@ def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
     assert columns["host_gap_ns"] == sum(record.host_gap_ns for record in records)
     times = sum(columns[name] for name in ("device_ns", "sample_ns", "moves_ns", "host_ns", "host_gap_ns", "idle_ns"))
     assert times == records[-1].end_ns - records[0].begin_ns + records[0].host_gap_ns
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0, 0.5))
+def test_a_step_in_which_the_engine_did_not_run_is_divided_as_the_doctor_divides_it(wait_ns, off_ns, usual) -> None:
+    (record,) = books.steps(1, ("a", "b"), 10**9)
+    kept = msgspec.structs.replace(record, cpu_wait_ns=wait_ns, off_cpu_ns=off_ns)
+    plain, told = (bins.step_bins([one], -(2**60), usual) for one in (record, kept))
+    plain, told = ([sum(row[1 + i] for row in rows) for i in range(len(bins.SUMS))] for rows in (plain, told))
+    at = bins.SUMS.index("kept_ns")
+    assert told[at] == pytest.approx(min(record.length_ns, wait_ns + derive.stopped_ns(kept, usual)), abs=10)
+    assert sum(told[3:]) == sum(plain[3:]), "no time is lost"
+    left = 1 - told[at] / record.length_ns
+    for before, now in zip(plain[3:at], told[3:at], strict=True):
+        assert now == pytest.approx(before * left, abs=3)
 
 
 def test_a_stage_s_key_names_its_cause() -> None:

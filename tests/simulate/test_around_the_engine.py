@@ -7,14 +7,29 @@ import pytest
 from test_step_times import a_record
 from test_trace import SYSTEM, account
 
+from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Stage
 from splittime.simulate import replica
 from splittime.simulate.asked import Asked, asked_requests
+from splittime.simulate.change import Change
+from splittime.simulate.cost import CostModel, Errors
 from splittime.simulate.figures import figures
 from splittime.simulate.replica import Approach
+from splittime.simulate.trace import traced_requests
 
 BASE_NS, TOKEN_NS, HANDING_NS = 3_000, 7, 400
+COSTS = CostModel(
+    device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0),
+    covariance=((0.0,) * 6,) * 6,
+    host=((0.0, 0.0, 0.0),) * 5,
+    move_ns=0.0,
+    buckets={},
+    most=(10**6,) * 6,
+    persistence=0.0,
+    errors=Errors(0.0, 0.0, 0.0),
+    num_steps=100,
+)
 
 
 def served(tokens: int) -> ClosedAccount:
@@ -50,3 +65,31 @@ def test_who_was_refused_is_in_no_figure_but_its_own() -> None:
     came, step = account("a", SYSTEM, 0), a_record(random.Random(0), 1, 0, 1.0)
     refused = account("b", SYSTEM, 10**9, finish_reason="refused")
     assert figures([came, refused], [step]) == figures([came], [step])
+
+
+def on_its_way(number: int, lag_ns: int) -> ClosedAccount:
+    """One whose 32 tokens each took so long to its client, and whose end came three times as long after the last."""
+    begin_ns = number * 10**9
+    spans = (
+        (Stage.RECEIVE, 0, 9),
+        (Stage.HANDOFF, 9, 20),
+        (Stage.PREFILL, 20, 40),
+        (Stage.DELIVER, 40, 40 + 3 * lag_ns),
+    )
+    intervals = tuple(StageInterval(stage, None, begin_ns + begin, begin_ns + end) for stage, begin, end in spans)
+    ready_ns = tuple(begin_ns + 30 for _ in range(32))
+    more = {"token_ready_ns": ready_ns, "token_written_ns": tuple(at_ns + lag_ns for at_ns in ready_ns)}
+    end_ns = begin_ns + 40 + 3 * lag_ns
+    return account(f"r{number}", (number,) * 20, begin_ns, intervals=intervals, end_ns=end_ns, **more)
+
+
+def test_a_replay_has_each_answers_own_way_to_its_client() -> None:
+    """A busy server takes ten times the median for some: those have it again, whatever is changed."""
+    lags = [10_000 * (1 + 9 * (number % 3 == 0)) for number in range(30)]
+    requests = traced_requests([on_its_way(number, lag_ns) for number, lag_ns in enumerate(lags)], 2048)
+    server = replica.replica_with({"max_num_seqs": 4}, COSTS, Approach(), "test")
+    for change in (Change(), Change({"max_num_seqs": 1})):
+        made = {each.request_id: each for each in server.run(requests, change, 0).accounts}
+        for number, lag_ns in enumerate(lags):
+            assert set(derive.send_lag_ns(made[f"r{number}"])) == {lag_ns}
+            assert derive.stage_ns(made[f"r{number}"])[Stage.DELIVER] == 3 * lag_ns

@@ -2,6 +2,8 @@
 
 import random
 import statistics
+from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -13,6 +15,7 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, REACH, CostModel, Noise, OutOfRange, Pace, PaceOf, bucket_of, quantile
 from splittime.simulate.fit import MIN_STEPS, Fit, fit
+from splittime.simulate.replica import ModelCosts
 from splittime.simulate.shape import StepShape, shape_of_record
 
 TRUTH = {"step": 200_000, "prompts": 300_000, "row": 90_000, "token": 60_000, "kv": 40, "pair": 70}
@@ -69,6 +72,17 @@ def records(
         factor = rng.lognormvariate(0, noise) * pause * (slow if number > count // 2 else 1.0)
         made.append(a_record(rng, number, now_ns, factor, bend))
         now_ns = made[-1].end_ns + GAP_NS
+    return made
+
+
+def one_after_the_other(rng: random.Random, factors: list[float], gap_ns: Callable[[], int]) -> list[StepRecord]:
+    """Steps that take so many times what they should, and the gaps before them."""
+    made, now_ns = list[StepRecord](), 0
+    for number, factor in enumerate(factors, 1):
+        record = a_record(rng, number, now_ns, factor)
+        gap = gap_ns()
+        made.append(msgspec.structs.replace(record, host_gap_ns=gap, begin_ns=now_ns + gap, end_ns=record.end_ns + gap))
+        now_ns = made[-1].end_ns
     return made
 
 
@@ -153,6 +167,41 @@ def test_noise_is_as_wide_as_that_of_the_steps() -> None:
     assert statistics.mean(times) == pytest.approx(expected, rel=0.05)
     within = sum(abs(time / statistics.median(times) - 1) < 0.2 for time in times) / len(times)
     assert 0.55 < within < 0.8  # a standard deviation of a fifth: two thirds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_and_gaps_take_together_what_was_recorded(seed: int) -> None:
+    """On a busy machine half of a gap's time is in those that are many times as long as most, and one step in hundreds
+    is stopped for as long as a hundred take: a replay that leaves either out is too fast, each time."""
+    rng = random.Random(seed)
+    factors = [rng.lognormvariate(0, 0.4) for _ in range(2_000)]
+    for place in rng.sample(range(2_000), 4):
+        factors[place] *= 100
+    made = one_after_the_other(rng, factors, lambda: round(GAP_NS * rng.lognormvariate(0, 1.5)))
+    model, pace = fit(made)
+    shapes = [(shape_of_record(record), record.begin_ns) for record in made]
+    times = [
+        costs.of(*each) for number in range(8) for costs in [ModelCosts(model, pace, number, 1.0)] for each in shapes
+    ]
+    taken_ns, gaps_ns = sum(r.device_ns + r.launch_ns for r in made), sum(r.host_gap_ns for r in made[1:])
+    assert sum(time.host_gap_ns for time in times) / 8 == pytest.approx(gaps_ns, rel=0.1)
+    assert sum(time.step_ns for time in times) / 8 == pytest.approx(taken_ns, rel=0.1)
+    middle = statistics.median(time.step_ns for time in times)
+    assert middle == pytest.approx(statistics.median(r.device_ns + r.launch_ns for r in made), rel=0.1)
+
+
+def test_a_pause_tells_nothing_of_the_next_step() -> None:
+    """Slow steps come together, and pauses do not: else one in hundreds is simulated as three in a row."""
+    rng = random.Random(7)
+    factors = [rng.lognormvariate(0, 0.05) * (20 if rng.random() < 0.005 else 1) for _ in range(3_000)]
+    model, pace = fit(one_after_the_other(rng, factors, lambda: GAP_NS))
+    assert model.persistence < 0.5
+    model, shape = msgspec.structs.replace(model, persistence=0.95), StepShape(8, 8, 8, 4_000, 0)
+    costs, usual_ns = ModelCosts(model, pace, 0, 1.0), model.step_time(shape).step_ns
+    are_long = [costs.of(shape, 0).step_ns > 5 * usual_ns for _ in range(20_000)]
+    pairs = sum(one and other for one, other in pairwise(are_long))
+    assert 0.001 < sum(are_long) / 20_000 < 0.02
+    assert pairs < sum(are_long) / 10
 
 
 def test_what_slows_one_step_slows_the_next() -> None:

@@ -239,3 +239,20 @@ def test_a_request_longer_than_the_servers_context_is_refused(recorded: Recorded
 def test_a_ledger_that_says_too_little_is_refused(recorded: Recorded) -> None:
     with pytest.raises(ConfigError, match="3 requests are too few"):
         replica_of(msgspec.structs.replace(recorded, accounts=recorded.accounts[:3]))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({}, "In brackets: where 90 % of runs with the change would lie, made in another hour."),
+        ({"num_same_hour": 3}, "Of 20 draws, 3 would meet an hour too slow to simulate, and stay in the recorded one"),
+        ({"num_same_hour": 3, "change": Change()}, ""),
+        ({"share": 0.0}, ""),
+    ],
+)
+def test_what_an_interval_holds_is_told_in_one_place(told: dict[str, object], words: str) -> None:
+    said = {"change": Change({"max_num_seqs": 4}), "draws": 20, "num_same_hour": 0, "share": 0.9}
+    rest = {"figures": (), "num_requests": 9, "num_refused": 0, "waits": False, "leaves_out_drafts": False}
+    prediction = Prediction(**(said | rest | {"num_steps": 99, "miss": None, "model": None} | told))
+    assert words in prediction.interval_words
+    assert bool(words) is bool(prediction.interval_words)

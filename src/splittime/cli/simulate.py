@@ -278,14 +278,8 @@ def _about(prediction: "Prediction") -> str:
     else:
         come = " are drawn; they come when they are meant to come"
     lines.append(f"{prediction.num_requests:,} requests{refused}{come}")
-    if change and prediction.share:
-        within = f"{prediction.share:.0%}".replace("%", " %")
-        lines.append(f"In brackets: where {within} of runs with the change would lie, made in another hour.")
-    if prediction.num_same_hour:
-        lines.append(
-            f"Of {prediction.draws} draws, {prediction.num_same_hour} would meet an hour too slow to simulate, and "
-            "stay in the recorded one: slow ends are nearer than they would be."
-        )
+    if prediction.interval_words:
+        lines.append(prediction.interval_words)
     if prediction.leaves_out_drafts:
         lines.append(
             "The server guesses tokens ahead. Nobody knows what it would guess of these requests: nothing here."

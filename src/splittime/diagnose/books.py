@@ -27,6 +27,7 @@ Get = Callable[[str], Any]
 SQLITE_BEGIN = b"SQLite format 3\0"
 MAX_ACCOUNTS = 100_000
 MAX_STEPS = 1_000_000
+NEVER_NS = 2**63 - 1
 LIVE_ACCOUNTS, LIVE_STEPS = 1_000, 10_000  # of a live server, whoever asks: its page and `splittime doctor URL`
 
 
@@ -179,7 +180,7 @@ def books_from_ledger(file: LedgerFile, source: str, limit: int = MAX_ACCOUNTS) 
     since_ns = min((process.started_ns for process in facts.processes), default=0) if facts is not None else 0
     accounts = [account for account in file.accounts(limit=min(limit, MAX_ACCOUNTS)) if account.start_ns >= since_ns]
     begin_ns = min((account.start_ns for account in accounts), default=since_ns)
-    steps = [step for step in file.steps(limit=MAX_STEPS) if step.end_ns >= begin_ns and step.begin_ns >= since_ns]
+    steps = [step for step in file.steps_between(begin_ns, NEVER_NS, MAX_STEPS) if step.begin_ns >= since_ns]
     return make_books(facts, accounts, steps, source)
 
 

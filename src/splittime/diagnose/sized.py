@@ -149,7 +149,7 @@ def _gain(
         draws=prediction.draws,
         sentence="",
     )
-    return replace(gain, sentence=_sentence(gain, excerpt.num_open))
+    return replace(gain, sentence=_sentence(gain, excerpt.num_open, prediction.interval_words))
 
 
 def settings_of(finding: Finding, books: Books, replays: Replays = OUR_REPLAYS) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _require_like(figure: PredictedFigure) -> None:
         )
 
 
-def _sentence(gain: Gain, num_open: int) -> str:
+def _sentence(gain: Gain, num_open: int, interval: str) -> str:
     change = ", ".join(f"{name} {value}" for name, value in gain.settings.items())
     left_out = f" ({num_open} that were in flight at their begin left out)" if num_open else ""
     told = "; ".join(_change_words(figure) for figure in gain.figures if figure.ratio is not None)
@@ -251,7 +251,7 @@ def _sentence(gain: Gain, num_open: int) -> str:
     main = gain.figures[0]
     return (
         f"A replay of the latest {gain.num_requests} requests{left_out} with {change} changes {told}: "
-        f"{_verdict(gain)}.{_refusals(gain)}{nearer} Replayed as it was, {_off(main)}."
+        f"{_verdict(gain)}.{_refusals(gain)}{nearer} {interval} Replayed as it was, {_off(main)}."
     )
 
 

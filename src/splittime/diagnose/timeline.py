@@ -9,8 +9,7 @@ goes beyond the usual time of its decode rows:
 
     prompts = max(0, device - decode(rows, context))      decode: fitted to the steps without prompts (`step_cost`)
 
-`off_cpu_ns` is a stop as far as it goes beyond what is usual for a step (`usual_off_share`): a thread that waits for
-other threads' part of a product is off as well, in each step alike.
+`off_cpu_ns` is a stop as far as it goes beyond what is usual for a step (`ledger.derive`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ import numpy
 
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules import step_cost
-from splittime.diagnose.rules.evidence import median, overlap_ns, union
+from splittime.diagnose.rules.evidence import overlap_ns, union
+from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.steps import StepRecord
 
@@ -86,11 +86,12 @@ def _divided(books: Books) -> numpy.ndarray:
     if not steps:
         return numpy.zeros((0, len(Part)))
     found = numpy.zeros((len(steps), len(Part)))
-    length = numpy.array([step_cost.length_ns(step) for step in steps], dtype=float)
+    length = numpy.array([step.length_ns for step in steps], dtype=float)
     found[:, Part.GC] = numpy.minimum(_collecting_ns(books), length)
     found[:, Part.CPU_WAIT] = numpy.minimum([step.cpu_wait_ns or 0 for step in steps], length - found[:, Part.GC])
     room = length - found[:, Part.GC] - found[:, Part.CPU_WAIT]
-    found[:, Part.STOPPED] = numpy.minimum(_stopped_ns(steps), room)
+    usual = derive.usual_off_share(steps)
+    found[:, Part.STOPPED] = numpy.minimum([derive.stopped_ns(step, usual) for step in steps], room)
     left = numpy.maximum(0.0, room - found[:, Part.STOPPED]) / numpy.maximum(1.0, length)
     found[:, Part.HOST] = [s.host_gap_ns + s.plan_ns + s.launch_ns + s.commit_ns for s in steps] * left
     found[:, Part.SAMPLE] = [step.sample_ns for step in steps] * left
@@ -109,19 +110,6 @@ def _collecting_ns(books: Books) -> numpy.ndarray:
         return numpy.zeros(len(books.steps))
     begins = [step.begin_ns - step.host_gap_ns for step in books.steps]
     return numpy.array([overlap_ns(b, s.end_ns, pauses) for b, s in zip(begins, books.steps, strict=True)], dtype=float)
-
-
-def _stopped_ns(steps: Sequence[StepRecord]) -> numpy.ndarray:
-    off = numpy.array([step.off_cpu_ns or 0 for step in steps], dtype=float)
-    length = numpy.array([step_cost.length_ns(step) for step in steps], dtype=float)
-    usual = usual_off_share(steps) * (length - off)
-    return numpy.maximum(0.0, off - usual)
-
-
-def usual_off_share(steps: Sequence[StepRecord]) -> float:
-    """Returns the share of a step's remaining time that its thread is usually off the processor: the steps' median."""
-    known = [(step.off_cpu_ns, step_cost.length_ns(step)) for step in steps if step.off_cpu_ns is not None]
-    return median(off / max(1, length - off) for off, length in known) or 0.0
 
 
 def prompts_ns(steps: Sequence[StepRecord], device_ns: numpy.ndarray) -> numpy.ndarray:

@@ -19,6 +19,7 @@ The device book is the machine's view of the same time. What it promises, in int
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
+from statistics import median_low
 from typing import TypeVar
 
 import msgspec
@@ -56,6 +57,19 @@ def itl_ns(account: ClosedAccount) -> list[int]:
 def send_lag_ns(account: ClosedAccount) -> list[int]:
     """For each token that was written: how long after it was ready."""
     return [w - r for r, w in zip(account.token_ready_ns, account.token_written_ns, strict=False)]
+
+
+def usual_off_share(steps: Iterable[StepRecord]) -> float:
+    """Returns the share of a step's remaining time that its thread is usually off the processor: the steps' median. One
+    that waits for other threads' part of a product is off as well, in each step alike."""
+    known = [(step.off_cpu_ns, step.length_ns) for step in steps if step.off_cpu_ns is not None]
+    return median_low([off / max(1, length - off) for off, length in known]) if known else 0.0
+
+
+def stopped_ns(step: StepRecord, usual: float) -> float:
+    """Returns how long a step's thread was stopped: off the processor, and ready for none, beyond what is usual."""
+    off_ns = step.off_cpu_ns or 0
+    return max(0.0, off_ns - usual * (step.length_ns - off_ns))
 
 
 class Stall(msgspec.Struct, frozen=True):

@@ -61,10 +61,13 @@ class LedgerFile:
         query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
         return self._records(query, (limit,), to_step)[::-1]
 
-    def steps_between(self, begin_ns: int, end_ns: int) -> list[StepRecord]:
-        """The steps that began in this span of the host's monotonic clock."""
-        query = "SELECT body FROM steps WHERE begin_ns BETWEEN ? AND ? ORDER BY seq"
-        return self._records(query, (begin_ns, end_ns), to_step)
+    def steps_between(self, begin_ns: int, end_ns: int, limit: int = -1) -> list[StepRecord]:
+        """Returns the latest steps in this span of the host's monotonic clock, with the one in which it begins. No
+        other is read: there is an index, and a file may hold millions. limit: -1 for all."""
+        first = "(SELECT coalesce(max(begin_ns), 0) FROM steps WHERE begin_ns <= ?)"
+        query = f"SELECT body FROM steps WHERE begin_ns BETWEEN {first} AND ? ORDER BY seq DESC LIMIT ?"
+        latest = self._records(query, (begin_ns, end_ns, limit), to_step)
+        return [step for step in reversed(latest) if step.end_ns >= begin_ns]
 
     def hops(self, trace_id: str) -> list[Hop]:
         """Returns the hops of a trace, of whichever tenant; none from a file that is older than hops are."""

@@ -130,6 +130,11 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
         return self.plan_ns + self.launch_ns + self.busy_ns + self.commit_ns
 
     @property
+    def length_ns(self) -> int:
+        """Returns what it takes with the gap before it: the time by which the next token is later."""
+        return self.end_ns - self.begin_ns + self.host_gap_ns
+
+    @property
     def moves_ns(self) -> int:
         """Copies of blocks between the device and host memory."""
         return self.offload_ns + self.restore_ns

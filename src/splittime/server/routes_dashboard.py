@@ -22,6 +22,7 @@ import msgspec
 import orjson
 
 from splittime.core.errors import NotFound, RequestError
+from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
@@ -36,6 +37,7 @@ from splittime.web.page_files import NO_STORE
 from splittime.web.short_turns import in_short_turns
 
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
+USUAL_STEPS = 200  # the latest, that say how much a thread is usually off the processor
 DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
 PROCESS = secrets.token_hex(6)
 WORDS = {
@@ -61,6 +63,7 @@ class View(NamedTuple):
     now_ns: int
     accounts: list[ClosedAccount]
     steps: list[StepRecord]
+    usual_off_share: float
     open_books: list[OpenBook]
 
 
@@ -128,7 +131,8 @@ def _look(books: KeepsBooks, after: PageCursor | None) -> View:
         "engine": msgspec.to_builtins(books.stats()),
         **({"words": WORDS} if after is None else {}),
     }
-    return View(head, time.monotonic_ns(), accounts, steps, list(islice(books.open_books(), MAX_OPEN)))
+    usual = derive.usual_off_share(ledger.steps(USUAL_STEPS))
+    return View(head, time.monotonic_ns(), accounts, steps, usual, list(islice(books.open_books(), MAX_OPEN)))
 
 
 def _data(view: View) -> bytes:
@@ -145,7 +149,7 @@ def _data(view: View) -> bytes:
         "presence": bins.presence_json(closed),
         "presence_open": bins.presence_json(still_open),
         "step_fields": ("at_s", *bins.SUMS, *bins.PEAKS),
-        "step_bins": bins.step_bins(view.steps, since_ns),
+        "step_bins": bins.step_bins(view.steps, since_ns, view.usual_off_share),
     }
     return orjson.dumps(answer, default=str)
 

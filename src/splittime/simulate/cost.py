@@ -60,16 +60,24 @@ class Law(NamedTuple):
 
 class ShapeBucket(msgspec.Struct, frozen=True):
     """Steps that are alike, and how their times compare with what the lines and the machine's pace say. factor: of
-    their mean to that. noise: evenly spaced quantiles of a step's time over this mean, of mean 1 without pauses."""
+    their mean to that. noise: evenly spaced quantiles of a step's time over this mean, of mean 1; pauses: of what it
+    is longer, where it was so long that the machine had stopped. One pause tells nothing of the next step."""
 
     num_steps: int
     factor: float
     noise: tuple[float, ...]
+    pauses: tuple[float, ...] = ()
+
+    def times(self, noise: float, apart: float) -> float:
+        """Returns how many times the mean a step takes. noise, apart: as of `CostModel.step_time`."""
+        return quantile(self.noise, noise) + (quantile(self.pauses, apart) if self.pauses else 0.0)
 
     @property
     def is_sound(self) -> bool:
         return self.num_steps >= 0 and (
-            len(self.noise) > 0 and min(self.noise) >= 0 < self.factor and max(self.factor, *self.noise) <= MOST_TIMES
+            len(self.noise) > 0
+            and min(*self.noise, *self.pauses) >= 0 < self.factor
+            and max(self.factor, *self.noise, *self.pauses) <= MOST_TIMES
         )
 
 
@@ -96,7 +104,8 @@ class CostModel(msgspec.Struct, frozen=True):
     """device: coefficients of `basis.names`, in ns. compute: those of the second line, if there is one. covariance: of
     both lines, one behind the other. host: coefficients of each of `HOST_PARTS`. most: of each quantity of `LIMITED`,
     in the recorded steps. persistence: of the noise, from a step to the next. about: what it was fitted on. unsure: the
-    names of what the recorded steps do not tell apart from the rest; it is drawn from far and wide."""
+    names of what the recorded steps do not tell apart from the rest; it is drawn from far and wide. gap_noise: evenly
+    spaced quantiles of the gap behind a step over what its line says, of mean 1; none: it has the step's noise."""
 
     device: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
@@ -111,6 +120,7 @@ class CostModel(msgspec.Struct, frozen=True):
     compute: tuple[float, ...] = ()
     basis: Basis = Basis()
     unsure: tuple[str, ...] = ()
+    gap_noise: tuple[float, ...] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -132,27 +142,34 @@ class CostModel(msgspec.Struct, frozen=True):
         yield Law("covariance", "variances of 0 or more on its diagonal", _is_spread(self.covariance))
         yield Law("most", "counts of 0 or more", len(self.most) == len(LIMITED) and min(self.most) >= 0)
         yield Law("buckets", "of factors above 0, and noise", all(each.is_sound for each in self.buckets.values()))
+        yield Law("gap_noise", f"0 to {MOST_TIMES:g}", all(0 <= one <= MOST_TIMES for one in self.gap_noise))
         yield Law("persistence", "at least 0, and below 1", 0 <= self.persistence < 1)
         yield Law("errors", f"0 or more; mean_relative -1 or more, drift up to {MOST_DRIFT:g}", self.errors.is_sound)
         yield Law("num_steps", "0 or more", self.num_steps >= 0)
 
-    def step_time(self, shape: StepShape, pace: float = 1.0, noise: float | None = None) -> StepTime:
+    def step_time(
+        self, shape: StepShape, pace: float = 1.0, noise: float | None = None, apart: float = 0.0
+    ) -> StepTime:
         """Returns what the step takes on a machine that takes `pace` times as long as in the mean. noise: how unusual
-        the step is among its like, in standard deviations; None: it takes their mean. Raises OutOfRange."""
+        the step is among its like, in standard deviations; None: it takes their mean. apart: the same of the gap behind
+        it and of pauses, which have nothing to do with the step before. Raises OutOfRange."""
         self._require_near(shape)
         bucket, factor = self.buckets.get(bucket_of(shape)), pace
         if bucket is not None:
-            factor *= bucket.factor if noise is None else bucket.factor * quantile(bucket.noise, noise)
+            factor *= bucket.factor if noise is None else bucket.factor * bucket.times(noise, apart)
         rows, tokens, _, _, _, moved, _ = shape
         device_ns = _on_line(self.device, shape)
         if self.compute:
             device_ns = max(device_ns, _on_line(self.compute, shape))
         if len(self.device) == len(FEATURES):
-            plan, launch, sample, commit, gap = [round(factor * (a + b * rows + c * tokens)) for a, b, c in self.host]
+            *parts, gap_ns = [a + b * rows + c * tokens for a, b, c in self.host]
         else:
             device_ns = self._device_ns(shape)
             host = self.basis.host_features(shape)
-            plan, launch, sample, commit, gap = [round(factor * sum(map(mul, part, host))) for part in self.host]
+            *parts, gap_ns = [sum(map(mul, part, host)) for part in self.host]
+        plan, launch, sample, commit = [round(factor * part_ns) for part_ns in parts]
+        longer = factor if not self.gap_noise else pace if noise is None else pace * quantile(self.gap_noise, apart)
+        gap = round(longer * gap_ns)
         return StepTime(plan, launch, round(self.move_ns * moved), round(factor * device_ns), sample, commit, gap)
 
     def times(self, factor: float) -> "CostModel":

@@ -20,7 +20,17 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.basis import Basis, basis_of
-from splittime.simulate.cost import LIMITED, CostModel, Errors, OutOfRange, Pace, PaceOf, ShapeBucket, bucket_of
+from splittime.simulate.cost import (
+    LIMITED,
+    MOST_TIMES,
+    CostModel,
+    Errors,
+    OutOfRange,
+    Pace,
+    PaceOf,
+    ShapeBucket,
+    bucket_of,
+)
 from splittime.simulate.host_parts import host_parts, taken_ns
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
@@ -32,6 +42,7 @@ UNSURE = 0.2  # of the mean step: a standard deviation
 SHRINK = 20.0  # steps that a bucket needs for half of its factor to be believed
 QUANTILES = 200
 PAUSE = 3.0
+RARE = 0.99  # of the steps: what is longer than these and `PAUSE` times the median has no part in the next step
 MOST_OFF = 1.0  # the median error of held-out steps: beyond it, "it takes no time" is as good a model
 
 
@@ -101,13 +112,15 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     columns = np.array([basis.features(shape) for shape in steps.shapes])
     line = line_of(columns, steps.device_ns)
     host_columns = np.array([basis.host_features(shape) for shape in steps.shapes])
-    host = tuple(_host_line(host_columns, part) for part in steps.parts_ns.T)
+    *host, gaps = (_host_line(host_columns, part) for part in steps.parts_ns.T)
+    gaps, gap_noise = _gaps(host_columns, steps.parts_ns.T[-1], gaps)
     plain = CostModel(
         device=tuple(line.coefficients.tolist()),
         covariance=tuple(map(tuple, line.covariance.tolist())),
         basis=basis,
         unsure=_unsure(basis, columns, line),
-        host=host,
+        host=(*host, gaps),
+        gap_noise=gap_noise,
         move_ns=steps.move_ns,
         buckets={},
         most=tuple(max(getattr(shape, name) for shape in steps.shapes) for name in LIMITED),
@@ -173,8 +186,30 @@ def _bucket(values: Array, all_ratios: Array) -> ShapeBucket:
     trust = len(values) / (len(values) + SHRINK)
     factor = math.exp(trust * math.log(max(_steady_mean(values), 1e-3)))
     source = values if len(values) >= SHRINK else all_ratios
-    noise = np.quantile(source, (np.arange(QUANTILES) + 0.5) / QUANTILES)
-    return ShapeBucket(len(values), factor, tuple((noise / _steady_mean(noise)).tolist()))
+    mean, longest = _steady_mean(source), max(PAUSE * float(np.median(source)), float(np.quantile(source, RARE)))
+    pauses = _quantiles(np.maximum(source - longest, 0.0)) / mean
+    noise = tuple((_quantiles(np.minimum(source, longest)) / mean).tolist())
+    return ShapeBucket(len(values), factor, noise, tuple(pauses.tolist()) if pauses.any() else ())
+
+
+def _quantiles(values: Array) -> Array:
+    """Returns the mean of each two-hundredth of the values in order: their own mean is that of all, so that a pause of
+    a long one among thousands is in it."""
+    sums = np.concatenate([[0.0], np.cumsum(np.sort(values))])
+    edges = np.linspace(0.0, len(values), QUANTILES + 1)
+    return np.diff(np.interp(edges, np.arange(len(sums)), sums)) * QUANTILES / len(values)
+
+
+def _gaps(columns: Array, gaps_ns: Array, line: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the line of the gaps' mean, and their noise. A robust line goes through most of them; on a busy machine
+    some are many times as long, and half of the time is in those."""
+    known = ~np.isnan(gaps_ns)
+    predicted = columns[known] @ np.array(line)
+    if not predicted.size or predicted.min() <= 0:
+        return line, ()
+    mean = float(gaps_ns[known].sum() / predicted.sum())
+    noise = _quantiles(gaps_ns[known] / predicted)
+    return tuple(one * mean for one in line), tuple(np.minimum(noise / noise.mean(), MOST_TIMES).tolist())
 
 
 def _steady_mean(values: Array) -> float:

@@ -63,10 +63,12 @@ class ModelCosts:
         self._model, self._pace, self._speed = model, pace, speed
         self._begin_ns = min(pace.decode.begins_ns[0], pace.prompts.begins_ns[0])
         self._noise = Noise(random.Random(seed), model.persistence)
+        self._apart = random.Random(f"pauses {seed}")
 
     def of(self, shape: StepShape, now_ns: int) -> StepTime:
         recorded_ns = self._begin_ns + round((now_ns - self._begin_ns) * self._speed)
-        return self._model.step_time(shape, self._pace.at(recorded_ns, shape), self._noise.next())
+        pace, noise = self._pace.at(recorded_ns, shape), self._noise.next()
+        return self._model.step_time(shape, pace, noise, self._apart.gauss(0.0, 1.0))
 
 
 class EngineConfig(Protocol):

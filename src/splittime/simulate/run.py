@@ -12,6 +12,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
+from operator import add
 from typing import Any, NamedTuple
 
 from splittime.core.clock import VirtualClock
@@ -20,6 +22,7 @@ from splittime.core.request import FinishReason
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.loop import run_loop
 from splittime.drive.messages import FromEngine, StepOutput
+from splittime.ledger import derive
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
@@ -136,8 +139,9 @@ OF_THE_REQUEST = (
 
 
 class Delivery(NamedTuple):
-    """send_lag_ns: from a token's being ready to its bytes' being with the socket. end_ns: from the last token to the
-    end of the answer. to_wake_ns: what an engine without work takes to wake up."""
+    """Of requests that nobody has recorded, which have their own. send_lag_ns: from a token's being ready to its bytes'
+    being with the socket. end_ns: from the last token to the end of the answer. to_wake_ns: what an engine without work
+    takes to wake up."""
 
     send_lag_ns: int = 0
     end_ns: int = 0
@@ -327,9 +331,10 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
     was_stopped = traced.stops_after is not None and len(request.steps) >= traced.stops_after
     count = traced.stops_after if was_stopped else len(request.steps)
     ready_ns = tuple(request.ready_ns[:count])
-    written_ns = tuple([at_ns + delivery.send_lag_ns for at_ns in ready_ns])
+    lags_ns = [*derive.send_lag_ns(traced.account), *repeat(delivery.send_lag_ns, len(ready_ns))]  # its own, if told
+    written_ns = tuple(map(add, ready_ns, lags_ns))
     done_ns = max(freed_ns, account.marks[-1].begin_ns)
-    account.close(max([done_ns + delivery.end_ns, *written_ns[-1:]]))
+    account.close(max([done_ns + _delivered_ns(traced.account, delivery), *written_ns[-1:]]))
     return _account(
         traced,
         account,
@@ -346,6 +351,12 @@ def _closed(request: OpenRequest, last: RequestOutput, freed_ns: int, delivery: 
         cancelled_ns=traced.leaves_ns if last.finish_reason is FinishReason.ABORT and not was_stopped else None,
         freed_ns=None if was_stopped else freed_ns,
     )
+
+
+def _delivered_ns(recorded: ClosedAccount, delivery: Delivery) -> int:
+    """Returns what an answer takes from its last token to its end: what it took where it was recorded to its end."""
+    is_told = recorded.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and recorded.token_written_ns
+    return derive.stage_ns(recorded).get(Stage.DELIVER, 0) if is_told else delivery.end_ns
 
 
 def _reason(traced: TracedRequest, last: RequestOutput, num_tokens: int) -> FinishReason | None:

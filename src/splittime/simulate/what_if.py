@@ -76,6 +76,18 @@ class Prediction(msgspec.Struct, frozen=True):
     miss: Miss | None
     model: CostModel
 
+    @property
+    def interval_words(self) -> str:
+        """Returns for people what an interval holds; nothing where there is none."""
+        if not (str(self.change) and self.share):
+            return ""
+        within = f"{self.share:.0%}".replace("%", " %")
+        words = f"In brackets: where {within} of runs with the change would lie, made in another hour."
+        if not self.num_same_hour:
+            return words
+        few = f"Of {self.draws} draws, {self.num_same_hour} would meet an hour too slow to simulate, and stay in the"
+        return f"{words} {few} recorded one: slow ends are nearer than they would be."
+
     def figure(self, name: str) -> PredictedFigure:
         return next(figure for figure in self.figures if figure.name == name)
 

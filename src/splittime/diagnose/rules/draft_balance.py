@@ -27,7 +27,7 @@ import numpy
 from numpy.typing import NDArray
 
 from splittime.diagnose.rules.share import CONFIDENCE, Share, of_requests, widened
-from splittime.diagnose.rules.step_cost import MIN_STEPS_TO_FIT, length_ns
+from splittime.diagnose.rules.step_cost import MIN_STEPS_TO_FIT
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.stats.intervals import t_quantile
@@ -110,7 +110,7 @@ def prices_of(steps: Sequence[StepRecord]) -> "Line | None":
     if len(plain) < MIN_STEPS_TO_FIT:
         return None
     columns = numpy.array([work_of(step) for step in plain], dtype=float)
-    return line_of(columns, numpy.array([length_ns(step) - step.draft_ns for step in plain], dtype=float))
+    return line_of(columns, numpy.array([step.length_ns - step.draft_ns for step in plain], dtype=float))
 
 
 def gain(rows: GuessedRows, prices: "Line", accounts: Sequence[ClosedAccount], most: int = 0) -> Share:

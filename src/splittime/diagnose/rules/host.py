@@ -76,7 +76,7 @@ def answers_part(books: Books) -> float:
 
 
 def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: float) -> Finding:
-    busy_ns = sum(step_cost.length_ns(step) for step in books.steps)
+    busy_ns = sum(step.length_ns for step in books.steps)
     parts = {name: sum(getattr(step, name) for step in books.steps) for name in _HOST_PARTS}
     largest = max(parts, key=lambda name: parts[name])
     rows = sum(len(step.rows) for step in books.steps) / len(books.steps)

@@ -63,7 +63,7 @@ def _unjudged(books: Books) -> Abstention | None:
     share = attribution(books).share(Computed.OTHERS_PROMPTS)
     if _asked(books) or share < MAX_UNEXPLAINED:
         return None
-    lengths = [step_cost.length_ns(step) for step in books.steps if step.prefill_tokens]
+    lengths = [step.length_ns for step in books.steps if step.prefill_tokens]
     steps = f"steps of {ms(median(lengths) or 0):.0f} ms (median) by the default"
     return Abstention(
         why=f"{share:.0%} of the requests' time is others' prompts, in {steps}: give an SLO to judge them"
@@ -72,7 +72,7 @@ def _unjudged(books: Books) -> Abstention | None:
 
 def _stalls(books: Books, accounts: Sequence[ClosedAccount]) -> Stalls | None:
     """None without steps to compare with."""
-    quiet_ns = median(step_cost.length_ns(step) for step in books.steps if not step.prefill_tokens)
+    quiet_ns = median(step.length_ns for step in books.steps if not step.prefill_tokens)
     if quiet_ns is None:
         return None
     bar = _bound(books, FELT_NS if books.engine else BEYOND * PREFILL_SLICE_NS, STALL_TIMES, quiet_ns)

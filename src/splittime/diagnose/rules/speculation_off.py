@@ -27,7 +27,6 @@ from splittime.diagnose.rules.draft_balance import ROW, prices_of, reach
 from splittime.diagnose.rules.evidence import LIKELY, ms, served, setting, total_ns, worst
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.rules.speculation import FLAG, TOO_FEW, less, percent, typed
-from splittime.diagnose.rules.step_cost import length_ns
 from splittime.diagnose.words import RESTART
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS, prefix_list
@@ -136,7 +135,7 @@ class LeastGain(NamedTuple):
         found: dict[str, float] = {}
         for account in self.accounts:
             own = [by_id[step_id] for step_id in account.token_steps[1:] if step_id in by_id]
-            now_ns = sum(map(length_ns, own))
+            now_ns = sum(step.length_ns for step in own)
             drafts = self.most if self.drafts is None else self.drafts
             wider_ns = now_ns + self.row_ns * drafts * sum(step.decode_tokens for step in own)
             part = min(1.0, self.right[account.request_id] / max(1, len(account.token_steps) - 1))

@@ -73,7 +73,7 @@ def cold_start(books: Books) -> Answer:
 def _lost_ns(account: ClosedAccount, step: StepRecord, over_ns: float) -> float:
     """Returns a request's part of what this step took longer: as much of it as of the step."""
     begin_ns, end_ns = max(account.start_ns, step.begin_ns - step.host_gap_ns), min(account.end_ns, step.end_ns)
-    return over_ns * max(0, end_ns - begin_ns) / max(1, step_cost.length_ns(step))
+    return over_ns * max(0, end_ns - begin_ns) / max(1, step.length_ns)
 
 
 def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Process | None) -> Finding:

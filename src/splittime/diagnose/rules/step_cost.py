@@ -35,14 +35,9 @@ class StepCost(msgspec.Struct, frozen=True):
         return self.fixed_ns + variable
 
 
-def length_ns(step: StepRecord) -> int:
-    """A step with the gap before it: the time by which the next token is later."""
-    return step.end_ns - step.begin_ns + step.host_gap_ns
-
-
 def worked_ns(step: StepRecord) -> int:
     """Returns its length without what its thread waited for a processor: that is no property of the step."""
-    return length_ns(step) - min(step.cpu_wait_ns or 0, step.end_ns - step.begin_ns)
+    return step.length_ns - min(step.cpu_wait_ns or 0, step.end_ns - step.begin_ns)
 
 
 def fit(steps: Sequence[StepRecord]) -> StepCost | None:

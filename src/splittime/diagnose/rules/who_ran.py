@@ -17,7 +17,6 @@ import msgspec
 
 from splittime.diagnose.books import Books
 from splittime.diagnose.rules.evidence import threads_and_cores
-from splittime.diagnose.rules.step_cost import length_ns
 from splittime.ledger.steps import StepRecord
 
 _Reading = tuple[int, int, int, int]  # when, what this server had run, what others had, how long it was throttled
@@ -81,7 +80,7 @@ def _stretches(steps: Sequence[StepRecord]) -> Iterator[_Stretch]:
     begin: _Reading | None = None
     engine_ns = waited_ns = off_ns = 0
     for step in steps:
-        engine_ns += length_ns(step) - (step.cpu_wait_ns or 0) - (step.off_cpu_ns or 0)
+        engine_ns += step.length_ns - (step.cpu_wait_ns or 0) - (step.off_cpu_ns or 0)
         waited_ns, off_ns = waited_ns + (step.cpu_wait_ns or 0), off_ns + (step.off_cpu_ns or 0)
         if step.server_ran_ns is None or step.others_ran_ns is None:
             continue

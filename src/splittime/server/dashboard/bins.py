@@ -8,6 +8,7 @@ say of the same second is added by the page. Presence is time-averaged: 3e9 ns i
 from collections import defaultdict
 from collections.abc import Iterable
 
+from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -26,6 +27,7 @@ SUMS = (
     "host_gap_ns",
     "idle_ns",
     "moves_ns",
+    "kept_ns",
 )
 PEAKS = ("running", "waiting", "blocks_used")
 
@@ -69,14 +71,14 @@ def presence_json(found: Presence) -> dict[str, list[tuple[int, int]]]:
     return {key: sorted(bins.items()) for key, bins in found.items()}
 
 
-def step_bins(records: Iterable[StepRecord], since_ns: int) -> list[list[int]]:
-    """`[bin, *SUMS, *PEAKS]` for each bin that a step touched."""
+def step_bins(records: Iterable[StepRecord], since_ns: int, usual: float = 0.0) -> list[list[int]]:
+    """`[bin, *SUMS, *PEAKS]` for each bin that a step touched. usual: `derive.usual_off_share` of the latest steps."""
     found: dict[int, list[int]] = defaultdict(lambda: [0] * (len(SUMS) + len(PEAKS)))
     for record in records:
         if record.end_ns > since_ns:
             row = found[record.end_ns // BIN_NS]
             _count(row, record)
-            _book(found, row, record, since_ns)
+            _book(found, row, record, since_ns, usual)
     return [[at, *row] for at, row in sorted(found.items())]
 
 
@@ -84,25 +86,14 @@ def _count(row: list[int], record: StepRecord) -> None:
     row[0] += 1
     row[1] += record.prefill_tokens
     row[2] += record.decode_tokens
-    row[9] = max(row[9], record.num_running)
-    row[10] = max(row[10], record.num_waiting)
-    row[11] = max(row[11], record.blocks_used)
+    peaks = record.num_running, record.num_waiting, record.blocks_used
+    row[len(SUMS) :] = map(max, row[len(SUMS) :], peaks)
 
 
-def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since_ns: int) -> None:
-    """Idle, gap, plan and launch, copies of blocks, device, sample, commit: end to end, up to where the step ends."""
-    parts = (
-        (7, record.idle_ns),
-        (6, record.host_gap_ns),
-        (5, record.plan_ns + record.launch_ns),
-        (8, record.moves_ns),
-        (3, record.device_ns),
-        (4, record.sample_ns),
-        (5, record.commit_ns),
-    )
+def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since_ns: int, usual: float) -> None:
     at_ns = record.begin_ns - record.host_gap_ns - record.idle_ns
     is_within = at_ns >= since_ns and at_ns // BIN_NS == record.end_ns // BIN_NS  # most steps lie in one bin
-    for column, duration_ns in parts:
+    for column, duration_ns in ((7, record.idle_ns), *_parts(record, usual)):
         if is_within:
             row[column] += duration_ns
         else:
@@ -111,3 +102,23 @@ def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since
             for at, ns in bins.items():
                 found[at][column] += ns
         at_ns += duration_ns
+
+
+def _parts(record: StepRecord, usual: float) -> list[tuple[int, int]]:
+    """Returns gap, plan and launch, copies of blocks, device, sample, commit: end to end, up to where the step ends.
+    While the thread had no processor or was stopped it did nothing of these, nobody knows of which: as the doctor
+    divides a step (`diagnose.timeline`), that comes first, and each has its share of the rest."""
+    parts = [
+        (6, record.host_gap_ns),
+        (5, record.plan_ns + record.launch_ns),
+        (8, record.moves_ns),
+        (3, record.device_ns),
+        (4, record.sample_ns),
+        (5, record.commit_ns),
+    ]
+    length_ns = sum(ns for _, ns in parts)
+    kept_ns = min(length_ns, (record.cpu_wait_ns or 0) + round(derive.stopped_ns(record, usual)))
+    if not kept_ns:
+        return parts
+    left = [(column, ns * (length_ns - kept_ns) // length_ns) for column, ns in parts]
+    return [(9, length_ns - sum(ns for _, ns in left)), *left]
