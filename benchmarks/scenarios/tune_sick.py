@@ -36,9 +36,8 @@ from splittime.bench.event_loop import run_loop
 from splittime.bench.run import run_schedule
 from splittime.lab.quality.margins import EIGHT_BITS
 from splittime.lab.quality.run import Competitor, Prepared, QualityComparison, Questions
-from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, Score, best_of
-from splittime.tune.measure import DrawnLoad, Measurer, RealRuns
+from splittime.tune.measure import DrawnLoad, Measurer, RealRuns, TimeBudget
 from splittime.tune.notebook import Notebook, Tuned
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuner

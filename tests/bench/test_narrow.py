@@ -15,8 +15,8 @@ from splittime.bench.book.records import Ending, RunCheck
 from splittime.bench.report.latencies import LEAST_MISSED, STATISTICS
 from splittime.bench.report.table import render
 from splittime.bench.report.text import digits, ms
+from splittime.cli.bench_compare import render_comparison
 from splittime.diagnose.compare import compare
-from splittime.diagnose.compare_table import render_comparison
 from splittime.present.tables import COLUMNS, FittingTable, Sentence, at_most
 
 RUNS = {

@@ -18,8 +18,8 @@ from splittime.assemble import model_source
 from splittime.cli.calibrate import _table
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
+from splittime.plan.calibration import KindOfSteps
 from splittime.plan.kept import kept_for
-from splittime.simulate.held_out import KindOfSteps
 from splittime.simulate.replica import load_replica
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine

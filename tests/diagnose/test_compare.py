@@ -13,9 +13,9 @@ from splittime.bench.book.metrics import parse_metric
 from splittime.bench.book.records import Arm, Ending, RunCheck
 from splittime.bench.draw import draw
 from splittime.bench.spec import LoadSpec
+from splittime.cli.bench_compare import render_comparison
 from splittime.core.errors import ConfigError
 from splittime.diagnose.compare import compare, compare_arms, judge, overall
-from splittime.diagnose.compare_table import render_comparison
 from splittime.diagnose.comparison import DEFAULT_METRICS, EXIT_CODES, Comparison, Design, Verdict
 from splittime.stats.intervals import Interval, welch
 

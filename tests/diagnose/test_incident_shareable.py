@@ -14,8 +14,7 @@ from splittime.diagnose.incident.gather import (
     SAFE_LABELS,
     shareable_metrics,
 )
-from splittime.diagnose.incident.names import LEFT_OUT
-from splittime.diagnose.incident.shareable import AS_THEY_ARE, Shareable
+from splittime.diagnose.incident.shareable import AS_THEY_ARE, LEFT_OUT, Shareable
 from splittime.diagnose.rules.speculation_off import blocks_of, tokens_guessed
 from splittime.gateway.metrics import GATEWAY_METRICS
 from splittime.ledger.account import ClosedAccount

@@ -15,8 +15,7 @@ from splittime.diagnose.books import Books
 from splittime.server import simulation
 from splittime.simulate.beside import answer
 from splittime.simulate.change import Change
-from splittime.simulate.question import question, read_question
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, question, read_question
 from splittime.simulate.what_if import predict
 
 from .conftest import LiveServer

@@ -12,8 +12,7 @@ import pytest
 from splittime.core.facts import TokenCost
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.basis import EXPERTS, IN_PIECES, Basis
-from splittime.simulate.cost import CostModel
+from splittime.simulate.cost import EXPERTS, IN_PIECES, Basis, CostModel
 from splittime.simulate.fit import fit
 from splittime.simulate.shape import StepShape, shape_of_record
 

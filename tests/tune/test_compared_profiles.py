@@ -5,11 +5,10 @@ from simulated_runs import HEALTHY, SimulatedRuns, measurer
 
 from splittime.bench.book.slo import parse_slo
 from splittime.scheduler.config import SchedulerConfig
-from splittime.tune.budget import TimeBudget
-from splittime.tune.compare_profiles import compare_profiles
 from splittime.tune.goal import Goal
 from splittime.tune.knobs import KNOBS
-from splittime.tune.profiles import PROFILES
+from splittime.tune.measure import TimeBudget
+from splittime.tune.profiles import PROFILES, compare_profiles
 from splittime.tune.servers import OwnServers
 
 GOAL = Goal(slo=parse_slo("ttft_p99=1s"))

@@ -12,9 +12,9 @@ from splittime.bench.book.records import Run
 from splittime.bench.book.slo import parse_slo
 from splittime.diagnose.compare import compare
 from splittime.diagnose.comparison import Verdict
-from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import Goal, Score, gain, score_of
 from splittime.tune.knobs import KNOBS
+from splittime.tune.measure import TimeBudget
 from splittime.tune.tuner import Tuner
 from splittime.tune.verify import CLEARLY, LOOKS, Verified, decided, middle, verify
 

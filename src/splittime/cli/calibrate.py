@@ -23,8 +23,7 @@ from splittime.wire.target import Target
 if TYPE_CHECKING:
     from splittime.bench.book.records import Arm
     from splittime.cli.progress import Say
-    from splittime.plan.calibration import ServerCalibration
-    from splittime.simulate.held_out import KindOfSteps
+    from splittime.plan.calibration import KindOfSteps, ServerCalibration
 
 EXAMPLES = f"""\b
 Examples:

@@ -27,12 +27,10 @@ from splittime.core.whole_file import write_whole
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
-    from splittime.tune.budget import TimeBudget
-    from splittime.tune.compare_profiles import ProfileFigures
     from splittime.tune.goal import Goal
-    from splittime.tune.measure import DrawnLoad, Measurer
+    from splittime.tune.measure import DrawnLoad, Measurer, TimeBudget
     from splittime.tune.notebook import Tuned
-    from splittime.tune.profiles import Profile
+    from splittime.tune.profiles import Profile, ProfileFigures
     from splittime.tune.servers import Servers
     from splittime.tune.traffic import RecordedLoad
     from splittime.tune.tuner import Tuner
@@ -67,8 +65,8 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
     """Find the settings that keep an SLO: search in the simulator, verify on the real engine."""
     from splittime.bench.event_loop import sigterm_interrupts
     from splittime.simulate.recorded import read_ledger
-    from splittime.tune.budget import TimeBudget
-    from splittime.tune.compare_profiles import compare_profiles
+    from splittime.tune.measure import TimeBudget
+    from splittime.tune.profiles import compare_profiles
 
     check(given, load)
     recorded = None if given.ledger is None else read_ledger(given.ledger)

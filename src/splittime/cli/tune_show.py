@@ -16,9 +16,9 @@ from splittime.tune.search import DRAWS
 from splittime.tune.servers import OwnServers, Servers, VllmServers
 
 if TYPE_CHECKING:
-    from splittime.tune.compare_profiles import ProfileFigures
     from splittime.tune.goal import Goal
     from splittime.tune.notebook import Tuned, TuneTrial
+    from splittime.tune.profiles import ProfileFigures
 
 GAINED = (
     "While the SLO is missed: the improvement of its weakest term. Once it is kept: the improvement of the figure that "

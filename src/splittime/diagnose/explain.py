@@ -18,7 +18,7 @@ from rich.text import Text
 
 from splittime.diagnose.attribution import BY_DEPRIVED, DEPRIVED, Told, meaning, owners_between, stages_and_stops
 from splittime.diagnose.books import NO_BOOKS, Books
-from splittime.diagnose.explain_attempts import attempt_lines, in_ms
+from splittime.diagnose.explain_trace import attempt_lines, in_ms
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount

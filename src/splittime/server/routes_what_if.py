@@ -20,7 +20,7 @@ from splittime.server.routes_info import Whole
 from splittime.server.service import Service
 from splittime.server.simulation import DRAWS
 from splittime.simulate.change import Change
-from splittime.simulate.question import question
+from splittime.simulate.recorded import question
 from splittime.web import http
 from splittime.web.reading import BodySender, read_beside
 from splittime.web.tenants import tenant_of

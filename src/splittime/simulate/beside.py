@@ -1,6 +1,6 @@
 """A prediction in a process of its own, beside a server that goes on: `python -m splittime.simulate.beside` (ADR 19).
 
-The question (`simulate.question`) comes over standard input; the answer, a `WhatIfAnswer` as JSON, goes to standard
+The question (`simulate.recorded`) comes over standard input; the answer, a `WhatIfAnswer` as JSON, goes to standard
 output. The process takes the lowest priority, has `CPU_S` of a processor, and ends when its parent does.
 """
 
@@ -15,7 +15,7 @@ from splittime.core.errors import ConfigError, ErrorInfo
 from splittime.core.this_process import end_with
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import PredictedFigure, changed
-from splittime.simulate.question import read_question
+from splittime.simulate.recorded import read_question
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.what_if import Miss, predict
 

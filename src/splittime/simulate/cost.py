@@ -4,7 +4,7 @@
     plan_ns, launch_ns, sample_ns, commit_ns, host_gap_ns: each c0 + c1 rows + c2 tokens
     moves_ns  = c x blocks moved
 
-A mixture of experts has one more term, and a device that runs some steps captured and others not (`simulate.basis`). No
+A mixture of experts has one more term, and a device that runs some steps captured and others not (`Basis`). No
 coefficient is negative. A step whose rows all decode may take another way (a captured graph) than one with prompts,
 so these have a constant of their own. What is not linear (tiles of rows, caches) is in a factor for each bucket of
 tokens, drawn towards 1 where a bucket has few steps.
@@ -35,9 +35,54 @@ import msgspec
 import numpy as np
 
 from splittime.core.errors import ConfigError
-from splittime.simulate.basis import FEATURES, Basis
+from splittime.core.facts import TokenCost
+from splittime.ledger.steps import StepRecord
 from splittime.simulate.regression import drawn_above_zero
-from splittime.simulate.shape import StepShape, StepTime
+from splittime.simulate.shape import StepShape, StepTime, features_of
+
+FEATURES = ("step", "step with prompts", "decode row", "prompt token", "KV position", "pair of prompt positions")
+IN_PIECES, EXPERTS = "step in pieces", "other experts"
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """What a step's time is made of: the terms of all servers (`features_of`), and those that some have: a step that a
+    device runs kernel by kernel, where it runs others captured; and the experts that one token leaves alone and the
+    step's others are expected to choose, 1 - (1 - k / E)^(tokens - 1), if each of them chose k of E by lot.
+    captured_rows: steps of one token a row and at most so many rows are captured, others are not; None: all are run
+    alike. idle_share: 1 - k / E; 0 for a model that is no mixture."""
+
+    captured_rows: int | None = None
+    idle_share: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        in_pieces = () if self.captured_rows is None else (IN_PIECES,)
+        return (*FEATURES, *in_pieces, *((EXPERTS,) if self.idle_share else ()))
+
+    def features(self, shape: StepShape) -> tuple[float, ...]:
+        """Returns the values of `names`."""
+        return (*features_of(shape), *self.more(shape))
+
+    def more(self, shape: StepShape) -> tuple[float, ...]:
+        """Returns the values that not every server has."""
+        in_pieces = () if self.captured_rows is None else (float(self.is_in_pieces(shape)),)
+        return (*in_pieces, 1 - self.idle_share ** (shape.tokens - 1)) if self.idle_share else in_pieces
+
+    def host_features(self, shape: StepShape) -> tuple[float, ...]:
+        in_pieces = () if self.captured_rows is None else (float(self.is_in_pieces(shape)),)
+        return (1.0, shape.rows, shape.tokens, *in_pieces)
+
+    def is_in_pieces(self, shape: StepShape) -> bool:
+        return self.captured_rows is not None and (shape.tokens > shape.rows or shape.rows > self.captured_rows)
+
+
+def basis_of(records: Sequence[StepRecord], cost: TokenCost | None) -> Basis:
+    """Returns the terms of the steps of a ledger. cost: of the model, None: it is not known to be a mixture."""
+    captured = [len(record.rows) for record in records if record.execution == "captured"]
+    has_both = 0 < len(captured) < len(records)
+    idle_share = 1 - cost.chosen_experts / cost.num_experts if cost is not None and cost.num_experts else 0.0
+    return Basis(max(captured) if has_both else None, idle_share)
+
 
 REACH = 2.0
 MOST_NS = 1e11  # that a coefficient can be

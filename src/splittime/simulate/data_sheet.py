@@ -12,7 +12,7 @@ begin one. A line through both would be up to twice as slow where they are equal
 No device attains what its sheet says. `BANDWIDTH_SHARE`, `RATE_SHARE` and `STEP_NS` state, as 90 % intervals, what
 good kernels attain; they are the model's covariance, so what is planned with it has wide intervals. Left out: texts and
 network before and behind the engine, and sliding windows (each position counts as in a layer without one). A mixture's
-step reads the experts that its tokens are expected to choose (`simulate.basis`).
+step reads the experts that its tokens are expected to choose (`simulate.cost.Basis`).
 """
 
 import math
@@ -25,8 +25,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.basis import basis_of
-from splittime.simulate.cost import HOST_PARTS, LIMITED, CostModel, Errors
+from splittime.simulate.cost import HOST_PARTS, LIMITED, CostModel, Errors, basis_of
 from splittime.simulate.replica import UNBOUNDED, Replica
 
 Coefficients = NDArray[np.float64]
@@ -206,13 +205,13 @@ def _middle(at_best: float, share: tuple[float, float]) -> tuple[float, float]:
 
 
 def _bytes_of(cost: TokenCost) -> Coefficients:
-    """Returns the bytes that each term of `simulate.basis` reads or writes."""
+    """Returns the bytes that each term of `simulate.cost.Basis` reads or writes."""
     experts = [cost.idle_expert_bytes] if cost.num_experts else []
     return np.array([cost.weight_bytes, 0, 0, 0, cost.kv_bytes_per_token, 0, *experts], float)
 
 
 def _operations_of(cost: TokenCost) -> Coefficients:
-    """Returns the operations of each term of `simulate.basis`. A step with prompts samples for one of them."""
+    """Returns the operations of each term of `simulate.cost.Basis`. A step with prompts samples for one of them."""
     token, sample, pair = cost.operations_per_token, cost.operations_per_sample, cost.operations_per_context_token
     experts = [0] if cost.num_experts else []
     return np.array([0, sample, token + sample, token, pair, pair, *experts], float)

@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.basis import Basis, basis_of
 from splittime.simulate.cost import (
     LIMITED,
     MOST_TIMES,
+    Basis,
     CostModel,
     Errors,
     OutOfRange,
     Pace,
     PaceOf,
     ShapeBucket,
+    basis_of,
     bucket_of,
 )
 from splittime.simulate.host_parts import host_parts, taken_ns

@@ -6,7 +6,7 @@ follows from the record before, whose turn planned it:
     planned and told     from begin_ns + ahead_ns of the step before until the host had nothing left to do but wait
     launch               what is left of the step once the host waits, if the device has not worked then
 
-What was hidden behind the device is in no sum; how long a step takes is the longer of the two (`costed_ahead`).
+What was hidden behind the device is in no sum; how long a step takes is the longer of the two (`simulate.costed`).
 """
 
 import math

@@ -14,6 +14,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, open_readonly
+from splittime.simulate.change import Change
 
 LENGTHS = ("input_tokens", "output_tokens")
 OWN_LENGTHS = ("lengths_file", "trace", "dataset", "workload")  # such a load says all lengths
@@ -169,3 +170,30 @@ def written_ledger(facts: ServerFacts, path: Path) -> Iterator[LedgerSink]:
     ledger.close()
     if ledger.counts().unwritten or ledger.counts().dropped:
         raise ConfigError(f"{path} could not be written whole: see the log", param="out", value=str(path))
+
+
+class WhatIf(msgspec.Struct, frozen=True):
+    """What is asked of a process that predicts (`simulate.beside`): a line of JSON, then one for each record, since the
+    server that asks serves meanwhile. num_accounts: how many of the lines that follow are accounts."""
+
+    facts: ServerFacts
+    change: Change
+    draws: int
+    num_accounts: int
+
+
+def question(recorded: Recorded, change: Change, draws: int) -> Iterator[bytes]:
+    """Yields the lines."""
+    encode = msgspec.json.Encoder().encode
+    yield encode(WhatIf(recorded.facts, change, draws, len(recorded.accounts)))
+    yield from map(encode, recorded.accounts)
+    yield from map(encode, recorded.steps)
+
+
+def read_question(lines: Sequence[bytes]) -> tuple[WhatIf, Recorded]:
+    """Raises msgspec.ValidationError for what `question` did not write."""
+    asked = msgspec.json.decode(lines[0], type=WhatIf)
+    until = 1 + asked.num_accounts
+    of_account, of_step = msgspec.json.Decoder(ClosedAccount), msgspec.json.Decoder(StepRecord)
+    accounts, steps = map(of_account.decode, lines[1:until]), map(of_step.decode, lines[until:])
+    return asked, Recorded(list(accounts), list(steps), asked.facts)

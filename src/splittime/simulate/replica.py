@@ -34,8 +34,7 @@ from splittime.simulate.recorded import Mix, Recorded, mix_of, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime
-from splittime.simulate.sound_ledger import require_sound_accounts
-from splittime.simulate.sound_replica import require_sound_replica
+from splittime.simulate.sound_ledger import require_sound_accounts, require_sound_replica
 from splittime.simulate.trace import TracedRequest, at_speed
 
 FORMAT = 2

@@ -30,8 +30,7 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.costed import Answers, StepCosts, by_shape, costed_engine
-from splittime.simulate.costed_ahead import costed_engine_ahead
+from splittime.simulate.costed import Answers, StepCosts, by_shape, costed_engine, costed_engine_ahead
 from splittime.simulate.door import Door
 from splittime.simulate.skip import SkipAhead
 from splittime.simulate.trace import TracedRequest, unforeseen
@@ -139,9 +138,9 @@ OF_THE_REQUEST = (
 
 
 class Delivery(NamedTuple):
-    """Of requests that nobody has recorded, which have their own. send_lag_ns: from a token's being ready to its bytes'
-    being with the socket. end_ns: from the last token to the end of the answer. to_wake_ns: what an engine without work
-    takes to wake up."""
+    """What lies behind the engine, where a request has no record of its own. send_lag_ns: from a token's being ready to
+    its bytes' being with the socket. end_ns: from the last token to the end of the answer. to_wake_ns: what an engine
+    without work takes to wake up."""
 
     send_lag_ns: int = 0
     end_ns: int = 0

@@ -87,7 +87,7 @@ def shape_of_plan(plan: StepPlan, execution: str = "host") -> StepShape:
 
 
 def features_of(shape: StepShape) -> tuple[float, ...]:
-    """Returns the values of `simulate.basis.FEATURES`."""
+    """Returns the values of `simulate.cost.FEATURES`."""
     _, tokens, decode_rows, kv_tokens, pairs, _, _ = shape
     prompt_tokens = tokens - decode_rows
     if prompt_tokens > 0:

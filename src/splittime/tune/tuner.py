@@ -32,10 +32,9 @@ from splittime.plan.kept import KeptCalibration
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.fit import pace_of
 from splittime.simulate.replica import AnyReplica
-from splittime.tune.budget import TimeBudget
 from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
-from splittime.tune.measure import Load, Measurer, VoidRun, limits_of_run, recorded_of, recorded_of_all
+from splittime.tune.measure import Load, Measurer, TimeBudget, VoidRun, limits_of_run, recorded_of, recorded_of_all
 from splittime.tune.notebook import Outcome, Tuned, TuneTrial
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
 from splittime.tune.verify import LOOKS, Verified, middle, verify

@@ -14,7 +14,7 @@ import msgspec
 
 from splittime.bench.traces import Trace
 from splittime.core.errors import ConfigError
-from splittime.simulate.cached_blocks import PREFIX_TOKENS
+from splittime.simulate.coarse import PREFIX_TOKENS
 
 MAX_FLEET_REQUESTS = 5_000_000
 BLOCK_REPEATS = PREFIX_TOKENS * 4 // 8  # of an id's 8 bytes: 4 bytes a token

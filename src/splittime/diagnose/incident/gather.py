@@ -16,8 +16,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError, SplittimeError
 from splittime.diagnose.books import Books, another_server, make_books
-from splittime.diagnose.incident.names import LEFT_OUT, SharedNames, label
-from splittime.diagnose.incident.shareable import Shareable
+from splittime.diagnose.incident.shareable import LEFT_OUT, Shareable, SharedNames, label
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
