@@ -171,6 +171,10 @@ def test_what_one_tenant_alone_opens_is_open_for_that_one_until_another_fails_to
         breaker.note_failure(95 * S, "a")
     breaker.note_failure(95 * S)  # no connection, whoever asks
     assert [breaker.allows(96 * S, name) for name in ("a", "b", "c", "")] == [False] * 4
+    breaker.note_success(100 * S, "c")
+    for _ in range(3):
+        breaker.note_failure(115 * S)
+    assert [breaker.allows(116 * S, name) for name in ("a", "b", "c", "")] == [False] * 4
 
 
 def test_what_no_request_brings_about_opens_it_whoever_met_it():
