@@ -94,7 +94,7 @@ def test_an_unsure_answer_is_cut_off_and_the_large_model_answers(graded, hostile
     assert json.loads(hostile.asked["fine"][-1][1])["model"] == "big"
     assert "logprobs" not in json.loads(hostile.asked["fine"][-1][1])
     assert len(hostile.asked["fine"]) == seen + 1
-    until(lambda: not stream or len(hostile.gone_s["scored"]) > gone)  # it was writing still; one of before may be told late
+    until(lambda: not stream or len(hostile.gone_s["scored"]) > gone)  # it was writing; one of before may be late
     assert ends(account) == [("little", "unsure"), ("big", "")]
     small, large = account.attempts
     assert (small.first_tokens.verdict, large.first_tokens) == ("unsure", None)
