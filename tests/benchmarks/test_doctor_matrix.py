@@ -1,9 +1,11 @@
 """The doctor's matrix, as far as it needs no server: what a slow model is asked for, and what the summary counts."""
 
+from argparse import Namespace
+
 import msgspec
 import pytest
 
-from benchmarks.scenarios.doctor.__main__ import Row, counted, summary
+from benchmarks.scenarios.doctor.__main__ import Row, chosen, counted, summary
 from benchmarks.scenarios.doctor.cures import Applied, _as_flags, _compared
 from benchmarks.scenarios.doctor.healthy import HEALTHY
 from benchmarks.scenarios.doctor.illnesses import ILLNESSES
@@ -32,6 +34,17 @@ def test_there_are_as_many_wards_as_are_asked_for():
         assert well >= 12
     names = [ward.name for ward in (*ILLNESSES, *HEALTHY)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("patient", [WRITTEN, SLOW], ids=["written", "slow"])
+def test_one_of_each_is_still_as_many_as_are_asked_for(patient):
+    asked = Namespace(seeds=1, held_out=False, only=None, piece=None, one_each=True)
+    found = [ward for ward, _ in chosen(asked, patient)]
+    ill = [ward.expected for ward in found if ward.expected is not None]
+    assert len(ill) == len(set(ill)) >= 40
+    assert len(found) - len(ill) >= 12
+    pieces = [chosen(Namespace(**vars(asked) | {"piece": f"{piece}/3"}), patient) for piece in (1, 2, 3)]
+    assert sorted(ward.name for piece in pieces for ward, _ in piece) == sorted(ward.name for ward in found)
 
 
 def test_the_written_load_is_asked_of_the_machine_that_it_is_written_for():
