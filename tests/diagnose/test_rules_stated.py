@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from test_rules_client import with_client
 from test_rules_queue import names, poisson
-from ward import Case, Ward, ids
+from ward import MS, Case, Ward, ids
 
 from splittime.bench.book.records import RunCheck
 from splittime.core.errors import ErrorInfo
@@ -15,7 +15,7 @@ from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Abstention
 from splittime.diagnose.rules.processor import cpu_quota
 from splittime.diagnose.unexplained import MAX_UNEXPLAINED, unexplained
-from splittime.ledger.stages import Cause
+from splittime.ledger.stages import Cause, Stage
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
 PROMPTS = [Case(300 + 400 * i, ids(200, 1000 + i), 4) for i in range(10)]
@@ -338,6 +338,42 @@ def test_an_engine_that_is_late_to_take_in_what_has_come(ward, cases, said):
     assert said in first.claim
     assert first.share_of_time > 0.3
     assert first.cure.flags == ()
+
+
+def before_an_idle_engine(for_ms: float):
+    """Ten that the engine hears of at one moment came one by one before that, while nothing ran."""
+    heard = [Case(0, ids(16, 100 + i), 20) for i in range(10)]
+    books = Ward().run(*heard, *(Case(500 + 200 * i, ids(16, i), 20) for i in range(30)))
+    first = sorted(books.accounts, key=lambda account: account.start_ns)[:10]
+    earlier_ns = {account.request_id: int(for_ms * MS * (10 - i) / 10) for i, account in enumerate(first)}
+    accounts = tuple(_earlier(account, earlier_ns.get(account.request_id, 0)) for account in books.accounts)
+    return msgspec.structs.replace(books, accounts=accounts)
+
+
+def _earlier(account, ns: int):
+    """The same, which came so much earlier and lay before the engine that long."""
+    moved = [
+        msgspec.structs.replace(
+            one,
+            begin_ns=one.begin_ns - ns,
+            end_ns=one.end_ns - ns * (one.stage is not Stage.HANDOFF),
+        )
+        if one.stage in (Stage.RECEIVE, Stage.TOKENIZE, Stage.HANDOFF)
+        else one
+        for one in account.intervals
+    ]
+    return msgspec.structs.replace(account, start_ns=account.start_ns - ns, intervals=tuple(moved))
+
+
+def test_an_engine_that_is_stopped_while_it_has_nothing_to_do_hears_nobody():
+    first = diagnose(before_an_idle_engine(3000)).findings[0]
+    assert first.name == "engine_stopped"
+    assert "1 times for" in first.claim
+    assert first.share_of_time > 0.7
+
+
+def test_who_lies_before_an_idle_engine_for_a_moment_tells_of_no_stop():
+    assert "engine_stopped" not in names(before_an_idle_engine(100))
 
 
 @pytest.mark.parametrize(("ward", "cases"), [(Ward(wake_ms=0.9), SHORT), (Ward(take_ms=0.02), TOGETHER)])

@@ -81,7 +81,7 @@ _BY_PART = {
 BY_DEPRIVED = {Part.GC: Computed.GC, Part.CPU_WAIT: Computed.CPU_WAIT, Part.STOPPED: Computed.STOPPED}
 DEPRIVED = frozenset(BY_DEPRIVED.values())
 _DIVIDED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
-_IN_ENGINE = (*_DIVIDED, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
+_IN_ENGINE = (*_DIVIDED, Stage.HANDOFF, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
 
 
 class Attribution(msgspec.Struct, frozen=True):

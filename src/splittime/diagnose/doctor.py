@@ -52,15 +52,7 @@ MIN_REQUESTS = 20  # below, one request is more than a twentieth of what is said
 MAX_RESIDUAL = 0.05  # the bound
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
-    (
-        "client_bound",
-        "client_backlog",
-        "requests_fail",
-        "buffering_proxy",
-        "slow_way",
-        "nagle",
-        "slow_client",
-    )
+    ["client_bound", "client_backlog", "requests_fail", "buffering_proxy", "slow_way", "nagle", "slow_client"]
 ) | {name for name, rule in RULES.items() if "reported" in rule.needs}
 
 

@@ -49,9 +49,6 @@ def _quietest(latest: Sequence[ClosedAccount], accounts: Sequence[ClosedAccount]
     starts = sorted(account.start_ns for account in accounts)
     ends = sorted(account.end_ns for account in accounts)
     last = int(len(latest) * (1 - MIN_SHARE))
-    in_flight = [
-        bisect_right(starts, account.start_ns - 1) - bisect_right(ends, account.start_ns)
-        for account in latest[: last + 1]
-    ]
+    in_flight = [bisect_right(starts, a.start_ns - 1) - bisect_right(ends, a.start_ns) for a in latest[: last + 1]]
     fewest = min(in_flight)
     return in_flight.index(fewest), fewest

@@ -13,9 +13,11 @@ from splittime.diagnose.rules.evidence import (
     LIKELY,
     POSSIBLE,
     ms,
+    overlap_ns,
     served,
     slowest_steps,
     threads_and_cores,
+    union,
     worst,
 )
 from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
@@ -26,6 +28,7 @@ from splittime.ledger.stages import Stage
 NOT_STATED = "this server's kernel does not say when its engine's thread was kept from running"
 STARVED_SHARE = 0.2  # where nobody tells who ran: a server's own two processes and a client on two cores take a tenth
 LONG_NS = 10_000_000  # a stop that is worth counting
+UNHEARD_NS = 500_000_000  # before an engine that does nothing; a server's busy event loop sends later, by less
 # All that a slower engine makes longer.
 SLOWED = (
     "overload",
@@ -93,6 +96,15 @@ def cpu_quota(books: Books) -> Answer:
     )
 
 
+def _unheard(books: Books) -> dict[str, float]:
+    """Returns, by request, how long it lay before the engine's process while no step ran, if for long: one that runs
+    takes it in at once."""
+    busy = union((step.begin_ns - step.host_gap_ns, step.end_ns) for step in books.steps)
+    lying = ((a.request_id, i) for a in served(books.accounts) for i in a.intervals if i.stage is Stage.HANDOFF)
+    waits = ((name, i.duration_ns - overlap_ns(i.begin_ns, i.end_ns, busy)) for name, i in lying)
+    return {name: float(ns) for name, ns in waits if ns >= UNHEARD_NS}
+
+
 def _kept_from_running(books: Books, part: float, *owners: Computed) -> dict[str, float]:
     """Returns, by request, this part of the time that these owners have."""
     return {name: ns * part for name, ns in attribution(books).of(*owners).items() if part}
@@ -102,21 +114,23 @@ def _kept_from_running(books: Books, part: float, *owners: Computed) -> dict[str
     "accounts",
     "steps",
     root_of=("cpu_starved", "too_few_threads", *SLOWED),
-    explains=(Computed.STOPPED,),
+    explains=(Computed.STOPPED, Stage.HANDOFF),
     reads=("off_cpu_ns",),
 )
 def engine_stopped(books: Books) -> Answer:
     """The engine was not run for long at a time, and did not ask to be: stopped from outside."""
     if all(step.off_cpu_ns is None for step in books.steps):
         return Abstention(why=NOT_STATED)
+    unheard, waiting = _unheard(books), attribution(books).share(Computed.CPU_WAIT)
     lost = _kept_from_running(books, 1 - quota_part(books)[1], Computed.STOPPED)
+    lost = {name: lost.get(name, 0.0) + unheard.get(name, 0.0) for name in (*lost, *unheard)}
     share = stated(lost, served(books.accounts))
-    if attribution(books).share(Computed.CPU_WAIT) > share.value:
+    if waiting > share.value:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
         return share.unsure()
     off_ns = [float(step[Part.STOPPED]) for step in timeline(books).by_step]
-    stopped = [ns for ns in off_ns if ns >= LONG_NS]
+    stopped = [ns for ns in (*off_ns, *sorted(unheard.values())[-1:]) if ns >= LONG_NS]
     if sum(stopped) < sum(off_ns) / 2:
         why = f"off the processor for {share.value:.0%} of the time, but mostly for less than {ms(LONG_NS):.0f} ms "
         return Abstention(why=f"{why}in a step, as where it waits for another thread")
@@ -127,16 +141,16 @@ def engine_stopped(books: Books) -> Answer:
             Fact(f"stops of {ms(LONG_NS):.0f} ms or more", len(stopped)),
             Fact("the longest", ms(max(stopped, default=0)), "ms"),
             Fact("requests' time in them", ms(sum(lost.values())), "ms over all requests"),
-            Fact(
-                "waiting for a processor instead", f"{attribution(books).share(Computed.CPU_WAIT):.0%}", "of the time"
-            ),
+            Fact("of it before an engine that had nothing to do", ms(sum(unheard.values())), "ms"),
+            Fact("waiting for a processor instead", f"{waiting:.0%}", "of the time"),
         ),
         request_ids=worst(lost),
         step_ids=_steps_with_most(books, Part.STOPPED),
         share_of_time=share.value,
         share_interval=share.interval,
         confidence=CERTAIN,
-        confidence_from="the kernel's own count of what the engine's thread ran and waited in each step",
+        confidence_from="the kernel's own count of what the engine's thread ran and waited in each step"
+        + "; how long requests lay before it while no step ran" * bool(unheard),
         cure=Cure(
             sentence="Find who stops it: a signal (SIGSTOP, a debugger, a checkpoint), memory that is swapped out, or "
             "a virtual machine whose host does not run it (steal in /proc/stat)."
