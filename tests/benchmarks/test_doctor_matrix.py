@@ -1,10 +1,14 @@
 """The doctor's matrix, as far as it needs no server: what a slow model is asked for, and what the summary counts."""
 
 from argparse import Namespace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.scenarios.doctor import __main__ as main
 from benchmarks.scenarios.doctor.__main__ import Row, chosen, counted, summary
 from benchmarks.scenarios.doctor.cures import Applied, _as_flags, _compared
 from benchmarks.scenarios.doctor.healthy import HEALTHY
@@ -101,3 +105,14 @@ def test_what_was_replayed_as_flags():
     flags = _as_flags(settings, SLOW)
     assert flags[:2] == ("--kv-cache-memory-bytes", "3686400")
     assert flags[2:] == ("--max-num-seqs", "8", "--no-enable-prefix-caching", "--enable-chunked-prefill")
+
+
+def test_what_is_sabotaged_is_there():
+    """Where a class has moved, its sabotage would wait for it in vain, and the ward be healthy."""
+    path = Path(main.__file__).parent / "sabotage" / "sitecustomize.py"
+    spec = spec_from_file_location("sabotage_of_the_doctor", path)
+    sabotage = module_from_spec(spec)
+    spec.loader.exec_module(sabotage)
+    for module, name, _ in sabotage.ILLNESSES.values():
+        assert hasattr(import_module(module), name), name
+    assert {ward.sabotage for ward in (*ILLNESSES, *HEALTHY)} - {""} <= set(sabotage.ILLNESSES)

@@ -121,7 +121,7 @@ ILLNESSES = {
     "masks": ("splittime.runner.grammars", "Grammars", _spoil_compiling),
     "guesses": ("splittime.runner.suffix_drafter", "SuffixDrafter", _spoil_guesses),
     "tokenizer": ("splittime.text.tokenizer", "Tokenizer", _spoil_tokenizer),
-    "loop": ("splittime.web.connection", "ManyAcceptingServer", _spoil_loop),
+    "loop": ("splittime.web.serving", "ManyAcceptingServer", _spoil_loop),
 }
 
 
