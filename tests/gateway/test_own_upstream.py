@@ -101,8 +101,9 @@ def test_the_ledger_file_is_read_by_the_tools_there_are(own):
 
 
 def test_what_the_server_refuses_is_told_as_it_says_it(own):
-    status, _, body = own.ask("splittime-code", no_such_field=1)
-    assert (status, json.loads(body)["error"]["code"]) == (400, "unknown_field")
+    status, _, body = own.ask("splittime-code", temperature=-1)
+    told = json.loads(body)["error"]
+    assert (status, told["param"], told["value"]) == (400, "temperature", "-1.0")
 
 
 def test_a_server_with_a_queue_is_given_fewer_at_once(tmp_path):
