@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -44,6 +44,9 @@ from splittime.simulate.what_if import predict, recorded_load, write_simulated
 pytestmark = pytest.mark.vllm
 
 LENGTH = 256
+ONE_AT_A_TIME = VllmSettings(
+    max_num_seqs=1, max_num_batched_tokens=16, num_blocks=16, block_size=16, max_model_len=LENGTH
+)
 TIGHT = VllmSettings(max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=20, block_size=16)
 
 SETTINGS = st.builds(
@@ -128,6 +131,7 @@ def served(config: VllmSettings, asked: Sequence[TracedRequest], delivery: Deliv
     return Recorded(accounts, steps, facts)
 
 
+@example(ONE_AT_A_TIME, 241)  # two came at one instant
 @settings(max_examples=40)
 @given(SETTINGS, st.integers(0, 10_000))
 def test_a_simulated_run_is_decided_again_from_its_ledger(config: VllmSettings, seed: int) -> None:

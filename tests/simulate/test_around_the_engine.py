@@ -93,3 +93,9 @@ def test_a_replay_has_each_answers_own_way_to_its_client() -> None:
         for number, lag_ns in enumerate(lags):
             assert set(derive.send_lag_ns(made[f"r{number}"])) == {lag_ns}
             assert derive.stage_ns(made[f"r{number}"])[Stage.DELIVER] == 3 * lag_ns
+
+
+def test_who_came_at_one_instant_came_in_the_order_of_asking() -> None:
+    """The names of a simulated run are numbered: as texts `r10` stands before `r9`."""
+    at_once = [msgspec.structs.replace(on_its_way(0, 1), request_id=f"r{number}") for number in (10, 2, 9)]
+    assert [each.request.request_id for each in traced_requests(at_once, 2048)] == ["r2", "r9", "r10"]

@@ -103,7 +103,7 @@ def traced_requests(accounts: Iterable[ClosedAccount], max_model_len: int) -> li
     accounts = list(accounts)
     require_sound_accounts(accounts)
     reached = [(received_ns, account) for account in accounts if (received_ns := _received_ns(account)) is not None]
-    reached.sort(key=lambda each: (each[0], each[1].request_id))
+    reached.sort(key=lambda each: (each[0], len(each[1].request_id), each[1].request_id))  # `asked-9`, then `asked-10`
     for _, account in reached:
         if account.prompt_tokens + account.output_tokens > max_model_len:
             words = f"request {account.request_id} has {account.prompt_tokens} + {account.output_tokens} tokens"
