@@ -30,8 +30,8 @@ def targets():
 def test_ci_calls_targets_of_the_makefile_and_nothing_else():
     workflow = yaml.safe_load(text(".github/workflows/check.yml"))
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    called = [MAKE.fullmatch(command) for command in commands]
-    assert {call[1] for call in called} == {"check", "check-all"}
+    called = [MAKE.fullmatch(command) for command in commands if command != ".ci/run"]
+    assert (".ci/run" in commands, {call[1] for call in called}) == (True, {"check"})
     assert targets() >= {call[1] for call in called}
     assert "schedule" in workflow[True]  # YAML reads `on` as true
 

@@ -117,6 +117,6 @@ def test_errors_are_the_clients_own_classes(client) -> None:
         client.responses.create(model="fake", input="hello", background=True)
     assert refused.value.param == "background"
     with pytest.raises(openai.BadRequestError, match=r"tools\[0\]"):
-        client.responses.create(model="fake", input="hello", tools=[{"type": "web_search"}])
+        client.responses.create(model="fake", input="hello", tools=[{"type": "web_search"}], tool_choice="required")
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="none", input="hello")

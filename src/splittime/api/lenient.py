@@ -91,7 +91,8 @@ def _taken_fields(value: dict[str, Any], form: inspect.StructType, at: str, igno
     found = {}
     for name, each in value.items():
         place, field = f"{at}.{name}".lstrip("."), fields.get(name)
-        if name == form.tag_field or (field is None and each and not at and name in WAYS_OUT):
+        is_refused = getattr(form.cls, "is_closed", False) or (not at and name in WAYS_OUT)
+        if name == form.tag_field or (field is None and each and is_refused):
             found[name] = each
         elif field is None:
             if each not in (None, "", [], {}):

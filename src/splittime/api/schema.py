@@ -16,7 +16,7 @@ made for those servers send them at their defaults; any other value is refused b
 `decode.py` makes values of bytes.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -52,7 +52,9 @@ A_FORM = "The answer is held to it. One form at most, and not with ignore_eos."
 
 
 class StructuredOutputs(Strict, kw_only=True):
-    """vLLM's way to ask for a form: one of these."""
+    """vLLM's way to ask for a form: one of these. Another would be a form that the answer does not have."""
+
+    is_closed: ClassVar[bool] = True  # as `lenient` reads it
 
     json: Annotated[dict[str, Any] | str | None, Meta(description="A JSON schema.")] = None
     regex: Annotated[str | None, Meta(description="A regular expression, of the whole answer.")] = None
