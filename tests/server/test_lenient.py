@@ -171,6 +171,14 @@ def test_a_hint_and_an_unknown_field_are_taken_with_a_notice_unless_strict(live,
     assert live.post(path, {**prompt, name: None})[2].get("notices") is None
 
 
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})])
+def test_what_is_no_generation_tells_in_its_header(live, path: str, body: dict) -> None:
+    status, headers, _ = live.post(path, {**body, "hat": 1, "coat": 2})
+    assert status == (400 if live.config.strict else 200)
+    told = "hat has no effect: there is no such field here; coat has no effect: there is no such field here"
+    assert live.config.strict or headers["x-splittime-notice"] == told
+
+
 def test_many_unknown_fields_are_told_of_by_their_number_and_odd_names_in_plain_letters(launch) -> None:
     odd = {"a\r\nset-cookie: b": 1, "\u00e9" * 200: 1, **{f"field{number}": 1 for number in range(20)}}
     status, headers, answer = launch().post("/v1/completions", {"prompt": "x", **odd})

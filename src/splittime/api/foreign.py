@@ -1,8 +1,6 @@
 """What is refused by name, and what to do instead: fields of our bodies at a value that would change the answer
 (`UNSUPPORTED`; `RESPONSES_UNSUPPORTED` of the Responses API's), and fields of other servers' APIs that our bodies do
 not have (`WAYS_OUT`). Of these, what is only a hint is taken, with a notice that says why it has no effect (`HINTS`).
-
-docs/reference/foreign_fields.md shows what becomes here of each field that vLLM's and llama.cpp's APIs add to OpenAI's.
 """
 
 UNSUPPORTED = {

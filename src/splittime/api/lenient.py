@@ -41,6 +41,11 @@ class Ignored:
         return [*told, f"{more} more fields have no effect"] if more else told
 
 
+def notices_of(ignored: Ignored | None) -> list[str]:
+    """None: a strict server's, which ignores nothing."""
+    return [] if ignored is None else ignored.notices()
+
+
 def taken(value: Any, kind: type[msgspec.Struct], ignored: Ignored, at: str = "") -> Any:
     """Returns a body's plain values without what its class does not know. at: its place; "" for a whole body."""
     return _taken(value, _shape(kind), at, ignored)
@@ -114,16 +119,12 @@ def _form(shape: inspect.Type, value: Any) -> inspect.Type:
     if isinstance(shape, inspect.UnionType):
         for each in shape.types:
             form = _form(each, value)
-            is_list = isinstance(form, inspect.ListType) and isinstance(value, list)
-            if is_list or (
-                isinstance(form, inspect.StructType) and isinstance(value, dict) and _is_tagged(form, value)
-            ):
+            if isinstance(form, inspect.ListType) and isinstance(value, list):
+                return form
+            is_object = isinstance(form, inspect.StructType) and isinstance(value, dict)
+            if is_object and value.get(form.tag_field) == form.tag:  # type: ignore[attr-defined]  # or both are None
                 return form
     return shape
-
-
-def _is_tagged(form: inspect.StructType, value: dict[str, Any]) -> bool:
-    return form.tag_field is None or value.get(form.tag_field) == form.tag
 
 
 def _has_fields(shape: inspect.Type) -> bool:

@@ -18,6 +18,7 @@ from splittime.core.errors import RequestError
 VERSIONS = ("2023-06-01", "2026-10-21")  # the latter took temperature, top_p and top_k away; they are honoured here
 
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+CUSTOM = (None, "custom")
 ONLY_CUSTOM = "offer it as a tool with a name and an input_schema, which your program carries out"
 BUDGET = (
     "Most tokens of thinking: behind them it is closed, and the answer goes on. Without effect where there can be no "
@@ -68,8 +69,6 @@ class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(Strict, kw_only=True, tag_field="type", tag="redacted_thinking"):
-    """Reasoning that another server has encrypted: nobody here can read it."""
-
     data: Annotated[str | None, no_effect("only who encrypted it can read it.")] = None
 
 
@@ -102,10 +101,6 @@ class MessagesTool(Strict, kw_only=True):
     description: str | None = None
     strict: Annotated[bool | None, Meta(description="Chosen calls are held to the schema too.")] = None
     cache_control: CacheControl = None
-
-    @property
-    def is_run_by_client(self) -> bool:
-        return self.type in (None, "custom")
 
     def to_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
@@ -178,7 +173,7 @@ class CountTokensBody(Strict, kw_only=True):
             fields["model"] = self.model
         if turns[-1]["role"] == "assistant":
             fields["continue_final_message"] = True
-        if tools := [tool.to_chat() for tool in self.tools or () if tool.is_run_by_client]:
+        if tools := [tool.to_chat() for tool in self.tools or () if tool.type in CUSTOM]:
             fields["tools"] = tools
         for chosen in (self.tool_choice, self.thinking, self.output_config):
             fields |= {} if chosen is None else chosen.to_chat()
@@ -216,7 +211,7 @@ def note_tools(body: CountTokensBody, ignored: Ignored | None) -> None:
     chosen = None if body.tool_choice is None else body.tool_choice.name
     for index, tool in enumerate(body.tools or ()):
         at = f"tools[{index}]"
-        if tool.is_run_by_client:
+        if tool.type in CUSTOM:
             if tool.input_schema is None:
                 raise RequestError(f"{at}.input_schema is missing", code="missing_field", param=f"{at}.input_schema")
         elif ignored is None or tool.name == chosen:

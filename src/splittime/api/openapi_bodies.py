@@ -29,6 +29,7 @@ from splittime.api.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    StructuredOutputs,
     TokenizeBody,
 )
 from splittime.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -189,8 +190,9 @@ _ONE_LENGTH = {"not": {"allOf": [_is(name, {"type": "integer"}) for name in _LEN
 
 def _loosen(components: Schema) -> None:
     """Without it unknown fields are taken, and null stands for what is absent."""
-    for schema in components.values():
-        schema.pop("additionalProperties", None)
+    for kind, schema in components.items():
+        if kind != StructuredOutputs.__name__:
+            schema.pop("additionalProperties", None)
         for name, field in schema["properties"].items():
             if name not in schema["required"] and "anyOf" not in field and "x-effect" not in field:
                 described = {key: field.pop(key) for key in ("description", "default") if key in field}

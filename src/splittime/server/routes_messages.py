@@ -6,7 +6,7 @@ from functools import partial
 
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
-from splittime.api.lenient import Ignored
+from splittime.api.lenient import Ignored, notices_of
 from splittime.api.limits import ModelInfo
 from splittime.api.params import check_model, template_options
 from splittime.api.reasoning import can_be_bound
@@ -39,15 +39,16 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
             body = await http.read_body_in_time(
                 scope, receive, service.config.max_body_bytes, service.config.body_timeout_s
             )
-            done = await text.done(len(body), _counted_work, body, service, model)
+            ignored = service.config.new_ignored()
+            done = await text.done(len(body), _counted_work, body, service, model, ignored)
     except SplittimeError as error:
         await http.respond_error(send, error)
     else:
-        await http.respond_json(send, {"input_tokens": done.whole_lens[0]})
+        counted = {"input_tokens": done.whole_lens[0]}
+        await http.respond_json(send, counted, http.notice_headers(notices_of(ignored)))
 
 
-def _counted_work(body: bytes, service: Service, model: ModelInfo) -> FramedWork:
-    ignored = service.config.new_ignored()
+def _counted_work(body: bytes, service: Service, model: ModelInfo, ignored: Ignored | None) -> FramedWork:
     given = decode_body(body, messages.CountTokensBody, ignored)
     messages.note_tools(given, ignored)
     check_model(given.model, model)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from splittime.api import lenient
 from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
-from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.params import Ask, check_model
 from splittime.api.schema import Strict
@@ -47,7 +47,7 @@ class GivenBody(NamedTuple):
 
     num_bytes: int
     read: Callable[[], Strict]
-    ignored: Ignored | None
+    ignored: lenient.Ignored | None
 
 
 class Visit:
@@ -69,7 +69,7 @@ class Visit:
         self.account = Account("", self.start_ns, Stage.RECEIVE)
         self.request_id = ""
         self.notices: list[str] = []  # what the client reads beside its answer
-        self._ignored: Ignored | None = None
+        self._ignored: lenient.Ignored | None = None
         self._deadline_ns: int | None = None  # once its head has been read
         self._first_token_by_ns: int | None = None
         # what it holds, from when it has it until it leaves
@@ -188,8 +188,8 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
     ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
-        ignored = () if self._ignored is None else self._ignored.notices()
-        self.notices = [*notices_of_head(self.scope, self.tenant), *ignored, *notices_of(ask, prompts, budgets, model)]
+        ignored, changed = lenient.notices_of(self._ignored), notices_of(ask, prompts, budgets, model)
+        self.notices = [*notices_of_head(self.scope, self.tenant), *ignored, *changed]
         choices = self._choices(ask, prompts, budgets, model)
         if self._quota is not None:
             counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])
@@ -258,7 +258,7 @@ class Visit:
     def headers(self) -> http.Headers:
         """Returns the headers that every answer has."""
         headers = [(b"x-request-id", self.request_id.encode("latin-1"))]
-        headers += [(b"x-splittime-notice", notice.encode("latin-1")) for notice in self.notices]
+        headers += http.notice_headers(self.notices)
         wanted = http.header(self.scope, b"endpoint-load-metrics-format")
         return headers if wanted is None else [*headers, *self.service.load_report(wanted)]
 

@@ -113,8 +113,7 @@ class ChatTemplate:
         return dict(variables)
 
     def _as_known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a developer's message as the system's where the template knows no developer: most write nothing of a
-        role that they do not know."""
+        """Returns a developer's message as the system's where the template would write nothing of a developer."""
         is_known = message.get("role") != "developer" or "developer" in self.source
         return message if is_known else {**message, "role": "system"}
 

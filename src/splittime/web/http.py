@@ -9,7 +9,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sized
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence, Sized
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -251,8 +251,13 @@ def _sized(body: Sized, content_type: bytes = b"application/json", headers: Head
     return [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
 
 
-async def respond_json(send: Send, value: Any) -> None:
-    await respond(send, orjson.dumps(value, default=str))
+async def respond_json(send: Send, value: Any, headers: Headers | None = None) -> None:
+    await respond(send, orjson.dumps(value, default=str), headers=headers)
+
+
+def notice_headers(notices: Sequence[str]) -> Headers:
+    """Returns one header of all notices: who passes on an answer may keep one of each name."""
+    return [(b"x-splittime-notice", "; ".join(notices).encode("latin-1"))] if notices else []
 
 
 async def respond_error(send: Send, error: SplittimeError | ErrorInfo, headers: Headers | None = None) -> None:
