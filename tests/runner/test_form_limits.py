@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
-from splittime.core.background import NICER, RATHER_NICE
+from splittime.core.background import NICER
 from splittime.core.errors import Overloaded, RequestError
 from splittime.core.forked import ForkLimits, frame, read_message
 from splittime.core.sampling import SamplingParams
@@ -141,7 +141,7 @@ def test_a_form_that_is_slow_gives_way_to_others_forms(known: Grammars) -> None:
 
     with pytest.raises(FormGone):
         process.compile(of_schema(PRODUCTS), is_wanted)
-    assert seen[:2] == [at(RATHER_NICE)] * 2
+    assert seen[:2] == [at(0)] * 2
     assert set(seen[-2:]) == {at(NICER)}
 
 
@@ -171,7 +171,7 @@ def test_a_form_that_waits_for_a_processor_is_not_slow(known: Grammars) -> None:
 
     assert process.compile(of_schema({"type": "boolean"}), is_wanted).said == ""
     assert len(seen) > 8
-    assert set(seen) == {at(RATHER_NICE)}
+    assert set(seen) == {at(0)}
     process.end()
 
 

@@ -8,7 +8,6 @@ any time and another one goes on.
 """
 
 import json
-import os
 import resource
 import socket
 import threading
@@ -20,7 +19,6 @@ import msgspec
 import numpy as np
 
 from splittime.core import forked
-from splittime.core.background import RATHER_NICE
 from splittime.core.errors import ErrorInfo
 from splittime.kernels.draw import has_bits
 from splittime.runner.form_looks import FormLooks
@@ -167,7 +165,6 @@ def main() -> None:
     tokenizer_json, vocab_size = msgspec.msgpack.decode(forked.description())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then
-    os.nice(RATHER_NICE)  # a form that is slow gives way to the others (`FormProcess`)
 
     def work(channel: socket.socket, limits: forked.ForkLimits) -> None:
         threading.stack_size(STACK_BYTES)
