@@ -9,6 +9,7 @@ import tomllib
 from collections import Counter
 
 import pytest
+import uvloop
 
 from splittime.gateway.app import GatewayApp
 from splittime.gateway.config_file import config_of
@@ -16,6 +17,7 @@ from splittime.gateway.config_keys import secrets_of
 from splittime.gateway.tenant_share import QueuedRequest
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.ledger.store import Ledger
+from splittime.web.reading import SHORT_BYTES
 
 from .conftest import DEAD, upstream
 
@@ -29,16 +31,22 @@ def scope_of(body: bytes) -> dict:
     return {**head, "http_version": "1.1", "scheme": "http", "extensions": {}}
 
 
-async def asked(app: GatewayApp, **fields) -> int:
-    """Ask the application itself. Returns the status."""
+async def asked(app: GatewayApp, leaves: bool = False, **fields) -> int:
+    """Ask the application itself. Returns the status. leaves: when the answer has begun."""
     body = json.dumps({"prompt": "x", "max_tokens": 3, **fields}).encode()
     waiting, told = [{"type": "http.request", "body": body, "more_body": False}], []
+    is_left = asyncio.Event()
 
     async def receive():
-        return waiting.pop() if waiting else await asyncio.Event().wait()
+        if waiting:
+            return waiting.pop()
+        await is_left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message):
         told.append(message)
+        if leaves:
+            is_left.set()
 
     await app(scope_of(body), receive, send)
     return told[0]["status"]
@@ -72,7 +80,8 @@ async def left_by(text: str, ask, status: int, before=None) -> Counter[str]:
         await asyncio.sleep(0.05)  # tasks that were cancelled have ended
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return Counter(type(each).__name__ for each in gc.garbage)
+        own = [type(each) for each in gc.garbage if type(each).__module__.startswith("splittime")]
+        return Counter(kind.__name__ for kind in own)  # `hostile` leaves what is asyncio's
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -86,13 +95,15 @@ def test_a_refusal_by_the_head_leaves_nothing_to_collect():
         return refused(app)
 
     text = "[queue]\nmax_requests = 1\n" + upstream("held", "http://127.0.0.1:9", max_in_flight=0)
-    left = asyncio.run(left_by(text, ask, 429, fill))
+    left = uvloop.run(left_by(text, ask, 429, fill))
     assert max(left.values(), default=0) < TIMES, left
 
 
 MORE = """
 [queue]
 max_wait_s = 0.02
+[breaker]
+failures = 1000
 [retries]
 pause_s = 0.001
 [[cache_route]]
@@ -110,6 +121,12 @@ model = "kept"
         ("full", {}, 429),
         ("busy", {}, 429),
         ("kept", {"temperature": 0}, 200),
+        ("fine", {"prompt": "x" * SHORT_BYTES, "max_tokens": "many"}, 400),  # read beside the event loop
+        ("endless", {"stream": True, "leaves": True}, 200),
+        ("mute", {}, 504),
+        ("mute", {"stream": True}, 504),
+        ("dying", {"stream": True, "pause_s": 0}, 200),
+        ("hangup", {}, 502),
     ],
 )
 def test_a_request_that_is_over_leaves_nothing_to_collect(hostile, name, fields, status):
@@ -118,6 +135,7 @@ def test_a_request_that_is_over_leaves_nothing_to_collect(hostile, name, fields,
 
     text = MORE + upstream("fine", hostile.url("fine")) + upstream("strict", hostile.url("strict"))
     text += upstream("kept", hostile.url("fine")) + upstream("full", DEAD, max_in_flight=0)
-    text += upstream("busy", hostile.url("busy"))
-    left = asyncio.run(left_by(text, ask, status))
+    text += "".join(upstream(one, hostile.url(one)) for one in ("busy", "endless", "dying", "hangup"))
+    text += upstream("mute", hostile.url("slow"), first_byte_s=0.02, whole_answer_s=0.02)
+    left = uvloop.run(left_by(text, ask, status))
     assert max(left.values(), default=0) < TIMES, left

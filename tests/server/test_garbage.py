@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from patience import until
+from splittime.web.reading import SHORT_BYTES
 
 from .conftest import LiveServer, say
 
@@ -57,6 +58,7 @@ def until_all_left(server: LiveServer) -> None:
         ({"stop": "l"}, 200),
         ({"temperature": -1}, 400),
         ({"prompt": TOO_LONG}, 400),
+        ({"prompt": "x" * SHORT_BYTES, "temperature": -1}, 400),  # read beside the event loop
     ],
 )
 def test_an_ended_request_leaves_nothing_to_collect(launch, fields: dict, status: int) -> None:

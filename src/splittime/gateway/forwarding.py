@@ -115,7 +115,7 @@ class Forwarding:
                 await self._attempt(request, routed)
                 return
             except UpstreamFailure as latest:
-                failure = latest
+                failure = latest.with_traceback(None)  # which has this frame
             if not (failure.verdict.is_retryable and self._may_retry(request, len(tried), failure)):
                 break
             self._sign.has_begun |= self.relay is not None and self.relay.has_begun

@@ -74,7 +74,7 @@ class RunningAttempt:
             await self.relay.run()
             self._end_answered(self.relay.verdict)
         except AttemptFailure as failure:
-            error = failure.error
+            error = failure.with_traceback(None).error  # whose frames may have it
             self._end_failed(failure)
             if isinstance(failure, UpstreamFailure):
                 raise

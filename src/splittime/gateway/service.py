@@ -61,8 +61,6 @@ TOLD = (  # among its facts
     *("queue", "retries", "tied", "affinity", "breaker", "cache", "cache_route", "difficulty", "degradation"),
 )
 UNKNOWN_TO_IT = ("token_ready_ns", "token_written_ns", "token_steps", "num_preemptions")
-
-
 OF_THE_PROCESS = (
     *("budgets", "shared_limits", "is_draining", "cache", "lag", "audit", "tracing", "lint", "metrics", "pool"),
     *("started_ns", "held", "started_unix_s", "visits", "round_trips", "connections", "learnt"),

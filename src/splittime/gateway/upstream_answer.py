@@ -5,6 +5,7 @@ TCP tells the upstream.
 """
 
 import asyncio
+from copy import copy
 from typing import Protocol
 
 MAX_UNREAD_BYTES = 64 * 1024
@@ -52,7 +53,7 @@ class UpstreamAnswer:
         if self._pieces:
             return self._taken()
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # whose frames have this answer
         return b""
 
     def close(self) -> None:

@@ -95,9 +95,9 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open, waiting = False, self._idle.get(self._address, [])
         if self in waiting:
             waiting.remove(self)
-        answer, asked = self._answer, self._unanswered
+        answer, asked, self._parser = self._answer, self._unanswered, None  # which has this connection
         if answer is not None and asked is not None and _now_s() - asked.at_s < STALE_WITHIN_S:
-            self._answer = self._unanswered = self._parser = None
+            self._answer = self._unanswered = None
             self._ask_again(self._address, asked, answer)
         elif answer is not None:
             is_end = exc is None and self._is_head_read and not (self._has_length or self._address.is_tls)
@@ -218,7 +218,7 @@ class UpstreamConnections:
         try:
             connection = await self._connected(address, asked.connect_s)
         except NoConnection as error:
-            answer.end(error)
+            answer.end(error.with_traceback(None))
             return
         if answer.is_given_up:
             connection.transport.abort()

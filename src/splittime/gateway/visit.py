@@ -76,7 +76,7 @@ class GatewayVisit:
             self.account.cancelled_ns = self.account.cancelled_ns or now_ns()
             self.account.close(FinishReason.ABORT, None)
         except SplittimeError as error:
-            await self._refuse(error)
+            await self._refuse(error.with_traceback(None))  # whose frames may have it
         finally:
             self._leave()
 

@@ -48,6 +48,7 @@ async def read_beside(sender: BodySender, num_bytes: int, work: Callable[..., Re
     finally:
         gone.cancel()
         reading.cancel()
+        del reading  # whose error has this frame
 
 
 class WaitingWork(NamedTuple):
