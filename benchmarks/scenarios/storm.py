@@ -7,12 +7,15 @@ The gateway has a third upstream that never answers (`black_hole`). Two innocent
 and one at the first server. Beside them, drawn by the seed, up to `AT_ONCE` of the attacks (`attacks`) strike for 5 to
 30 s at that server or at the gateway. The gateway reads its config anew every twentieth of the time. A sixth into it
 the second server is killed (`kill -9`) and started again 5 s later, early: it has filled anew when it is judged.
-Every `--sample` seconds: resident memory, open files and threads of each kind of process, and blocks in use.
+Every `--sample` seconds: resident memory, open files and threads of each kind of process, blocks in use, and how many
+records each process keeps in memory, as its ledger file tells (`Kept`).
 
 In the end nobody asks any more, and it must be so, or the command ends with 1:
 
 * flat: no kind of process grew over the second half: the interval of its slope (Theil-Sen, 95 %) reaches down to zero,
-  or its upper end is below `FLAT_SHARE` of its memory an hour
+  or its upper end is below `FLAT_SHARE` of its memory an hour. One that keeps records is filling, and does not grow, if
+  its books were not full at half of the time, and the records that came since explain the slope: `bound_mb` says of
+  each what they come to
 * blocks: none is in use, and nothing runs or waits
 * answers: a greedy answer of each server, and through the gateway, is the one of the beginning
 * accounts: each one in every ledger file sums exactly (`verify`), and the servers counted no invalid one
@@ -21,6 +24,7 @@ In the end nobody asks any more, and it must be so, or the command ends with 1:
 
 import argparse
 import http.client
+import inspect
 import json
 import random
 import signal
@@ -32,7 +36,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,7 +48,10 @@ from benchmarks.scenarios.black_hole import KINDS
 from benchmarks.scenarios.guarded import MODEL, OPERATOR, Command, Stack, ledger_files, stack, used
 from benchmarks.scenarios.innocents import black_hole, start, told_by
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.ring import weight_bytes
 from splittime.ledger.sqlite_open import ACCOUNT_TABLES
+from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger
 
 AT_ONCE = 3
 ATTACK_S = (5.0, 30.0)
@@ -55,14 +62,26 @@ DOWN_S = 5.0
 SETTLE_S = 120.0
 FLAT_SHARE = 0.02
 GREEDY = {"model": MODEL, "prompt": "class Stack:\n", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+FLAT, FILLING, GROWS = "flat", "filling", "grows"
 Process = subprocess.Popen[str]
+MOST_KEPT = {
+    table: inspect.signature(Ledger).parameters[name].default
+    for table, name in (("accounts", "max_accounts"), ("refused", "max_accounts"), ("steps", "max_steps"))
+}
+
+
+class Kept(NamedTuple):
+    """Records that a process has in memory, each at most `MOST_KEPT` of its kind."""
+
+    at_s: float
+    rows: dict[str, int]
 
 
 class Storm:
     """draw: decides all that is done by chance. innocents, attacks: what each process told that ended."""
 
-    def __init__(self, running: Stack, seconds: float, seed: int) -> None:
-        self._running, self._seconds, self._draw = running, seconds, random.Random(seed)
+    def __init__(self, running: Stack, folder: Path, seconds: float, seed: int) -> None:
+        self._running, self._folder, self._seconds, self._draw = running, folder, seconds, random.Random(seed)
         self._begin_s = time.monotonic()
         self._attacks: list[tuple[str, Process]] = []
         self._innocents: dict[str, Process] = {}
@@ -77,6 +96,8 @@ class Storm:
         self.answered, self.num_attacks, self.ends = 0, 0, dict[str, dict[str, int]]()
         self.samples: dict[str, list[tuple[float, int, int, int]]] = {}
         self.blocks: list[tuple[float, int]] = []
+        self.kept: dict[str, list[Kept]] = {}
+        self._written_before = dict[str, dict[str, int]]()  # by what a command was before it was killed
 
     @property
     def at_s(self) -> float:
@@ -107,8 +128,9 @@ class Storm:
         self._running.gateway.signal(signal.SIGHUP)
 
     def _kill(self) -> None:
-        self.is_down = True
-        self._running.servers[1].kill()
+        self.is_down, server = True, self._running.servers[1]
+        server.kill()
+        self._written_before[server.name] = written(self._folder / f"{server.name}.sqlite")
 
     def _revive(self) -> None:
         self._running.servers[1].start()
@@ -155,6 +177,9 @@ class Storm:
         for command in commands:
             for name, use in used(command).items():
                 self.samples.setdefault(name, []).append((self.at_s, *use))
+            rows, before = written(self._folder / f"{command.name}.sqlite"), self._written_before.get(command.name, {})
+            kept = {table: min(most, rows[table] - before.get(table, 0)) for table, most in MOST_KEPT.items()}
+            self.kept.setdefault(f"{command.name} entry", []).append(Kept(self.at_s, kept))
         with suppress(OSError):  # it may be too busy to tell
             self.blocks.append((self.at_s, self._running.servers[0].answer("/stats")["engine"]["blocks_used"]))
 
@@ -189,12 +214,40 @@ def slope(series: list[tuple[float, int, int, int]], from_s: float) -> dict[str,
     late = [one for one in series if one[0] >= from_s]
     figures: dict[str, Any] = {"open_files": max(one[2] for one in series), "threads": max(one[3] for one in series)}
     if len(late) < 8:
-        return figures | {"is_flat": True, "why": "too few samples"}
+        return figures | {"judgement": FLAT, "why": "too few samples"}
     at_h, memory_mb = np.array([one[0] for one in late]) / 3600, np.array([one[1] for one in late]) / 2**20
     found = theilslopes(memory_mb, at_h, alpha=0.95)
     is_flat = bool(found.low_slope <= 0 or found.high_slope < FLAT_SHARE * float(np.median(memory_mb)))
     interval = {"mb_an_hour": found.slope, "from": found.low_slope, "to": found.high_slope}
-    return figures | interval | {"median_mb": float(np.median(memory_mb)), "is_flat": is_flat}
+    return figures | interval | {"median_mb": float(np.median(memory_mb)), "judgement": FLAT if is_flat else GROWS}
+
+
+def written(path: Path) -> dict[str, int]:
+    """Returns how many records of each kind have ever been written to a ledger file."""
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+        return {table: connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in MOST_KEPT}
+
+
+def books(path: Path, series: list[Kept], from_s: float) -> dict[str, Any]:
+    """Returns what a process kept in the end, and by how much that grew from an instant on; weights are those by which
+    the rings are bounded, of the latest records."""
+    late = [one for one in series if one.at_s >= from_s] or series[-1:]
+    hours, found, growth_mb = max(1e-9, (late[-1].at_s - late[0].at_s) / 3600), dict[str, Any](), 0.0
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        for table, most in MOST_KEPT.items():
+            bodies = connection.execute(f"SELECT body FROM {table} ORDER BY seq DESC LIMIT 500").fetchall()
+            kind = ClosedAccount if table in ACCOUNT_TABLES else StepRecord
+            weights = [weight_bytes(msgspec.json.decode(body, type=kind)) for (body,) in bodies]
+            mb, rows = float(np.mean(weights or [0])) / 2**20, late[-1].rows[table]
+            growth_mb += (rows - late[0].rows[table]) * mb
+            found[table] = {"kept": rows, "most": most, "mb": rows * mb, "bound_mb": most * mb}
+    return found | {"growth_mb_an_hour": growth_mb / hours}
+
+
+def judged(memory: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns the memory of a process that keeps records: its growth may be theirs."""
+    is_theirs = memory["judgement"] == GROWS and memory["from"] <= kept["growth_mb_an_hour"]
+    return memory | {"books": kept} | ({"judgement": FILLING} if is_theirs else {})
 
 
 def checked_accounts(path: Path) -> dict[str, int]:
@@ -215,12 +268,15 @@ def weather(folder: Path, seconds: float, seed: int, sample_s: float) -> dict[st
     with black_hole(random.Random(seed).choice(KINDS)) as holes, stack(folder, servers=2, others=holes) as running:
         commands = [*running.servers, running.gateway]
         before = [greedy(command) for command in commands]
-        storm = Storm(running, seconds, seed)
+        storm = Storm(running, folder, seconds, seed)
         storm.rage(sample_s)
         settled = running.settle(SETTLE_S)
         after = [greedy(command) for command in commands]
         invalid = sum(command.answer("/stats")["ledger"]["invalid_accounts"] for command in running.servers)
     memory = {name: slope(many, seconds / 2) for name, many in sorted(storm.samples.items())}
+    for name, series in storm.kept.items():
+        path = folder / f"{name.removesuffix(' entry')}.sqlite"
+        memory[name] = judged(memory[name], books(path, series, seconds / 2))
     accounts = {path.name: checked_accounts(path) for path in ledger_files(folder)}
     return {
         "answered": storm.answered,
@@ -230,7 +286,7 @@ def weather(folder: Path, seconds: float, seed: int, sample_s: float) -> dict[st
         "most_blocks": max((count for _, count in storm.blocks), default=None),
         "accounts": accounts,
         "in_order": {
-            "flat": all(one["is_flat"] for one in memory.values()),
+            "flat": all(one["judgement"] != GROWS for one in memory.values()),
             "blocks": settled,
             "answers": before == after and not before[0][:1].isdigit(),
             "accounts": not invalid and not any(one["wrong"] for one in accounts.values()),

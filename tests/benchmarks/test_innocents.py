@@ -11,7 +11,18 @@ from books import example
 from benchmarks.scenarios.attacks import ATTACKS, LARGE, hostile_form
 from benchmarks.scenarios.black_hole import KINDS, answer
 from benchmarks.scenarios.innocents import holds, scenes
-from benchmarks.scenarios.storm import checked_accounts, slope
+from benchmarks.scenarios.storm import (
+    FILLING,
+    FLAT,
+    GROWS,
+    MOST_KEPT,
+    Kept,
+    books,
+    checked_accounts,
+    judged,
+    slope,
+    written,
+)
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.sqlite_open import ACCOUNT_TABLES
 from splittime.ledger.store import Ledger
@@ -77,21 +88,34 @@ def series(mb_an_hour: float) -> list[tuple[float, int, int, int]]:
     return [(30.0 * i, int(one * 2**20), 20 + i % 3, 7) for i, one in enumerate(mib)]
 
 
-SLOPES = [(-1.0, True), (0.0, True), (1.0, True), (4.0, False), (50.0, False)]
+SLOPES = [(-1.0, FLAT), (0.0, FLAT), (1.0, FLAT), (4.0, GROWS), (50.0, GROWS)]
 
 
-@pytest.mark.parametrize(("mb_an_hour", "is_flat"), SLOPES)
-def test_memory_is_flat_where_its_slope_may_be_nothing_or_is_little(mb_an_hour, is_flat):
+@pytest.mark.parametrize(("mb_an_hour", "judgement"), SLOPES)
+def test_memory_is_flat_where_its_slope_may_be_nothing_or_is_little(mb_an_hour, judgement):
     found = slope(series(mb_an_hour), 600)
     assert found["from"] < mb_an_hour < found["to"]
-    assert found["is_flat"] is is_flat
+    assert found["judgement"] == judgement
     assert (found["open_files"], found["threads"]) == (22, 7)
 
 
 def test_growth_before_the_warm_up_is_none():
     filling = [(float(second), (100 + min(second, 500)) << 20, 20, 7) for second in range(0, 1000, 10)]
-    assert slope(filling, 500)["is_flat"]
-    assert not slope(filling, 0)["is_flat"]
+    assert [slope(filling, from_s)["judgement"] for from_s in (500, 0)] == [FLAT, GROWS]
+
+
+@pytest.mark.parametrize(("first", "judgement"), [(0, FILLING), (2000, FILLING), (3900, GROWS), (4096, GROWS)])
+def test_growth_that_its_books_explain_is_filling(tmp_path, first, judgement):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as ledger:
+        ledger.add_account(example("r"))
+    assert written(path) == {"accounts": 1, "refused": 0, "steps": 0}
+    none = dict.fromkeys(MOST_KEPT, 0)
+    kept = books(path, [Kept(at_s, none | {"accounts": rows}) for at_s, rows in ((600, first), (3600, 4096))], 600)
+    assert kept["accounts"]["kept"] == kept["accounts"]["most"]
+    assert kept["accounts"]["bound_mb"] == pytest.approx(kept["accounts"]["mb"])
+    assert judged(slope(series(4.0), 600), kept)["judgement"] == judgement
+    assert judged(slope(series(0.0), 600), kept)["judgement"] == FLAT
 
 
 def test_accounts_that_do_not_sum_are_counted(tmp_path):
