@@ -83,9 +83,14 @@ class Saying:
 
 
 async def asked(
-    app: GatewayApp, headers: dict[str, str] | None = None, path: str = CHAT, method: str = "POST", **fields
+    app: GatewayApp,
+    headers: dict[str, str] | None = None,
+    path: str = CHAT,
+    method: str = "POST",
+    leaves: asyncio.Event | None = None,
+    **fields,
 ) -> Told:
-    """Ask the application itself."""
+    """Ask the application itself, as a client that leaves then."""
     body = json.dumps({"model": "m", "messages": [], "max_tokens": 3, **fields}).encode()
     given = {"host": "127.0.0.1", "content-length": str(len(body)), **(headers or {})}
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "http_version": "1.1"}
@@ -97,13 +102,18 @@ async def asked(
     waiting, told = [{"type": "http.request", "body": body, "more_body": False}], list[dict]()
 
     async def receive():
-        return waiting.pop() if waiting else await asyncio.Event().wait()
+        if waiting:
+            return waiting.pop()
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
 
     async def send(message):
         told.append(message)
 
     async with asyncio.timeout(20):
         await app(scope, receive, send)
+    if not told:
+        return Told(0, {}, b"")
     return Told(told[0]["status"], dict(told[0]["headers"]), b"".join(one.get("body", b"") for one in told[1:]))
 
 

@@ -1,5 +1,6 @@
 """The breaker and the retry budget, under a clock of the test's own."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,19 +16,19 @@ def opened(*, has_checker: bool = False) -> Breaker:
     breaker.has_checker = has_checker
     for at_s in (0, 1, 2):
         assert breaker.allows(at_s * S)
-        breaker.begin()
+        breaker.begin(at_s)
         breaker.note_failure(at_s * S)
+        breaker.leave(at_s)
     return breaker
 
 
 def test_a_pause_for_one_tenant_leaves_the_try_of_an_open_one_to_another():
     breaker = opened()
-    breaker.begin()
-    breaker.note_busy(12 * S, 5.0, "a")
-    assert breaker.allows(12 * S)
-    breaker.begin()
-    breaker.note_busy(12 * S, 5.0, "b")
-    assert not breaker.allows(12 * S)
+    for tenant, is_allowed in (("a", True), ("b", False)):
+        breaker.begin(tenant)
+        breaker.note_busy(12 * S, 5.0, tenant)
+        breaker.leave(tenant)
+        assert breaker.allows(12 * S) is is_allowed
 
 
 def test_failures_in_a_row_open_it_and_one_request_tries():
@@ -36,11 +37,12 @@ def test_failures_in_a_row_open_it_and_one_request_tries():
     assert not breaker.allows(12 * S - 1)
     assert breaker.wait_ns(3 * S) == 9 * S
     assert breaker.allows(12 * S)
-    breaker.begin()
+    breaker.begin("first")
     assert not breaker.allows(12 * S)  # the one that tries is alone
     breaker.note_failure(13 * S)
+    breaker.leave("first")
     assert not breaker.allows(23 * S - 1)
-    breaker.begin()
+    breaker.begin("second")
     breaker.note_success()
     assert breaker.allows(23 * S)
     assert not breaker.is_open
@@ -57,21 +59,38 @@ def test_a_success_between_keeps_it_closed():
 def test_a_long_answer_that_tries_keeps_nobody_waiting():
     breaker = opened()
     assert breaker.allows(12 * S)
-    breaker.begin()
+    breaker.begin("first")
     assert not breaker.allows(12 * S)
     breaker.note_begun()
     assert breaker.allows(12 * S)
     assert not breaker.is_open
-    breaker.begin()
+    breaker.begin("second")
     breaker.note_failure(13 * S)  # one is enough
     assert not breaker.allows(13 * S)
 
 
 def test_one_that_tried_and_said_nothing_lets_another_try():
     breaker = opened()
-    breaker.begin()
-    breaker.note_nothing()
+    breaker.begin("first")
+    breaker.leave("first")
     assert breaker.allows(12 * S)
+
+
+@pytest.mark.parametrize("end", ["failure", "busy", "nothing"])
+def test_only_the_one_that_tries_lets_another_try(end):
+    """Older requests, and those of others who are not kept out, end meanwhile in whatever way."""
+    breaker = opened()
+    breaker.begin("first")
+    breaker.begin("later")
+    for one in ("older", "later"):
+        if end == "failure":
+            breaker.note_failure(13 * S)
+        elif end == "busy":
+            breaker.note_busy(13 * S, 1.0, "a")
+        breaker.leave(one)
+        assert not breaker.allows(99 * S)
+    breaker.leave("first")
+    assert breaker.allows(99 * S)
 
 
 def test_a_busy_upstream_is_left_alone_and_not_open():
@@ -109,9 +128,10 @@ def test_one_with_a_checker_is_tried_after_a_check_alone():
     breaker.note_checked(23 * S, is_well=True)
     assert breaker.allows(23 * S)
     assert not breaker.is_to_be_checked(23 * S)
-    breaker.begin()
+    breaker.begin("first")
     assert not breaker.allows(24 * S)  # one tries
     breaker.note_failure(24 * S)
+    breaker.leave("first")
     assert not breaker.allows(34 * S)
     assert breaker.is_to_be_checked(34 * S)
     breaker.note_success()
@@ -197,8 +217,6 @@ def test_what_is_known_against_it():
     assert (breaker.is_well, breaker.num_successes) == (True, 0)
     breaker.note_failure(0)
     assert not breaker.is_well
-    breaker.note_nothing()
-    assert not breaker.is_well
     breaker.note_success()
     assert (breaker.is_well, breaker.num_successes) == (True, 1)
 
@@ -257,7 +275,7 @@ def test_what_is_free_and_what_is_a_failover_is_bounded_by_attempts_alone():
 def test_who_says_nothing_of_the_upstream_takes_no_failure_back():
     breaker = Breaker(BreakerConfig(failures=2, open_s=10))
     breaker.note_failure(0)
-    breaker.begin()
-    breaker.note_nothing()
+    breaker.begin("first")
+    breaker.leave("first")
     breaker.note_failure(0)
     assert not breaker.allows(0)

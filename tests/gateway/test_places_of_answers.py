@@ -157,9 +157,9 @@ def test_one_that_gives_up_gives_all_its_places_back():
         assert router.upstreams[0].requests == 5
         waiting = await come(queue, "t", answers=5)
         await end(waiting)
-        queue.give_back(routed, "t", 10)
+        queue.leave(routed, "t", 10)
         place = queue.place_now("t", "m", 10, is_charged=False, answers=7)
-        queue.give_back(place, "t", 10)
+        queue.leave(place, "t", 10)
         assert (router.upstreams[0].requests, router.upstreams[0].in_flight.places) == (0, 0)
         assert (queue.requests, queue._num_wide) == (0, 0)
 

@@ -20,6 +20,8 @@ from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory,
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
+from .hostile import STREAM_HEAD, chunk, event, text_chunk
+from .in_process import Saying, asked, gateway_before
 from .test_chaos import metric, sums
 from .test_endings import assert_nothing_is_left
 from .test_relay import events
@@ -187,6 +189,19 @@ def test_an_upstream_that_refuses_to_go_on_ends_the_stream(hostile, tmp_path):
     assert [attempt.status for attempt in account.attempts] == [200, 400]
 
 
+def test_an_error_first_of_who_should_go_on_ends_the_stream():
+    """It is no event of the answer that the client has, and has not been told."""
+
+    async def ask(app, gateway):
+        told = await asked(app, path=COMPLETIONS, prompt="Count: ", stream=True)
+        assert (told.status, told.code, told.body.count(b'"1 "')) == (200, "upstream_error_event", 1)
+        assert (len(first.asked), len(second.asked)) == (1, 1)
+
+    first = Saying(STREAM_HEAD + chunk(event(text_chunk("a", "1 "))), hangs_up=True)
+    second = Saying(STREAM_HEAD + chunk(event({"error": {"message": "oom", "code": 500}})))
+    gateway_before({"first": first, "second": second}, ask, resume=True)
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
@@ -287,8 +302,8 @@ def words(number: int, **more) -> dict:
 def broken_story(*chunks: dict) -> StreamStory:
     story = StreamStory(COMPLETIONS, TEXT, "Count: ", False)
     recorder = StreamRecorder(story)
-    for chunk in chunks:
-        recorder.edit(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    for one in chunks:
+        recorder.edit(b"data: " + json.dumps(one).encode() + b"\n\n")
     return story
 
 

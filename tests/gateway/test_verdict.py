@@ -34,6 +34,8 @@ def error(message: str = "no", **more) -> dict:
 
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 OK_EVENTS = (CHUNK, LAST, USAGE, b"[DONE]")
+FILTERS = {"choices": [], "prompt_filter_results": []}
+LATE = error(type="deadline_exceeded_error", code="deadline_exceeded")
 OOM = error("CUDA OOM", type="server_error", code=500)
 GZIP = "content-encoding: gzip"
 ZIPPED_HEAD = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
@@ -67,6 +69,10 @@ STATUSES = [
     Row("401 without a word", http(401, b""), 502, "upstream_401", "key"),
     Row("402", whole(402, error()), 502, "upstream_402", "key"),
     Row("403", whole(403, error(type="permission_error")), 502, "upstream_403", "key"),
+    Row("403, a page", http(403, b"<html>blocked", kind="text/html"), 403, "upstream_403", "health"),
+    Row("403 without a word", http(403, b""), 403, "upstream_403", "health"),
+    Row("403 of a proxy", whole(403, {"message": "Forbidden"}), 403, None, "health"),
+    Row("407, a page", http(407, b"<html>", kind="text/html"), 407, "upstream_407", "health"),
     Row("403 of a text", whole(403, error(code="x", metadata={"flagged_input": "y"})), 403, "x", "request", False),
     Row("400 of the key", whole(400, error(code="API_KEY_INVALID")), 502, "upstream_400", "key"),
     Row(
@@ -101,6 +107,16 @@ STATUSES = [
     Row("502", whole(502, error(code="c")), 502, "c", "health"),
     Row("503", whole(503, error(code="c")), 503, "c", "health"),
     Row("504", whole(504, error(code="c")), 504, "c", "health"),
+    Row("504 of its time", whole(504, LATE), 504, "deadline_exceeded", "request", False),
+    Row("504 of Google", whole(504, error(code=504, status="DEADLINE_EXCEEDED")), 504, 504, "health"),
+    Row(
+        "504 of a gateway",
+        whole(504, error(code="upstream_total_timeout")),
+        504,
+        "upstream_total_timeout",
+        "request",
+        False,
+    ),
     Row("529", whole(529, error(code="c")), 529, "c", "health"),
 ]
 BAD = "upstream_bad_answer"
@@ -182,11 +198,15 @@ STREAMS = [
         "nobody",
         False,
     ),
-    Row("a role and no answer", stream(ROLE, b"[DONE]"), GIVEN, None, "health", False),
-    Row(
-        "one's own fault behind a role", stream(ROLE, error("long", code=400), b"[DONE]"), GIVEN, None, "request", False
-    ),
-    Row("no choice in it", stream({"choices": []}, b"[DONE]"), GIVEN, None, "health", False),
+    Row("a role and no answer", stream(ROLE, b"[DONE]"), 502, BAD, "health"),
+    Row("an error behind a role", stream(ROLE, OOM), 500, "upstream_error_event", "health"),
+    Row("an error behind each one's role", stream(FILTERS, ROLE, ROLE, OOM), 500, "upstream_error_event", "health"),
+    Row("a role, cut", stream(ROLE, end=b""), 502, "upstream_died", "health", hangs_up=True),
+    Row("a role and no end", stream(ROLE), 502, "upstream_died", "health"),
+    Row("one's own fault behind a role", stream(ROLE, error("long", code=400), b"[DONE]"), 400, 400, "request", False),
+    Row("no choice in it", stream({"choices": []}, b"[DONE]"), 502, BAD, "health"),
+    Row("its time over, inside", stream(CHUNK, LATE), GIVEN, "deadline_exceeded", "request", False),
+    Row("its time over first", stream(LATE), 504, "deadline_exceeded", "request", False),
     Row("no reason why it ends", stream(ROLE, CHUNK, b"[DONE]"), GIVEN, None, "nobody", False),
     Row("no token before its end", stream(ROLE, LAST, b"[DONE]"), GIVEN, None, "nobody", False),
     Row("no event", stream(), 502, "upstream_died", "health"),
@@ -319,6 +339,22 @@ def test_an_error_behind_comments_that_the_client_has(cut):
     bad = Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(data[:cut]), chunk(data[cut:])])
     good = Saying(stream(*OK_EVENTS))
     gateway_before({"bad": bad, "good": good}, ask, CONFIG)
+
+
+def test_comments_go_on_while_a_role_is_held_back():
+    """A long prompt is read: its client sees that the connection lives, and has the role with the first piece."""
+
+    async def ask(app, gateway):
+        told = await asked(app, stream=True)
+        waits, _, rest = told.body.partition(b"data: ")
+        assert waits == b": wait\n\n" * 3
+        assert [told.body.count(one) for one in (b"role", b"tick", b"[DONE]")] == [1, 1, 1]
+        assert rest.index(b"role") < rest.index(b"tick")
+        ((attempt,),) = (account.attempts for account in gateway.ledger.accounts())
+        assert attempt.end_ns - attempt.first_byte_ns > 25e6  # it is when the upstream began to tell
+
+    said = [STREAM_HEAD + chunk(event(ROLE)), *[chunk(b": wait\n\n")] * 3, stream(*OK_EVENTS, head=b"")]
+    gateway_before({"one": Saying(said)}, ask)
 
 
 def test_behind_comments_one_alone_tells_it_as_an_event():

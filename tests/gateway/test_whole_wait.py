@@ -13,11 +13,12 @@ from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstream_pulse import DEAD_AFTER, UpstreamPulse, UpstreamSilent
+from splittime.gateway.upstreams import HUNG_AFTER
 from splittime.wire.target import Target
 
 from .conftest import gateway_of, upstream
-from .hostile import WHOLE, Hostile, whole
-from .in_process import Saying, asked, gateway_before
+from .hostile import CHUNK, STREAM_HEAD, WHOLE, Hostile, chunk, event, whole
+from .in_process import Saying, asked, counted, gateway_before
 from .test_chaos import metric
 
 QUIET_S = 0.15
@@ -109,6 +110,75 @@ def test_one_that_does_not_live_is_given_up(writing, tmp_path, health):
         assert [one["is_open"] for one in gateway.get("/stats")["upstreams"]] == [True, False]
         assert [gateway.ask("m")[0] for _ in range(3)] == [200] * 3
     writing.hold.set()
+
+
+# ---- an engine that hangs behind a server that lives
+
+HANGING = "[breaker]\nfailures = 1\nopen_s = 30.0\n[retries]\nmax_attempts = 1\n"
+WAITS = [STREAM_HEAD, *[chunk(b": wait\n\n")] * 200]
+
+
+@pytest.mark.parametrize(
+    ("said", "headers", "limits", "code"),
+    [
+        ([b""] * 200, {}, {"whole_answer_s": 0.3}, "upstream_whole_answer_timeout"),
+        ([b""] * 200, {}, {"total_s": 0.3}, "upstream_total_timeout"),
+        ([b""] * 200, {"x-request-deadline-ms": "300"}, {}, "deadline_exceeded"),
+        (WAITS, {}, {"total_s": 0.3}, "upstream_total_timeout"),
+    ],
+    ids=["whole", "total", "deadline", "comments"],
+)
+def test_several_in_a_row_without_a_byte_are_held_against_it(said, headers, limits, code):
+    """Each may have been too long by itself, and nobody had a piece of an answer meanwhile."""
+
+    async def ask(app, gateway):
+        for number in range(HUNG_AFTER):
+            assert gateway.router.upstreams[0].breaker.is_well
+            assert (await asked(app, headers, stream=said is WAITS)).code == code
+            assert counted(gateway, "verdicts_total", whose="health") == (number == HUNG_AFTER - 1)
+        assert (await asked(app)).code == "no_upstream"
+
+    one = Saying(said, models=whole(200, {"data": []}))
+    gateway_before({"one": one}, ask, HANGING, first_byte_s=0.2, between_s=5.0, **limits)
+
+
+def test_who_leaves_one_that_hangs_counts_after_as_long_as_a_first_byte_may_take():
+    async def ask(app, gateway):
+        for wait_s, is_open in ((0.02, False), (0.3, True)):
+            for _ in range(HUNG_AFTER):
+                assert not gateway.router.upstreams[0].breaker.is_open
+                leaves = asyncio.Event()
+                asyncio.get_running_loop().call_later(wait_s, leaves.set)
+                await asked(app, leaves=leaves)
+            assert gateway.router.upstreams[0].breaker.is_open is is_open
+        assert gateway.stats()["upstreams"][0]["failing"] == "upstream_hangs"
+
+    gateway_before({"one": Saying([b""] * 200)}, ask, HANGING, first_byte_s=0.2)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_one_that_writes_for_others_meanwhile_does_not_hang(is_stream):
+    """By a stream that goes on, or by an answer after each: the others are too long."""
+
+    def said(body: bytes) -> list[bytes]:
+        if b"quick" in body:
+            return [whole(200, WHOLE)]
+        return [STREAM_HEAD, *[chunk(event(CHUNK))] * 500] if b"stream" in body else [b""] * 500
+
+    async def ask(app, gateway):
+        leaves = asyncio.Event()
+        streams = [asyncio.create_task(asked(app, leaves=leaves, stream=True)) for _ in range(is_stream)]
+        while is_stream and not one.asked:
+            await asyncio.sleep(0.001)
+        for _ in range(2 * HUNG_AFTER):
+            assert (await asked(app)).code == "upstream_whole_answer_timeout"
+            assert is_stream or (await asked(app, user="quick")).status == 200
+        assert gateway.router.upstreams[0].breaker.is_well
+        leaves.set()
+        await asyncio.gather(*streams)
+
+    one = Saying(said)
+    gateway_before({"one": one}, ask, HANGING, first_byte_s=0.2, whole_answer_s=0.3)
 
 
 # ---- the pulse itself

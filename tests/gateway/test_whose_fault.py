@@ -65,7 +65,7 @@ def test_of_others_a_deadline_explains_it(body):
     ("is_timed", "code", "whose"),
     [
         (True, "deadline_exceeded", Whose.REQUEST),
-        (False, "deadline_exceeded", Whose.HEALTH),  # it is the gateway's own total_s
+        (False, "deadline_exceeded", Whose.REQUEST),  # it is the gateway's own total_s
         (True, "timeout", Whose.HEALTH),
     ],
 )
@@ -125,22 +125,30 @@ def test_a_model_that_is_told_of_in_words_alone():
     assert verdict(404, {"error": "model 'x' not found, try pulling it first"}).whose is Whose.MODEL
 
 
+@pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_an_error_without_a_type_is_no_beginning_of_a_stream(path):
+def test_an_error_without_a_type_is_no_beginning_of_a_stream(path, has_head):
     """Who answers at once with anything would get most requests; the client has nothing of it yet."""
 
     async def ask(app, gateway):
         told = await asked(app, path=path, stream=True)
         assert (told.status, told.code, len(good.asked)) == (200, None, 1)
         assert b"oom" not in told.body
+        assert b'"a"' not in told.body
         assert not gateway.router.upstreams[0].breaker.is_well
 
+    begins = {
+        MESSAGES: [{"type": "message_start", "message": {"id": "a"}}],
+        RESPONSES: [],
+        CHAT: [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}],
+    }
     ends = {
         MESSAGES: [{"type": "message_start"}, {"type": "message_stop"}],
         RESPONSES: [{"type": "response.created"}, {"type": "response.completed"}, b"[DONE]"],
         CHAT: [CHUNK, b"[DONE]"],
     }
-    bad = Saying(STREAM_HEAD + chunk(event({"error": {"message": "oom", "code": 500}})) + b"0\r\n\r\n")
+    oom, heads = {"error": {"message": "oom", "code": 500}}, begins[path] * has_head
+    bad = Saying([STREAM_HEAD, *(chunk(event(one)) for one in (*heads, oom)), b"0\r\n\r\n"])
     good = Saying(STREAM_HEAD + b"".join(chunk(event(one)) for one in ends[path]) + b"0\r\n\r\n")
     gateway_before({"bad": bad, "good": good}, ask)
 

@@ -103,9 +103,7 @@ def keep_last(asked: int | None, model: ModelInfo, max_tokens: int) -> int | Non
         words = f"{FIELD} is {asked}, and can be 1 to {most}, or -1"
         raise RequestError(words, param=FIELD, value=str(asked), limit=[-1, most])
     if asked == -1 and max_tokens >= most:
-        words, hint = (
-            f"{FIELD} is -1, and max_tokens {max_tokens} leaves a prompt no room",
-            f"ask for at most {most - 1}",
-        )
+        words = f"{FIELD} is -1, and max_tokens {max_tokens} leaves a prompt no room"
+        hint = f"ask for at most {most - 1}"
         raise RequestError(words, param=FIELD, value=asked, limit=most, hint=hint)
     return most - max_tokens if asked == -1 else asked

@@ -16,6 +16,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, text_bytes_of
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
+MOST_HEADS = 256  # events in which nothing has begun: one for each of several answers
 DONE = b"[DONE]"
 
 
@@ -98,7 +99,8 @@ def ignored(*told: object) -> None:
 class AnswerEvents:
     """One answer, as it is read. first: its first event. num_pieces: of its events, those that may have a token of the
     answer; num_bytes: of those, with all that stands around their texts. on_id: told by which id the upstream keeps
-    it, as soon as it says so. error: that it told of itself, and in which event."""
+    it, as soon as it says so. has_begun: an event has more than who speaks. error: that it told of itself, in which
+    event, and whether before it began."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
@@ -106,7 +108,7 @@ class AnswerEvents:
         self._reader: AnswerReader | None = None
         self.num_events = self.num_pieces = self.num_bytes = 0
         self.on_id: Callable[[str], None] = ignored
-        self.is_done = False
+        self.is_done = self.has_begun = False
         self.first: bytes | None = None
         self.error: ToldError | None = None
         self.error_data, self.is_error_first = b"", False
@@ -116,6 +118,12 @@ class AnswerEvents:
             if self.first is None:
                 self.first = data
             self._take(data)
+            self.has_begun = self.has_begun or self.num_events > MOST_HEADS or not self._is_head(data)
+
+    def _is_head(self, data: bytes) -> bool:
+        """Returns whether an event comes before an answer, and has nothing of it."""
+        choices = (decoded(data) or {}).get("choices") if data.startswith(b"{") else None
+        return isinstance(choices, list) and all(map(_says_who_speaks, choices))
 
     def _take(self, data: bytes) -> None:
         if data == DONE:
@@ -129,7 +137,7 @@ class AnswerEvents:
 
     def _note_error(self, error: ToldError | None, data: bytes) -> None:
         if error is not None and self.error is None:
-            self.error, self.error_data, self.is_error_first = error, data, self.num_events == 1
+            self.error, self.error_data, self.is_error_first = error, data, not self.has_begun
 
     def take_whole(self, body: bytes) -> None:
         """An answer that is no stream."""
@@ -167,6 +175,14 @@ class AnswerEvents:
             if b'"timing"' in data:
                 return _nested(data)
         return NestedAccount(fault="the answer told no timing")
+
+
+def _says_who_speaks(choice: Any) -> bool:
+    """Returns whether a chunk's choice tells the role, and nothing else yet."""
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") or choice.get("token_ids"):
+        return False
+    return not any(value for name, value in delta.items() if name != "role")
 
 
 def readable(piece: bytes) -> bytes:

@@ -32,7 +32,7 @@ class Breaker:
         self._open_until_ns: int | None = None
         self._busy_until_ns = 0
         self._paused_until_ns: dict[str, int] = {}  # by tenant
-        self._is_trying = False
+        self._trying: object = None  # who tries it while it is open, alone
         self._is_checked = True
         self.has_checker = False
         self.num_successes = 0
@@ -64,7 +64,7 @@ class Breaker:
             return False
         if self._open_until_ns is None or (tenant not in self._failed_for and self._is_left_to_others):
             return True
-        return self._is_checked and now_ns >= self._open_until_ns and not self._is_trying
+        return self._is_checked and now_ns >= self._open_until_ns and self._trying is None
 
     @property
     def _is_left_to_others(self) -> bool:
@@ -88,20 +88,26 @@ class Breaker:
         """Returns how long until it may allow a request."""
         return max(0, self._busy_until_ns - now_ns, (self._open_until_ns or 0) - now_ns)
 
-    def begin(self) -> None:
-        """A request goes to the upstream; one that tries an open breaker is alone."""
-        self._is_trying = self.is_open
+    def begin(self, asking: object) -> None:
+        """A request goes to the upstream. The one that tries an open breaker is alone until it leaves."""
+        if self.is_open and self._trying is None:
+            self._trying = asking
+
+    def leave(self, asking: object) -> None:
+        """The request is over, whatever came of it. Those that were there before the one that tries let nobody in."""
+        if self._trying is asking:
+            self._trying = None
 
     def note_begun(self) -> None:
         """A stream has begun: one that tries has succeeded, however long it lasts, and one failure opens it again."""
-        if self._is_trying:
-            self._failures, self._open_until_ns, self._is_trying = self.config.failures - 1, None, False
+        if self._trying is not None:
+            self._failures, self._open_until_ns, self._trying = self.config.failures - 1, None, None
 
     def note_success(self, now_ns: int = 0, tenant: str = "") -> None:
         self.num_successes += 1
         self._good_ns[tenant] = now_ns
         self._failed_for.clear()
-        self._failures, self._open_until_ns, self._is_trying = 0, None, False
+        self._failures, self._open_until_ns, self._trying = 0, None, None
 
     def note_failure(self, now_ns: int, tenant: str = "") -> None:
         """tenant: of a request that may have brought the failure about; "" for one that cannot have."""
@@ -114,7 +120,6 @@ class Breaker:
         if is_enough and not self._is_one_tenants_doing:
             self._open_until_ns = self._until_ns(now_ns)
             self._is_checked = not self.has_checker
-        self._is_trying = False
 
     def _is_one_tenants(self, now_ns: int) -> bool:
         """Returns whether one tenant alone has met the failures, while another has had answers of late: what a request
@@ -140,7 +145,7 @@ class Breaker:
         if tenant:
             paused[tenant] = max(until_ns, paused.get(tenant, 0))
             self.left_out.until_ns = max(self.left_out.until_ns, until_ns)
-        self._paused_until_ns, self._is_trying = paused, False
+        self._paused_until_ns = paused
 
     def pause_ns(self, tenant: str, now_ns: int) -> int:
         """Returns for how long this tenant is to leave it alone, whoever else may ask it."""
@@ -148,8 +153,4 @@ class Breaker:
 
     def take_over(self, other: "Breaker") -> None:
         """Go on from what another has seen of the same upstream, by this one's config."""
-        vars(self).update(vars(other) | {"config": self.config, "_is_trying": False})
-
-    def note_nothing(self) -> None:
-        """The request ended without saying anything of the upstream: its client left, or its deadline passed."""
-        self._is_trying = False
+        vars(self).update(vars(other) | {"config": self.config, "_trying": None})

@@ -151,16 +151,11 @@ class FairQueue:
         return routed
 
     def leave(self, routed: Routed, tenant: str, tokens: int) -> None:
-        """A request that had a place at an upstream gives it back."""
+        """A request that had a place at an upstream gives it back, used or not."""
         routed.leave(tokens)
         self._share(tenant).in_flight -= 1
         self.dispatch()
         self.on_leave()
-
-    def give_back(self, routed: Routed, tenant: str, tokens: int) -> None:
-        """A request that was granted a place does not use it."""
-        routed.upstream.breaker.note_nothing()
-        self.leave(routed, tenant, tokens)
 
     def settle(self, tenant: str, charged: int, used: int) -> None:
         """A request that had a place is over: of the tokens that it was charged, so many were used."""

@@ -109,7 +109,7 @@ class Forwarding:
                     raise
                 break
             if not self._resumption.suits(routed.upstream):
-                gateway.queue.give_back(routed, self._tenant, request.tokens)
+                gateway.queue.leave(routed, self._tenant, request.tokens)
                 break
             try:
                 await self._attempt(request, routed)
@@ -215,11 +215,8 @@ class Forwarding:
 
     def _attend(self, attempt: RunningAttempt) -> None:
         """This attempt's answer is the client's."""
-        self.relay, self.upstream_name, self._resumption = (
-            attempt.relay,
-            attempt.routed.upstream.name,
-            attempt.resumption,
-        )
+        self.relay, self._resumption = attempt.relay, attempt.resumption
+        self.upstream_name = attempt.routed.upstream.name
         self._account.begin_attempt(attempt.attempt_id)
 
     async def _first_of_two(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt:
@@ -243,7 +240,7 @@ class Forwarding:
         if routed is None:
             return None
         if not gateway.retry_budgets.of(self._tenant).take(at_ns):
-            gateway.queue.give_back(routed, self._tenant, request.tokens)
+            gateway.queue.leave(routed, self._tenant, request.tokens)
             return None
         try:
             second = await self._sent(request, routed, self._turn.resumption(request))
@@ -261,7 +258,7 @@ class Forwarding:
             begin_ns = now_ns()
             relay = self._relay(routed.upstream, resumption, asked, attempt_id, begin_ns)
         except BaseException:
-            self._gateway.queue.give_back(routed, self._tenant, request.tokens)
+            self._gateway.queue.leave(routed, self._tenant, request.tokens)
             raise
         return RunningAttempt(
             self._gateway,

@@ -73,9 +73,5 @@ async def lives(connections: UpstreamConnections, upstream: Upstream) -> bool:
         return False
     if status in KEY_REFUSED:
         return not upstream.is_key_refused
-    return status in TELLS_NOTHING or (status == 200 and (body is None or _is_list(decoded(body))))
-
-
-def _is_list(told: object) -> bool:
-    """Returns whether it may be a list of models, in whatever form."""
-    return isinstance(told, dict | list) and told_error(told) is None
+    told = [] if body is None else decoded(body)  # a list of models, in whatever form
+    return status in TELLS_NOTHING or (status == 200 and isinstance(told, dict | list) and told_error(told) is None)

@@ -2,10 +2,10 @@
 
     connect and first byte in `first_byte_s` -> pieces, at most `between_s` apart -> the end, all before the deadline
 
-Until the first byte has gone to the client a failure is an `UpstreamFailure`, and another attempt may be made. After it
-the stream goes on at another upstream where that is configured and possible (`Interrupted`), or ends with an error
-event and without `[DONE]` (`BrokenStream`): the tokens before it stay true, and nobody takes half an answer for a whole
-one. A stream that ends cleanly and has told a finish reason is whole; its client gets the `[DONE]` that it left out.
+Until a piece has gone to the client (not who speaks: that is held back) a failure is an `UpstreamFailure`, and another
+attempt may be made. After it the stream goes on elsewhere where that is configured and possible (`Interrupted`), or
+ends with an error event and without `[DONE]` (`BrokenStream`): what was told stays true, and nobody takes half an
+answer for a whole one. One that ends cleanly after a finish reason is whole; its client gets a `[DONE]` left out.
 What an answer is worth, `verdict` says: here its bytes are read and passed on.
 An answer that is no stream is given to the client when all of it is there, so one that breaks off is an error, not half
 a body.
@@ -82,6 +82,7 @@ class Relay:
         self._upstream, self._resumption = upstream, resumption
         self.resumed_by, self.resumed_after = resumption.resumed_by, resumption.resumed_after
         self._request, recorder = asked
+        self.path, self.model = self._request.path, self._request.model
         self._editor, self._mark = recorder or WholeEvents(), mark
         self._send, self._answer_headers, self._on_read = send, answer_headers, on_read
         self.events = events_of(self.path)
@@ -108,7 +109,8 @@ class Relay:
         )
         self._opened: tuple[Answer, bytes] | None = None
         self._whole_verdict: AnswerVerdict | None = None
-        self._is_judged = False  # the first event of a stream
+        self._is_judged = False  # a stream has begun well
+        self._held = b""  # events of a stream that has not begun: another upstream may still have the client
 
     async def open(self) -> None:
         """Returns when an answer that the client shall have is there, or the first event of a stream: for who waits to
@@ -122,14 +124,6 @@ class Relay:
         except AttemptFailure as failure:
             response.close()
             raise UpstreamFailure(failure.verdict) from failure
-
-    @property
-    def path(self) -> str:
-        return self._request.path
-
-    @property
-    def model(self) -> str:
-        return self._request.model
 
     def tell_nobody(self) -> None:
         """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
@@ -201,7 +195,7 @@ class Relay:
         if not self.has_given:
             await self._tell_refusal(verdict)
             return
-        if self.events.error is not None:  # the client has been told
+        if self.events.error is not None and self._is_judged:  # the client has been told
             self._on_read(self)
             await self._end()
             return
@@ -223,16 +217,21 @@ class Relay:
 
     async def _pass_on(self, response: Answer, events: bytes) -> bool:
         """Give whole events of a stream to the client. Returns whether they were the last."""
-        events = self._mask.masked(events)
+        events, before = self._mask.masked(events), self.events.num_events
         self.events.feed(events)
+        if self.events.num_events > before:
+            self._upstream.in_flight.note_heard(now_ns())
         if self._editor.is_too_long:
             raise BrokenStream(bad_answer(self._asked, "sent an event without an end"))
         self._require_good_begin()
         if self.events.is_done:
             self._on_read(self)
-            if self._asked.has_choices and self.events.is_empty and not self.resumed_after:
-                self.verdict = bad_answer(self._asked, "ended a stream in which it had said nothing")
+            self.verdict = self._of_empty or self.verdict
         events = self._call.usage.shown(events)
+        if self._is_judged:
+            events, self._held = self._held + events, b""
+        elif EVENT_BEGINS.search(events):
+            events, self._held = b"", self._held + events
         if events:
             await self._begin(response)
             await self._give(self._mark.in_events(events))
@@ -241,17 +240,24 @@ class Relay:
             await drain(response)
         return self.events.is_done
 
+    @property
+    def _of_empty(self) -> AnswerVerdict | None:
+        """Returns the verdict on a stream that has ended and said nothing; None for any other."""
+        is_empty = self._asked.has_choices and self.events.is_empty and not self.resumed_after
+        return bad_answer(self._asked, "ended a stream in which it had said nothing") if is_empty else None
+
     def _require_good_begin(self) -> None:
-        """Raises `BrokenStream` where the first event is an error, or none of such a stream."""
+        """Raises `BrokenStream` where an error or the end comes before the answer, or the first event is none."""
         events, first = self.events, self.events.first
         if self._is_judged or first is None:
             return
         if events.error is not None and events.is_error_first:
             raise BrokenStream(of_event(self._asked, events.error, events.error_data))
-        if (verdict := of_begin(self._asked, first)) is not None:
+        if (verdict := of_begin(self._asked, first) or self._of_empty) is not None:
             raise BrokenStream(verdict)
-        self._is_judged = self.has_given = True
-        self._upstream.breaker.note_begun()
+        if events.has_begun:
+            self._is_judged = self.has_given = True
+            self._upstream.breaker.note_begun()
 
     async def _end_without_done(self, response: Answer) -> None:
         """The upstream ended it cleanly, and the last event may lack the line that ends one. Raises `BrokenStream`

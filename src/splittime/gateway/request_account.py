@@ -120,7 +120,8 @@ class RequestAccount:
         if self.request is None or not isinstance(relay, Relay):
             return 0
         request, resumed_after = self.request, relay.resumed_after
-        is_own = relay.failed_by is Whose.REQUEST or (relay.failed_by is None and self._was_left)
+        was_left = self.cancelled_ns is not None or (self.deadline_ns is not None and now_ns() >= self.deadline_ns)
+        is_own = relay.failed_by is Whose.REQUEST or (relay.failed_by is None and was_left)
         if not (relay.has_given or is_own) or ((relay.status or 200) >= 300 and not resumed_after):
             return 0
         usage = relay.events.read()
@@ -144,11 +145,6 @@ class RequestAccount:
         told = learnt.written_tokens(self._tenant, self.request, relay.events.num_pieces, text_bytes)
         most = self.request.output_tokens
         return min(told + relay.resumed_after, most) if self.request.is_bounded else told + relay.resumed_after
-
-    @property
-    def _was_left(self) -> bool:
-        """Returns whether its client did not wait for the answer."""
-        return self.cancelled_ns is not None or (self.deadline_ns is not None and now_ns() >= self.deadline_ns)
 
     def _divide(self, upstream_ns: int, at_ns: int, blocked_ns: int) -> None:
         """upstream_ns: when the upstream's account would have ended if it had begun with the sending."""
@@ -224,39 +220,35 @@ class RequestAccount:
         at_ns = now_ns() if at_ns is None else at_ns
         self._account.close(at_ns)
         usage, request = usage or AnswerReader(), self.request
-        self._keep(
-            ClosedAccount(
-                request_id=self.request_id,
-                group_id=self.own_id,
-                model="" if request is None else request.model[:MAX_MODEL_CHARS],
-                endpoint=ENDPOINTS[self._path].name,
-                started_at_unix_ns=self._started_at_unix_ns,
-                start_ns=self.start_ns,
-                end_ns=at_ns,
-                intervals=tuple(self._account.intervals()),
-                finish_reason=finish_reason,
-                error=error,
-                prompt_tokens=usage.prompt_tokens or 0,
-                cached_tokens=usage.cached_tokens or 0,
-                output_tokens=usage.output_tokens or 0,
-                cancelled_ns=self.cancelled_ns,
-                unseen_ns=self._scope.get(http.UNSEEN_NS, 0),
-                tenant=self._tenant,
-                max_tokens=0 if request is None else request.output_tokens,
-                deadline_ns=self.deadline_ns,
-                attempts=tuple(self._attempts),
-                trace_id=self._trace.trace_id,
-                parent_id=self._trace.span_id,
-                degraded=self.degraded,
-                routing=None if request is None else request.decision,
-                config_version=self._version,
-            )
+        account = ClosedAccount(
+            request_id=self.request_id,
+            group_id=self.own_id,
+            model="" if request is None else request.model[:MAX_MODEL_CHARS],
+            endpoint=ENDPOINTS[self._path].name,
+            started_at_unix_ns=self._started_at_unix_ns,
+            start_ns=self.start_ns,
+            end_ns=at_ns,
+            intervals=tuple(self._account.intervals()),
+            finish_reason=finish_reason,
+            error=error,
+            prompt_tokens=usage.prompt_tokens or 0,
+            cached_tokens=usage.cached_tokens or 0,
+            output_tokens=usage.output_tokens or 0,
+            cancelled_ns=self.cancelled_ns,
+            unseen_ns=self._scope.get(http.UNSEEN_NS, 0),
+            tenant=self._tenant,
+            max_tokens=0 if request is None else request.output_tokens,
+            deadline_ns=self.deadline_ns,
+            attempts=tuple(self._attempts),
+            trace_id=self._trace.trace_id,
+            parent_id=self._trace.span_id,
+            degraded=self.degraded,
+            routing=None if request is None else request.decision,
+            config_version=self._version,
         )
-
-    def _keep(self, account: ClosedAccount) -> None:
         self._ledger.add_account(account)
         if self._audit is not None:
-            self._audit.note_request(account, None if self.request is None else self.request.body)
+            self._audit.note_request(account, None if request is None else request.body)
 
 
 def reason_of(error: SplittimeError) -> str:

@@ -14,7 +14,7 @@ from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, AnswerVerdict, Whose, or_own
+from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, AnswerVerdict, Whose, or_hung, or_own
 from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
@@ -72,7 +72,8 @@ class RunningAttempt:
         error: SplittimeError | None = None
         try:
             await self.relay.run()
-            self._end_answered(self.relay.verdict)
+            verdict = self.relay.verdict  # that of a refusal which is the request's own has an answer
+            self.end(verdict.code if verdict.answer is None else "", verdict)
         except AttemptFailure as failure:
             error = failure.with_traceback(None).error  # whose frames may have it
             self._end_failed(failure)
@@ -103,22 +104,21 @@ class RunningAttempt:
             failure.is_outright = failure.verdict.is_upstreams and successes == self._successes
         self.end(code, or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))
 
-    def _end_answered(self, verdict: AnswerVerdict) -> None:
-        """A refusal that is the request's own is an answer; an error inside a stream is none."""
-        self.end(verdict.code if verdict.answer is None else "", verdict)
-
     def end(self, ending: str, verdict: AnswerVerdict = LEFT) -> None:
         """ending: "" for an answer, or else a code."""
         if self.is_ended:
             return
         self.is_ended = True
         self.relay.tell_nobody()
-        upstream = self.routed.upstream
+        upstream, at_ns = self.routed.upstream, now_ns()
+        if self.relay.first_byte_ns is None:
+            hangs = upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s)
+            verdict = or_hung(verdict, hangs=hangs)
         if not self._is_stream:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
-            upstream.waits.gone(self._tokens, now_ns())
-        upstream.hear(verdict, self.relay.path, self.relay.model, now_ns(), self._tenant)
+            upstream.waits.gone(self._tokens, at_ns)
+        upstream.hear(verdict, self.relay.path, self.relay.model, at_ns, self._tenant)
         if verdict.is_against:
             self._gateway.affinity.note_failed(self._prefix, upstream.name)
         elif verdict.whose is Whose.NOBODY:

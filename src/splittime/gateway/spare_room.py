@@ -45,7 +45,7 @@ class SpareRoom:
             told = await self._answer(chat | {"model": request.model}, routed.upstream, within_s)
             used = _used(told) or request.tokens
         finally:
-            self._gateway.queue.give_back(routed, self._tenant, request.tokens)
+            self._gateway.queue.leave(routed, self._tenant, request.tokens)
             self._charge(request.tokens, used)
         return told
 

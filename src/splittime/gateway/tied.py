@@ -61,7 +61,7 @@ class TiedRequests:
 class TiedRace:
     """first: the attempt that has been sent. send_second: sends another, or returns None where that may not be.
 
-    decisive: who had a byte first, or who failed last; the first before that."""
+    decisive: who had a byte first, or who failed last; who is still at work where the client leaves."""
 
     def __init__(
         self,
@@ -115,10 +115,12 @@ class TiedRace:
     def _end(self, result: str) -> None:
         """Nobody but `decisive` goes on: what is still under way is given up at once, and written down."""
         is_won = result in (FIRST, SECOND)
+        if result == CANCELLED:
+            self.decisive = next(iter(self._opening.values()), self.decisive)
         if is_won:
             self._note_waits()
         for task, attempt in self._opening.items():
-            task.add_done_callback(_look_at)
+            task.add_done_callback(lambda over: over.cancelled() or over.exception())  # else asyncio would complain
             task.cancel()
             attempt.give_up(TIED_LOST if is_won else CANCELLED)
         if self._second is not None:
@@ -130,12 +132,6 @@ class TiedRace:
             self._tied.note_wait(self._line, first_byte_ns - self.decisive.begin_ns)
         if self._first in self._opening.values():
             self._tied.note_wait(self._line, now_ns() - self._first.begin_ns)
-
-
-def _look_at(task: asyncio.Task[None]) -> None:
-    """Whatever became of what was given up, nobody asks, and asyncio shall not complain of that."""
-    if not task.cancelled():
-        task.exception()
 
 
 def check_tied(config: GatewayConfig) -> None:

@@ -12,6 +12,8 @@ from splittime.core.errors import NotFound
 
 NO_SUCH_MODEL = frozenset({"model_not_found", "deploymentnotfound"})
 NO_SUCH_MODEL_BEGINS = ("the model ", "model ", "model:")  # the last is Anthropic's
+TIME_IS_OVER = frozenset({"deadline_exceeded", "upstream_total_timeout", "upstream_whole_answer_timeout"})  # of ours
+RPC_TOO_LATE = "DEADLINE_EXCEEDED"  # of Google's: the upstream's own time, not the request's
 NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
 STATUS_OF = {  # where a type stands for a status
     "invalid_request_error": 400,
@@ -24,6 +26,7 @@ STATUS_OF = {  # where a type stands for a status
     "rate_limit_error": 429,
     "rate_limit_exceeded": 429,
     "overloaded_error": 529,
+    **dict.fromkeys(TIME_IS_OVER, 504),
 }
 
 
@@ -95,7 +98,7 @@ def decoded(body: bytes) -> Any:
 
 def _of_fields(error: dict[str, Any]) -> ToldError:
     words = [error.get(name) for name in ("reason", "code", "type", "status")]
-    codes = [one.lower() for one in words if isinstance(one, str)]
+    codes = [one.lower() for one in words if isinstance(one, str) and one != RPC_TOO_LATE]
     numbers = [one for one in words if type(one) is int]
     numbers += [int(one) for one in codes if len(one) == 3 and one.isascii() and one.isdigit()]
     numbers += [STATUS_OF[one] for one in codes if one in STATUS_OF]

@@ -114,6 +114,9 @@ class _TypedEvents(AnswerEvents):
     def read(self) -> AnswerReader:
         return self._usage
 
+    def _is_head(self, data: bytes) -> bool:
+        return _type_of(data) == "message_start"  # a response's first has an id, which its client may use at once
+
     def _note_usage(self, usage: TypedUsage | None, *, has_output: bool = True) -> None:
         if usage is None:
             return

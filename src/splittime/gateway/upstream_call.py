@@ -73,7 +73,9 @@ class UpstreamCall:
                 self.usage.request.body,
                 connect_s=min(config.connect_s, limit_s),
             )
-            self._watch(answer)
+            if not self._is_stream:
+                self._watched = answer
+                self._upstream.pulse.watch(answer, self._connections)
             response, first = await begun(answer, max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
         except BaseException as error:
             if response is not None:
@@ -127,8 +129,3 @@ class UpstreamCall:
             return self._deadline.within(of_stream_s)
         passed_s = (now_ns() - self._begin_ns) / 1e9
         return self._deadline.within(max(0.0, self._upstream.config.whole_s - passed_s))
-
-    def _watch(self, answer: UpstreamAnswer) -> None:
-        if not self._is_stream:
-            self._watched = answer
-            self._upstream.pulse.watch(answer, self._connections)

@@ -43,6 +43,7 @@ RETRY_AFTER_S = 1.0  # at the least
 FOR_OTHERS = 16  # one of so many places, but one at least, is left by a body with several answers
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
+HUNG_AFTER = 3  # requests in a row without a byte; fewer may have been too long
 HELD_BY = "responses kept by "  # begins the name of a line
 
 
@@ -54,6 +55,18 @@ class UpstreamLoad:
     def __init__(self) -> None:
         self.requests = self.places = self.tokens = self.plain_tokens = 0
         self.waits = FirstByteWaits()
+        self._heard_ns = self._num_silent = 0
+
+    def note_heard(self, now_ns: int) -> None:
+        """A piece of an answer has come, whosever it is: what writes it does not hang."""
+        self._heard_ns, self._num_silent = now_ns, 0
+
+    def hangs(self, sent_ns: int, now_ns: int, least_s: float) -> bool:
+        """Take note of a request that ends without a byte. Returns whether as many in a row as say something did, each
+        after `least_s` in which nobody had a piece of an answer."""
+        is_silent = self._heard_ns < sent_ns <= now_ns - int(least_s * 1e9)
+        self._num_silent += is_silent
+        return is_silent and self._num_silent >= HUNG_AFTER
 
 
 class Upstream:
@@ -154,7 +167,6 @@ class Upstream:
         breaker, has_others, was_open = self.breaker, len(set(self.config.models)) > 1, self.breaker.is_open
         if verdict.whose is Whose.PATH or (verdict.whose is Whose.MODEL and has_others):
             self.note_lacks(path, model, now_ns)
-            breaker.note_nothing()
         elif verdict.is_against:
             breaker.note_failure(now_ns, tenant if verdict.is_answered else "")
             self.failing, self.is_key_refused = verdict.code, verdict.whose is Whose.KEY
@@ -165,12 +177,10 @@ class Upstream:
             breaker.note_busy(now_ns, verdict.pause_s, whom, is_for_one=verdict.is_for_one)
         elif verdict.whose is Whose.NOBODY:
             breaker.note_success(now_ns, tenant)
+            self.in_flight.note_heard(now_ns)
             self.failing, self.is_key_refused = "", False
-        else:
-            breaker.note_nothing()
 
     def enter(self, tokens: int, answers: int = 1, places: int = 1) -> None:
-        self.breaker.begin()
         self.in_flight.requests += answers
         self.in_flight.places += places
         self.in_flight.tokens += tokens
@@ -222,11 +232,13 @@ class Routed(NamedTuple):
 
     def enter(self, tokens: int) -> None:
         """Take its places."""
+        self.upstream.breaker.begin(self)
         self.upstream.enter(tokens, self.answers, self.places)
 
     def leave(self, tokens: int) -> None:
         """Give them back."""
         self.upstream.leave(tokens, self.answers, self.places)
+        self.upstream.breaker.leave(self)
 
 
 class Router:

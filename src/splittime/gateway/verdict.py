@@ -28,29 +28,23 @@ import msgspec
 from splittime.core.errors import RequestError, SplittimeError, UpstreamError
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
 from splittime.gateway.passed_answer import JSON, PassedAnswer, pause_of
-from splittime.gateway.told_error import ToldError, decoded, refusal_of, says_no_such_path, told_error
+from splittime.gateway.told_error import TIME_IS_OVER, ToldError, decoded, refusal_of, says_no_such_path, told_error
 from splittime.wire.sse import body_text
 
 ANSWERED = (200, 201)
 BAD_REQUEST, BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 400, 502, 429, 504
 KEY_REFUSED = (401, 402, 403, 407)  # no client can mend that: the key, and who pays for it, is the gateway's
-KEY_CODES = frozenset(
-    {
-        *("invalid_api_key", "api_key_invalid", "authentication_error", "account_deactivated"),
-        *("insufficient_quota", "billing_not_active", "billing_hard_limit_reached"),
-    }
-)
+OF_A_PROXY_TOO = (402, 403, 407)  # a firewall and a proxy answer so too, with a page or with words
+KEY_CODES = {"invalid_api_key", "api_key_invalid", "authentication_error", "account_deactivated", "insufficient_quota"}
+KEY_CODES |= {"billing_not_active", "billing_hard_limit_reached"}
 FLAGGED = frozenset({"content_policy_violation", "content_filter", "moderation_blocked"})
 NO_SUCH_PATH = (405, 501)
 PASSING = (408, 425, 502, 503, 504, 529)
 UPSTREAM_MAY_TRY = (408, 421, 425)  # 4xx that are about the exchange
-OF_THE_REQUEST = frozenset(  # reasons of a 429 that another request need not meet
-    {
-        *("deadline", "slo_ttft", "deadline_exceeded", "grammars_queue_full", "queued_prompt_tokens", "queued_texts"),
-        "queued_bodies",
-        *("open_prefills", "request_too_large", "context_length_exceeded", "string_above_max_length"),
-    }
-)
+# Reasons of a 429 that another request need not meet.
+OF_THE_REQUEST = {"deadline", "slo_ttft", "deadline_exceeded", "grammars_queue_full", "queued_prompt_tokens"}
+OF_THE_REQUEST |= {"queued_texts", "queued_bodies", "open_prefills"}
+OF_THE_REQUEST |= {"request_too_large", "context_length_exceeded", "string_above_max_length"}
 # Reasons that any request of this key meets, and that of a server which is told whose each is, of his part of a queue.
 OF_THE_UPSTREAM = frozenset({"queue_full", "shed", "upstreams_busy", "tokens_per_day", "tokens_per_month"})
 OF_THE_TENANT = "queued_requests"
@@ -134,6 +128,13 @@ def or_own(verdict: AnswerVerdict, *, is_own: bool) -> AnswerVerdict:
     return verdict._replace(whose=Whose.OWN) if is_own and verdict.whose is Whose.HEALTH else verdict
 
 
+def or_hung(verdict: AnswerVerdict, *, hangs: bool) -> AnswerVerdict:
+    """Returns the verdict on an end that says nothing of the upstream, but as one of several without a byte."""
+    if not (hangs and verdict.whose in (Whose.REQUEST, Whose.CLIENT)):
+        return verdict
+    return verdict._replace(whose=Whose.HEALTH, code=verdict.code or "upstream_hangs", is_answered=True)
+
+
 def failed(words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool = True, **more: Any) -> AnswerVerdict:
     """Returns the verdict on an upstream that did not do what it should."""
     error = UpstreamError(words, code=code, status=status, **more)
@@ -162,6 +163,7 @@ def of_answer(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
         return _refused(asked, answer, whose, is_told=isinstance(told, dict))
     refusal = refusal_of(told)
     is_proxys = status == BAD_REQUEST and answer.body.lstrip().startswith(b"<")  # a page: no API has read the request
+    is_proxys |= status in OF_A_PROXY_TOO and told_error(told) is None
     whose = Whose.HEALTH if is_proxys else _whose(asked, status, refusal)
     verdict = _refused(asked, answer, whose, is_told=isinstance(told, dict))
     is_for_all, is_for_one = bool(refusal.codes & OF_THE_UPSTREAM), OF_THE_TENANT in refusal.codes
@@ -177,8 +179,9 @@ def _of_whole(asked: AttemptAsked, answer: PassedAnswer) -> AnswerVerdict:
     if told is None:
         return bad_answer(asked, "answered what is no JSON" if body.strip() else "answered nothing")
     found = told_error(decoded(body)) if told.is_error else None
-    if found is not None:
-        return _of_error_within(asked, answer, found)
+    if found is not None:  # under the status of a success: its client would take it for an answer
+        status, whose = _whose_within(asked, found)
+        return _refused(asked, answer._replace(status=status), whose, is_told=True)
     if (field := told.missing(asked.path)) is not None:
         return bad_answer(asked, f"answered without {field}")
     return GOOD._replace(answer=answer)
@@ -213,12 +216,6 @@ def _shape_of(body: bytes) -> WholeShape | None:
         return msgspec.json.decode(body, type=WholeShape)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return WholeShape() if isinstance(decoded(body), list) else None
-
-
-def _of_error_within(asked: AttemptAsked, answer: PassedAnswer, told: ToldError) -> AnswerVerdict:
-    """Returns the verdict on an error under the status of a success, which its client would take for an answer."""
-    status, whose = _whose_within(asked, told)
-    return _refused(asked, answer._replace(status=status), whose, is_told=True)
 
 
 def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told: bool) -> AnswerVerdict:
@@ -263,7 +260,7 @@ def _whose(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
         return Whose.HEALTH if asked.has_choices else Whose.PATH
     if status == BUSY_STATUS:
         return _whose_refusal(asked, told)
-    if status == TOO_LATE and "deadline_exceeded" in told.codes and asked.is_timed:
+    if status == TOO_LATE and told.codes & TIME_IS_OVER:
         return Whose.REQUEST
     return Whose.HEALTH if status >= 500 or status in UPSTREAM_MAY_TRY else Whose.REQUEST
 
@@ -280,9 +277,7 @@ def _whose_refusal(asked: AttemptAsked, told: ToldError) -> Whose:
     """Returns whose a 429 is."""
     if told.codes & OF_THE_REQUEST or told.message.startswith("Request too large"):
         return Whose.REQUEST
-    if told.codes & OF_THE_KEY or not asked.is_timed:
-        return Whose.BUSY
-    return Whose.REQUEST
+    return Whose.BUSY if told.codes & OF_THE_KEY or not asked.is_timed else Whose.REQUEST
 
 
 # ---- an error inside a stream

@@ -114,10 +114,8 @@ class GatewayVisit:
         config = self.gateway.config
         body = await http.read_body_in_time(self._scope, self._receive, config.max_body_bytes, config.body_timeout_s)
         assumed = config.queue.assumed_max_tokens
-        told, policy = (
-            await read_beside(self._sender, len(body), forwarded, self._path, body, assumed),
-            self.gateway.policy,
-        )
+        told = await read_beside(self._sender, len(body), forwarded, self._path, body, assumed)
+        policy = self.gateway.policy
         request = self.account.request = policy.routed(told, self.tenant.name, self._scope)
         self._quota.count_as(request.answers, now_ns())
         policy.require(request)

@@ -168,10 +168,8 @@ class TorchSleeper:
         if read_config(path, config.generation_config) != old.config:
             message = f"{path} holds another model than the one that was put to sleep"
             raise ConfigError(message, param="model", value=str(path), hint="put its config.json back, or start anew")
-        plan, folder = (
-            machine.choose_weights(config, resolved.dtype, resolved.kernels),
-            machine.packed_cache_folder(config.packed_cache),
-        )
+        plan = machine.choose_weights(config, resolved.dtype, resolved.kernels)
+        folder = machine.packed_cache_folder(config.packed_cache)
         is_dummy = config.load_format == "dummy"
         ops.set_threads(config.num_threads or allowed.num_cores())
         try:

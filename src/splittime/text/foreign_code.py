@@ -80,10 +80,8 @@ def require_at_most(num_tokens: int, most_tokens: int, param: str = "prompt") ->
 
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
     """Returns what can be proved of this tokenizer, or None."""
-    normalizers, cutters = (
-        described(backend.normalizer, "normalizers"),
-        described(backend.pre_tokenizer, "pretokenizers"),
-    )
+    normalizers = described(backend.normalizer, "normalizers")
+    cutters = described(backend.pre_tokenizer, "pretokenizers")
     added = backend.get_added_tokens_decoder().values()
     counts_spaces = not any(token.lstrip or token.rstrip for token in added)
     shrinks = _shrinks(normalizers)

@@ -1,6 +1,5 @@
 """Asks those whose answer nobody needs, and leaves whoever fails again and again alone for a while."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -20,17 +19,14 @@ class LeftAlone:
         of None says nothing of who was asked."""
         if not self._breaker.allows(time.monotonic_ns()):
             return None
-        self._breaker.begin()
+        self._breaker.begin(asking)
         try:
             found = await asking()
         except (OSError, ValueError):
             self._breaker.note_failure(time.monotonic_ns())
             return None
-        except asyncio.CancelledError:
-            self._breaker.note_nothing()
-            raise
-        if found is None:
-            self._breaker.note_nothing()
-        else:
+        finally:
+            self._breaker.leave(asking)
+        if found is not None:
             self._breaker.note_success()
         return found
