@@ -14,8 +14,8 @@ from splittime.core.sampling import ReasoningLimit
 from splittime.runner import torch_runner
 from splittime.runner.reasoning_bound import ReasoningBound
 from splittime.text import grammars
+from splittime.text.marks import ReasoningPlace
 from splittime.text.reasoning import ReasoningMarks, after_reasoning
-from splittime.text.told_apart import ReasoningPlace
 
 pytestmark = pytest.mark.timeout(300)
 PROMPTS = ["def add(a, b):", "# a list\n", "import ", "x = {"]

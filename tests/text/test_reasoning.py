@@ -8,6 +8,7 @@ from vocabularies import vocabulary
 
 from splittime.core.errors import ConfigError
 from splittime.text.grammars import of_choice, of_json_schema, of_lark, of_regex
+from splittime.text.marks import ReasoningPlace
 from splittime.text.reasoning import (
     REASONING,
     ReasoningParser,
@@ -17,7 +18,6 @@ from splittime.text.reasoning import (
     place_within,
     reasoning_of_template,
 )
-from splittime.text.told_apart import ReasoningPlace
 
 THINK = REASONING["think"]
 BEFORE, WITHIN, BEHIND = ReasoningPlace

@@ -19,6 +19,7 @@ import orjson
 from msgspec import UNSET
 
 from splittime.api.answer_structs import (
+    AnyAnswer,
     AssistantMessage,
     CalledFunction,
     ChatChoice,
@@ -280,6 +281,21 @@ def server_timing(choice: Choice, now_ns: int) -> bytes:
 def last_ended(choices: Sequence[Choice]) -> Choice:
     """The choice that the response waited for."""
     return max(choices, key=lambda choice: choice.heard_ns)
+
+
+class WholeRenderer:
+    """Renders an answer that is written at once. tokenizer: of no use to it; every renderer is given one."""
+
+    def __init__(self, ask: Any, group_id: str, tokenizer: Tokenizer) -> None:
+        self.ask, self._group_id = ask, group_id
+
+    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+        told = timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET
+        head = {"id": self._group_id, "created": int(time.time()), "model": self.ask.model, "timing": told}
+        return msgspec.json.encode(self._answer(choices, **head, notices=list(notices) or UNSET))
+
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> AnyAnswer:
+        raise NotImplementedError
 
 
 class CompletionForm:

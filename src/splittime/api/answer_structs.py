@@ -30,9 +30,8 @@ class TokenUsage(Struct):
     ) = UNSET
 
 
-class CompletionChoice(Struct, kw_only=True):
+class AnyChoice(Struct, kw_only=True):
     index: int
-    text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
     stop_reason: StopReason | UnsetType = UNSET
@@ -41,15 +40,22 @@ class CompletionChoice(Struct, kw_only=True):
     timing: Timing | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
-    object: Literal["text_completion"] = "text_completion"
+class CompletionChoice(AnyChoice, kw_only=True):
+    text: str
+
+
+class AnyAnswer(Struct, kw_only=True):
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
-    usage: TokenUsage
     timing: Timing | UnsetType = UNSET
     notices: Notices | UnsetType = UNSET
+
+
+class Completion(AnyAnswer, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: TokenUsage
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -73,26 +79,14 @@ class AssistantMessage(Struct, kw_only=True):
     tool_calls: Annotated[list[ToolCall], Meta(description="Where tools were called.")] | UnsetType = UNSET
 
 
-class ChatChoice(Struct, kw_only=True):
-    index: int
+class ChatChoice(AnyChoice, kw_only=True):
     message: AssistantMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
-    stop_reason: StopReason | UnsetType = UNSET
-    token_ids: TokenIds | UnsetType = UNSET
-    prompt_token_ids: TokenIds | UnsetType = UNSET
-    timing: Timing | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(AnyAnswer, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    id: str
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: TokenUsage
-    timing: Timing | UnsetType = UNSET
-    notices: Notices | UnsetType = UNSET
 
 
 class ModelCard(Struct, kw_only=True):

@@ -9,7 +9,6 @@ notice of that: to refuse it would need a setting that does nothing but take the
 """
 
 import base64
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,10 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import orjson
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from splittime.api.answer import last_ended, timing
-from splittime.api.answer_structs import Notices, Timing
+from splittime.api.answer import WholeRenderer
+from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
 from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
 from splittime.api.limits import BodyLimits, KeepLast, ModelInfo, keep_last
@@ -31,7 +30,6 @@ from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Po
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
 from splittime.text.answer_marks import AnswerMarks
-from splittime.text.tokenizer import Tokenizer
 
 FLOAT32 = np.dtype("<f4")
 Encoding = Literal["float", "base64"]
@@ -66,15 +64,15 @@ class EmbeddingUsage(msgspec.Struct):
     total_tokens: int
 
 
-class Embeddings(msgspec.Struct, kw_only=True):
+def usage_of(choices: Sequence[Choice]) -> EmbeddingUsage:
+    counted = sum(len(choice.request.prompt_token_ids) for choice in choices)
+    return EmbeddingUsage(counted, counted)
+
+
+class Embeddings(AnyAnswer, kw_only=True):
     object: Literal["list"] = "list"
-    id: str
-    created: int
-    model: str
     data: list[Embedding]
     usage: EmbeddingUsage
-    timing: Timing | UnsetType = UNSET
-    notices: Notices | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,25 +158,10 @@ def vector_of(pooled: bytes, pooling: Pooling, dimensions: int | None = None) ->
     return vector / max(float(np.linalg.norm(vector)), LEAST_LENGTH)
 
 
-class EmbeddingRenderer:
-    """Renders the answer to one HTTP request for embeddings."""
-
-    def __init__(self, ask: EmbeddingAsk, group_id: str, tokenizer: Tokenizer) -> None:
-        """tokenizer: of no use to it; every renderer is given one."""
-        self.ask, self._group_id = ask, group_id
-
-    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
-        counted = sum(len(choice.request.prompt_token_ids) for choice in choices)
-        answer = Embeddings(
-            id=self._group_id,
-            created=int(time.time()),
-            model=self.ask.model,
-            data=[Embedding(index=choice.index, embedding=self._written(choice)) for choice in choices],
-            usage=EmbeddingUsage(counted, counted),
-            timing=timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET,
-            notices=list(notices) or UNSET,
-        )
-        return msgspec.json.encode(answer)
+class EmbeddingRenderer(WholeRenderer):
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> Embeddings:
+        data = [Embedding(index=choice.index, embedding=self._written(choice)) for choice in choices]
+        return Embeddings(data=data, usage=usage_of(choices), **head)
 
     def _written(self, choice: Choice) -> Any:
         """Returns the embedding as it is written: bytes of JSON, or a text."""

@@ -4,16 +4,14 @@ What may be sent is what decides a prompt: a text or token ids, or messages with
 template. What came of it the answer says when it is done.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from splittime.api.answer import last_ended, timing
-from splittime.api.answer_structs import Notices, Timing
+from splittime.api.answer import WholeRenderer
+from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
@@ -31,7 +29,6 @@ from splittime.core.errors import RequestError
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.ledger.account import PREFILL
 from splittime.text.answer_marks import AnswerMarks
-from splittime.text.tokenizer import Tokenizer
 
 
 class PrefillBody(Strict, kw_only=True):
@@ -44,17 +41,12 @@ class PrefillBody(Strict, kw_only=True):
     cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
 
 
-class PrefillAnswer(msgspec.Struct, kw_only=True):
+class PrefillAnswer(AnyAnswer, kw_only=True):
     """cached_tokens: of the prompt's, those that were there before."""
 
     object: Literal["prefill"] = "prefill"
-    id: str
-    created: int
-    model: str
     prompt_tokens: int
     cached_tokens: int
-    timing: Timing | UnsetType = UNSET
-    notices: Notices | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +96,8 @@ def _generation(body: PrefillBody) -> ChatBody | CompletionBody:
     )
 
 
-class PrefillRenderer:
-    """Renders the answer to one prefill."""
-
-    def __init__(self, ask: PrefillAsk, group_id: str, tokenizer: Tokenizer) -> None:
-        """tokenizer: of no use to it; every renderer is given one."""
-        self.ask, self._group_id = ask, group_id
-
-    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
+class PrefillRenderer(WholeRenderer):
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> PrefillAnswer:
         (choice,) = choices
-        answer = PrefillAnswer(
-            id=self._group_id,
-            created=int(time.time()),
-            model=self.ask.model,
-            prompt_tokens=len(choice.request.prompt_token_ids),
-            cached_tokens=choice.cached_tokens,
-            timing=timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET,
-            notices=list(notices) or UNSET,
-        )
-        return msgspec.json.encode(answer)
+        num_tokens = len(choice.request.prompt_token_ids)
+        return PrefillAnswer(prompt_tokens=num_tokens, cached_tokens=choice.cached_tokens, **head)

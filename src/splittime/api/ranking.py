@@ -16,7 +16,6 @@ Both endpoints are the forms of vLLM's, Jina's and Cohere's clients; each text t
 """
 
 import math
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +24,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from splittime.api.answer import last_ended, timing
-from splittime.api.answer_structs import Notices, Timing
+from splittime.api.answer import WholeRenderer
+from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
-from splittime.api.embeddings import EmbeddingUsage
+from splittime.api.embeddings import EmbeddingUsage, usage_of
 from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import FIELD, BodyLimits, KeepLast, ModelInfo, keep_last
 from splittime.api.params import Ask, check_model
@@ -36,7 +35,6 @@ from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.sampling import LOGITS, SCORE, SamplingParams
 from splittime.text.answer_marks import AnswerMarks
-from splittime.text.tokenizer import Tokenizer
 
 ANSWERS = ("no", "yes")
 JUDGE = (
@@ -83,13 +81,9 @@ class Ranked(msgspec.Struct, kw_only=True):
     relevance_score: float
 
 
-class Ranking(msgspec.Struct, kw_only=True):
-    id: str
-    model: str
+class Ranking(AnyAnswer, kw_only=True):
     results: list[Ranked]
     usage: EmbeddingUsage
-    timing: Timing | UnsetType = UNSET
-    notices: Notices | UnsetType = UNSET
 
 
 class OneScore(msgspec.Struct, kw_only=True):
@@ -98,15 +92,10 @@ class OneScore(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, kw_only=True):
+class ScoreList(AnyAnswer, kw_only=True):
     object: Literal["list"] = "list"
-    id: str
-    created: int
-    model: str
     data: list[OneScore]
     usage: EmbeddingUsage
-    timing: Timing | UnsetType = UNSET
-    notices: Notices | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,32 +212,22 @@ def score_of(pooled: bytes, judged_by: str = "") -> float:
     return yes if judged_by == "none" else 1 / (1 + math.exp(min(sum(no) - yes, 700.0)))
 
 
-class ScoreRenderer:
-    """Renders the answer to one HTTP request for scores."""
+class ScoreRenderer(WholeRenderer):
+    def _scores(self, choices: Sequence[Choice]) -> list[float]:
+        return [score_of(choice.pooled, self.ask.judged_by) for choice in choices]
 
-    def __init__(self, ask: RankAsk, group_id: str, tokenizer: Tokenizer) -> None:
-        """tokenizer: of no use to it; every renderer is given one."""
-        self.ask, self._group_id = ask, group_id
-
-    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes:
-        counted = sum(len(choice.request.prompt_token_ids) for choice in choices)
-        told = timing(last_ended(choices), now_ns) if self.ask.include_timing else UNSET
-        more: dict[str, Any] = {"usage": EmbeddingUsage(counted, counted), "timing": told}
-        more["notices"] = list(notices) or UNSET
-        scores = [score_of(choice.pooled, self.ask.judged_by) for choice in choices]
-        return msgspec.json.encode(self._answer(scores, id=self._group_id, model=self.ask.model, **more))
-
-    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
-        data = [OneScore(index=index, score=score) for index, score in enumerate(scores)]
-        return ScoreList(data=data, created=int(time.time()), **more)
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> AnyAnswer:
+        data = [OneScore(index=index, score=score) for index, score in enumerate(self._scores(choices))]
+        return ScoreList(data=data, usage=usage_of(choices), **head)
 
 
 class RankRenderer(ScoreRenderer):
-    """Renders the answer to one HTTP request for a ranking, the best first."""
+    """Renders a ranking, the best first."""
 
-    def _answer(self, scores: list[float], **more: Any) -> Ranking | ScoreList:
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> AnyAnswer:
+        scores = self._scores(choices)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.ask.top_n or None]
-        return Ranking(results=[self._ranked(index, scores[index]) for index in best], **more)
+        return Ranking(results=[self._ranked(at, scores[at]) for at in best], usage=usage_of(choices), **head)
 
     def _ranked(self, index: int, score: float) -> Ranked:
         document = RankedText(self.ask.pairs[index][1]) if self.ask.with_texts else UNSET

@@ -10,6 +10,7 @@ from splittime.core.errors import RequestError
 from splittime.core.sampling import ReasoningLimit
 from splittime.text.answer_marks import AnswerMarks
 from splittime.text.harmony import HarmonyParser
+from splittime.text.marks import ReasoningPlace
 from splittime.text.reasoning import (
     HARMONY,
     ReasoningMarks,
@@ -18,7 +19,6 @@ from splittime.text.reasoning import (
     place_behind,
     place_within,
 )
-from splittime.text.told_apart import ReasoningPlace
 
 BUDGET, MOST = "thinking_token_budget", 2**31 - 1
 

@@ -1,11 +1,27 @@
-"""Marks in a text that comes in pieces: what may be the beginning of one, a mark whatever the white space in it, and
-how often what is undecided is looked at."""
+"""Marks in a text that comes in pieces: what may be the beginning of one, a mark whatever the white space in it, how
+often what is undecided is looked at, and where an answer begins."""
 
 import re
+from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 SHORT_CHARS = 512  # of what is undecided: it is looked at with each piece
 GROWTH = 16  # what is longer is looked at again when it has grown by this part of it
+
+
+class ReasoningPlace(StrEnum):
+    """Where an answer begins. before: it may begin with reasoning. within: its prompt has opened it. behind: its prompt
+    has closed it, or its text goes on."""
+
+    BEFORE = "before"
+    WITHIN = "within"
+    BEHIND = "behind"
+
+
+class ToldApart(NamedTuple):
+    reasoning: str
+    content: str
 
 
 class Undecided:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from splittime.core.errors import ConfigError
 from splittime.text import harmony
 from splittime.text.lark import literal, up_to
-from splittime.text.marks import Undecided, overlap
-from splittime.text.told_apart import ReasoningPlace, ToldApart
+from splittime.text.marks import ReasoningPlace, ToldApart, Undecided, overlap
 
 
 class ReasoningMarks(NamedTuple):
