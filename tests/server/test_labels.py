@@ -45,6 +45,6 @@ def test_what_may_be_long_of_a_response_is_written_once() -> None:
     long = "x" * 10_000
     form = b'{"format": {"type": "json_schema", "name": "%b", "schema": {}}}' % long.encode()
     body = decode_body(b'{"input": "x", "instructions": "%b", "text": %b}' % (long.encode(), form), ResponsesBody)
-    asked = response_answers.asked_fields(body, (), {}, is_kept=True)
+    asked = response_answers.asked_fields(body, {}, {}, is_kept=True)
     assert bytes(asked["instructions"]) == b'"%b"' % long.encode()
     assert max(len(str(value)) for value in asked.values() if not isinstance(value, bytes | memoryview)) < 200

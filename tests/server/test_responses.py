@@ -247,7 +247,7 @@ def events_of(*chunks: dict, size: int | None = None) -> bytes:
     stream = (
         "".join(f"data: {json.dumps(each, ensure_ascii=False)}\n\n" for each in chunks).encode() + b"data: [DONE]\n\n"
     )
-    events, kept = ResponseEvents({"store": True}, lambda response: None), []
+    events, kept = ResponseEvents({"store": True}, {}, lambda response: None), []
     for at in range(0, len(stream), size or len(stream)):
         kept.append(events.feed(stream[at : at + (size or len(stream))]))
     return b"".join(kept)
@@ -279,7 +279,7 @@ def test_an_answer_without_a_text_is_an_empty_message(monkeypatch) -> None:
     assert response["output"][0]["content"][0]["text"] == ""
     message = {"role": "assistant", "content": ""}
     chat = {**END, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    assert whole({"store": True}, json.dumps(chat).encode()) == response
+    assert whole({"store": True}, {}, json.dumps(chat).encode()) == response
 
 
 def test_a_stream_that_fails_says_so_with_what_it_had() -> None:
@@ -415,6 +415,17 @@ def test_functions_of_a_namespace_are_offered_and_tools_of_others_are_not() -> N
         assert asked["reasoning"] == {"effort": "high", "summary": None}
     finally:
         live.stop()
+
+
+def test_a_call_says_of_which_namespace_its_function_is(caller: LiveServer) -> None:
+    inner = [{"type": "namespace", "name": name, "tools": [TOOL]} for name in ("n", "m")]
+    names = [{"name": "f", "namespace": "n"}] * 2
+    for output in (ask(caller, tools=inner)["output"], streamed(caller, tools=inner)[-1]["response"]["output"]):
+        assert [{key: call.get(key) for key in ("name", "namespace")} for call in output[1:]] == names
+    assert '"m__f"' in prompt(caller)  # as "f" is taken
+    assert "namespace" not in ask(caller, tools=[TOOL, inner[0]])["output"][1]
+    body = {**PLAIN, "tools": [TOOL, TOOL]}
+    assert post(caller, body)[2]["error"]["param"] == "tools[1]"
 
 
 def test_a_summary_stands_for_reasoning_that_another_server_kept() -> None:

@@ -8,8 +8,8 @@ from vocabularies import vocabulary
 
 from splittime.text.grammars import of_choice
 from splittime.text.harmony import MOST_HEAD_CHARS, HarmonyParser
+from splittime.text.marks import ReasoningPlace
 from splittime.text.reasoning import HARMONY, REASONING, after_reasoning, place_behind, reasoning_of_template
-from splittime.text.told_apart import ReasoningPlace
 from splittime.text.tool_families import FAMILIES, Tool
 from splittime.text.tool_grammar import grammar_of_calls
 
@@ -59,7 +59,12 @@ def test_messages_are_told_apart_the_same_wherever_they_are_cut(place, text: str
 
 
 def test_a_call_that_nobody_reads_is_content_without_marks() -> None:
-    assert told_apart(BEFORE, f"{CALL}{{}}<|call|>", tools=("g",)) == ("", "{}")
+    assert told_apart(BEFORE, f"{CALL}{{}}<|call|>", tools=()) == ("", "{}")
+    assert told_apart(BEFORE, f"{CALL}{{}}<|call|>".replace("functions.f", "browser.f"), tools=("g",)) == ("", "{}")
+
+
+def test_a_call_of_an_unknown_function_is_passed_on() -> None:
+    assert told_apart(BEFORE, f"{CALL}{{}}<|call|>", tools=("g",)) == ("", f"{CALL}{{}}<|call|>")
 
 
 def test_tokens_of_the_reasoning_are_counted_with_its_marks() -> None:

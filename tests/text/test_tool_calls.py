@@ -12,8 +12,7 @@ import splittime
 from splittime.core.errors import ConfigError, RequestError
 from splittime.text.harmony import HarmonyParser
 from splittime.text.json_pieces import MOST_WORD_CHARS, JsonPieces
-from splittime.text.marks import trigger
-from splittime.text.told_apart import ReasoningPlace
+from splittime.text.marks import ReasoningPlace, trigger
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
 from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import PIECE_CHARS, READERS, ToolParser
@@ -197,7 +196,13 @@ CASES += [
     if not FAMILIES[family].is_bare
 ]
 CASES += [
-    ("hermes", written("hermes", ("other", "{}")) + "x", '\n{"name": "other", "arguments": {}}\nx', []),
+    ("hermes", written("hermes", ("other", "{}")) + "x", "x", [("other", "{}")]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "no name", "arguments": {}}\n</tool_call>',
+        '\n{"name": "no name", "arguments": {}}\n',
+        [],
+    ),
     ("hermes", "<tool_call>\nnothing of it", "\nnothing of it", []),
     ("hermes", '<tool_call>\n{"name": "wea', "", []),
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
@@ -206,9 +211,9 @@ CASES += [
     ("llama3_json", '{"name": "weather", "parameters": {"city": "x', "", [("weather", '{"city": "x')]),
     (
         "qwen3_coder",
-        "<tool_call>\n<function=other>\n</function>\n</tool_call>",
-        "\n<function=other>\n</function>\n",
-        [],
+        "<tool_call>\n<function=other>\n<parameter=a>\n[1]\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("other", '{"a": [1]}')],
     ),
     ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\n  x\n", "", [("weather", '{"city": "  x\\n')]),
     (
@@ -230,14 +235,15 @@ CASES += [
         "",
         [("mix", '{"note": "12"}')],  # a text by its schema
     ),
-    ("glm45", "<tool_call>other\n</tool_call>!", "other\n!", []),
+    ("glm45", "<tool_call>other\n</tool_call>!", "!", [("other", "{}")]),
+    ("glm45", "Write <tool_call> to call, </tool_call> to end.", "Write  to call,  to end.", []),
     (
         "glm45",
         "<tool_call>mix <arg_key>count</arg_key> <arg_value>5</arg_value> </tool_call>",
         "",
         [("mix", '{"count": 5}')],
     ),
-    ("mistral", "[TOOL_CALLS]other[ARGS]{}", "other[ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]other[ARGS]{}", "", [("other", "{}")]),
     ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [("now", "{}")]),
     ("mistral_list", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "a}[bcdefgh"}]', "", [("now", "{}")]),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|to", "", []),
@@ -281,7 +287,7 @@ CASES += [
             )
         ],
     ),
-    ("gemma4", "<|tool_call>call:other{a:1}<tool_call|>!", "call:other{a:1}!", []),
+    ("gemma4", "<|tool_call>call:other{a:1}<tool_call|>!", "!", [("other", '{"a": 1}')]),
     (
         "functiongemma",
         "<start_function_call>call:now{a:Nan,b:NaN}<end_function_call>",
@@ -301,7 +307,12 @@ CASES += [
         "done",
         [("now", "{}")],
     ),
-    ("openai", "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}<|call|>", "{}", []),
+    (
+        "openai",
+        "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}<|call|>",
+        "",
+        [("other", "{}")],
+    ),
     ("openai", "to be", "to be", []),
     ("openai", "to", "to", []),
     ("openai", "<|channel|>final<|mess", "", []),

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.api.responses import OfferedFunction, ResponsesBody
+from splittime.api.responses import Functions, OfferedFunction, ResponsesBody
 from splittime.core.sampling import SamplingParams
 
 ID_PREFIX, CHAT_PREFIX = "resp_", "chatcmpl-"
@@ -23,7 +23,7 @@ Told = dict[str, Any]  # an event, an item or a response, as it is written
 
 
 def asked_fields(
-    body: ResponsesBody, functions: Sequence[OfferedFunction], defaults: Mapping[str, float | int], *, is_kept: bool
+    body: ResponsesBody, functions: Functions, defaults: Mapping[str, float | int], *, is_kept: bool
 ) -> Told:
     """Returns the fields of a response that say what was asked, and what became of what was not. What may be long is
     written here, once, beside the event loop: a stream tells it three times. defaults: the model's, of sampling.
@@ -35,7 +35,7 @@ def asked_fields(
         "max_output_tokens": body.max_output_tokens,
         **sampled,
         "text": _written({"format": _format(body)}),
-        "tools": _written([_tool(function) for function in functions]),
+        "tools": _written([_tool(function) for function in functions.values()]),
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -80,16 +80,16 @@ def _tool(function: OfferedFunction) -> Told:
 # ---- whole
 
 
-def whole(asked: Told, body: bytes) -> Told:
+def whole(asked: Told, functions: Functions, body: bytes) -> Told:
     """Returns the response of a chat's whole answer."""
     chat = orjson.loads(body)
     (choice,) = chat["choices"]
-    output = list(_items(chat, choice["message"]))
+    output = list(_items(chat, functions, choice["message"]))
     status = output[-1]["status"] = status_of(choice["finish_reason"])
     return response_of(asked, chat, status, output, usage=chat["usage"], timing=chat.get("timing"))
 
 
-def _items(chat: Told, message: Told) -> Iterator[Told]:
+def _items(chat: Told, functions: Functions, message: Told) -> Iterator[Told]:
     """Yields what an answer is made of, all of it completed; an answer of nothing is an empty message."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
     num_before = 0
@@ -100,8 +100,8 @@ def _items(chat: Told, message: Told) -> Iterator[Told]:
         yield message_item(item_id(chat, "msg", num_before), message["content"] or "", "completed")
         num_before += 1
     for index, call in enumerate(calls, num_before):
-        function = call["function"]
-        yield call_item(item_id(chat, "fc", index), call["id"], function["name"], function["arguments"], "completed")
+        named, arguments = called(functions, call["function"]["name"]), call["function"]["arguments"]
+        yield call_item(item_id(chat, "fc", index), call["id"], named, arguments, "completed")
 
 
 def status_of(finish_reason: str) -> str:
@@ -166,6 +166,14 @@ def reasoning_part(text: str) -> Told:
     return {"type": "reasoning_text", "text": text}
 
 
-def call_item(own_id: str, call_id: str, name: str, arguments: str, status: str) -> Told:
-    given = {"call_id": call_id, "name": name, "arguments": arguments}
+def called(functions: Functions, name: str) -> Told:
+    """Returns the names by which the client knows the function that the model called so."""
+    function = functions.get(name)
+    if function is None or function.namespace is None:
+        return {"name": name}
+    return {"name": function.name, "namespace": function.namespace}
+
+
+def call_item(own_id: str, call_id: str, named: Told, arguments: str, status: str) -> Told:
+    given = {"call_id": call_id, **named, "arguments": arguments}
     return {"type": "function_call", "id": own_id, "status": status, **given}

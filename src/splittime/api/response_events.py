@@ -12,6 +12,7 @@ import orjson
 from splittime.api.response_answers import (
     Told,
     call_item,
+    called,
     item_id,
     message_item,
     reasoning_item,
@@ -20,6 +21,7 @@ from splittime.api.response_answers import (
     status_of,
     text_part,
 )
+from splittime.api.responses import Functions
 
 TEXT, REASONING = "output_text", "reasoning_text"  # kinds of a text, in the names of events
 
@@ -63,13 +65,13 @@ class OpenCall:
 
     kind = "function_call_arguments"
 
-    def __init__(self, own_id: str, index: int, call_id: str, name: str) -> None:
-        self._id, self._call_id, self._name = own_id, call_id, name
+    def __init__(self, own_id: str, index: int, call_id: str, named: Told) -> None:
+        self._id, self._call_id, self._named = own_id, call_id, named
         self._pieces: list[str] = []
         self._at = {"output_index": index}
 
     def item(self, status: str) -> Told:
-        return call_item(self._id, self._call_id, self._name, "".join(self._pieces), status)
+        return call_item(self._id, self._call_id, self._named, "".join(self._pieces), status)
 
     def begin(self) -> list[Told]:
         return [{"type": "response.output_item.added", **self._at, "item": self.item("in_progress")}]
@@ -80,7 +82,7 @@ class OpenCall:
 
     def end(self, status: str) -> list[Told]:
         item = self.item(status)
-        given = {"name": self._name, "arguments": item["arguments"]}
+        given = {"name": self._named["name"], "arguments": item["arguments"]}
         return [
             {"type": f"response.{self.kind}.done", "item_id": self._id, **self._at, **given},
             {"type": "response.output_item.done", **self._at, "item": item},
@@ -91,8 +93,8 @@ class ResponseEvents:
     """Turns a chat's stream, which counts its tokens in a chunk at its end, into a response's. at_end: is given the
     response before the event that carries it is written."""
 
-    def __init__(self, asked: Told, at_end: Callable[[Told], None]) -> None:
-        self._asked, self._at_end = asked, at_end
+    def __init__(self, asked: Told, functions: Functions, at_end: Callable[[Told], None]) -> None:
+        self._asked, self._functions, self._at_end = asked, functions, at_end
         self._rest = b""
         self._num_events = 0
         self._head: Told | None = None  # the first chunk
@@ -162,7 +164,8 @@ class ResponseEvents:
 
     def _begin_call(self, piece: Told) -> Iterator[Told]:
         function = piece["function"]
-        call = OpenCall(self._next_id("fc"), self._next_index, piece["id"], function["name"])
+        named = called(self._functions, function["name"])
+        call = OpenCall(self._next_id("fc"), self._next_index, piece["id"], named)
         yield from self._begin(call)
         if function["arguments"]:
             yield from call.add(function["arguments"])

@@ -98,7 +98,7 @@ class ItemCall(ResponsesPart, kw_only=True):
     type: Literal["function_call"]
     id: ItemId = None
     status: ItemStatus = None
-    namespace: Annotated[str | None, no_effect("functions of a namespace are offered by their own names.")] = None
+    namespace: Annotated[str | None, no_effect("the name says which function it was.")] = None
     caller: Annotated[Any, no_effect("calls are the model's own.")] = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:

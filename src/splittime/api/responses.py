@@ -1,7 +1,7 @@
 """OpenAI's Responses API as an adapter: a body becomes that of a chat (`ResponsesBody.to_chat`). What a chat's answer
 becomes is in `response_answers`, what the input may hold is in `response_items`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -57,15 +57,19 @@ class OfferedFunction(FunctionTool, ResponsesPart, kw_only=True):
     """A function that the model may call. Its schema holds the calls of it, unless `strict` is false."""
 
     type: Literal["function"]
+    namespace: Annotated[str | None, Meta(description="That it is of, which a call of it names.")] = None
 
     @property
     def is_strict(self) -> bool:
         return self.strict is not False
 
-    def to_chat(self) -> dict[str, Any]:
+    def to_chat(self, name: str) -> dict[str, Any]:
         given = {"description": self.description, "parameters": self.parameters}
         told = {name: value for name, value in given.items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, "strict": self.is_strict, **told}}
+        return {"type": "function", "function": {"name": name, "strict": self.is_strict, **told}}
+
+
+Functions = Mapping[str, OfferedFunction]  # by the name that the model is told
 
 
 class NamedFunction(ResponsesPart, kw_only=True):
@@ -135,7 +139,7 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     prompt: Annotated[None, refused("prompt")] = None
     context_management: Annotated[Any, hint("an input is never made shorter; send fewer items")] = None
 
-    def to_chat(self, messages: Sequence[ChatMessage], functions: Sequence[OfferedFunction]) -> dict[str, Any]:
+    def to_chat(self, messages: Sequence[ChatMessage], functions: Functions) -> dict[str, Any]:
         """Returns a chat's body of these messages, those of earlier responses included. A stream counts its tokens at
         its end."""
         chat = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
@@ -143,7 +147,7 @@ class ResponsesBody(ResponsesPart, kw_only=True):
         if self.max_output_tokens is not None:
             chat["max_tokens"] = self.max_output_tokens
         if functions:
-            chat["tools"] = [function.to_chat() for function in functions]
+            chat["tools"] = [function.to_chat(name) for name, function in functions.items()]
         if self.tool_choice is not None:
             chat["tool_choice"] = _choice(self.tool_choice)
         if self.reasoning is not None and self.reasoning.effort is not None:
@@ -164,18 +168,25 @@ def _choice(asked: str | NamedFunction) -> Any:
     return asked if isinstance(asked, str) else {"type": "function", "function": {"name": asked.name}}
 
 
-def functions_of(body: ResponsesBody, ignored: Ignored | None) -> list[OfferedFunction]:
-    """Returns the functions of a body's tools, those of namespaces among them. A tool of another type is left out, with
-    a notice. Raises RequestError, which names it, where nothing may be ignored or a call is required."""
-    found = []
+def functions_of(body: ResponsesBody, ignored: Ignored | None) -> Functions:
+    """Returns the functions of a body's tools, those of namespaces among them: of these one whose name is taken has its
+    namespace's before it. A tool of another type is left out, with a notice. Raises RequestError, which names it, where
+    nothing may be ignored or a call is required."""
+    found: dict[str, OfferedFunction] = {}
     for index, given in enumerate(body.tools or ()):
-        at, inner = f"tools[{index}]", given.get("tools")
+        each, inner = [(given, f"tools[{index}]")], given.get("tools")
         if given.get("type") == "namespace" and isinstance(inner, list):
-            each = [(one, f"{at}.tools[{place}]") for place, one in enumerate(inner) if isinstance(one, dict)]
-        else:
-            each = [(given, at)]
-        found += [_function(one, place, body.tool_choice, ignored) for one, place in each]
-    return [function for function in found if function is not None]
+            space, parts = {"namespace": given.get("name")}, (one for one in inner if isinstance(one, dict))
+            each = [({**one, **space}, f"tools[{index}].tools[{at}]") for at, one in enumerate(parts)]
+        for one, at in each:
+            if (function := _function(one, at, body.tool_choice, ignored)) is not None:
+                name = function.name
+                if name in found and function.namespace:
+                    name = f"{function.namespace}__{name}"
+                if name in found:
+                    raise RequestError(f"{at}: there are two of the name {name!r}", param=at)
+                found[name] = function
+    return found
 
 
 def _function(given: dict[str, Any], at: str, choice: Any, ignored: Ignored | None) -> OfferedFunction | None:

@@ -13,7 +13,7 @@ from splittime.api.conversation import MOST_BODIES, Conversation, input_items
 from splittime.api.decode import convert_part, decode_body
 from splittime.api.lenient import Ignored
 from splittime.api.response_items import Item, items_of
-from splittime.api.responses import ResponsesBody, functions_of
+from splittime.api.responses import Functions, ResponsesBody, functions_of
 from splittime.api.schema import ChatBody
 from splittime.core.errors import RequestError
 from splittime.server.counted import refusals_counted
@@ -76,6 +76,7 @@ class ResponseExchange:
         self._config, self._model, self._store = service.config, service.model, service.responses
         self._tenant = tenant_of(scope).name
         self._asked: dict[str, Any] = {}
+        self._functions: Functions = {}
         self._ignored = service.config.new_ignored()
         self._conversation = Conversation()  # up to the answer
 
@@ -90,7 +91,7 @@ class ResponseExchange:
         return given, items_of(given.input, self._ignored)
 
     def _chat(self, given: ResponsesBody, own: list[Item], earlier: Conversation, is_kept: bool) -> ChatBody:
-        functions = functions_of(given, self._ignored)
+        functions = self._functions = functions_of(given, self._ignored)
         conversation = self._conversation = earlier.gone_on(own)
         if earlier.items:
             conversation.require_at_most(MOST_BODIES * self._config.max_body_bytes)
@@ -116,12 +117,12 @@ class ResponseExchange:
         """Returns the response of a chat's answer, or its error in the names of this API."""
         if status != 200:
             return responses.error(body)
-        response = response_answers.whole(self._asked, body)
+        response = response_answers.whole(self._asked, self._functions, body)
         self._keep(response)
         return msgspec.json.encode(response)
 
     def stream(self) -> Callable[[bytes], bytes]:
-        return response_events.ResponseEvents(self._asked, self._keep).feed
+        return response_events.ResponseEvents(self._asked, self._functions, self._keep).feed
 
     def _keep(self, response: dict[str, Any]) -> None:
         """Stores a response that is to be kept. One for which there is no room says that it is not."""

@@ -114,11 +114,16 @@ class CallReader:
 
     def _head(self, text: str) -> str | None:
         head = self._read_head(text[:MOST_HEAD_CHARS])
-        if head is not None and head.size and head.name in self._tools:
+        if head is not None and head.size and (head.name in self._tools or self._may_be_unknown(head.name)):
             self.name, self.number, self._state = head.name, head.number, self._arguments
             return text[head.size :]
         self.is_none = head is None or head.size > 0 or len(text) >= MOST_HEAD_CHARS
         return None
+
+    def _may_be_unknown(self, name: str) -> bool:
+        """Returns whether a name that is no tool's is told as a call all the same: the client says what is wrong with
+        it, and the model goes on. Without a mark it is a text."""
+        return not self._family.is_bare and _NAME.fullmatch(name) is not None
 
     def _read_head(self, text: str) -> CallHead | None:
         return read_name(text, self._family)
@@ -185,6 +190,16 @@ class TaggedReader(CallReader):
         self._is_first = True  # of the arguments
         self._types: frozenset[str] | None = None  # of the value that is read
 
+    def _read_head(self, text: str) -> CallHead | None:
+        """Where no mark stands beside the name, one that is no tool's is followed by an argument's mark, or the end."""
+        head = super()._read_head(text)
+        if not head or not head.size or self._family.after_name.strip() or head.name in self._tools:
+            return head
+        rest = text[head.size :]
+        found = [behind(rest, mark) for mark in (self._family.before_key, trigger(self._family.end))]
+        is_open = None in found or not rest
+        return CallHead(0, "") if is_open else head if found != [rest, rest] else None
+
     def _arguments(self, text: str) -> str | None:
         """Between two arguments, or behind the last."""
         end = trigger(self._family.end)
@@ -208,7 +223,7 @@ class TaggedReader(CallReader):
         if found is None:
             return None
         key, (rest, own_types) = text[:at].strip(), found
-        schema = self._tools[self.name or ""]
+        schema = self._tools.get(self.name or "", {})
         properties = schema.get("properties")
         of_key = properties.get(key, {}) if isinstance(properties, Mapping) else {}
         self._types = own_types or types_of(of_key, schema)

@@ -12,8 +12,7 @@ import re
 from collections import deque
 from collections.abc import Container
 
-from splittime.text.marks import Undecided, overlap
-from splittime.text.told_apart import ReasoningPlace, ToldApart
+from splittime.text.marks import ReasoningPlace, ToldApart, Undecided, overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CALL_END = "<|call|>"
@@ -31,11 +30,11 @@ _HEAD_BEGINS = (START, CHANNEL, "to=")
 
 class HarmonyParser:
     """Give it the answer's text in pieces of any size, and of each token where in the text it begins. tools: whose
-    calls are passed on among the content for a `ToolParser`, in one form whatever their head was. What else is for
-    somebody is content, without its head."""
+    calls are passed on among the content for a `ToolParser`, in one form whatever their head was; where there are any,
+    those of a function that is unknown too. What else is for somebody is content, without its head."""
 
     def __init__(self, place: ReasoningPlace, tools: Container[str]) -> None:
-        self._tools = tools
+        self._tools, self._has_tools = tools, bool(tools)
         self._is_in_head = place is ReasoningPlace.BEFORE
         self._is_reasoning = place is ReasoningPlace.WITHIN
         self._called, self._is_in_call = "", False  # the tool, until its arguments begin; and whether they have
@@ -89,7 +88,10 @@ class HarmonyParser:
         """A message begins. head: what stands before its text; "" for none."""
         channel = head.rpartition(CHANNEL)[2]
         recipient = _RECIPIENT.search(head)
-        self._called = recipient[1] if recipient is not None and recipient[1] in self._tools else ""
+        is_call = recipient is not None and (
+            recipient[1] in self._tools or (self._has_tools and "to=functions." in head)
+        )
+        self._called = recipient[1] if is_call else ""  # type: ignore[index]
         self._is_reasoning = recipient is None and channel.strip().startswith("analysis")
         self._is_in_head = False
 

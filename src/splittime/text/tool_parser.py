@@ -1,9 +1,9 @@
 """Reads calls of tools out of an answer's text as it comes, by the same table that the grammar is made of.
 
 What may be the beginning of a mark is held back, so that no mark is ever part of the content. A call is told once its
-name is whole and is that of a tool; its arguments follow as the model writes them (`text.call_readers`). What looked
-like a call and is none (no tool's name, no JSON) is content, without the marks. What an answer's end cuts off stays cut
-off: nothing is added. Where no mark told a call from a text, and no name was read, the text is the answer.
+name is whole; its arguments follow as the model writes them (`text.call_readers`). What looked like a call and is none
+(no name, no JSON) is content, without the marks. What an answer's end cuts off stays cut off: nothing is added. Where
+no mark told a call from a text, and no tool's name was read, the text is the answer.
 """
 
 from collections.abc import Callable, Mapping
