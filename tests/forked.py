@@ -164,7 +164,7 @@ def _seed(channel: socket.socket) -> None:
 
     import splittime.bench.mock_server
     import splittime.gateway.app  # noqa: F401
-    from splittime.cli import explain, gateway, gateway_versions  # noqa: F401
+    from splittime.cli import explain, gateway, gateway_books  # noqa: F401
     from splittime.cli.main import main
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -26,8 +26,7 @@ from splittime.bench.event_loop import run_loop
 from splittime.bench.run import run_schedule
 from splittime.core.errors import ConfigError
 from splittime.plan.capacity import Capacity, capacity
-from splittime.plan.outside import replica_of_runs
-from splittime.plan.sources import replica_in
+from splittime.plan.sources import replica_in, replica_of_runs
 from splittime.simulate.replica import Replica
 from splittime.wire.limits import server_limits
 from splittime.wire.target import RunOptions, Target

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from splittime.assemble.settings import Settings, Value, load
 from splittime.bench.share import Progress
-from splittime.cli.announcement import configuration, curl
+from splittime.cli.announcement import PACKAGED, SMALL, StartTimeline, announce, configuration, curl
 from splittime.cli.bench_live import view
 
 PROGRESS = Progress(
@@ -72,3 +72,22 @@ def test_the_request_to_paste_is_short_and_a_shell_reads_it(model, penalty, need
     body = json.loads(words[-1])
     assert body["max_tokens"] == 64
     assert body.get("repetition_penalty") == penalty  # another model's own advice chooses its tokens
+
+
+@pytest.mark.parametrize(("model", "is_chat"), [("splittime-code", False), ("another", True)])
+def test_a_model_that_chats_is_asked_for_a_chat(model, is_chat):
+    """The packaged one's chats are no better than what it completes."""
+    import json
+    import shlex
+
+    words = shlex.split(curl("http://127.0.0.1:8000", model, needs_key=False, has_chats=True))
+    assert words[1].endswith("/v1/chat/completions" if is_chat else "/v1/completions")
+    assert ("messages" in json.loads(words[-1])) is is_chat
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("model", [PACKAGED, "smollm2"])
+def test_of_a_model_that_nobody_named_is_said_that_it_is_small(model, named, capsys):
+    given = settings(model=model) if named else load({}, environ={})
+    announce("http://127.0.0.1:8000", model, {}, StartTimeline(), given)
+    assert (SMALL[model] in capsys.readouterr().err) is not named

@@ -113,7 +113,7 @@ def test_for_people_on_stderr_there_are_few_lines(model_folder):
     ready = next(i for i, line in enumerate(told) if line.startswith(f"{model_folder.name} on http://"))
     assert all(" s\n" in line for line in told[1 : ready - 1]), "until then a line a second"
     assert len(told[ready:]) <= 12
-    assert "temperature 0.5, as generation_config.json advises" in "".join(told)
+    assert "temperature 0.5, as its makers advise" in "".join(told)
     url = told[ready].split(" on ")[1].strip()
     assert f"page   {url}/" in "".join(told)
 

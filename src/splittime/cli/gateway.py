@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from splittime.cli import gateway_books, gateway_evaluate, gateway_inventory, gateway_versions
+from splittime.cli import gateway_books, gateway_evaluate
 from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
 from splittime.core.errors import ConfigError
 
@@ -49,9 +49,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command(name="inventory", epilog=gateway_inventory.EXAMPLES, short_help="List each hop, and what is not set.")(
-    gateway_inventory.inventory
-)
+app.command(
+    name="inventory", epilog=gateway_books.INVENTORY_EXAMPLES, short_help="List each hop, and what is not set."
+)(gateway_books.inventory)
 app.command(name="lint", epilog=gateway_books.LINT_EXAMPLES, short_help="What prompts carry for nothing.")(
     gateway_books.lint
 )
@@ -61,11 +61,11 @@ app.command(
 app.command(name="evaluate", epilog=gateway_evaluate.EXAMPLES, short_help="Cost and worth of routing by difficulty.")(
     gateway_evaluate.evaluate
 )
-app.command(name="apply", epilog=gateway_versions.EXAMPLES, short_help="Give a running gateway another config.")(
-    gateway_versions.apply
+app.command(name="apply", epilog=gateway_books.VERSIONS_EXAMPLES, short_help="Give a running gateway another config.")(
+    gateway_books.apply
 )
-app.command(name="status", short_help="Which config a running gateway has, and its canary.")(gateway_versions.status)
-app.command(name="rollback", short_help="End the canary, or go back to the config before.")(gateway_versions.rollback)
+app.command(name="status", short_help="Which config a running gateway has, and its canary.")(gateway_books.status)
+app.command(name="rollback", short_help="End the canary, or go back to the config before.")(gateway_books.rollback)
 app.add_typer(gateway_books.app, name="audit", short_help="Check an audit log's chain.")
 
 
@@ -106,7 +106,7 @@ def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: boo
     with importing():
         import uvloop
 
-        from splittime.cli.gateway_versions import compare_arms
+        from splittime.cli.gateway_books import compare_arms
         from splittime.gateway.app import run
         from splittime.ledger.store import Ledger
         from splittime.web.ports import check_port_is_free, check_port_is_shared

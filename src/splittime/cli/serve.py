@@ -43,7 +43,7 @@ WORKER_COMMAND: list[str] | None = None  # a test may put another engine process
 
 EXAMPLES = """\b
 Examples:
-  splittime serve                        the packaged model, on port 8000
+  splittime serve                        a small model, on port 8000
   splittime serve ./models/llama --port 9000 --ledger-file runs/today.sqlite
   splittime serve ./llama-q4_k_m.gguf    one GGUF file, with its tokenizer
   SPLITTIME_API_KEY=secret splittime serve owner/name --host 0.0.0.0
@@ -84,7 +84,7 @@ async def _serve(
     folder: Path,
     engine_settings: bytes,
     timeline: StartTimeline,
-    announcing: Callable[[ModelInfo, "Ready", int], None],
+    announcing: Callable[[ModelInfo, "Ready", int, bool], None],
 ) -> None:
     from splittime.drive.process import ProcessClient
     from splittime.ledger.store import Ledger
@@ -107,7 +107,7 @@ async def _serve(
             model = replace(model_info(settings, config, folder, ready), adapters=adapters)
             application.service.settle(model, timeline.own)
             timeline.mark("ready")
-            announcing(model, ready, port)
+            announcing(model, ready, port, application.service.tokenizer.has_chat_template)
 
         async def start() -> "Ready":
             from splittime.server.adapters import load_modules
@@ -226,6 +226,7 @@ def _announce(
     model: ModelInfo,
     ready: "Ready",
     port: int,
+    has_chats: bool,
     *,
     is_verbose: bool,
     as_json: bool,
@@ -242,4 +243,4 @@ def _announce(
         }
         write_data(orjson.dumps(report))
         return
-    announce(url, model.name, ready.resolved, timeline, settings, is_verbose=is_verbose)
+    announce(url, model.name, ready.resolved, timeline, settings, is_verbose=is_verbose, has_chats=has_chats)

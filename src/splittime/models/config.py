@@ -57,11 +57,12 @@ def read_generation(folder: Path, way: str, vocab_size: int) -> GenerationAdvice
         return GenerationAdvice()
     values = read_json(path)
     ends = Fields(values, file=NAME).ints("eos_token_id", Bounds(0, vocab_size - 1))
-    return GenerationAdvice(ends, _sampling(values) if way == "auto" else {})
+    return GenerationAdvice(ends, advice(values) if way == "auto" else {})
 
 
-def _sampling(values: dict[str, Any]) -> dict[str, float | int]:
-    """A null says nothing."""
+def advice(values: dict[str, Any], name: str = NAME) -> dict[str, float | int]:
+    """Returns what is advised, by the names of `SamplingParams`. A null says nothing. Raises `ConfigError` with the
+    file's name for what cannot be meant."""
     given = {ours: values[theirs] for theirs, ours in FIELDS.items() if values.get(theirs) is not None}
     if given.get("top_k") == -1:
         given["top_k"] = 0
@@ -69,10 +70,10 @@ def _sampling(values: dict[str, Any]) -> dict[str, float | int]:
         msgspec.convert(given, SamplingParams).validate()
     except RequestError as error:
         info = error.info
-        said = f"{NAME}: {info.message}"
+        said = f"{name}: {info.message}"
         raise ConfigError(said, param=info.param, value=info.value, limit=info.limit, hint=HINT) from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{NAME}: {error}", param="generation_config", value=str(given), hint=HINT) from None
+        raise ConfigError(f"{name}: {error}", param="generation_config", value=str(given), hint=HINT) from None
     return given
 
 

@@ -3,22 +3,46 @@
 replica_in("today.sqlite")              the ledger of a server, ours or a vLLM with our books
 replica_in("one.json")                  what `splittime calibrate` wrote
 replica_in("light.json,heavy.json")     runs of `bench` against any server
+
+A replica of any server from runs of `splittime bench` against it: vLLM, llama.cpp, whatever streams tokens.
+
+    replica = replica_of_runs([load_run(path) for path in paths])
+
+`plan.seen_steps` reads from the arrivals of tokens what steps there were. Their times, host and device together, are
+the same non-negative regression as a ledger's (`simulate.fit`), with one more column: what lies around the engine of a
+request that comes to an idle server. The scheduler's settings are guesses, given or made:
+
+    max_num_seqs             the most answers that were on their way together
+    max_num_batched_tokens   that of `BUDGETS` whose steps the regression explains best, or the next above the most seen
+    max_model_len            as the server says, else the longest request
+    num_blocks               `REACH` times what was held at once, and a block that is not full yet for each request:
+                             nobody sees from outside when a cache is full
+
+`plan.own_runs` checks the replica: the runs themselves are simulated, and compared with what was measured.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from splittime.attach.simulators import simulator_of
 from splittime.bench.book.records import Run, load_run
+from splittime.bench.book.requests import output_tokens
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
 from splittime.core.whole_file import SQLITE
+from splittime.plan.own_runs import answered, checked_by_runs
+from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, prompt_tokens_of, read_steps
 from splittime.simulate.change import MAX_BLOCKS
+from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
-from splittime.simulate.recorded import is_ledger, latest_run, read_ledger
-from splittime.simulate.replica import AnyReplica, Replica, load_replica
+from splittime.simulate.fit import buckets_of, persistence_of
+from splittime.simulate.recorded import Mix, is_ledger, latest_run, read_ledger
+from splittime.simulate.regression import Array, Line, clusters_of, line_of
+from splittime.simulate.replica import AnyReplica, Approach, Replica, load_replica, replica_with
 
 BEGIN_BYTES = 256
 TAKEN = (
@@ -99,10 +123,193 @@ def _is_run(path: Path) -> bool:
 
 
 def _from_outside(runs: list[Run], settings: dict[str, Any]) -> Replica:
-    from splittime.plan.outside import Guesses, replica_of_runs
+    from splittime.plan.sources import Guesses, replica_of_runs
 
     unknown = sorted(set(settings) - set(Guesses._fields))
     if unknown:
         hint = f"Of a server that is seen from outside one can say: {', '.join(Guesses._fields)}."
         raise ConfigError(f"{unknown[0]} cannot be changed in runs of bench", param=unknown[0], hint=hint)
     return replica_of_runs(runs, **settings)
+
+
+BUDGETS = (8192, 4096, 2048, 1024, 512, 256, 128)
+MIN_SEEN = 50
+MIN_PROMPTS = 10
+MOST_BEYOND = 0.02  # of the steps, may have had more than the budget
+BETTER = 0.95  # of the error that a larger budget leaves, for a smaller one to be believed
+BLOCK_TOKENS = 16
+MERGED, WANTED = 8, 100  # at most so many steps a sum, if there are so many sums
+LATE, TINY = -0.2, 1e-9
+CLIPPED = 3.0  # of the usual time: pauses of the machine decide nothing
+
+
+class Guesses(NamedTuple):
+    """The scheduler's settings as somebody knows them; None: they are guessed."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+
+
+class Explained(NamedTuple):
+    """What a budget makes of the runs: single steps, and sums of some, of which the line is made. error, prompt_error:
+    relative ones of the line on clusters that it was not made of: the median, and that where there were prompts, which
+    alone depend on the budget."""
+
+    budget: int
+    seen: list[Seen]
+    sums: list[Seen]
+    line: Line
+    error: float
+    prompt_error: float
+
+
+def replica_of_runs(runs: Sequence[Run], arm: int = 0, **guesses: Any) -> Replica:
+    """Returns the server of these runs. guesses: fields of `Guesses`. Raises ConfigError for runs that say too little,
+    with what is missing."""
+    known = Guesses(**guesses)
+    explained = _explained(runs, arm, known.max_num_batched_tokens)
+    settings = _settings(runs, arm, explained, known)
+    around = Approach(to_admission_ns=round(explained.line.coefficients[-1]))
+    source = f"bench runs of {runs[0].label or runs[0].arms[arm].url}, from outside"
+    replica = replica_with(settings, _costs(explained), around, source)
+    replica = msgspec.structs.replace(replica, mix=_mix(runs, arm))
+    return checked_by_runs(replica, runs, arm, max(explained.error, explained.prompt_error))
+
+
+def _explained(runs: Sequence[Run], arm: int, budget: int | None) -> Explained:
+    """Returns the runs as the likeliest budget explains them."""
+    best: Explained | None = None
+    for one in (budget,) if budget else BUDGETS:
+        readings = [read_steps(run, one, arm) for run in runs]
+        seen = [each for reading in readings for each in reading.seen]
+        _require_enough(seen)
+        if best is not None and _is_beyond(readings):
+            break  # smaller ones are too
+        sums = merged(seen, max(1, min(MERGED, len(seen) // WANTED)))
+        error, prompt_error = _held_out(sums)
+        if best is None or prompt_error < BETTER * best.prompt_error:
+            best = Explained(one, seen, sums, line_of(_columns(sums), _taken(sums)), error, prompt_error)
+    assert best is not None
+    return best
+
+
+def _steady(explained: Explained) -> list[Seen]:
+    """Returns the steps that tell how they vary: the single ones, or the sums, if what one took longer the next took
+    less: then it was not the steps that varied but the tokens' way to the client."""
+    late = _lateness(_ratios(explained.seen, explained.line))
+    return explained.sums if late < LATE else explained.seen
+
+
+def _lateness(ratios: Array) -> float:
+    """Returns the correlation of neighbours, beyond that of a machine's slow hours: -0.5 if all that varies is when
+    tokens come, since each step then begins as much later as the one before ended; 0 if steps vary."""
+    kept = np.clip(ratios, 0.0, CLIPPED) - np.clip(ratios, 0.0, CLIPPED).mean()
+    own, next_one, apart = (float((kept[lag:] * kept[: len(kept) - lag]).mean()) for lag in (0, 1, 3))
+    return (next_one - apart) / (own - apart) if own - apart > TINY else 0.0
+
+
+def _ratios(seen: Sequence[Seen], line: Line) -> Array:
+    """Returns what they took, over what the line says."""
+    return _taken(seen) / np.maximum(_columns(seen) @ line.coefficients, 1.0)
+
+
+def _is_beyond(readings: Sequence[StepsRead]) -> bool:
+    beyond, linked = (sum(getattr(each, name) for each in readings) for name in ("num_beyond", "num_linked"))
+    return beyond > MOST_BEYOND * linked
+
+
+def _require_enough(seen: Sequence[Seen]) -> None:
+    """Raises ConfigError with what is missing."""
+    rows = sorted(one.shape.decode_rows for one in seen if one.decode_rows)
+    prompts = sum(one.with_prompts > 0 for one in seen)
+    missing = None
+    if len(seen) < MIN_SEEN:
+        missing = f"{len(seen)} steps could be told from the arrivals of tokens, fewer than {MIN_SEEN}"
+    elif prompts < MIN_PROMPTS:
+        missing = f"{prompts} steps with prompts could be told, fewer than {MIN_PROMPTS}"
+    elif not rows or rows[-1] < 2 * rows[len(rows) // 10]:
+        most = rows[-1] if rows else 0
+        missing = f"all steps have much the same number of requests ({rows[0] if rows else 0} to {most})"
+    if missing is not None:
+        hint = (
+            "Measure at two loads or more, one with at least twice the requests in flight: splittime bench run --out."
+        )
+        raise ConfigError(f"the runs say too little of the server: {missing}", param="runs", hint=hint)
+
+
+def _columns(seen: Sequence[Seen]) -> Array:
+    """Returns `FEATURES` summed over the steps, and the arrivals."""
+    return np.array(
+        [
+            (s.num_steps, s.with_prompts, s.decode_rows, s.prompt_tokens, s.kv_tokens, s.prompt_pairs, s.arrivals)
+            for s in seen
+        ],
+        float,
+    )
+
+
+def _taken(seen: Sequence[Seen]) -> Array:
+    return np.array([one.taken_ns for one in seen], float)
+
+
+def _held_out(seen: Sequence[Seen]) -> tuple[float, float]:
+    """Returns the errors of `Explained`."""
+    clusters = clusters_of(len(seen))
+    learned, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
+    columns, taken = _columns(seen), _taken(seen)
+    predicted = columns[unseen] @ line_of(columns[learned], taken[learned]).coefficients
+    errors, with_prompts = np.abs(predicted / np.maximum(taken[unseen], 1.0) - 1), columns[unseen, 1] > 0
+    return float(np.median(errors)), float(np.median(errors[with_prompts])) if with_prompts.any() else 0.0
+
+
+def _costs(explained: Explained) -> CostModel:
+    """Returns the model of steps. All time is in the device's line: from outside nobody sees the host's part."""
+    seen, line = _steady(explained), explained.line
+    ratios = _ratios(seen, line)
+    shapes = [one.shape for one in seen if not one.arrivals]
+    known = ratios[[not one.arrivals for one in seen]]
+    buckets = buckets_of(shapes, known)
+    return CostModel(
+        device=tuple(line.coefficients[:-1].tolist()),
+        covariance=tuple(map(tuple, line.covariance[:-1, :-1].tolist())),
+        host=((0.0, 0.0, 0.0),) * len(HOST_PARTS),
+        move_ns=0.0,
+        buckets=buckets,
+        most=tuple(max(getattr(one.shape, name) for one in explained.seen) for name in LIMITED),
+        persistence=persistence_of(known / [buckets[bucket_of(shape)].factor for shape in shapes]),
+        errors=Errors(explained.error, 0.0, _drift(ratios)),
+        num_steps=sum(one.num_steps for one in seen),
+    )
+
+
+def _drift(ratios: Array) -> float:
+    return float(np.std([np.log(max(np.median(ratios[some]), 0.01)) for some in clusters_of(len(ratios))]))
+
+
+def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesses) -> dict[str, int]:
+    told = [run.arms[arm].max_model_len for run in runs]
+    longest = max(prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in answered(run, arm))
+    context = known.max_model_len or next((length for length in told if length), longest)
+    held = max(one.shape.kv_tokens for one in explained.seen)
+    slots = known.max_num_seqs or max(most_at_once(run, arm) for run in runs)
+    return {
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": known.max_num_batched_tokens or _likely_budget(explained),
+        "max_model_len": context,
+        "block_size": BLOCK_TOKENS,
+        "num_blocks": known.num_blocks or -(-max(context, int(REACH * held)) // BLOCK_TOKENS) + slots,
+    }
+
+
+def _mix(runs: Sequence[Run], arm: int) -> Mix:
+    served = [outcome for run in runs for outcome in answered(run, arm)]
+    rows = tuple((prompt_tokens_of(one), output_tokens(one) or len(one.chunk_ns)) for one in served)
+    return Mix(rows, sum(one.cached_tokens or 0 for one in served) / sum(prompt for prompt, _ in rows))
+
+
+def _likely_budget(explained: Explained) -> int:
+    """Returns the budget that explains the steps best, or a smaller one that holds all that was seen."""
+    most = max((one.shape.tokens for one in explained.seen), default=explained.budget)
+    return min(explained.budget, *(budget for budget in BUDGETS if budget >= most), explained.budget)

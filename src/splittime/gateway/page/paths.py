@@ -1,26 +1,34 @@
 """`GET /dashboard/data` and the page's files. Who looks at `/` with a browser gets the page.
 
 What is read of the accounts is read by a thread beside the event loop, and an answer is kept for `KEPT_S`: many pages
-that look cost what one does. Only an operator's key may ask for it, as it tells of every tenant.
+that look cost what one does. Only an operator's key may ask for it, as it tells of every tenant: how things are now,
+and where the time went of requests that ended of late.
+
+All is bounded: at most `MAX_ACCOUNTS` of the latest accounts are read, `MAX_SLOWEST` are shown, and upstreams, tenants,
+rules and reasons are the config's. Nothing of a prompt or a key is in it. Durations are in ns.
 """
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from heapq import nlargest
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from splittime.gateway.page import data
+from splittime.ledger import derive
+from splittime.ledger.account import ClosedAccount
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.web import http
-from splittime.web.page_files import NO_STORE
+from splittime.web.page_files import NO_STORE, PageFiles
 from splittime.web.short_turns import in_short_turns
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService
-from functools import cache
-from pathlib import Path
-
-from splittime.web.page_files import PageFiles
 
 DATA = "/dashboard/data"
 KEPT_S = 0.5
@@ -46,15 +54,15 @@ class PageAnswers:
         async with self._lock:
             at_ns = time.monotonic_ns()
             if self._made_ns is None or at_ns - self._made_ns > KEPT_S * 1e9:
-                now, loop = data.state_now(self._gateway, at_ns), asyncio.get_running_loop()
+                now, loop = state_now(self._gateway, at_ns), asyncio.get_running_loop()
                 self._answer = await loop.run_in_executor(self._gateway.pool, in_short_turns, self._make, now, at_ns)
                 self._made_ns = at_ns
             return self._answer
 
     def _make(self, now: dict[str, Any], at_ns: int) -> bytes:
-        accounts = self._gateway.ledger.accounts(None, data.MAX_ACCOUNTS)
-        recent = data.recently(accounts, at_ns)
-        return msgspec.json.encode({"cursor": "", "now_ns": at_ns, "words": data.WORDS, "now": now, "recent": recent})
+        accounts = self._gateway.ledger.accounts(None, MAX_ACCOUNTS)
+        recent = recently(accounts, at_ns)
+        return msgspec.json.encode({"cursor": "", "now_ns": at_ns, "words": WORDS, "now": now, "recent": recent})
 
 
 async def send_data(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -75,3 +83,130 @@ async def send_page(scope: http.Scope, send: http.Send) -> None:
 def page() -> PageFiles:
     shared = [PACKAGE / "server" / "dashboard" / name for name in SHARED]
     return PageFiles([PACKAGE / "present" / "assets" / "colours.css", *shared, *sorted(FOLDER.iterdir())])
+
+
+RECENT_S = 60
+MAX_ACCOUNTS = 2_000
+MAX_SLOWEST = 12
+MAX_TEXT_CHARS = 200
+WORDS = {
+    "stages": {stage.value: meaning for stage, meaning in STAGE_MEANING.items()},
+    "causes": {cause.value: meaning for cause, meaning in CAUSE_MEANING.items()},
+    "before": "reading and checking",
+}
+
+StageNs = tuple[Stage, Cause | None, int]
+
+
+def key_of(stage: Stage, cause: Cause | None) -> str:
+    """`route:upstream_slots`, or `upstream` where there is no cause."""
+    return stage.value if cause is None else f"{stage.value}:{cause.value}"
+
+
+def state_now(gateway: "GatewayService", at_ns: int) -> dict[str, Any]:
+    """Returns how things are at this instant; to be called in the event loop."""
+    retries, allowed = gateway.retry_budgets.used(at_ns)
+    return {
+        **gateway.stats(),
+        "models": len(gateway.policy.names),
+        "is_ready": gateway.is_ready,
+        "loop_lag_ns": gateway.lag.longest_ns,
+        "longest_wait_ns": gateway.queue.longest_wait_ns(at_ns),
+        "queue_limits": {"requests": gateway.config.queue.max_requests, "tokens": gateway.config.queue.max_tokens},
+        "retry_budget": {"used": retries, "allowed": allowed, "window_s": gateway.config.retries.window_s},
+        "ladder": [stage.name for stage in gateway.ladder.stages],
+        "refusals": gateway.metrics.refusals(),
+        "attempts": gateway.metrics.attempts(),
+        "tenants": _tenants(gateway),
+    }
+
+
+def _tenants(gateway: "GatewayService") -> list[dict[str, Any]]:
+    weights = {tenant.name: tenant.weight for tenant in gateway.config.tenant} or {"": 1.0}
+    shares = gateway.queue.shares
+    return [
+        {
+            "name": name,
+            "weight": weight,
+            "in_flight": shares[name].in_flight if name in shares else 0,
+            "waiting": shares[name].requests if name in shares else 0,
+        }
+        for name, weight in weights.items()
+    ]
+
+
+def recently(accounts: Sequence[ClosedAccount], at_ns: int) -> dict[str, Any]:
+    """Returns where the time went of those that ended within the latest `RECENT_S` and were not refused."""
+    ended = [one for one in accounts if one.end_ns > at_ns - RECENT_S * 1_000_000_000 and not one.is_refused]
+    is_cut = len(accounts) >= MAX_ACCOUNTS and len(ended) > 0 and accounts[0].end_ns > at_ns - RECENT_S * 1_000_000_000
+    return {
+        "seconds": RECENT_S,
+        "requests": len(ended),
+        "is_cut": is_cut,
+        "e2e_ns": derive.percentiles([derive.e2e_ns(one) for one in ended], (50, 99)),
+        "stages": _stages([_own_stages(one) for one in ended]),
+        "nested": _stages([told for one in ended if (told := _nested_stages(one))]),
+        "tokens": _tokens_by_tenant(ended),
+        "first_byte_ns": _first_bytes(ended),
+        "slowest": [_row(one) for one in nlargest(MAX_SLOWEST, ended, key=derive.e2e_ns)],
+    }
+
+
+def _own_stages(account: ClosedAccount) -> Mapping[str, int]:
+    return _sums((one.stage, one.cause, one.end_ns - one.begin_ns) for one in account.intervals)
+
+
+def _nested_stages(account: ClosedAccount) -> Mapping[str, int]:
+    """Returns what its upstreams said of their own time; {} of those that keep no accounts."""
+    told = chain.from_iterable(attempt.nested for attempt in account.attempts)
+    return _sums((one.stage, one.cause, one.end_ns - one.begin_ns) for one in told)
+
+
+def _sums(stages: Iterable[StageNs]) -> Mapping[str, int]:
+    sums: Counter[str] = Counter()
+    for stage, cause, lasted_ns in stages:
+        sums[key_of(stage, cause)] += lasted_ns
+    return sums
+
+
+def _stages(books: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
+    """Returns each stage's time in all books, in how many it is, and its p99 among those."""
+    values: dict[str, list[int]] = {}
+    for book in books:
+        for key, lasted_ns in book.items():
+            if lasted_ns:
+                values.setdefault(key, []).append(lasted_ns)
+    return [
+        {"key": key, "ns": sum(of_key), "requests": len(of_key), "p99_ns": derive.percentile(of_key, 99)}
+        for key, of_key in values.items()
+    ]
+
+
+def _tokens_by_tenant(accounts: Iterable[ClosedAccount]) -> dict[str, int]:
+    """Returns the tokens that answers told, of prompts and outputs."""
+    sums: Counter[str] = Counter()
+    for account in accounts:
+        sums[account.tenant] += account.prompt_tokens + account.output_tokens
+    return dict(sums)
+
+
+def _first_bytes(accounts: Iterable[ClosedAccount]) -> dict[str, float | None]:
+    """Returns the median time to the first byte of an answer, by upstream."""
+    values: dict[str, list[int]] = {}
+    for attempt in chain.from_iterable(account.attempts for account in accounts):
+        if attempt.first_byte_ns is not None:
+            values.setdefault(attempt.upstream, []).append(attempt.first_byte_ns - attempt.begin_ns)
+    return {upstream: derive.percentile(of_one, 50) for upstream, of_one in values.items()}
+
+
+def _row(account: ClosedAccount) -> dict[str, Any]:
+    return {
+        "id": account.request_id[:MAX_TEXT_CHARS],
+        "model": account.model[:MAX_TEXT_CHARS],
+        "tenant": account.tenant,
+        "upstreams": [attempt.upstream for attempt in account.attempts],
+        "finish_reason": account.finish_reason[:MAX_TEXT_CHARS],
+        "degraded": account.degraded,
+        "e2e_ns": derive.e2e_ns(account),
+        "stages": list(_own_stages(account).items()),
+    }

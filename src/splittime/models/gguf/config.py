@@ -14,12 +14,13 @@ the arithmetic, so it is refused, unless it has the value that changes nothing (
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import AttentionSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
 from splittime.models import parts
-from splittime.models.config import ModelConfig
+from splittime.models.config import ModelConfig, advice
 from splittime.models.fields import GGUF_LIMITS, MISSING, Bounds, Fields, in_words, is_whole
 from splittime.models.gguf.file import GgufModel, open_model
 from splittime.models.pooling import gguf_pooling
@@ -105,8 +106,16 @@ END_NAMES = {
 CONTROL = 3
 
 
-def load_gguf_config(path: Path) -> ModelConfig:
-    """Raises `ConfigError` naming the key, or the tensor, that cannot be served."""
+SAMPLING = {name: name for name in ("top_p", "top_k", "min_p")}
+SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Names behind `general.sampling.`, as llama.cpp writes them, and in `generation_config.json`."""
+ADVISED = {("smollm2", "135M"): {"temperature": 0.2, "top_p": 0.9}}
+"""By base name and size, from the makers' cards: what files without `general.sampling.` leave out."""
+
+
+def load_gguf_config(path: Path, generation: str = "auto") -> ModelConfig:
+    """Raises `ConfigError` naming the key, or the tensor, that cannot be served. generation: "auto" takes what the
+    makers advise of sampling."""
     model = open_model(path)
     architecture = GgufKeys(model, "general.").text("architecture")
     if architecture not in ARCHITECTURES:
@@ -114,7 +123,15 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise model.broken("general.architecture", said, architecture, list(ARCHITECTURES))
     keys = GgufKeys(model, f"{architecture}.")
     keys.refuse_unknown(READ | SILENT, NEUTRAL)
-    return _config(model, keys, architecture)
+    config = _config(model, keys, architecture)
+    return msgspec.structs.replace(config, sampling=_sampling(model)) if generation == "auto" else config
+
+
+def _sampling(model: GgufModel) -> dict[str, float | int]:
+    general = GgufKeys(model, "general.").values
+    known = ADVISED.get((general.get("basename", ""), general.get("size_label", "")), {})
+    said = {theirs: general[f"sampling.{ours}"] for ours, theirs in SAMPLING.items() if f"sampling.{ours}" in general}
+    return advice(said or known, model.path.name)
 
 
 def _config(model: GgufModel, keys: GgufKeys, architecture: str) -> ModelConfig:

@@ -45,9 +45,9 @@ def open_source(path: Path, config: ModelConfig) -> Source:
 
 
 def read_config(path: Path, generation: str = "auto") -> ModelConfig:
-    """Reads the config of either: `config.json`, or the file's own metadata. generation: what to take of a folder's
-    `generation_config.json`, see `models.fields`."""
-    return load_gguf_config(path) if is_gguf(path) else load_config(path, generation)
+    """Reads the config of either: `config.json`, or the file's own metadata. generation: what to take of
+    what its makers advise, see `models.config`."""
+    return load_gguf_config(path, generation) if is_gguf(path) else load_config(path, generation)
 
 
 def is_gguf(path: Path) -> bool:
