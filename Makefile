@@ -10,7 +10,7 @@ SERVES := $(VENV)/.serves-$(SUM)
 # Compiled modules are kept whatever the environment says: each of the processes that tests start would compile them.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile
+PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 EXAMPLES ?= 3
 
 .PHONY: setup serve quick check check-all check-parallel check-whole check-timing setup-vllm check-vllm failed-again costs test format lint docs bench bench-peers clean

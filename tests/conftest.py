@@ -9,6 +9,7 @@ Neither begins with SPLITTIME_: a server takes such a name for a setting, and en
 Without a card, Triton's kernels are tested in its interpreter, which has to be chosen before Triton is imported.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -39,8 +40,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NO_MODELS, os.environ.g
 MORE_EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "0"))
 FEW_EXAMPLES = 20
 
+gc.disable()  # what is imported and collected stays, and a collection of garbage would look through it again and again
+
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         from quick_interpreter import quicken
 

@@ -8,6 +8,7 @@ Of each test of Triton's kernels, which its interpreter runs on a processor, one
 """
 
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ COSTS = HERE / "costs.txt"
 GUARDS = HERE / "guards.txt"
 SLOW_S = 1.0
 TOLD_S = 0.3  # less is not written
+USUAL_S = 0.05  # of those that are not written
 GROWN = 2.0  # a machine may be half as quick as the one of the table
 
 BEGAN = pytest.StashKey[float]()
@@ -68,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         interpreted.add(test)
         if (known.get(item.nodeid, 0.0) > SLOW_S or is_more_of_the_same) and item.nodeid not in guarded:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the processes agree on the order
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin with the files that take longest, so that no process is left with one at the end."""
+    if hasattr(session.config, "workerinput"):
+        known, seconds = costs(), Counter[Path]()
+        for item in session.items:
+            seconds[item.path] += known.get(item.nodeid, USUAL_S)
+        session.items.sort(key=lambda item: -seconds[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

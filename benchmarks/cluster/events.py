@@ -53,7 +53,6 @@ from benchmarks.cluster.running import (
     processes_with,
     say,
 )
-from benchmarks.cluster.trying_again import tried_again
 from benchmarks.report import file_result
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.event_loop import run_loop
@@ -222,6 +221,8 @@ def measure_under_load(cluster: RunningCluster, happening: Happening, load: Load
 def asked(url: str, schedule: Schedule, tries_again: bool) -> tuple[list[Outcome], dict[str, int]]:
     """Returns what the requests came to, and, of a client that tries again, what first tries did."""
     if tries_again:
+        from benchmarks.cluster.trying_again import tried_again  # its client takes a second to import
+
         outcomes, num_lost = run_loop(tried_again(url, schedule))
         return outcomes, {"lost_at_first": num_lost}
     run = run_schedule(schedule, [Target(url=url, model=MODEL)], RunOptions(timeout_s=120))

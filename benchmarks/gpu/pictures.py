@@ -8,23 +8,20 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.collect import read
 from benchmarks.gpu.goals import is_tiny
 from benchmarks.scenarios.mechanisms import arms_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 BLUE, RED, GREY, PALE = "#2b5c94", "#b33c2e", "#9a9a9a", "#9dbbe0"
 Found = dict[str, Any]
 
 
-def weights(found: Found, axes: Axes) -> None:
+def weights(found: Found, axes: "Axes") -> None:
     for (name, by_count), colour in zip(found["arms"].items(), (GREY, BLUE), strict=True):
         counts = sorted(int(count) for count in by_count if count.isdigit())
         rates = [by_count[str(count)]["tokens_per_s"]["median"] for count in counts]
@@ -35,12 +32,12 @@ def weights(found: Found, axes: Axes) -> None:
     axes.legend(frameon=False)
 
 
-def cache(found: Found, axes: Axes) -> None:
+def cache(found: Found, axes: "Axes") -> None:
     told = {name: f"{one['running_mean']['median']:.0f} run together" for name, one in found["arms"].items()}
     bars(axes, {name: one["tokens_per_s"]["median"] for name, one in found["arms"].items()}, "tokens/s", told)
 
 
-def chunking(found: Found, axes: Axes) -> None:
+def chunking(found: Found, axes: "Axes") -> None:
     for name, one in arms_of(found).items():
         stall, rate = one["max_stall_ms"]["median"], one["computed_tokens_per_s"]["median"]
         axes.plot(stall, rate, marker="o", color=RED if name == "off" else BLUE)
@@ -49,7 +46,7 @@ def chunking(found: Found, axes: Axes) -> None:
     axes.margins(x=0.35)
 
 
-def prefix_cache(by_share: Found, axes: Axes) -> None:
+def prefix_cache(by_share: Found, axes: "Axes") -> None:
     for place, (share, found) in enumerate(by_share.items()):
         for side, (name, colour) in enumerate((("off", GREY), ("on", BLUE))):
             value = found[name]["ttft_p50_ms"]["median"]
@@ -61,13 +58,13 @@ def prefix_cache(by_share: Found, axes: Axes) -> None:
     axes.legend(frameon=False)
 
 
-def batching(found: Found, axes: Axes) -> None:
+def batching(found: Found, axes: "Axes") -> None:
     arms = arms_of(found)
     told = {name: f"{one['rows_a_step']['median']:.0f} rows a step" for name, one in arms.items()}
     bars(axes, {name: one["tokens_per_s"]["median"] for name, one in arms.items()}, "tokens/s", told)
 
 
-def reservation(found: Found, axes: Axes) -> None:
+def reservation(found: Found, axes: "Axes") -> None:
     arms = arms_of(found)
     told = {
         name: f"{one['running_mean']['median']:.0f} run together, {one['tokens_per_s']['median']:.0f} tokens/s"
@@ -77,7 +74,7 @@ def reservation(found: Found, axes: Axes) -> None:
     bars(axes, shares, "% of the cache that holds tokens", told)
 
 
-def bars(axes: Axes, values: dict[str, float], label: str, told: dict[str, str]) -> None:
+def bars(axes: "Axes", values: dict[str, float], label: str, told: dict[str, str]) -> None:
     names = list(values)
     axes.barh(names, [values[name] for name in names], color=[GREY, *[BLUE] * (len(names) - 1)], height=0.6)
     for place, name in enumerate(names):
@@ -87,7 +84,7 @@ def bars(axes: Axes, values: dict[str, float], label: str, told: dict[str, str])
     axes.set_xlabel(label)
 
 
-PICTURES: dict[str, tuple[str, Callable[[Found, Axes], None]]] = {
+PICTURES: dict[str, tuple[str, Callable[[Found, "Axes"], None]]] = {
     "weights": ("4 bits against bfloat16, as more streams decode", weights),
     "cache": ("A smaller KV cache, with and without memory to spare", cache),
     "chunking": ("Prompts whole or cut: a chat's longest stall against throughput", chunking),
@@ -99,6 +96,9 @@ PICTURES: dict[str, tuple[str, Callable[[Found, Axes], None]]] = {
 
 def draw(results: Found, folder: Path) -> list[Path]:
     """results: the reversals that were found, by name. Returns what was written."""
+    import matplotlib.pyplot as plt  # takes a second to import
+
+    plt.switch_backend("Agg")
     shared = {
         name.removeprefix("prefix_cache_"): one for name, one in results.items() if name.startswith("prefix_cache_")
     }

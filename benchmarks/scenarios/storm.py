@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from scipy.stats import theilslopes
 
 from benchmarks.report import file_result
 from benchmarks.scenarios.attacks import ATTACKS
@@ -215,6 +214,8 @@ def slope(series: list[tuple[float, int, int, int]], from_s: float) -> dict[str,
     figures: dict[str, Any] = {"open_files": max(one[2] for one in series), "threads": max(one[3] for one in series)}
     if len(late) < 8:
         return figures | {"judgement": FLAT, "why": "too few samples"}
+    from scipy.stats import theilslopes  # takes a second to import
+
     at_h, memory_mb = np.array([one[0] for one in late]) / 3600, np.array([one[1] for one in late]) / 2**20
     found = theilslopes(memory_mb, at_h, alpha=0.95)
     is_flat = bool(found.low_slope <= 0 or found.high_slope < FLAT_SHARE * float(np.median(memory_mb)))

@@ -35,6 +35,18 @@ def test_one_case_of_each_of_triton_s_tests_is_not_slow(monkeypatch):
     assert slow(monkeypatch, "test_native.py::a[0]", "test_native.py::a[1]") == []
 
 
+def test_processes_begin_with_the_files_that_take_longest(monkeypatch):
+    monkeypatch.setattr(lanes, "costs", lambda: {"b.py::long": 1.0, "a.py::x": 0.4, "c.py::x": 0.5})
+    names = ["a.py::x", "a.py::y", "b.py::short", "b.py::long", "c.py::x"]
+    items = [SimpleNamespace(nodeid=name, path=Path(name[:4])) for name in names]
+    session = SimpleNamespace(config=SimpleNamespace(), items=items)
+    lanes.pytest_collection_finish(session)
+    assert [item.nodeid for item in items] == names
+    session.config.workerinput = {}
+    lanes.pytest_collection_finish(session)
+    assert [item.nodeid for item in items] == ["b.py::short", "b.py::long", "c.py::x", "a.py::x", "a.py::y"]
+
+
 def test_guards_are_about_forty_and_there():
     found = lanes.guards()
     assert len(set(found)) == len(found) <= 50

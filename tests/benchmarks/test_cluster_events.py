@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from benchmarks.cluster.events import TWO, Happening, Load, Watched, felt, has_failed
-from benchmarks.cluster.trying_again import tried_again
 
 
 def test_an_event_that_fails_in_its_timer_fails_the_run():
@@ -30,6 +29,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %
 def test_who_tries_again_loses_what_has_begun_and_nothing_else():
     """The first request is hung up on, the next one is answered, and the answer to the third breaks off: one of two
     has come again."""
+    from benchmarks.cluster.trying_again import tried_again
+
     num_met = 0
 
     async def meet(reader, writer) -> None:

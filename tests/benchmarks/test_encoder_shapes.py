@@ -12,8 +12,6 @@ from benchmarks.scenarios.encoder_shapes import SHAPES, EncoderShape, write_enco
 
 TINY = EncoderShape(layers=2, width=32, heads=4, inner=48, vocabulary=60)
 
-pytest.importorskip("transformers")
-
 
 def test_an_encoder_of_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(SHAPES, "minilm", TINY)

@@ -4,13 +4,11 @@ import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
-import openai
 import pytest
-from openai import OpenAI
 
 import forked
 from benchmarks.server_process import served
+from lazily import anthropic, openai
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import open_readonly
@@ -68,7 +66,7 @@ def _get(url: str) -> bytes:
 
 
 def test_a_real_client_streams_through_it(own):
-    client = OpenAI(base_url=f"{own.url}/v1", api_key="none")
+    client = openai.OpenAI(base_url=f"{own.url}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["splittime-code", "big", "never", "always"]
     stream = client.chat.completions.create(
         model="splittime-code",
@@ -145,7 +143,7 @@ def told_by(answer: bytes, stream: bool) -> tuple[str, list, set]:
 
 
 def test_real_clients_of_the_other_apis_and_their_accounts(own):
-    client = OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0)
     first = client.responses.create(model="splittime-code", input="def f(", max_output_tokens=4)
     assert client.responses.retrieve(first.id).id == first.id
     asked = {"model": "splittime-code", "input": "x", "max_output_tokens": 4}

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("triton")
 
 from benchmarks.gpu import pictures
@@ -16,6 +15,7 @@ def line_of(result) -> str:
 
 
 def test_each_reversal_has_its_picture(tmp_path, capsys, reversals_found):
+    pytest.importorskip("matplotlib")
     found = copy.deepcopy(reversals_found)
     (tmp_path / "a.jsonl").write_text(line_of(found))
     assert pictures.main([str(tmp_path), str(tmp_path / "tiny")]) == 2

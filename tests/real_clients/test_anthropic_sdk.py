@@ -2,12 +2,11 @@
 
 import pytest
 
+from lazily import anthropic
 from server.conftest import LiveServer, say
 from server.fake_engine import FakeEngine
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
-
-anthropic = pytest.importorskip("anthropic")
 
 ASKED = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 from pydantic import BaseModel
 
 from benchmarks.server_process import get_json
+from lazily import openai
 
 from .test_serve import Server
 
@@ -139,7 +139,7 @@ ONE = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, 
 LIGHT = {"type": "function", "function": {"name": "light"}}
 
 
-def ask(server: Server, **more) -> openai.types.chat.ChatCompletion:
+def ask(server: Server, **more) -> "openai.types.chat.ChatCompletion":
     asked = {"model": server.model, "messages": WHICH, "max_tokens": 200, "seed": 1} | ONE | more
     return server.client.chat.completions.create(**asked)
 

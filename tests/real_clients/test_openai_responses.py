@@ -6,12 +6,11 @@ import json
 import pydantic
 import pytest
 
+from lazily import openai
 from server.conftest import LiveServer, say
 from server.fake_engine import FakeEngine
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
-
-openai = pytest.importorskip("openai")
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson if tools else '' }}"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>'

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 
+from lazily import openai
 from server.conftest import LiveServer, say
 from server.fake_engine import FakeEngine
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
-
-openai = pytest.importorskip("openai")
 
 USER = [{"role": "user", "content": "hello"}]
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from benchmarks.server_process import free_port, get_json, wait_until_ready
+from lazily import openai
 from patience import until
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.store import open_readonly
@@ -43,7 +43,7 @@ class Server:
         self.model = get_json(f"{self.url}/v1/models")["data"][0]["id"]
 
     @property
-    def client(self) -> openai.OpenAI:
+    def client(self) -> "openai.OpenAI":
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def engine(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 import tiny_checkpoint
-from scipy import stats
 
+from lazily import scipy_stats as stats
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.kernels.native.library import LibraryMissing, library

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from lazily import anthropic
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say
 from .fake_engine import FakeEngine
-
-anthropic = pytest.importorskip("anthropic")
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}|{{ m.reasoning_content or '' }}|{{ m.content }}|{{ m.tool_call_id or '' }}"

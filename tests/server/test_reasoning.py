@@ -5,9 +5,9 @@ import contextlib
 import json
 from collections.abc import Iterator
 
-import openai
 import pytest
 
+from lazily import openai
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
 

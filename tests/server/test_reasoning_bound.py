@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Iterator
 
 import numpy as np
-import openai
 import pytest
 
+from lazily import openai
 from splittime.api.limits import ModelInfo
 from splittime.core.request import Request
 from splittime.diagnose.explain import explain

@@ -1,8 +1,8 @@
 """A model that chooses to call: what is text, what is a call, and that no mark shows, whole and streamed."""
 
-import openai
 import pytest
 
+from lazily import openai
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
 

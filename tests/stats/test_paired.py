@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
+from lazily import scipy_stats as stats
 from splittime.stats import paired
 from splittime.stats.paired import BootstrapEstimate
 

@@ -6,6 +6,7 @@ and a claim that is not borne out each fail.
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -110,7 +111,9 @@ def test_texts_of_one_chunk_read_nothing_back(tiny_folder):
 # ---- the packaged model
 
 
-TASKS = Tasks(documents=python_documents(60)[:24], lengths=(128,), text_tokens=2000)
+@cache
+def tasks() -> Tasks:
+    return Tasks(documents=python_documents(60)[:24], lengths=(128,), text_tokens=2000)
 
 
 def settings_of(folder, **changes):
@@ -129,7 +132,7 @@ def base():
 
 
 def judged(base, candidate):
-    return Gate(base, candidate, base.tokenizer, standard(candidate.reads.claims), silent).run(TASKS)
+    return Gate(base, candidate, base.tokenizer, standard(candidate.reads.claims), silent).run(tasks())
 
 
 def test_the_base_against_itself_passes(base):
@@ -248,7 +251,7 @@ def test_scales_a_fifth_too_large_are_noted_beside_the_base_rounded(base, tmp_pa
     folder = write_eight_bits(tmp_path, spoil)
     candidate = packaged(folder)
     rounded = rounded_base(base, settings_of(PACKAGED), candidate, settings_of(folder))
-    report = Gate(base, candidate, base.tokenizer, EIGHT_BITS, silent, rounded).run(TASKS)
+    report = Gate(base, candidate, base.tokenizer, EIGHT_BITS, silent, rounded).run(tasks())
     assert "FAIL" not in {check.verdict for check in report.checks}
     noted = [note for note in report.notes if "look for a broken scale" in note]
     assert bool(noted) is (layer is not None), report.notes

@@ -8,12 +8,12 @@ import torch
 from test_round_trip import EVERY, PROMPT, exact_logprobs, logprobs
 from tiny import BIASED, EXPERTS, QWEN3, make_model, make_text
 
+from lazily import transformers
 from splittime.lab.quantize.job import quantize
 from splittime.lab.quantize.settings import QuantizeSettings
 
 pytestmark = pytest.mark.sample(4)
 
-transformers = pytest.importorskip("transformers")
 if find_spec("compressed_tensors") is None:  # three seconds of import, which transformers does where it is needed
     pytest.skip("no compressed-tensors", allow_module_level=True)
 
