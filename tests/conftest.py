@@ -9,7 +9,9 @@ Neither begins with SPLITTIME_: a server takes such a name for a setting, and en
 Without a card, Triton's kernels are tested in its interpreter, which has to be chosen before Triton is imported.
 """
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -64,6 +66,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
     for _, cases in groupby(functions, key=lambda item: (item.path, item.originalname)):
         sweep_the_rest(list(cases))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def sweep_the_rest(cases: list[pytest.Function]) -> None:

@@ -57,12 +57,9 @@ def outcome_of(*answers, **options):
     return asyncio.run(main())
 
 
-def test_a_whole_answer():
-    async def main():
-        async with MockServer(QUICK) as server:
-            return (await ask(server.url, planned()))[0]
-
-    outcome = asyncio.run(main())
+async def test_a_whole_answer():
+    async with MockServer(QUICK) as server:
+        outcome = (await ask(server.url, planned()))[0]
     assert outcome.ending is Ending.COMPLETE
     assert outcome.chunk_tokens == (1,) * 5
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens) == (3, 5, 0)
@@ -73,23 +70,17 @@ def test_a_whole_answer():
     assert outcome.chunk_ns[0] - outcome.sent_ns >= QUICK.ttft_ns - MS
 
 
-def test_chats_and_chunks_of_several_tokens():
-    async def main():
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=MS, tokens_per_chunk=3)) as server:
-            chat = planned(messages=({"role": "user", "content": "one two"},), prompt=(), output_tokens=7)
-            return (await ask(server.url, chat))[0]
-
-    outcome = asyncio.run(main())
+async def test_chats_and_chunks_of_several_tokens():
+    async with MockServer(Timings(ttft_ns=MS, itl_ns=MS, tokens_per_chunk=3)) as server:
+        chat = planned(messages=({"role": "user", "content": "one two"},), prompt=(), output_tokens=7)
+        outcome = (await ask(server.url, chat))[0]
     assert outcome.ending is Ending.COMPLETE
     assert outcome.chunk_tokens == (3, 3, 1)
 
 
-def test_without_being_told_a_chunk_is_no_token():
-    async def main():
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=MS, tokens_per_chunk=4)) as server:
-            return (await ask(server.url, planned(output_tokens=8), kind="unknown"))[0]
-
-    outcome = asyncio.run(main())
+async def test_without_being_told_a_chunk_is_no_token():
+    async with MockServer(Timings(ttft_ns=MS, itl_ns=MS, tokens_per_chunk=4)) as server:
+        outcome = (await ask(server.url, planned(output_tokens=8), kind="unknown"))[0]
     assert len(outcome.chunk_ns) == 2
     assert outcome.chunk_tokens is None
     assert outcome.output_tokens == 8
@@ -132,56 +123,40 @@ def test_an_answer_that_ends_by_closing_is_whole():
     assert outcome_of([head, event()]).ending is Ending.FAILED
 
 
-def test_nobody_there():
-    async def main():
-        async with scripted() as (url, _):
-            pass
-        with pytest.raises(ConfigError, match="cannot connect"):
-            await ask(url, planned())
-
-    asyncio.run(main())
+async def test_nobody_there():
+    async with scripted() as (url, _):
+        pass
+    with pytest.raises(ConfigError, match="cannot connect"):
+        await ask(url, planned())
 
 
-def test_a_connection_closed_while_idle_is_replaced():
+async def test_a_connection_closed_while_idle_is_replaced():
     """The server closes after each answer but says nothing of it: the second request finds a dead connection."""
     answer = CHUNKED + chunk(event()) + chunk(DONE) + b"0\r\n\r\n"
-
-    async def main():
-        async with scripted(answer, answer, answer) as (url, seen):
-            outcomes = await ask(url, planned(0), planned(1), planned(2))
-            return outcomes, seen
-
-    outcomes, seen = asyncio.run(main())
+    async with scripted(answer, answer, answer) as (url, seen):
+        outcomes = await ask(url, planned(0), planned(1), planned(2))
     assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETE] * 3
     assert len({head.split(b"X-Request-Id: ")[1].split(b"\r\n")[0] for head, _ in seen}) == 3
 
 
-def test_out_of_time():
-    async def main():
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=1000 * MS)) as server:
-            outcome = (await ask(server.url, planned(output_tokens=1000), timeout_s=0.1))[0]
-            await until(lambda: server.in_service == 0)  # the server noticed
-            return outcome
-
-    outcome = asyncio.run(main())
+async def test_out_of_time():
+    async with MockServer(Timings(ttft_ns=MS, itl_ns=1000 * MS)) as server:
+        outcome = (await ask(server.url, planned(output_tokens=1000), timeout_s=0.1))[0]
+        await until(lambda: server.in_service == 0)  # the server noticed
     assert outcome.ending is Ending.TIMED_OUT
     assert "0.1 s" in outcome.error
     assert outcome.end_ns - outcome.picked_up_ns >= 100 * MS
 
 
-def test_hanging_up_as_planned():
-    async def main():
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=20 * MS, slots=1)) as server:
-            hung_up, whole_before = await ask(
-                server.url,
-                planned(0, output_tokens=100_000, cancel_after_ns=300 * MS),
-                planned(1, output_tokens=2, cancel_after_ns=80_000 * MS),
-                timeout_s=90,
-            )
-            await until(lambda: server.in_service == 0)
-            return hung_up, whole_before
-
-    hung_up, whole_before = asyncio.run(main())
+async def test_hanging_up_as_planned():
+    async with MockServer(Timings(ttft_ns=MS, itl_ns=20 * MS, slots=1)) as server:
+        hung_up, whole_before = await ask(
+            server.url,
+            planned(0, output_tokens=100_000, cancel_after_ns=300 * MS),
+            planned(1, output_tokens=2, cancel_after_ns=80_000 * MS),
+            timeout_s=90,
+        )
+        await until(lambda: server.in_service == 0)
     assert hung_up.ending is Ending.CANCELLED
     assert hung_up.error is None
     assert hung_up.end_ns - hung_up.sent_ns >= 300 * MS
@@ -189,17 +164,12 @@ def test_hanging_up_as_planned():
     assert whole_before.ending is Ending.COMPLETE  # the slot was free: the server had noticed
 
 
-def test_a_slow_reader_stops_reading():
+async def test_a_slow_reader_stops_reading():
     """All is written at once; the reader takes it in pieces with a wait before each, and the server feels it."""
     timings = Timings(ttft_ns=MS, itl_ns=0)
-
-    async def main():
-        async with MockServer(timings) as server:
-            quick = (await ask(server.url, planned(output_tokens=400)))[0]
-            slow = (await ask(server.url, planned(output_tokens=400, read_delay_ns=10 * MS)))[0]
-            return quick, slow
-
-    quick, slow = asyncio.run(main())
+    async with MockServer(timings) as server:
+        quick = (await ask(server.url, planned(output_tokens=400)))[0]
+        slow = (await ask(server.url, planned(output_tokens=400, read_delay_ns=10 * MS)))[0]
     assert slow.ending is Ending.COMPLETE
     assert slow.output_tokens == quick.output_tokens == 400
     assert slow.end_ns - slow.sent_ns > 50 * MS  # 400 events are many buffers full
@@ -329,22 +299,17 @@ def test_any_event_is_survived(data):
 
 
 @pytest.mark.parametrize("without_timerfd", [False, True])
-def test_the_alarm_rings_in_order_and_never_early(without_timerfd, monkeypatch):
+async def test_the_alarm_rings_in_order_and_never_early(without_timerfd, monkeypatch):
     if without_timerfd:
         monkeypatch.setattr("splittime.bench.alarm.make_timer", LoopTimer)
-
-    async def main():
-        alarm = Alarm()
-        begin_ns = time.monotonic_ns()
-        rung = []
-        for delay in (30, 10, 20, 10):
-            alarm.call_at(begin_ns + delay * MS, lambda d=delay: rung.append((d, time.monotonic_ns() - begin_ns)))
-        alarm.call_at(begin_ns + 15 * MS, lambda: rung.append((0, 0))).cancel()
-        await alarm.sleep_until(begin_ns + 40 * MS)
-        alarm.close()
-        return rung
-
-    rung = asyncio.run(main())
+    alarm = Alarm()
+    begin_ns = time.monotonic_ns()
+    rung = []
+    for delay in (30, 10, 20, 10):
+        alarm.call_at(begin_ns + delay * MS, lambda d=delay: rung.append((d, time.monotonic_ns() - begin_ns)))
+    alarm.call_at(begin_ns + 15 * MS, lambda: rung.append((0, 0))).cancel()
+    await alarm.sleep_until(begin_ns + 40 * MS)
+    alarm.close()
     assert [delay for delay, _ in rung] == [10, 10, 20, 30]
     assert all(at_ns >= delay * MS for delay, at_ns in rung)
 

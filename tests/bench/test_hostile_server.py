@@ -137,7 +137,7 @@ def test_long_bodies_are_not_read(monkeypatch):
         opened({"/v1/models": "x" * 2000})
 
 
-def test_an_endless_body_ends_the_question():
+async def test_an_endless_body_ends_the_question():
     written = []
 
     async def endless(request):
@@ -147,16 +147,13 @@ def test_an_endless_body_ends_the_question():
             await response.write(b"a 1\n" * 10_000)
             written.append(40_000)
 
-    async def main():
-        app = web.Application()
-        app.router.add_get("/metrics", endless)
-        async with TestServer(app) as server, aiohttp.ClientSession() as session:
-            answer = await scrape.get(session, Target(url=str(server.make_url(""))), "/metrics", max_bytes=10**6)
-            assert answer.is_too_long
-            assert (answer.body, answer.json) == (b"", None)
-            assert sum(written) < 5 * 10**7, "a megabyte, and what lies between us"
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_get("/metrics", endless)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        answer = await scrape.get(session, Target(url=str(server.make_url(""))), "/metrics", max_bytes=10**6)
+        assert answer.is_too_long
+        assert (answer.body, answer.json) == (b"", None)
+        assert sum(written) < 5 * 10**7, "a megabyte, and what lies between us"
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

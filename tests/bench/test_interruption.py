@@ -142,22 +142,18 @@ def test_while_the_servers_are_asked_about_the_load_they_are_asked_no_more(monke
     assert run.checks
 
 
-def test_a_stopped_run_waits_for_its_servers_but_not_for_long(monkeypatch):
+async def test_a_stopped_run_waits_for_its_servers_but_not_for_long(monkeypatch):
     async def never(*_):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(run_module, "PATIENCE_S", 0.05)
     stop = asyncio.Event()
-
-    async def main():
-        monkeypatch.setattr(servers, "close_arm", never)
-        async with MockServer(QUICK) as server:
-            running = asyncio.create_task(run_schedule(LONG, [Target(url=server.url)], None, None, stop))
-            await until(lambda: server.served >= 4)
-            stop.set()
-            return await running
-
-    run = asyncio.run(main())
+    monkeypatch.setattr(servers, "close_arm", never)
+    async with MockServer(QUICK) as server:
+        running = asyncio.create_task(run_schedule(LONG, [Target(url=server.url)], None, None, stop))
+        await until(lambda: server.served >= 4)
+        stop.set()
+        run = await running
     assert "did not answer within 0.05 s" in run.arms[0].notes[-1]
     assert len(run.outcomes) == 8
 
@@ -171,19 +167,16 @@ def test_what_goes_wrong_after_the_load_takes_nothing_with_it(monkeypatch):
     assert "RecursionError: a book of books" in run.arms[0].notes[-1]
 
 
-def test_a_display_that_is_gone_does_not_end_a_run():
-    async def main():
-        shown = []
+async def test_a_display_that_is_gone_does_not_end_a_run():
+    shown = []
 
-        def gone(progress):
-            shown.append(progress)
-            raise BrokenPipeError
+    def gone(progress):
+        shown.append(progress)
+        raise BrokenPipeError
 
-        async with MockServer(Timings(ttft_ns=MS, itl_ns=100 * MS)) as server:
-            schedule = schedule_of(at(0, 0, output_tokens=6))
-            return await run_schedule(schedule, [Target(url=server.url)], None, gone), shown
-
-    run, shown = asyncio.run(main())
+    async with MockServer(Timings(ttft_ns=MS, itl_ns=100 * MS)) as server:
+        schedule = schedule_of(at(0, 0, output_tokens=6))
+        run, shown = await run_schedule(schedule, [Target(url=server.url)], None, gone), shown
     assert endings(run) == [Ending.COMPLETE]
     assert len(shown) == 1
 
@@ -310,20 +303,16 @@ def _lives(pid):
 # ---- the server dies
 
 
-def test_a_server_that_dies_in_the_load_is_told_request_by_request():
+async def test_a_server_that_dies_in_the_load_is_told_request_by_request():
     """It is stopped once two of four requests have their answers, and is not there for the turn after one of these."""
     answered = [at(i, 0, output_tokens=1) for i in range(2)]
     broken = [at(2, 0, output_tokens=1_000_000, session=1), at(3, 0, output_tokens=1_000_000)]
     schedule = schedule_of(*answered, *broken, at(4, None, session=1, turn=1))
-
-    async def main():
-        async with MockServer(QUICK) as server:
-            running = asyncio.create_task(run_schedule(schedule, [Target(url=server.url)]))
-            await until(lambda: server.served >= 2 and server.in_service == 2)
-            await server.stop()
-            return await running
-
-    run = asyncio.run(main())
+    async with MockServer(QUICK) as server:
+        running = asyncio.create_task(run_schedule(schedule, [Target(url=server.url)]))
+        await until(lambda: server.served >= 2 and server.in_service == 2)
+        await server.stop()
+        run = await running
     assert endings(run)[:2] == [Ending.COMPLETE] * 2
     assert endings(run)[2:] == [Ending.FAILED] * 3
     assert "closed" in run.outcomes[2].error

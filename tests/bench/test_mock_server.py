@@ -119,23 +119,19 @@ def test_time_outside_freezes(begin_ns, duration_ns, gaps_and_lengths):
     assert after(begin_ns, duration_ns, freezes) == now
 
 
-def test_what_it_says_of_itself():
-    async def main():
-        async with MockServer(Timings(ttft_ns=0, itl_ns=0)) as server, aiohttp.ClientSession() as session:
-            async with session.get(f"{server.url}/v1/models") as response:
-                models = await response.json()
-            async with session.get(f"{server.url}/nothing") as response:
-                missing = response.status
-            async with session.get(f"{server.url}/stats") as response:
-                assert (await response.json())["served"] == 0
-            body = {"prompt": "a b c", "max_tokens": 2}
-            async with session.post(f"{server.url}/v1/completions", json=body) as response:
-                whole = await response.json()
-            async with session.post(f"{server.url}/v1/completions", data=b"{") as response:
-                bad = response.status
-            return models, missing, whole, bad
-
-    models, missing, whole, bad = asyncio.run(main())
+async def test_what_it_says_of_itself():
+    async with MockServer(Timings(ttft_ns=0, itl_ns=0)) as server, aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/v1/models") as response:
+            models = await response.json()
+        async with session.get(f"{server.url}/nothing") as response:
+            missing = response.status
+        async with session.get(f"{server.url}/stats") as response:
+            assert (await response.json())["served"] == 0
+        body = {"prompt": "a b c", "max_tokens": 2}
+        async with session.post(f"{server.url}/v1/completions", json=body) as response:
+            whole = await response.json()
+        async with session.post(f"{server.url}/v1/completions", data=b"{") as response:
+            bad = response.status
     assert models["data"][0]["id"] == MODEL
     assert (missing, bad) == (404, 400)
     assert whole["usage"]["completion_tokens"] == 2

@@ -15,7 +15,7 @@ from splittime.wire.target import Address, Target
 DELAY_S = 0.02
 
 
-def test_round_trips_keep_one_connection_and_wait_for_the_answer() -> None:
+async def test_round_trips_keep_one_connection_and_wait_for_the_answer() -> None:
     """50 GETs and one before them that opens the connection."""
     peers = []
 
@@ -24,13 +24,10 @@ def test_round_trips_keep_one_connection_and_wait_for_the_answer() -> None:
         await asyncio.sleep(DELAY_S)
         return web.Response(status=404)
 
-    async def main() -> tuple[int, ...]:
-        app = web.Application()
-        app.router.add_get("/cheap", slow)
-        async with TestServer(app) as server, aiohttp.ClientSession() as session:
-            return await round_trips(session, Target(url=str(server.make_url("/v1"))), "/cheap", 10)
-
-    times_ns = asyncio.run(main())
+    app = web.Application()
+    app.router.add_get("/cheap", slow)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        times_ns = await round_trips(session, Target(url=str(server.make_url("/v1"))), "/cheap", 10)
     assert len(times_ns) == 10
     assert min(times_ns) >= DELAY_S * 1e9
     assert len(peers) == 11

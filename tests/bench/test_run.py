@@ -221,12 +221,9 @@ def test_failures_do_not_end_a_run():
         (schedule_of(at(0, None), concurrency=1), RunOptions(interleave=Interleave.BLOCKS), 2),
     ],
 )
-def test_what_cannot_be_run_is_refused(schedule, options, count):
-    async def main():
-        with pytest.raises(ConfigError):
-            await run_schedule(schedule, [Target(url="http://127.0.0.1:1")] * count, options)
-
-    asyncio.run(main())
+async def test_what_cannot_be_run_is_refused(schedule, options, count):
+    with pytest.raises(ConfigError):
+        await run_schedule(schedule, [Target(url="http://127.0.0.1:1")] * count, options)
 
 
 INSTANTS = st.lists(st.integers(0, 100_000), min_size=1, max_size=30)

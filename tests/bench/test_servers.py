@@ -170,14 +170,11 @@ def test_closing_scrapes_and_probes_again(kind: str) -> None:
     assert arm.metrics_after == arm.metrics_before
 
 
-def test_a_server_that_died_is_a_note() -> None:
-    async def main() -> Arm:
-        async with Session() as session:
-            async with serving(SERVERS["splittime"]) as url:
-                arm = await open_arm(session, Target(url=url))
-            return await close_arm(session, arm, Target(url=url), [])
-
-    arm = asyncio.run(main())
+async def test_a_server_that_died_is_a_note() -> None:
+    async with Session() as session:
+        async with serving(SERVERS["splittime"]) as url:
+            arm = await open_arm(session, Target(url=url))
+        arm = await close_arm(session, arm, Target(url=url), [])
     assert arm.metrics_after == {}
     assert arm.accounts == ()
     assert any("did not answer any more" in note for note in arm.notes)

@@ -26,7 +26,7 @@ CHUNK = b'data: {"id": "a", "object": "text_completion", "choices": [{"index": 0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
 
 
-def test_who_tries_again_loses_what_has_begun_and_nothing_else():
+async def test_who_tries_again_loses_what_has_begun_and_nothing_else():
     """The first request is hung up on, the next one is answered, and the answer to the third breaks off: one of two
     has come again."""
     from benchmarks.cluster.trying_again import tried_again
@@ -45,12 +45,9 @@ def test_who_tries_again_loses_what_has_begun_and_nothing_else():
             await writer.drain()
         writer.close()
 
-    async def run():
-        async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
-            schedule = Load(rate=2.0, at_s=9.0, length_s=0.9, tokens=1).schedule(1)
-            return await tried_again(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", schedule)
-
-    outcomes, num_lost = asyncio.run(run())
+    async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
+        schedule = Load(rate=2.0, at_s=9.0, length_s=0.9, tokens=1).schedule(1)
+        outcomes, num_lost = await tried_again(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", schedule)
     row = felt(outcomes, 0)
     assert (row["requests"], num_lost, row["lost"], row["broken"]) == (2, 1, 0, 1)
     assert not has_failed("kill-gateway-of-two", row)

@@ -177,24 +177,21 @@ def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
     run(body, tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2})
 
 
-def test_another_controller_goes_on_where_one_was_killed(tmp_path):
-    async def whole() -> None:
-        async with small_replicas() as replicas:
-            async with kept(tmp_path, replicas, scale=SCALE):
-                await until(lambda: listed(tmp_path) == ["r1"])
-            replicas.start("r9", None)  # started, and not written down
-            (tmp_path / "gateway-0.toml").unlink()
-            async with kept(tmp_path, replicas, scale=SCALE) as keeper:
-                await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
-                assert keeper.state.num_started == 1
-                replicas.busy("r1", 8)
-                await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
-                replicas.busy("r1", 0)
-            async with kept(tmp_path, replicas, scale={**SCALE, "down_delay_s": 100.0}):
-                await asyncio.sleep(0.5)
-                assert len(listed(tmp_path)) == 3, "they were needed a moment ago"
-
-    asyncio.run(whole())
+async def test_another_controller_goes_on_where_one_was_killed(tmp_path):
+    async with small_replicas() as replicas:
+        async with kept(tmp_path, replicas, scale=SCALE):
+            await until(lambda: listed(tmp_path) == ["r1"])
+        replicas.start("r9", None)  # started, and not written down
+        (tmp_path / "gateway-0.toml").unlink()
+        async with kept(tmp_path, replicas, scale=SCALE) as keeper:
+            await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
+            assert keeper.state.num_started == 1
+            replicas.busy("r1", 8)
+            await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+            replicas.busy("r1", 0)
+        async with kept(tmp_path, replicas, scale={**SCALE, "down_delay_s": 100.0}):
+            await asyncio.sleep(0.5)
+            assert len(listed(tmp_path)) == 3, "they were needed a moment ago"
 
 
 def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_nothing(tmp_path):
@@ -230,7 +227,7 @@ def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_no
     run(body, tmp_path, scale=SCALE)
 
 
-def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
+async def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
     async def body(replicas, keeper) -> None:
         await until(lambda: listed(tmp_path) == ["r2"])
         events = json.loads((tmp_path / "status.json").read_text())["events"]
@@ -239,13 +236,10 @@ def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
         assert events[0]["why"] == "start: no process more"
         assert len(asyncio.all_tasks()) < 30, "a tick leaves none behind"
 
-    async def whole() -> None:
-        async with small_replicas() as replicas:
-            replicas.num_refused = 1
-            async with kept(tmp_path, replicas, scale=SCALE) as keeper:
-                await body(replicas, keeper)
-
-    asyncio.run(whole())
+    async with small_replicas() as replicas:
+        replicas.num_refused = 1
+        async with kept(tmp_path, replicas, scale=SCALE) as keeper:
+            await body(replicas, keeper)
 
 
 def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):

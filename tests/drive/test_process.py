@@ -61,13 +61,10 @@ async def collect(client: ProcessClient, request: Request) -> tuple[list[int], F
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread is Linux's")
-def test_the_engine_gives_way_to_the_loop_and_its_messages_do_not() -> None:
-    async def run() -> list[int]:
-        async with running_client() as client:
-            threads = (client.pid, *map(int, os.listdir(f"/proc/{client.pid}/task")))
-            return [os.getpriority(os.PRIO_PROCESS, thread) - os.nice(0) for thread in threads]
-
-    computes, *threads = asyncio.run(run())
+async def test_the_engine_gives_way_to_the_loop_and_its_messages_do_not() -> None:
+    async with running_client() as client:
+        threads = (client.pid, *map(int, os.listdir(f"/proc/{client.pid}/task")))
+        computes, *threads = [os.getpriority(os.PRIO_PROCESS, thread) - os.nice(0) for thread in threads]
     assert computes == 5
     assert set(threads) == {0, 5}
 
@@ -85,42 +82,36 @@ def test_progress_of_the_start_is_told_but_not_too_often() -> None:
     assert asyncio.run(run()) == [Loading("layer 1 of 2, 3 MB", 0.25)]
 
 
-def test_same_tokens_as_in_process() -> None:
-    async def scenario() -> None:
-        async with running_client() as client:
-            prompts = [tuple(range(1, 3 + i)) for i in range(20)]
-            results = await asyncio.gather(*(collect(client, make_request(f"r{i}", p)) for i, p in enumerate(prompts)))
-            for prompt, (tokens, reason, account) in zip(prompts, results, strict=True):
-                assert tokens == expected_tokens(prompt, 20)
-                assert reason is FinishReason.LENGTH
-                stages = {interval.stage for interval in account.intervals()}
-                assert {Stage.HANDOFF, Stage.QUEUE, Stage.PREFILL, Stage.DECODE, Stage.DELIVER} >= stages
-                assert Stage.UNATTRIBUTED not in stages
-            assert len(client._streams) == 0
-
-    asyncio.run(scenario())
+async def test_same_tokens_as_in_process() -> None:
+    async with running_client() as client:
+        prompts = [tuple(range(1, 3 + i)) for i in range(20)]
+        results = await asyncio.gather(*(collect(client, make_request(f"r{i}", p)) for i, p in enumerate(prompts)))
+        for prompt, (tokens, reason, account) in zip(prompts, results, strict=True):
+            assert tokens == expected_tokens(prompt, 20)
+            assert reason is FinishReason.LENGTH
+            stages = {interval.stage for interval in account.intervals()}
+            assert {Stage.HANDOFF, Stage.QUEUE, Stage.PREFILL, Stage.DECODE, Stage.DELIVER} >= stages
+            assert Stage.UNATTRIBUTED not in stages
+        assert len(client._streams) == 0
 
 
-def test_kill_ends_streams_and_a_successor_serves() -> None:
-    async def scenario() -> None:
-        async with running_client(step_ns=20_000_000) as client:
-            calls = [asyncio.create_task(collect(client, make_request(f"r{i}", max_tokens=2000))) for i in range(5)]
-            await asyncio.sleep(0.1)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            for tokens, reason, account in await asyncio.wait_for(asyncio.gather(*calls), 60):
-                assert reason is FinishReason.ERROR
-                assert tokens == expected_tokens((1, 2, 3), len(tokens))
-                assert any(i.cause is Cause.ENGINE_DIED for i in account.intervals())
-            assert not client.is_ready
-            with pytest.raises(Overloaded):
-                client.submit(make_request("early"))
-            await wait_until_ready(client)
-            assert client.num_restarts == 1
-            tokens, _, _ = await collect(client, make_request("late"))
-            assert tokens == expected_tokens((1, 2, 3), 20)
-
-    asyncio.run(scenario())
+async def test_kill_ends_streams_and_a_successor_serves() -> None:
+    async with running_client(step_ns=20_000_000) as client:
+        calls = [asyncio.create_task(collect(client, make_request(f"r{i}", max_tokens=2000))) for i in range(5)]
+        await asyncio.sleep(0.1)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        for tokens, reason, account in await asyncio.wait_for(asyncio.gather(*calls), 60):
+            assert reason is FinishReason.ERROR
+            assert tokens == expected_tokens((1, 2, 3), len(tokens))
+            assert any(i.cause is Cause.ENGINE_DIED for i in account.intervals())
+        assert not client.is_ready
+        with pytest.raises(Overloaded):
+            client.submit(make_request("early"))
+        await wait_until_ready(client)
+        assert client.num_restarts == 1
+        tokens, _, _ = await collect(client, make_request("late"))
+        assert tokens == expected_tokens((1, 2, 3), 20)
 
 
 def test_a_successor_counts_its_steps_on_and_leaves_one_number_out() -> None:
@@ -152,70 +143,58 @@ def test_a_successor_counts_its_steps_on_and_leaves_one_number_out() -> None:
     assert breaks == [2, 2]
 
 
-def test_failing_runner_ends_streams_and_a_successor_serves() -> None:
-    async def scenario() -> None:
-        async with running_client(fail_on_token=777) as client:
-            _, reason, _ = await collect(client, make_request("bad", (5, 777)))
-            assert reason is FinishReason.ERROR
-            await wait_until_ready(client)
-            tokens, _, _ = await collect(client, make_request("good"))
-            assert tokens == expected_tokens((1, 2, 3), 20)
-
-    asyncio.run(scenario())
+async def test_failing_runner_ends_streams_and_a_successor_serves() -> None:
+    async with running_client(fail_on_token=777) as client:
+        _, reason, _ = await collect(client, make_request("bad", (5, 777)))
+        assert reason is FinishReason.ERROR
+        await wait_until_ready(client)
+        tokens, _, _ = await collect(client, make_request("good"))
+        assert tokens == expected_tokens((1, 2, 3), 20)
 
 
-def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
-    async def scenario() -> None:
-        async with running_client() as client:
-            await client.configure({"max_num_seqs": 3, "policy": "priority"})
-            await client.configure({"enable_prefix_caching": False}, lasts=False)
-            assert client.stats().knobs["max_num_seqs"] == 3
-            assert client.stats().knobs["enable_prefix_caching"] is False
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            while client.is_ready:
-                await asyncio.sleep(0.01)
-            await wait_until_ready(client)
-            await collect(client, make_request("later"))
-            assert (client.stats().knobs["max_num_seqs"], client.stats().knobs["policy"]) == (3, "priority")
-            assert client.stats().knobs["enable_prefix_caching"] is True, "what does not last is not repeated"
-
-    asyncio.run(scenario())
+async def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
+    async with running_client() as client:
+        await client.configure({"max_num_seqs": 3, "policy": "priority"})
+        await client.configure({"enable_prefix_caching": False}, lasts=False)
+        assert client.stats().knobs["max_num_seqs"] == 3
+        assert client.stats().knobs["enable_prefix_caching"] is False
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while client.is_ready:
+            await asyncio.sleep(0.01)
+        await wait_until_ready(client)
+        await collect(client, make_request("later"))
+        assert (client.stats().knobs["max_num_seqs"], client.stats().knobs["policy"]) == (3, "priority")
+        assert client.stats().knobs["enable_prefix_caching"] is True, "what does not last is not repeated"
 
 
-def test_messages_that_cannot_be_read_end_the_engine_not_the_service() -> None:
-    async def scenario() -> None:
-        async with running_client(step_ns=2_000_000) as client:
-            client._on_record = lambda record: 1 / 0
-            _, reason, _ = await asyncio.wait_for(collect(client, make_request("lost", max_tokens=2000)), 60)
-            assert reason is FinishReason.ERROR
-            client._on_record = None
-            await wait_until_ready(client)
-            assert (await collect(client, make_request("good")))[0] == expected_tokens((1, 2, 3), 20)
-
-    asyncio.run(scenario())
+async def test_messages_that_cannot_be_read_end_the_engine_not_the_service() -> None:
+    async with running_client(step_ns=2_000_000) as client:
+        client._on_record = lambda record: 1 / 0
+        _, reason, _ = await asyncio.wait_for(collect(client, make_request("lost", max_tokens=2000)), 60)
+        assert reason is FinishReason.ERROR
+        client._on_record = None
+        await wait_until_ready(client)
+        assert (await collect(client, make_request("good")))[0] == expected_tokens((1, 2, 3), 20)
 
 
-def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with running_client() as client:
-            monkeypatch.setattr("splittime.drive.process.RESTART_DELAYS_S", (0.0,))
-            spawn, failures = client.spawn, iter([OSError("no memory"), OSError("no memory")])
+async def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_client() as client:
+        monkeypatch.setattr("splittime.drive.process.RESTART_DELAYS_S", (0.0,))
+        spawn, failures = client.spawn, iter([OSError("no memory"), OSError("no memory")])
 
-            def failing_spawn() -> None:
-                for failure in failures:
-                    raise failure
-                spawn()
+        def failing_spawn() -> None:
+            for failure in failures:
+                raise failure
+            spawn()
 
-            monkeypatch.setattr(client, "spawn", failing_spawn)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            while client.is_ready:
-                await asyncio.sleep(0.01)
-            await asyncio.wait_for(wait_until_ready(client), 60)
-            assert client.num_restarts == 3
-
-    asyncio.run(scenario())
+        monkeypatch.setattr(client, "spawn", failing_spawn)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while client.is_ready:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(wait_until_ready(client), 60)
+        assert client.num_restarts == 3
 
 
 async def wait_until_ready(client: ProcessClient) -> None:
@@ -223,73 +202,58 @@ async def wait_until_ready(client: ProcessClient) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_abort_frees_and_ends_once() -> None:
-    async def scenario() -> None:
-        async with running_client(step_ns=20_000_000) as client:
-            task = asyncio.create_task(collect(client, make_request("r", max_tokens=2000)))
-            await asyncio.sleep(0.05)
-            client.abort("r")
-            client.abort("r")
-            client.abort("never heard of")
-            _, reason, _ = await asyncio.wait_for(task, 60)
-            assert reason is FinishReason.ABORT
-            assert client.stats().blocks_used == 0
-
-    asyncio.run(scenario())
+async def test_abort_frees_and_ends_once() -> None:
+    async with running_client(step_ns=20_000_000) as client:
+        task = asyncio.create_task(collect(client, make_request("r", max_tokens=2000)))
+        await asyncio.sleep(0.05)
+        client.abort("r")
+        client.abort("r")
+        client.abort("never heard of")
+        _, reason, _ = await asyncio.wait_for(task, 60)
+        assert reason is FinishReason.ABORT
+        assert client.stats().blocks_used == 0
 
 
-def test_duplicate_id_and_impossible_prompt_are_refused() -> None:
-    async def scenario() -> None:
-        async with running_client(step_ns=2_000_000) as client:
-            task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
-            await asyncio.sleep(0)  # the task runs until it waits: it has submitted
-            with pytest.raises(Conflict):
-                client.submit(make_request("r"))
-            _, reason, _ = await collect(client, make_request("long", tuple(range(1, 3000))))
-            assert reason is FinishReason.ERROR
-            await task
-
-    asyncio.run(scenario())
+async def test_duplicate_id_and_impossible_prompt_are_refused() -> None:
+    async with running_client(step_ns=2_000_000) as client:
+        task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
+        await asyncio.sleep(0)  # the task runs until it waits: it has submitted
+        with pytest.raises(Conflict):
+            client.submit(make_request("r"))
+        _, reason, _ = await collect(client, make_request("long", tuple(range(1, 3000))))
+        assert reason is FinishReason.ERROR
+        await task
 
 
-def test_deadline_ends_a_waiting_request_while_paused() -> None:
-    async def scenario() -> None:
-        async with running_client() as client:
-            await client.configure({"paused": True})
-            for seconds in (0.5, 2, 8):  # on a busy machine the shortest may be over before the engine hears of it
-                request = make_request("r", deadline_ns=time.monotonic_ns() + round(seconds * 1e9))
-                _, reason, account = await asyncio.wait_for(collect(client, request), 60)
-                assert reason is FinishReason.DEADLINE
-                causes = {i.cause for i in account.intervals() if i.stage is Stage.QUEUE}
-                if Cause.PAUSED in causes:
-                    break
-            assert Cause.PAUSED in causes
-
-    asyncio.run(scenario())
+async def test_deadline_ends_a_waiting_request_while_paused() -> None:
+    async with running_client() as client:
+        await client.configure({"paused": True})
+        for seconds in (0.5, 2, 8):  # on a busy machine the shortest may be over before the engine hears of it
+            request = make_request("r", deadline_ns=time.monotonic_ns() + round(seconds * 1e9))
+            _, reason, account = await asyncio.wait_for(collect(client, request), 60)
+            assert reason is FinishReason.DEADLINE
+            causes = {i.cause for i in account.intervals() if i.stage is Stage.QUEUE}
+            if Cause.PAUSED in causes:
+                break
+        assert Cause.PAUSED in causes
 
 
-def test_configure_answers_with_all_knobs_or_an_error() -> None:
-    async def scenario() -> None:
-        async with running_client() as client:
-            knobs = await client.configure({"max_num_seqs": 3})
-            assert knobs["max_num_seqs"] == 3
-            with pytest.raises(ConfigError, match="max_num_sequences"):
-                await client.configure({"max_num_sequences": 3})
-            with pytest.raises(ConfigError):
-                await client.configure({"max_num_seqs": 100_000})
-
-    asyncio.run(scenario())
+async def test_configure_answers_with_all_knobs_or_an_error() -> None:
+    async with running_client() as client:
+        knobs = await client.configure({"max_num_seqs": 3})
+        assert knobs["max_num_seqs"] == 3
+        with pytest.raises(ConfigError, match="max_num_sequences"):
+            await client.configure({"max_num_sequences": 3})
+        with pytest.raises(ConfigError):
+            await client.configure({"max_num_seqs": 100_000})
 
 
-def test_engine_that_cannot_start_says_why_and_is_not_tried_again() -> None:
-    async def scenario() -> None:
-        client = ProcessClient(WORKER, b'{"refuse": true}')
-        with pytest.raises(ConfigError, match="no such model"):
-            await asyncio.wait_for(client.start(), 60)
-        assert client.num_restarts == 0
-        await client.stop()
-
-    asyncio.run(scenario())
+async def test_engine_that_cannot_start_says_why_and_is_not_tried_again() -> None:
+    client = ProcessClient(WORKER, b'{"refuse": true}')
+    with pytest.raises(ConfigError, match="no such model"):
+        await asyncio.wait_for(client.start(), 60)
+    assert client.num_restarts == 0
+    await client.stop()
 
 
 def test_worker_leaves_when_its_parent_is_killed() -> None:
@@ -319,7 +283,7 @@ asyncio.run(main())
     asyncio.run(scenario())
 
 
-def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = time.monotonic_ns()
     clock = SimpleNamespace(monotonic_ns=lambda: now_ns)
     monkeypatch.setattr(incarnation, "time", clock)
@@ -329,49 +293,39 @@ def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPa
         nonlocal now_ns
         now_ns += int(seconds * 1e9)
 
-    async def scenario() -> None:
-        async with running_client() as client:
+    async with running_client() as client:
+        pass_s(incarnation.SILENT_AFTER_S)
+        assert not client.is_ready
+        await asyncio.wait_for(wait_until_ready(client), 60)  # idle, and answering
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        while client.is_ready:  # what it said before has still to be heard
+            await asyncio.sleep(0.02)
             pass_s(incarnation.SILENT_AFTER_S)
-            assert not client.is_ready
-            await asyncio.wait_for(wait_until_ready(client), 60)  # idle, and answering
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGSTOP)
-            while client.is_ready:  # what it said before has still to be heard
-                await asyncio.sleep(0.02)
-                pass_s(incarnation.SILENT_AFTER_S)
-            pass_s(incarnation.HUNG_AFTER_S)
-            while client.num_restarts == 0:
-                await asyncio.sleep(0.01)
-            await asyncio.wait_for(wait_until_ready(client), 60)
-            assert client.num_restarts == 1
-            tokens, _, _ = await collect(client, make_request("after"))
-            assert tokens == expected_tokens((1, 2, 3), 20)
-
-    asyncio.run(scenario())
+        pass_s(incarnation.HUNG_AFTER_S)
+        while client.num_restarts == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(wait_until_ready(client), 60)
+        assert client.num_restarts == 1
+        tokens, _, _ = await collect(client, make_request("after"))
+        assert tokens == expected_tokens((1, 2, 3), 20)
 
 
-def test_stop_before_start_is_harmless() -> None:
-    async def scenario() -> None:
-        client = ProcessClient(WORKER, b"{}")
-        client.spawn()
-        await client.stop()
-
-    asyncio.run(scenario())
+async def test_stop_before_start_is_harmless() -> None:
+    client = ProcessClient(WORKER, b"{}")
+    client.spawn()
+    await client.stop()
 
 
-def test_sigterm_to_the_whole_group_is_left_to_the_parent() -> None:
+async def test_sigterm_to_the_whole_group_is_left_to_the_parent() -> None:
     """A service manager sends SIGTERM to every process; the parent drains, so the engine must go on."""
-
-    async def scenario() -> None:
-        async with running_client(step_ns=2_000_000) as client:
-            task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
-            await asyncio.sleep(0.03)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGTERM)
-            os.kill(client.pid, signal.SIGINT)
-            tokens, reason, _ = await asyncio.wait_for(task, 60)
-            assert reason is FinishReason.LENGTH
-            assert len(tokens) == 50
-            assert client.num_restarts == 0
-
-    asyncio.run(scenario())
+    async with running_client(step_ns=2_000_000) as client:
+        task = asyncio.create_task(collect(client, make_request("r", max_tokens=50)))
+        await asyncio.sleep(0.03)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGTERM)
+        os.kill(client.pid, signal.SIGINT)
+        tokens, reason, _ = await asyncio.wait_for(task, 60)
+        assert reason is FinishReason.LENGTH
+        assert len(tokens) == 50
+        assert client.num_restarts == 0

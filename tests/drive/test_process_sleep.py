@@ -211,30 +211,24 @@ def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awake() ->
     play(script, step_ns=20_000_000)
 
 
-def test_stopping_answers_who_waits_for_sleep() -> None:
-    async def run() -> None:
-        async with sleepy(step_ns=20_000_000) as client:
-            running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
-            await until(lambda: client.stats().num_running == 1)
-            falling = asyncio.create_task(client.sleep(SleepAsk(1)))
-            await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="shutting down"):
-            await asyncio.wait_for(falling, PATIENCE_S)
-        assert (await asyncio.wait_for(running, PATIENCE_S))[1] is FinishReason.ERROR
-
-    asyncio.run(run())
+async def test_stopping_answers_who_waits_for_sleep() -> None:
+    async with sleepy(step_ns=20_000_000) as client:
+        running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
+        await until(lambda: client.stats().num_running == 1)
+        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
+        await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="shutting down"):
+        await asyncio.wait_for(falling, PATIENCE_S)
+    assert (await asyncio.wait_for(running, PATIENCE_S))[1] is FinishReason.ERROR
 
 
-def test_stopping_asleep() -> None:
-    async def run() -> None:
-        async with sleepy() as client:
-            await client.sleep(SleepAsk(1))
-            pid = client.pid
-        assert pid is not None
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    asyncio.run(run())
+async def test_stopping_asleep() -> None:
+    async with sleepy() as client:
+        await client.sleep(SleepAsk(1))
+        pid = client.pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_what_it_did_is_in_the_facts() -> None:
@@ -250,29 +244,25 @@ def test_what_it_did_is_in_the_facts() -> None:
     play(script)
 
 
-def test_stopping_while_several_wait_for_a_successor() -> None:
+async def test_stopping_while_several_wait_for_a_successor() -> None:
     """Nothing is started any more, and nobody waits for ever."""
-
-    async def run() -> None:
-        async with sleepy() as client:
-            await client.sleep(SleepAsk(1))
-            await kill(client)
-            waking = [asyncio.create_task(client.wake()) for _ in range(3)]
-            stopping = asyncio.create_task(client.stop())  # in the same turn of the loop: no successor is ready by then
-            await asyncio.wait_for(stopping, PATIENCE_S)
-            assert client.num_restarts == 1
-        for task in waking:
-            with pytest.raises(EngineError, match=r"^the server is shutting down") as caught:
-                await asyncio.wait_for(task, PATIENCE_S)
-            assert caught.value.info.status == 503
-        assert client.pid is None
-        with pytest.raises(EngineError, match="shutting down"):
-            await client.wake()
-        with pytest.raises(EngineError, match="shutting down"):
-            client.spawn()
-        assert client.pid is None
-
-    asyncio.run(run())
+    async with sleepy() as client:
+        await client.sleep(SleepAsk(1))
+        await kill(client)
+        waking = [asyncio.create_task(client.wake()) for _ in range(3)]
+        stopping = asyncio.create_task(client.stop())  # in the same turn of the loop: no successor is ready by then
+        await asyncio.wait_for(stopping, PATIENCE_S)
+        assert client.num_restarts == 1
+    for task in waking:
+        with pytest.raises(EngineError, match=r"^the server is shutting down") as caught:
+            await asyncio.wait_for(task, PATIENCE_S)
+        assert caught.value.info.status == 503
+    assert client.pid is None
+    with pytest.raises(EngineError, match="shutting down"):
+        await client.wake()
+    with pytest.raises(EngineError, match="shutting down"):
+        client.spawn()
+    assert client.pid is None
 
 
 def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,53 +41,44 @@ def test_nothing_is_known_before_the_engine_is_ready() -> None:
     assert ProcessClient(["none"], b"{}").facts() is None
 
 
-def test_facts_are_of_now() -> None:
-    async def scenario() -> None:
-        async with running_client(measures=True) as client:
-            facts = client.facts()
-            assert facts is not None
-            assert facts.settings["block_size"] == 16
-            assert facts.settings["max_num_seqs"] == SchedulerConfig().max_num_seqs  # the knob, not what was said first
-            [crank] = facts.processes
-            assert crank.name == "engine"
-            assert crank.started_ns < (crank.ready_ns or 0) <= time.monotonic_ns()
-            begins, ends = [part[1] for part in crank.start], [part[2] for part in crank.start]
-            assert [*begins, crank.ready_ns] == [crank.started_ns, *ends]
-            assert "import engine" in [part[0] for part in crank.start]
-            await client.configure({"max_num_seqs": 3})
-            assert client.facts().settings["max_num_seqs"] == 3
-            await until(lambda: client.facts().machine == MACHINE)
-
-    asyncio.run(scenario())
+async def test_facts_are_of_now() -> None:
+    async with running_client(measures=True) as client:
+        facts = client.facts()
+        assert facts is not None
+        assert facts.settings["block_size"] == 16
+        assert facts.settings["max_num_seqs"] == SchedulerConfig().max_num_seqs  # the knob, not what was said first
+        [crank] = facts.processes
+        assert crank.name == "engine"
+        assert crank.started_ns < (crank.ready_ns or 0) <= time.monotonic_ns()
+        begins, ends = [part[1] for part in crank.start], [part[2] for part in crank.start]
+        assert [*begins, crank.ready_ns] == [crank.started_ns, *ends]
+        assert "import engine" in [part[0] for part in crank.start]
+        await client.configure({"max_num_seqs": 3})
+        assert client.facts().settings["max_num_seqs"] == 3
+        await until(lambda: client.facts().machine == MACHINE)
 
 
-def test_a_successor_says_it_again() -> None:
-    async def scenario() -> None:
-        async with running_client(measures=True) as client:
-            await until(lambda: client.facts().machine is not None)
-            first = client.facts().process("engine")
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: not client.is_ready)
-            await wait_until_ready(client)
-            second = client.facts().process("engine")
-            assert client.facts().machine == MACHINE  # it still holds
-            assert (first.restarts, second.restarts) == (0, 1)
-            assert second.started_ns > first.ready_ns
-
-    asyncio.run(scenario())
+async def test_a_successor_says_it_again() -> None:
+    async with running_client(measures=True) as client:
+        await until(lambda: client.facts().machine is not None)
+        first = client.facts().process("engine")
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: not client.is_ready)
+        await wait_until_ready(client)
+        second = client.facts().process("engine")
+        assert client.facts().machine == MACHINE  # it still holds
+        assert (first.restarts, second.restarts) == (0, 1)
+        assert second.started_ns > first.ready_ns
 
 
-def test_long_collections_reach_the_client() -> None:
-    async def scenario() -> None:
-        async with running_client(collects_garbage=True) as client:
-            begin_ns = time.monotonic_ns()
-            await collect(client, make_request("a", max_tokens=2))
-            pauses = client.facts().process("engine").pauses
-            assert pauses
-            assert list(pauses) == sorted(set(pauses))  # each once
-            assert all(begin_ns < at_ns < time.monotonic_ns() and ns >= host_time.LONG_NS for at_ns, ns in pauses)
-
-    asyncio.run(scenario())
+async def test_long_collections_reach_the_client() -> None:
+    async with running_client(collects_garbage=True) as client:
+        begin_ns = time.monotonic_ns()
+        await collect(client, make_request("a", max_tokens=2))
+        pauses = client.facts().process("engine").pauses
+        assert pauses
+        assert list(pauses) == sorted(set(pauses))  # each once
+        assert all(begin_ns < at_ns < time.monotonic_ns() and ns >= host_time.LONG_NS for at_ns, ns in pauses)
 
 
 def test_pauses_keep_the_latest_long_ones() -> None:

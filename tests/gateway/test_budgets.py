@@ -96,85 +96,72 @@ def test_a_restart_forgets_nothing(tmp_path):
     assert refusal(TokenBudgets([A], BudgetFile(file), Calendar(clock)))
 
 
-def test_two_gateways_share_a_file(tmp_path, monkeypatch):
+async def test_two_gateways_share_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
     file = str(tmp_path / "b")
     one, other = (TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))) for _ in range(2))
-
-    async def run():
-        one.open()
-        other.open()
-        for _ in range(10):
-            one.use("a", 3)
-            other.use("a", 5)
-            await asyncio.sleep(0.002)
-        for _ in range(1000):
-            if {refusal(one), refusal(other)} == {("tokens_per_day", DAY_S / 2)}:
-                break
-            one.use("a", 1)
-            await asyncio.sleep(0.01)
-        await one.close()
-        await other.close()
-
-    asyncio.run(run())
+    one.open()
+    other.open()
+    for _ in range(10):
+        one.use("a", 3)
+        other.use("a", 5)
+        await asyncio.sleep(0.002)
+    for _ in range(1000):
+        if {refusal(one), refusal(other)} == {("tokens_per_day", DAY_S / 2)}:
+            break
+        one.use("a", 1)
+        await asyncio.sleep(0.01)
+    await one.close()
+    await other.close()
     assert refusal(one)
     assert refusal(other)
     assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] >= 100
 
 
-def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkeypatch, caplog):
+async def test_a_file_that_breaks_is_counted_beyond_and_written_later(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
     path = tmp_path / "b"
     kept = TokenBudgets([A], BudgetFile(str(path)), Calendar(Clock(NOON)))
     path.unlink()
     path.mkdir()
     kept.use("a", 70)
-
-    async def run():
-        kept.open()
-        await asyncio.sleep(0.05)
-        kept.use("a", 30)
-        assert refusal(kept)
-        path.rmdir()
-        await kept.close()
-
-    asyncio.run(run())
+    kept.open()
+    await asyncio.sleep(0.05)
+    kept.use("a", 30)
+    assert refusal(kept)
+    path.rmdir()
+    await kept.close()
     assert caplog.text.count("budgets are counted and not written") == 1
     assert TokenBudgets([A], BudgetFile(str(path)), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 100
 
 
-def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatch):
+async def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(budgets, "WRITE_S", 0.005)
     kept = TokenBudgets([A], BudgetFile(str(tmp_path / "b")), Calendar(Clock(NOON)))
+    loop, seen = asyncio.get_running_loop(), []
 
-    async def run():
-        loop, seen = asyncio.get_running_loop(), []
+    class Between(ThreadPoolExecutor):
+        """After the file was read, and before the loop is told what it says, a request ends."""
 
-        class Between(ThreadPoolExecutor):
-            """After the file was read, and before the loop is told what it says, a request ends."""
+        def submit(self, work, *arguments):
+            def read_and_use():
+                told = work(*arguments)
+                done = threading.Event()
+                loop.call_soon_threadsafe(lambda: (kept.use("a", 1), seen.append(kept.used()), done.set()))
+                done.wait(10)
+                return told
 
-            def submit(self, work, *arguments):
-                def read_and_use():
-                    told = work(*arguments)
-                    done = threading.Event()
-                    loop.call_soon_threadsafe(lambda: (kept.use("a", 1), seen.append(kept.used()), done.set()))
-                    done.wait(10)
-                    return told
+            return super().submit(read_and_use)
 
-                return super().submit(read_and_use)
-
-        monkeypatch.setattr(exchanges, "ThreadPoolExecutor", Between)
-        kept.open()
-        while len(seen) < 3:
-            await asyncio.sleep(0.005)
-        await kept.close()
-        return seen
-
-    seen = asyncio.run(run())
+    monkeypatch.setattr(exchanges, "ThreadPoolExecutor", Between)
+    kept.open()
+    while len(seen) < 3:
+        await asyncio.sleep(0.005)
+    await kept.close()
     assert [one["a", "tokens_per_day"] for one in seen[:3]] == [1, 2, 3]
 
 
-def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_path):
+async def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_path):
     class Slow(BudgetFile):
         def add(self, added, periods):
             begun.set()
@@ -185,18 +172,14 @@ def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_path):
     file = str(tmp_path / "b")
     kept = TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON)))
     kept._exchanges = kept._exchanged_with(Slow(file))
-
-    async def run():
-        kept.open()
-        while not begun.is_set():
-            await asyncio.sleep(0.005)
-        kept.use("a", 40)
-        closing = asyncio.create_task(kept.close())
-        await asyncio.sleep(0.02)
-        goes_on.set()
-        await closing
-
-    asyncio.run(run())
+    kept.open()
+    while not begun.is_set():
+        await asyncio.sleep(0.005)
+    kept.use("a", 40)
+    closing = asyncio.create_task(kept.close())
+    await asyncio.sleep(0.02)
+    goes_on.set()
+    await closing
     assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 40
 
 

@@ -78,9 +78,6 @@ def test_what_is_not_what_it_says_is_an_error(pieces, coding, error):
 
 
 @pytest.mark.parametrize("coding", [b"", b"identity", b" Identity"])
-def test_what_has_no_coding_is_left_as_it_is(coding):
-    async def read():
-        answer = Pieces([TEXT], coding)
-        assert await begun(answer, 1.0) == (answer, TEXT)
-
-    asyncio.run(read())
+async def test_what_has_no_coding_is_left_as_it_is(coding):
+    answer = Pieces([TEXT], coding)
+    assert await begun(answer, 1.0) == (answer, TEXT)

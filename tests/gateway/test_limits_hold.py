@@ -311,34 +311,29 @@ def test_after_a_reload_no_address_has_more_in_flight_than_it_may(tmp_path):
     assert Path(tmp_path, "b.sqlite").exists()
 
 
-def test_who_leaves_early_gets_no_more_than_its_share(tmp_path):
+async def test_who_leaves_early_gets_no_more_than_its_share(tmp_path):
     """One place at equal weights: A takes its answers, B leaves each of its own just before its end."""
-
-    async def run() -> Counter:
-        world, busy = World(str(tmp_path)), Counter()
-        await world.open()
-        try:
-            await world.reload(1)
+    world, busy = World(str(tmp_path)), Counter()
+    await world.open()
+    try:
+        await world.reload(1)
+        for _ in range(60):
+            for tenant in ("free", "ops"):
+                world.ask(tenant, ("token",) * 20 + ("hang", "end"), False, 30, 20)
+        for _ in range(40):
             for _ in range(60):
-                for tenant in ("free", "ops"):
-                    world.ask(tenant, ("token",) * 20 + ("hang", "end"), False, 30, 20)
-            for _ in range(40):
-                for _ in range(60):
-                    await asyncio.sleep(0)
-                body = world.upstreams.sent[-1]
-                busy[body["tenant"]] += 1
-                world.upstreams.released, released = asyncio.Event(), world.upstreams.released
-                if body["tenant"] == "ops":
-                    world.asked[body["number"]][2].set()
-                else:
-                    released.set()
-            for one in world.asked:
-                one[2].set()
-            await world.end()
-        finally:
-            await world.versions.close()
-        return busy
-
-    busy = asyncio.run(run())
+                await asyncio.sleep(0)
+            body = world.upstreams.sent[-1]
+            busy[body["tenant"]] += 1
+            world.upstreams.released, released = asyncio.Event(), world.upstreams.released
+            if body["tenant"] == "ops":
+                world.asked[body["number"]][2].set()
+            else:
+                released.set()
+        for one in world.asked:
+            one[2].set()
+        await world.end()
+    finally:
+        await world.versions.close()
     assert busy["ops"] <= busy["free"] + 2
     assert busy["ops"] >= 5  # and it is not shut out

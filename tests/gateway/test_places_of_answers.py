@@ -91,79 +91,64 @@ async def end(*tasks: asyncio.Task) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_nobody_is_given_a_place_before_one_within_its_part_whose_turn_it_is():
+async def test_nobody_is_given_a_place_before_one_within_its_part_whose_turn_it_is():
     """Of eight places four are free: a body of four, whose tenant has had nothing, is not passed until it has them."""
-
-    async def run() -> None:
-        queue = FairQueue(QueueConfig(), router_of(8))
-        held = [await (await come(queue, "busy", tokens=100)) for _ in range(8)]
-        busy, wide = await come(queue, "busy", tokens=100), await come(queue, "few", answers=4)
-        for routed in held[:4]:
-            queue.leave(routed, "busy", 100)
-        assert (wide.done(), busy.done()) == (
-            False,
-            False,
-        )  # the last place is not for it, and is kept until it has come in
-        queue.leave(held[4], "busy", 100)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert wide.done()
-        assert busy.done()
-        assert queue._num_wide == 0
-
-    asyncio.run(run())
+    queue = FairQueue(QueueConfig(), router_of(8))
+    held = [await (await come(queue, "busy", tokens=100)) for _ in range(8)]
+    busy, wide = await come(queue, "busy", tokens=100), await come(queue, "few", answers=4)
+    for routed in held[:4]:
+        queue.leave(routed, "busy", 100)
+    assert (wide.done(), busy.done()) == (
+        False,
+        False,
+    )  # the last place is not for it, and is kept until it has come in
+    queue.leave(held[4], "busy", 100)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert wide.done()
+    assert busy.done()
+    assert queue._num_wide == 0
 
 
-def test_one_beyond_its_part_is_passed():
+async def test_one_beyond_its_part_is_passed():
     """It may wait for as long as others come: who asks for everything keeps nobody waiting."""
-
-    async def run() -> None:
-        queue = FairQueue(QueueConfig(), router_of(8))
-        held = [await (await come(queue, "busy", tokens=100)) for _ in range(8)]
-        wide, busy = await come(queue, "greedy", answers=5), await come(queue, "busy", tokens=100)
-        queue.leave(held[0], "busy", 100)
-        await asyncio.sleep(0)
-        assert (busy.done(), wide.done()) == (True, False)
-        for routed in [*held[1:], busy.result()]:
-            queue.leave(routed, "busy", 100)
-        await asyncio.sleep(0)
-        assert wide.done()
-
-    asyncio.run(run())
+    queue = FairQueue(QueueConfig(), router_of(8))
+    held = [await (await come(queue, "busy", tokens=100)) for _ in range(8)]
+    wide, busy = await come(queue, "greedy", answers=5), await come(queue, "busy", tokens=100)
+    queue.leave(held[0], "busy", 100)
+    await asyncio.sleep(0)
+    assert (busy.done(), wide.done()) == (True, False)
+    for routed in [*held[1:], busy.result()]:
+        queue.leave(routed, "busy", 100)
+    await asyncio.sleep(0)
+    assert wide.done()
 
 
-def test_what_waits_behind_a_body_of_several_is_bounded():
+async def test_what_waits_behind_a_body_of_several_is_bounded():
     """There is room for one, but not for who comes behind the body: the queue grew without bound."""
-
-    async def run() -> None:
-        queue = FairQueue(QueueConfig(max_requests=5, shed_from=1.0), router_of(8))
-        await (await come(queue, "t"))
-        tasks = [await come(queue, "t", answers=8) for _ in range(5)]
-        with pytest.raises(Refused):
-            async with asyncio.timeout(5):
-                await queue.enter("t", "m", 1, until_ns=FAR_NS)
-        assert queue.requests == 5
-        await end(*tasks)
-
-    asyncio.run(run())
+    queue = FairQueue(QueueConfig(max_requests=5, shed_from=1.0), router_of(8))
+    await (await come(queue, "t"))
+    tasks = [await come(queue, "t", answers=8) for _ in range(5)]
+    with pytest.raises(Refused):
+        async with asyncio.timeout(5):
+            await queue.enter("t", "m", 1, until_ns=FAR_NS)
+    assert queue.requests == 5
+    await end(*tasks)
 
 
-def test_one_that_gives_up_gives_all_its_places_back():
-    async def run() -> None:
-        router = router_of(8)
-        queue = FairQueue(QueueConfig(), router)
-        granted = asyncio.ensure_future(queue.enter("t", "m", 10, until_ns=FAR_NS, answers=5))
-        routed = await granted
-        assert router.upstreams[0].requests == 5
-        waiting = await come(queue, "t", answers=5)
-        await end(waiting)
-        queue.leave(routed, "t", 10)
-        place = queue.place_now("t", "m", 10, is_charged=False, answers=7)
-        queue.leave(place, "t", 10)
-        assert (router.upstreams[0].requests, router.upstreams[0].in_flight.places) == (0, 0)
-        assert (queue.requests, queue._num_wide) == (0, 0)
-
-    asyncio.run(run())
+async def test_one_that_gives_up_gives_all_its_places_back():
+    router = router_of(8)
+    queue = FairQueue(QueueConfig(), router)
+    granted = asyncio.ensure_future(queue.enter("t", "m", 10, until_ns=FAR_NS, answers=5))
+    routed = await granted
+    assert router.upstreams[0].requests == 5
+    waiting = await come(queue, "t", answers=5)
+    await end(waiting)
+    queue.leave(routed, "t", 10)
+    place = queue.place_now("t", "m", 10, is_charged=False, answers=7)
+    queue.leave(place, "t", 10)
+    assert (router.upstreams[0].requests, router.upstreams[0].in_flight.places) == (0, 0)
+    assert (queue.requests, queue._num_wide) == (0, 0)
 
 
 def test_texts_that_are_ranked_take_one_place_and_answers_one_each():

@@ -176,27 +176,23 @@ def test_what_was_used_long_ago_is_not_waited_for():
     assert one._tokens.level == pytest.approx(-160, abs=1), "what it used itself is"
 
 
-def test_a_tenant_that_comes_back_begins_anew_and_its_use_is_not_told_twice(empty):
+async def test_a_tenant_that_comes_back_begins_anew_and_its_use_is_not_told_twice(empty):
     """A config without it ends its quota; a later one with it has another."""
     mine, other = [quota(tokens_per_minute=1000)], quota(tokens_per_minute=1000)
-
-    async def run():
-        gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
-        for gateway in gateways:
-            gateway.open()
-        await until(lambda: all(gateway.is_shared for gateway in gateways))
-        used(mine[-1], 1, 200)
-        await until(lambda: other._tokens.level < 850)
-        mine.append(quota(tokens_per_minute=2000))
-        used(mine[-1], 1, 100)
-        await until(lambda: other._tokens.level < 750)
-        await asyncio.sleep(0.05)
-        assert other._tokens.level == pytest.approx(700, abs=30)
-        assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
-        for gateway in gateways:
-            await gateway.close()
-
-    asyncio.run(run())
+    gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
+    for gateway in gateways:
+        gateway.open()
+    await until(lambda: all(gateway.is_shared for gateway in gateways))
+    used(mine[-1], 1, 200)
+    await until(lambda: other._tokens.level < 850)
+    mine.append(quota(tokens_per_minute=2000))
+    used(mine[-1], 1, 100)
+    await until(lambda: other._tokens.level < 750)
+    await asyncio.sleep(0.05)
+    assert other._tokens.level == pytest.approx(700, abs=30)
+    assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
+    for gateway in gateways:
+        await gateway.close()
 
 
 def test_budgets_in_a_valkey_are_added_up(empty):
@@ -336,7 +332,7 @@ def test_a_store_that_drips_is_left_in_time(monkeypatch):
         counters.close()
 
 
-def test_what_a_store_answers_ends_no_sharing(caplog):
+async def test_what_a_store_answers_ends_no_sharing(caplog):
     """The exchange fails in a way that nobody foresaw; the next one is tried."""
     tries = []
 
@@ -346,13 +342,10 @@ def test_what_a_store_answers_ends_no_sharing(caplog):
             raise TypeError("unforeseen")
         return told
 
-    async def run():
-        exchange = Exchanges(0.001, lambda: 1, send, lambda kept: None)
-        exchange.begin("trouble")
-        await until(lambda: exchange.succeeded)
-        await exchange.end()
-
-    asyncio.run(run())
+    exchange = Exchanges(0.001, lambda: 1, send, lambda kept: None)
+    exchange.begin("trouble")
+    await until(lambda: exchange.succeeded)
+    await exchange.end()
     assert caplog.text.count("trouble: unforeseen") == 1
 
 

@@ -506,23 +506,20 @@ def test_what_a_check_of_an_open_breaker_tells(failing, models, is_tried):
 
 
 @pytest.mark.parametrize("key", ["sk-ant-api03-x", "sk-12345678", None])
-def test_a_check_has_the_head_that_its_key_needs(key):
+async def test_a_check_has_the_head_that_its_key_needs(key):
     heads = []
 
-    async def run() -> None:
-        async def serve(reader, writer):
-            heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
-            writer.write(whole(200, {"data": []}))
+    async def serve(reader, writer):
+        heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+        writer.write(whole(200, {"data": []}))
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        up = Upstream(UpstreamConfig(name="a", url=url, models=("m",)), BreakerConfig(), key)
-        connections = UpstreamConnections(RoundTrips())
-        assert await lives(connections, up)
-        connections.close()
-        server.close()
-
-    asyncio.run(run())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    up = Upstream(UpstreamConfig(name="a", url=url, models=("m",)), BreakerConfig(), key)
+    connections = UpstreamConnections(RoundTrips())
+    assert await lives(connections, up)
+    connections.close()
+    server.close()
     is_its = key is not None and key.startswith("sk-ant-api")
     assert (b"x-api-key: " in heads[0], b"anthropic-version: " in heads[0]) == (is_its, is_its)
     assert (b"authorization: bearer sk-1" in heads[0]) == (key == "sk-12345678")

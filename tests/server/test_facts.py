@@ -1,6 +1,5 @@
 """`/ledger/facts`: what the server knows of itself, as of now; and the parts of a prompt in its account."""
 
-import asyncio
 import gc
 
 import msgspec
@@ -76,16 +75,13 @@ def test_not_before_the_model_is_known() -> None:
     service.close()
 
 
-def test_they_are_in_the_ledgers_file(tmp_path) -> None:
-    async def serve() -> None:
-        ledger = Ledger(tmp_path / "l.sqlite")
-        model = ModelInfo(("code",), 512, 257)
-        service = Service(FakeEngine(say("x")), byte_tokenizer(), ledger, ServerConfig(), model)
-        service.admission.bounds.max_queued_requests = 3
-        ledger.close()
-        service.close()
-
-    asyncio.run(serve())
+async def test_they_are_in_the_ledgers_file(tmp_path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    model = ModelInfo(("code",), 512, 257)
+    service = Service(FakeEngine(say("x")), byte_tokenizer(), ledger, ServerConfig(), model)
+    service.admission.bounds.max_queued_requests = 3
+    ledger.close()
+    service.close()
     facts = open_readonly(tmp_path / "l.sqlite").facts()
     assert facts.model == "code"
     assert facts.settings["max_queued_requests"] == 3

@@ -1,6 +1,5 @@
 """A body that nobody asked for: the answer arrives, little of the body is read, the connection ends or goes on."""
 
-import asyncio
 import contextlib
 import socket
 import time
@@ -200,22 +199,18 @@ KEPT_BACK = [START, PIECE, {**END, "more_body": True}, LAST]
         ([(b"content-length", b"30")], [b"x" * 5, b"x" * 5, b"x" * 20], 0, KEPT_BACK, 1),
     ],
 )
-def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
+async def test_the_end_of_an_answer_waits_for_an_unread_body_alone(
     headers: list, parts: list, num_read: int, sent: list, num_skips: int
 ) -> None:
     peer = Peer(*parts)
     bounded = BoundedBody({"headers": headers, "extensions": {TRANSPORT: peer}}, peer.receive, peer.send)
-
-    async def serve() -> None:
-        for _ in range(num_read):
-            await bounded.receive()
-        assert not bounded.has_begun
-        for message in (START, PIECE, END):
-            await bounded.send(message)
-            assert bounded.has_begun
-        await bounded.end()
-
-    asyncio.run(serve())
+    for _ in range(num_read):
+        await bounded.receive()
+    assert not bounded.has_begun
+    for message in (START, PIECE, END):
+        await bounded.send(message)
+        assert bounded.has_begun
+    await bounded.end()
     assert peer.sent == sent
     assert peer.num_skips == num_skips
     assert not peer.parts

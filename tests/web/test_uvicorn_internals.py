@@ -77,20 +77,16 @@ def test_the_protocol_has_what_is_overridden_and_used() -> None:
     assert isinstance(protocol.server_state.connections, set)
 
 
-def test_a_request_fills_the_scope_and_the_cycle_as_is_assumed() -> None:
-    async def run() -> tuple[HttpToolsProtocol, Transport]:
-        protocol, transport = await made(), Transport()
-        protocol.connection_made(transport)
-        assert (protocol.scheme, protocol.flow.write_paused) == ("http", False)
-        protocol.data_received(b"GET /a?b=c HTTP/1.1\r\nhost: here\r\n\r\n")
-        assert isinstance(protocol.cycle, RequestResponseCycle)
-        assert (protocol.cycle.response_complete, protocol.cycle.disconnected) == (False, False)
-        assert protocol.cycle.keep_alive is True
-        assert isinstance(protocol.cycle.message_event, asyncio.Event)
-        await asyncio.sleep(0.01)
-        return protocol, transport
-
-    protocol, transport = asyncio.run(run())
+async def test_a_request_fills_the_scope_and_the_cycle_as_is_assumed() -> None:
+    protocol, transport = await made(), Transport()
+    protocol.connection_made(transport)
+    assert (protocol.scheme, protocol.flow.write_paused) == ("http", False)
+    protocol.data_received(b"GET /a?b=c HTTP/1.1\r\nhost: here\r\n\r\n")
+    assert isinstance(protocol.cycle, RequestResponseCycle)
+    assert (protocol.cycle.response_complete, protocol.cycle.disconnected) == (False, False)
+    assert protocol.cycle.keep_alive is True
+    assert isinstance(protocol.cycle.message_event, asyncio.Event)
+    await asyncio.sleep(0.01)
     assert protocol.scope["headers"] == [(b"host", b"here")]
     assert (protocol.url, protocol.parser.get_method()) == (b"/a?b=c", b"GET")
     assert (protocol.parser.get_http_version(), protocol.parser.should_keep_alive()) == ("1.1", True)
