@@ -1,6 +1,7 @@
 """What is to happen to a cluster under load, and does not."""
 
 import asyncio
+import itertools
 import re
 import threading
 
@@ -31,17 +32,16 @@ async def test_who_tries_again_loses_what_has_begun_and_nothing_else():
     has come again."""
     from benchmarks.cluster.trying_again import tried_again
 
-    num_met = 0
+    numbers = itertools.count(1)
 
     async def meet(reader, writer) -> None:
-        nonlocal num_met
-        num_met += 1
+        number = next(numbers)  # of two that come at once, each has its own
         whole = CHUNK + b"data: [DONE]\n\n"
         head = await reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", head.lower())
         await reader.readexactly(int(length[1]))  # who closes with something unread takes its answer back
-        if num_met > 1:
-            writer.write(HEAD % len(whole) + (whole if num_met == 2 else CHUNK))
+        if number > 1:
+            writer.write(HEAD % len(whole) + (whole if number == 2 else CHUNK))
             await writer.drain()
         writer.close()
 

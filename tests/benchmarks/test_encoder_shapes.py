@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.scenarios import embeddings
-from benchmarks.scenarios.encoder_shapes import SHAPES, EncoderShape, write_encoder
+from benchmarks.scenarios.encoder_shapes import SHAPES, EncoderShape, _write_tokenizer
 
 TINY = EncoderShape(layers=2, width=32, heads=4, inner=48, vocabulary=60)
 
@@ -29,7 +29,7 @@ def test_an_encoder_of_a_shape_is_measured(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_texts_become_the_ids_that_the_others_get(tmp_path: Path) -> None:
-    write_encoder(tmp_path, TINY)
+    _write_tokenizer(tmp_path, TINY)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for ids in embeddings.drawn(20, 3, 30, TINY.vocabulary, with_marks=True):
         assert tokenizer.encode(" ".join(f"w{token}" for token in ids[1:-1])).ids == list(ids)
