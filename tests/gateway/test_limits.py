@@ -142,7 +142,7 @@ def test_a_proxy_of_the_environment_is_not_used(hostile, tmp_path):
 
 
 def test_a_breaker_opens_closes_and_says_503_at_once(hostile, tmp_path):
-    text = "[breaker]\nfailures = 2\nopen_s = 0.6\n[retries]\nmax_attempts = 1\n"
+    text = "[breaker]\nfailures = 2\nopen_s = 0.3\n[retries]\nmax_attempts = 1\n"
     text += upstream("dead", DEAD) + upstream("strict", hostile.url("strict")) + upstream("busy", hostile.url("busy"))
     with gateway_of(tmp_path, text) as gateway:
         assert [gateway.ask("dead")[0] for _ in range(2)] == [502, 502]
@@ -152,7 +152,7 @@ def test_a_breaker_opens_closes_and_says_503_at_once(hostile, tmp_path):
         assert (status, json.loads(body)["error"]["code"], headers["retry-after"]) == (503, "no_upstream", "1")
         account = account_from_json(gateway.account("refused"))
         assert (account.finish_reason, account.attempts) == ("refused", ())
-        time.sleep(0.7)
+        time.sleep(0.4)
         assert gateway.ask("dead")[0] == 503  # the gateway itself has looked, and nobody's request
         assert [gateway.ask("strict")[0] for _ in range(6)] == [400] * 6  # 4xx never opens it
         status, headers, _ = gateway.ask("busy")

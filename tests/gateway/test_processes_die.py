@@ -114,7 +114,7 @@ def test_a_wall_clock_that_steps_changes_no_account(hostile, tmp_path, stepping_
     text = upstream("fine", hostile.url("fine"), **SHORT) + upstream("slow", hostile.url("slow"), **SHORT)
     with gateway_of(tmp_path, text, LD_PRELOAD=stepping_clock) as gateway:
         dates, begin_s = set(), time.monotonic()
-        while len(dates) < 2 or time.monotonic() - begin_s < 1.5:
+        while len(dates) < 2 or time.monotonic() - begin_s < 0.5:
             request_id = uuid.uuid4().hex
             sent_ns = time.monotonic_ns()
             status, *_ = gateway.ask("fine", {"x-request-id": request_id}, stream=True, pause_s=0.01)

@@ -14,11 +14,11 @@ ASKED = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "conte
 @pytest.fixture(scope="module")
 def client():
     engine = FakeEngine(say("héllo wörld, this is it"), cached_tokens=1)
-    server = LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,)))
-    server.start()
-    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client:
+    with (
+        LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,))) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as client,
+    ):
         yield client
-    server.stop()
 
 
 def test_messages_whole_and_sent_back(client) -> None:

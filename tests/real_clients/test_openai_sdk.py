@@ -16,10 +16,8 @@ USER = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def live():
     engine = FakeEngine(say("héllo wörld, this is it"), cached_tokens=1)
-    server = LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,))) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

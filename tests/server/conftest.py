@@ -94,6 +94,13 @@ class LiveServer:
             self.loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(60)
 
+    def __enter__(self) -> "LiveServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"

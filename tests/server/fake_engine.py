@@ -50,7 +50,7 @@ class FakeEngine:
         self,
         script: Script,
         *,
-        step_s: float = 0.002,
+        step_s: float = 0.0005,
         max_running: int = 64,
         prefill_chunk: int = 512,
         cached_tokens: int = 0,

@@ -39,12 +39,12 @@ def test_a_head_that_never_comes_does_not_hold_its_connection(launch, sent: byte
 
 
 def test_a_kept_connection_may_rest_and_its_next_head_is_timed(launch) -> None:
-    server = launch(config={"body_timeout_s": 0.5})
+    server = launch(config={"body_timeout_s": 0.2})
     client = connect(server)
     for _ in range(2):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
-        time.sleep(1.0)
+        time.sleep(0.4)
     client.sendall(b"GET /hea")
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(100) == b""

@@ -26,11 +26,11 @@ CALL = f'{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.f <|const
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
     engine, model = FakeEngine(say(FINAL), step_s=0.0005), ModelInfo(("fake",), 4096, 257, (256,))
-    server = LiveServer(engine, ServerConfig(port=0, reasoning_parser="none"), model, TEMPLATE)
-    server.start()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as server.client:
+    with (
+        LiveServer(engine, ServerConfig(port=0, reasoning_parser="none"), model, TEMPLATE) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as server.client,
+    ):
         yield server
-    server.stop()
 
 
 def ask(live, text: str, messages=USER, **more):

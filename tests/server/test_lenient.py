@@ -70,10 +70,8 @@ BOTH = [
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
 def live(request):
     config = ServerConfig(port=0, strict=request.param)
-    server = LiveServer(FakeEngine(say("ok")), config, ModelInfo(("fake",), 512, 257, (EOS,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(FakeEngine(say("ok")), config, ModelInfo(("fake",), 512, 257, (EOS,))) as server:
+        yield server
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BOTH, ids=lambda value: str(value)[:60])

@@ -32,11 +32,9 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def server():
     info = ModelInfo(names=("fake",), max_model_len=100_000, vocab_size=257, eos_token_ids=(EOS,))
-    live = LiveServer(FakeEngine(say("hello")), ServerConfig(port=0, tokenize_cpu_s=0.2), info)
-    live.start()
-    live.call(live.service.texts.start)
-    yield live
-    live.stop()
+    with LiveServer(FakeEngine(say("hello")), ServerConfig(port=0, tokenize_cpu_s=0.2), info) as live:
+        live.call(live.service.texts.start)
+        yield live
 
 
 @pytest.mark.parametrize("path", ROUTES)

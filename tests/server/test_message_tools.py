@@ -27,11 +27,11 @@ ASKED = {"model": "fake", "max_tokens": 500, "messages": [{"role": "user", "cont
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
     engine, model = FakeEngine(say(ANSWER), step_s=0.0005), ModelInfo(("fake",), 4096, 257, (256,))
-    server = LiveServer(engine, ServerConfig(port=0), model, TEMPLATE)
-    server.start()
-    with anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as server.client:
+    with (
+        LiveServer(engine, ServerConfig(port=0), model, TEMPLATE) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="k", max_retries=0) as server.client,
+    ):
         yield server
-    server.stop()
 
 
 def prompt(live: LiveServer) -> str:

@@ -17,10 +17,8 @@ ASKED = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "conte
 @pytest.fixture(scope="module")
 def live():
     engine = FakeEngine(say("héllo wörld"), cached_tokens=3)
-    server = LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(engine, ServerConfig(port=0, api_key=("k",)), ModelInfo(("fake",), 4096, 257, (256,))) as server:
+        yield server
 
 
 def post(live: LiveServer, body: dict, path: str = "/v1/messages", **headers: str):

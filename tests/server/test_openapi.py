@@ -97,10 +97,10 @@ def test_the_pattern_of_numbers_below_a_limit(limit: int) -> None:
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
 def live(request):
     config = ServerConfig(port=0, strict=request.param)
-    server = LiveServer(FakeEngine(say("ok then"), step_s=0.0001), config, ModelInfo(("fake",), 2**53, 257, (256,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(
+        FakeEngine(say("ok then"), step_s=0.0001), config, ModelInfo(("fake",), 2**53, 257, (256,))
+    ) as server:
+        yield server
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("positive", 200), ("negative", 400)])

@@ -29,11 +29,11 @@ NUM_REASONING = len("<think>\nI am é.\n</think>".encode())
 @contextlib.contextmanager
 def served(**settings: str) -> Iterator[LiveServer]:
     engine, model = FakeEngine(say(ANSWER), step_s=0.0005), ModelInfo(("fake",), 4096, 257, (256,))
-    server = LiveServer(engine, ServerConfig(port=0, **settings), model, TEMPLATE)
-    server.start()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as server.client:
+    with (
+        LiveServer(engine, ServerConfig(port=0, **settings), model, TEMPLATE) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as server.client,
+    ):
         yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -79,10 +79,8 @@ HARMLESS = {
 def live():
     from .conftest import FakeEngine, LiveServer, ModelInfo
 
-    server = LiveServer(FakeEngine(say("ok")), ServerConfig(port=0), ModelInfo(("fake",), 4096, 257, (256,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(FakeEngine(say("ok")), ServerConfig(port=0), ModelInfo(("fake",), 4096, 257, (256,))) as server:
+        yield server
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])

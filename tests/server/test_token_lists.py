@@ -17,10 +17,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def live(engine: FakeEngine):
-    server = LiveServer(engine, ServerConfig(port=0), ModelInfo(("fake",), 4096, 257, (256,)))
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(engine, ServerConfig(port=0), ModelInfo(("fake",), 4096, 257, (256,))) as server:
+        yield server
 
 
 def sampled(live: LiveServer, engine: FakeEngine, **more: object) -> list[SamplingParams]:

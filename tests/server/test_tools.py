@@ -17,10 +17,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def live():
     engine, model = FakeEngine(say(f"So: {CALL}\n{CALL}")), ModelInfo(("fake",), 4096, 257, (256,))
-    server = LiveServer(engine, ServerConfig(port=0), model, TEMPLATE)
-    server.start()
-    yield server
-    server.stop()
+    with LiveServer(engine, ServerConfig(port=0), model, TEMPLATE) as server:
+        yield server
 
 
 def ask(live, **more):
