@@ -154,6 +154,10 @@ def test_a_call_is_made_and_its_answer_goes_back(server: Server) -> None:
     assert ask(server, messages=again, tool_choice="none", max_tokens=3).choices[0].message.tool_calls is None
 
 
+def test_a_call_that_is_required_comes_whatever_form_an_answer_would_have(server: Server) -> None:
+    assert ask(server, response_format={"type": "json_object"}).choices[0].finish_reason == "tool_calls"
+
+
 def test_a_stream_has_the_same_call_in_pieces(server: Server) -> None:
     whole = ask(server).choices[0].message.tool_calls[0].function
     chunks = [chunk.choices[0] for chunk in ask(server, stream=True)]
@@ -204,7 +208,6 @@ def test_a_response_calls_and_its_stored_conversation_goes_on(server: Server) ->
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]", "two of the name"),
-        ({"response_format": {"type": "json_object"}}, "tools", "another form"),
         ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "form"),
     ],
 )

@@ -1,8 +1,11 @@
 """Forms as grammars: what is too large is refused by name, and each grammar means what was asked."""
 
 import json
+import re
 
+import llguidance
 import pytest
+from vocabularies import vocabulary
 
 from splittime.core.errors import RequestError
 from splittime.text import grammars
@@ -61,3 +64,26 @@ def test_white_space_is_bounded_and_a_schemas_own_wish_is_not_heard() -> None:
 def test_no_choice_is_no_form() -> None:
     with pytest.raises(RequestError, match="no choice"):
         grammars.of_choice([], "here")
+
+
+DECIMALS = (
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",  # pydantic's Decimal; and of five digits, two behind the point
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)",
+)
+
+
+@pytest.mark.parametrize("pattern", DECIMALS)
+def test_what_a_pattern_looks_ahead_for_is_held_too(pattern: str) -> None:
+    backend, tokens = vocabulary()
+
+    def allows(form: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokens, form, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    form = grammars.of_json_schema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": pattern}]}, "p")
+    for text in ("1.5", "-0.5", ".", "-", "", ".5", "5.", "123.45", "0123.4500", "+"):
+        assert allows(form, f'"{text}"') is bool(re.search(pattern, text)), text
+    assert not allows(form, '"x"') or pattern is DECIMALS[1]  # whose first alternative has no end
+    assert "allOf" not in grammars.of_json_schema({"type": "string", "pattern": "^a$"}, "p")

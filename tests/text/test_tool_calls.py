@@ -10,6 +10,7 @@ import tokenizers
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
+from splittime.text.grammars import of_json_schema
 from splittime.text.harmony import HarmonyParser
 from splittime.text.json_pieces import MOST_WORD_CHARS, JsonPieces
 from splittime.text.marks import ReasoningPlace, trigger
@@ -480,6 +481,28 @@ def test_a_schema_too_deep_is_refused_by_the_tools_place() -> None:
 @pytest.mark.parametrize("schema", [{"properties": {"a": {"type": "string", "pattern": "x"}}}, {"minProperties": 1}])
 def test_what_texts_between_marks_cannot_be_held_to_is_refused_by_keyword(family: str, schema: dict) -> None:
     with pytest.raises(RequestError) as refused:
-        grammar_of_calls(FAMILIES[family], [Tool("f", schema, False)], may_answer=False, may_repeat=True)
+        grammar_of_calls(FAMILIES[family], [Tool("f", schema, True)], may_answer=False, may_repeat=True)
     assert refused.value.info.value in ("pattern", "minProperties")
     assert refused.value.info.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_a_tool_that_is_not_strict_is_held_to_what_can_be_said(plain, family: str) -> None:
+    city = {"anyOf": [{"type": "string", "minLength": 1}]} if family in ("gemma4", "functiongemma") else {}
+    schema = {**SCHEMAS["weather"], "properties": {"city": {"type": "string", "minLength": 1} | city}}
+    made = grammar_of_calls(FAMILIES[family], [Tool("weather", schema, False)], may_answer=False, may_repeat=False)
+    assert allows(plain, made, written(family, TWO[0]))
+    assert not allows(plain, made, written(family, *TWO))
+    assert not allows(plain, made, written(family, ("weather", "{}")))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_beside_tools_an_answer_is_a_call_or_has_the_form(plain, family: str) -> None:
+    form = of_json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "p")
+    made = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=True, may_repeat=True, form=form)
+    assert allows(plain, made, written(family, *TWO))
+    assert allows(plain, made, FAMILIES[family].answer + '{"a": 5}')
+    for wrong in ("text", '{"a": "x"}', '{"a": 5}' + written(family, *TWO)):
+        assert not allows(plain, made, FAMILIES[family].answer + wrong), wrong
+    forced = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=False, may_repeat=True, form=form)
+    assert not allows(plain, forced, FAMILIES[family].answer + '{"a": 5}')

@@ -74,7 +74,7 @@ class Ask:
 
     @property
     def is_chat(self) -> bool:
-        return self.endpoint == "chat"
+        return bool(self.messages)
 
     @property
     def num_choices(self) -> int:
@@ -101,7 +101,7 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
     default = min(DEFAULT_COMPLETION_TOKENS, model.default_sampling.get("max_tokens", DEFAULT_COMPLETION_TOKENS))
     max_tokens = int(default) if body.max_tokens is None else _to_the_end(body.max_tokens, limits)
     echo_only = max_tokens == 0 and bool(body.echo)
-    _require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
+    require(max_tokens != 0 or echo_only, "max_tokens", 0, "0 needs echo: nothing else would be answered")
     ask = _ask("completions", body, model, limits, include_timing)
     echo, max_tokens = bool(body.echo), 1 if echo_only else max_tokens
     sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=body.logprobs, echo=echo)
@@ -113,12 +113,12 @@ def _ask_completion(body: CompletionBody, model: ModelInfo, limits: BodyLimits, 
 
 def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks) -> Ask:
     max_tokens = _to_the_end(_max_tokens(body, limits), limits)
-    tool_use = tool_use_of(body, marks)
-    _require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
+    require(body.top_logprobs is None or bool(body.logprobs), "top_logprobs", body.top_logprobs, "needs logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ask = _ask("chat", body, model, limits, include_timing)
-    told = {} if tool_use is None else {"tools": tool_use.told}
     sampling = _sampling(body, model, limits, max_tokens=max_tokens, logprobs=logprobs, echo=False)
+    tool_use = tool_use_of(body, marks, sampling.grammar)
+    told = {} if tool_use is None else {"tools": tool_use.told}
     ask = replace(
         ask,
         tool_use=tool_use,
@@ -137,7 +137,7 @@ def _max_tokens(body: ChatBody, limits: BodyLimits) -> int | None:
     older, newer = body.max_tokens, body.max_completion_tokens
     if older is not None and newer is not None:
         agree = older == newer and not limits.strict
-        _require(agree, "max_tokens", older, "differs from max_completion_tokens; give one of them", newer)
+        require(agree, "max_tokens", older, "differs from max_completion_tokens; give one of them", newer)
     return older if newer is None else newer
 
 
@@ -147,10 +147,8 @@ def _to_the_end(max_tokens: int | None, limits: BodyLimits) -> int | None:
 
 
 def _held_to_calls(sampling: SamplingParams, tool_use: ToolUse | None) -> SamplingParams:
-    """Raises RequestError for an answer that is to have another form besides."""
     if tool_use is None:
         return sampling
-    _require(not sampling.grammar, "tools", None, "cannot be called in an answer that is held to another form")
     held = msgspec.structs.replace(sampling, grammar=tool_use.grammar)
     held.validate()
     return held
@@ -160,7 +158,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     """Returns what the chat template is told besides the messages."""
     continues = bool(body.continue_final_message)
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    _require(not (opens and continues), "continue_final_message", True, "cannot be true with add_generation_prompt")
+    require(not (opens and continues), "continue_final_message", True, "cannot be true with add_generation_prompt")
     effort = getattr(body, "reasoning_effort", None)
     more = ({"reasoning_effort": effort} if effort else {}) | ({"enable_thinking": False} if effort == "none" else {})
     more |= body.chat_template_kwargs or {}
@@ -170,7 +168,7 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 def _check_against_model(ask: Ask, model: ModelInfo, limits: BodyLimits) -> Ask:
     """Returns what concerns the whole ask: number of choices, and token ids that the model has."""
     count, limit = ask.num_choices, limits.max_choices
-    _require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
+    require(count <= limit, "n" if ask.n > 1 else "prompt", count, _TOO_MANY, limit)
     check_lists(ask.sampling, model.vocab_size)
     return ask
 
@@ -188,14 +186,14 @@ def _ask(endpoint: str, body: GenerationBody, model: ModelInfo, limits: BodyLimi
     """The fields that both kinds share; `sampling` is filled in by the caller."""
     check_model(body.model, model)
     stream = bool(body.stream)
-    _require(stream or body.stream_options is None, "stream_options", None, "needs stream")
+    require(stream or body.stream_options is None, "stream_options", None, "needs stream")
     options = body.stream_options
     n = 1 if body.n is None else body.n
-    _require(1 <= n <= limits.max_n, "n", n, f"must be 1 to {limits.max_n}", [1, limits.max_n])
+    require(1 <= n <= limits.max_n, "n", n, f"must be 1 to {limits.max_n}", [1, limits.max_n])
     priority = body.priority or 0
-    _require(abs(priority) <= MAX_PRIORITY, "priority", str(priority), "out of range", [-MAX_PRIORITY, MAX_PRIORITY])
+    require(abs(priority) <= MAX_PRIORITY, "priority", str(priority), "out of range", [-MAX_PRIORITY, MAX_PRIORITY])
     salt = body.cache_salt or ""
-    _require(len(salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", len(salt), "is too long", MAX_CACHE_SALT_CHARS)
+    require(len(salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", len(salt), "is too long", MAX_CACHE_SALT_CHARS)
     return Ask(
         endpoint=endpoint,
         model=body.model or model.name,
@@ -224,7 +222,7 @@ def _sampling(
     """Sampling parameters with every absent field at the model's default, or its own, validated."""
     stop = _stop_strings(body.stop, limits)
     for text in stop:
-        _require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
+        require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
     given: dict[str, Any] = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
     given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     given["top_k"] = 0 if given.get("top_k") == -1 else given.get("top_k", 0)
@@ -243,24 +241,24 @@ def _sampling(
         **given,
     )
     sampling.validate()
-    _require(not (sampling.grammar and body.bad_words), "bad_words", None, "beside a form: write it into the form")
+    require(not (sampling.grammar and body.bad_words), "bad_words", None, "beside a form: write it into the form")
     wrong = limits.strict and max_tokens is not None and sampling.min_tokens > max_tokens
-    _require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
+    require(not wrong, "min_tokens", sampling.min_tokens, "is above max_tokens", max_tokens)
     return sampling
 
 
 def _stop_strings(stop: str | Sequence[str] | None, limits: BodyLimits) -> tuple[str, ...]:
     """The stop strings; an empty one stops nothing, and is refused by `SamplingParams` where `--strict` keeps it."""
     listed = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    _require(len(listed) <= MAX_STOP_STRINGS, "stop", len(listed), "has too many strings", MAX_STOP_STRINGS)
+    require(len(listed) <= MAX_STOP_STRINGS, "stop", len(listed), "has too many strings", MAX_STOP_STRINGS)
     return listed if limits.strict else tuple(text for text in listed if text)
 
 
 def _bad_words(body: GenerationBody) -> tuple[str, ...]:
     words = tuple(body.bad_words or ())
     for word in words:
-        _require(bool(word.strip()), "bad_words", word, "has a word that is empty")
-        _require(len(word) <= MAX_BAD_WORD_CHARS, "bad_words", len(word), "has a word too long", MAX_BAD_WORD_CHARS)
+        require(bool(word.strip()), "bad_words", word, "has a word that is empty")
+        require(len(word) <= MAX_BAD_WORD_CHARS, "bad_words", len(word), "has a word too long", MAX_BAD_WORD_CHARS)
     return words
 
 
@@ -273,7 +271,7 @@ _SAME_NAME = (
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     bias = {}
     for key, value in given.items():
-        _require(key.isascii() and key.isdigit() and len(key) <= 10, "logit_bias", key, "has a key that is no token id")
+        require(key.isascii() and key.isdigit() and len(key) <= 10, "logit_bias", key, "has a key that is no token id")
         bias[int(key)] = value
     return bias
 
@@ -294,11 +292,11 @@ def _prompts(given: GivenPrompts, model: ModelInfo, most: int, kept: int | None)
     prompts = listed(given, "prompt")
     if isinstance(prompts[0], str):
         return tuple(prompts)
-    _require(len(prompts) <= most, "prompt", len(prompts), _TOO_MANY, most)  # before any of them is looked at
+    require(len(prompts) <= most, "prompt", len(prompts), _TOO_MANY, most)  # before any of them is looked at
     return kept_of(prompts, kept, model.max_model_len - 1, model, "prompt")
 
 
-def _require(holds: bool, param: str, value: Any, why: str, limit: Any = None) -> None:
+def require(holds: bool, param: str, value: Any, why: str, limit: Any = None) -> None:
     if not holds:
         raise RequestError(f"{param} {why}", param=param, value=value, limit=limit)
 

@@ -5,7 +5,7 @@ template. What came of it the answer says when it is done.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -49,28 +49,13 @@ class PrefillAnswer(AnyAnswer, kw_only=True):
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillAsk(Ask):
-    @property
-    def is_chat(self) -> bool:
-        return bool(self.messages)
-
-
 def prefill_ask(
     body: PrefillBody, model: ModelInfo, limits: BodyLimits, include_timing: bool, marks: AnswerMarks
-) -> PrefillAsk:
+) -> Ask:
     """include_timing: a header asks for it. marks: of the model's chats. Raises `RequestError`."""
     like = ask_of(_generation(body), model, limits, include_timing, marks)
-    return PrefillAsk(
-        endpoint=PREFILL,
-        model=like.model,
-        prompts=like.prompts,
-        messages=like.messages,
-        template_options=like.template_options,
-        sampling=SamplingParams(pooling=AHEAD, max_tokens=0, seed=0),
-        include_timing=include_timing,
-        cache_salt=like.cache_salt,
-    )
+    sampling = SamplingParams(pooling=AHEAD, max_tokens=0, seed=0)
+    return replace(like, endpoint=PREFILL, sampling=sampling, tool_use=None, reasoning=None)
 
 
 def _generation(body: PrefillBody) -> ChatBody | CompletionBody:

@@ -32,9 +32,9 @@ class ToolUse:
         return ToolParser(self.family, self.tools)
 
 
-def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
-    """Returns None where no tool can be called. Raises RequestError, which names the field, for tools that cannot
-    be."""
+def tool_use_of(body: ChatBody, marks: AnswerMarks, form: str = "") -> ToolUse | None:
+    """Returns None where no tool can be called. form: the grammar that an answer without calls is held to; "" for none.
+    Raises RequestError, which names the field, for tools that cannot be."""
     choice = "none" if not body.tools and body.tool_choice in (None, "auto") else body.tool_choice or "auto"
     if choice == "none":
         return None
@@ -52,7 +52,7 @@ def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
         raise RequestError("continue_final_message goes on with a text, not with calls", param="continue_final_message")
     may_repeat = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     grammar = ""
-    if choice != "auto" or any(tool.is_strict for tool in tools) or not may_repeat:
+    if choice != "auto" or any(tool.is_strict for tool in tools) or not may_repeat or form:
         callable_tools = [_named(tools, choice)] if isinstance(choice, NamedTool) else tools
         grammar = grammar_of_calls(
             marks.tools,
@@ -60,6 +60,7 @@ def tool_use_of(body: ChatBody, marks: AnswerMarks) -> ToolUse | None:
             may_answer=choice == "auto",
             may_repeat=may_repeat,
             token_ids=marks.token_ids,
+            form=form,
         )
     told = tuple({"type": "function", "function": _as_told(each)} for each in body.tools)
     return ToolUse(marks.tools, {tool.name: tool.parameters for tool in tools}, told, grammar)

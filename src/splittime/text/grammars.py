@@ -13,6 +13,8 @@ from splittime.core.errors import RequestError
 
 WHITE_SPACE = r"(?: |\n[ \t]{0,32})?"
 ESCAPES = 'nrbtf\\"'  # after a backslash: names of properties are written in one way
+_NOT_ALONE = re.compile(r"\^\(\?!\^?\[([^]\\^]+)\]\*\$\)")
+_ALSO = re.compile(r"\(\?=([^()]*\$)\)([^()|]*\$)\)$")
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
@@ -49,17 +51,37 @@ def _without_annotations(schema: Any) -> Any:
         return [_without_annotations(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
             found[key] = {name: _without_annotations(each) for name, each in value.items()}
         elif key in VALUES:
             found[key] = value
+        elif key == "pattern" and isinstance(value, str) and "(?" in value:
+            found[key], *more = _intersected(value)
+            found["allOf"] = [*found.get("allOf", ()), *({"pattern": each} for each in more)]
         elif not (key == "propertyNames" and value in (True, {}, {"type": "string"})) and not (
             key == "format" and isinstance(value, str) and value not in FORMATS
         ):
             found[key] = _without_annotations(value)
     return found
+
+
+def _intersected(pattern: str) -> list[str]:
+    """Returns patterns without a look-ahead which together say the same, as far as it is one of pydantic's: a text is
+    not made of some characters alone, or what follows in an alternative at the end matches another pattern too."""
+    alone, bare = _NOT_ALONE.match(pattern), _NOT_ALONE.sub("^", pattern)
+    also = _ALSO.search(bare)
+    ends = [bare] if also is None else [f"{bare[: also.start()]}{each})" for each in also.groups()]
+    return [*ends, *([] if alone is None else [f"[^{alone[1]}]"])]
+
+
+def named_beside(grammar: str, other: str, name: str) -> str:
+    """Returns the grammar with another one beside it, which it refers to by this name."""
+    first, *more = json.loads(other)["grammars"]
+    return json.dumps(
+        {"grammars": [*json.loads(grammar)["grammars"], {**first, "name": name}, *more]}, ensure_ascii=False
+    )
 
 
 def of_json_object() -> str:

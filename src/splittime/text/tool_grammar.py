@@ -6,12 +6,13 @@ Properties come in the order of the schema, those that are not required or not. 
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from splittime.core.errors import RequestError
 from splittime.text.argument_types import followed, is_text, types_of
-from splittime.text.grammars import MAX_SCHEMA_CHARS, json_schema_rule, of_lark, require_depth
+from splittime.text.grammars import MAX_SCHEMA_CHARS, json_schema_rule, named_beside, of_lark, require_depth
 from splittime.text.lark import literal, up_to, without
 from splittime.text.marks import trigger
 from splittime.text.quoted_grammar import QuotedRules
@@ -20,14 +21,17 @@ from splittime.text.tool_schemas import (
     COMBINED,
     OF_LISTED_TEXTS,
     OF_TEXTS,
+    CannotHold,
     any_name,
     misshapen,
     param_of,
     properties_of,
     refuse,
     separated,
+    types_alone,
 )
 
+FORM = "answer"  # the name of the grammar of an answer that calls no tool
 NO_IDS: Mapping[str, int] = {}
 _NOTES = frozenset({"type", "title", "description"})  # which hold an answer to nothing, beside a constant
 
@@ -39,18 +43,21 @@ def grammar_of_calls(
     may_answer: bool,
     may_repeat: bool,
     token_ids: Mapping[str, int] = NO_IDS,
+    form: str = "",
 ) -> str:
     """Returns the grammar of answers that call tools. may_answer: or that are a text, or (where the family marks
-    calls) have one before them. may_repeat: more than one call. token_ids: of marks that are tokens. Raises
-    RequestError, which names the tool, for a schema that is too large or too deep or cannot be held to."""
+    calls) have one before them. may_repeat: more than one call. token_ids: of marks that are tokens. form: the grammar
+    of an answer that calls none. Raises RequestError, which names the tool, for a schema that is too large or too deep,
+    or that a tool which is strict cannot be held to."""
     rules: dict[str, None] = {}
     size = 0
-    for rule in _Rules(family, tools, token_ids).written(may_answer, may_repeat):
+    for rule in _Rules(family, tools, token_ids, has_form=bool(form)).written(may_answer, may_repeat):
         if rule and rule not in rules:
             rules[rule] = None
             size += len(rule)
             _require_size(size)
-    return of_lark("\n".join(rules), "tools")
+    calls = of_lark("\n".join(rules), "tools")
+    return named_beside(calls, form, FORM) if form and may_answer else calls
 
 
 def _require_size(size: int) -> None:
@@ -74,8 +81,10 @@ def _require_checkable(schema: Mapping[str, Any], param: str) -> None:
 
 
 class _Rules:
-    def __init__(self, family: ToolFamily, tools: Sequence[Tool], token_ids: Mapping[str, int]) -> None:
-        self._family, self._tools, self._ids = family, tools, token_ids
+    def __init__(
+        self, family: ToolFamily, tools: Sequence[Tool], token_ids: Mapping[str, int], *, has_form: bool
+    ) -> None:
+        self._family, self._tools, self._ids, self._has_form = family, tools, token_ids, has_form
         self._calls = {
             Style.MEMBER: self._member,
             Style.NAMED: self._named,
@@ -96,7 +105,19 @@ class _Rules:
         yield f"call: {' | '.join(f'call_{index}' for index in range(len(self._tools)))}"
         for index, tool in enumerate(self._tools):
             _require_checkable(tool.parameters, param_of(index))
-            yield from self._calls(index, tool)
+            yield from self._calls(index, tool) if tool.is_strict else self._as_far_as_can_be(index, tool)
+
+    def _as_far_as_can_be(self, index: int, tool: Tool) -> list[str]:
+        """Returns the rules of a tool that is not strict: what they cannot hold to is left to the model."""
+        found, size = [], 0
+        try:
+            for rule in self._calls(index, tool):
+                found.append(rule)
+                size += len(rule)
+                _require_size(size)
+        except CannotHold:
+            return list(self._calls(index, tool._replace(parameters=types_alone(tool.parameters))))
+        return found
 
     def _literal(self, text: str) -> str:
         return literal(text, self._ids)
@@ -105,13 +126,14 @@ class _Rules:
         opened = f"{self._literal(first)} rest"
         if not may_answer:
             return opened
+        free = f"@{FORM}" if self._has_form else "FREE"
         if self._family.answer:
-            return f"{self._literal(self._family.answer)} FREE | {opened}"
-        return f"FREE | {opened}" if self._family.is_bare else "FREE | lead rest"
+            return f"{self._literal(self._family.answer)} {free} | {opened}"
+        return f"{free} | {opened}" if self._family.is_bare or self._has_form else "FREE | lead rest"
 
     def _texts(self, first: str, may_answer: bool) -> Iterator[str]:
         """Rules of texts that are no call, and of one up to a call's begin."""
-        if not may_answer:
+        if not may_answer or self._has_form:
             return
         if self._family.answer:
             yield "FREE: /(?s:.*)/"
@@ -126,7 +148,9 @@ class _Rules:
 
     def _member(self, index: int, tool: Tool) -> Iterator[str]:
         head = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self._family.arguments)}: '
-        yield f'call_{index}: {json.dumps(head)} args_{index} "}}"'
+        is_like_form = self._has_form and self._family.is_bare  # cut as the form is: a lexer takes nothing back
+        parts = re.findall(r'"[^"]*"|.', head) if is_like_form else [head]
+        yield f'call_{index}: {" ".join(map(json.dumps, parts))} args_{index} "}}"'
         yield f"args_{index}: %json {json_schema_rule(tool.parameters)}"
 
     def _named(self, index: int, tool: Tool) -> Iterator[str]:

@@ -16,6 +16,10 @@ OF_OBJECTS = (
 )
 
 
+class CannotHold(RequestError):
+    """A grammar cannot say what a keyword asks for."""
+
+
 def separated(rule: str, at: int, is_required: bool, comma: str) -> Iterator[str]:
     """Yields rules for the arguments from this one on, where none came before it, and where one did, behind a comma."""
     one, then = f"{rule}_{at}_one", f"{rule}_{at + 1}"
@@ -71,12 +75,19 @@ def misshapen(index: int, where: str, wanted: str) -> RequestError:
 def refuse(schema: Mapping[str, Any], keywords: Sequence[str], family: ToolFamily, index: int) -> None:
     found = next((keyword for keyword in keywords if keyword in schema), None)
     if found is not None:
-        raise RequestError(
+        raise CannotHold(
             f"{param_of(index)}: calls in the form of {family.name} cannot be held to {found} there",
             param=param_of(index),
             value=found,
-            hint="leave it out, or let the model choose (tool_choice auto, without strict)",
+            hint="leave it out, or strict",
         )
+
+
+def types_alone(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema that says of arguments their names, their types, and which must be."""
+    types = {name: each.get("type") for name, each in _shown(schema, 0).items() if isinstance(each, Mapping)}
+    properties = {name: {"type": each} if isinstance(each, str) else {} for name, each in types.items()}
+    return {"type": "object", "properties": properties, "required": list(_required(schema, 0))}
 
 
 def param_of(index: int) -> str:
