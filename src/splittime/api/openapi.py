@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from splittime import __version__
-from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
 from splittime.api.conversation import QUERY
 from splittime.api.embeddings import Embeddings
@@ -16,6 +15,7 @@ from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.openapi_bodies import KV_ASK, MSGPACK, Schema, body_schemas
 from splittime.api.prefill import PrefillAnswer
 from splittime.api.ranking import Ranking, ScoreList
+from splittime.api.schema import LoadAdapterBody, UnloadAdapterBody
 from splittime.core.sleep import LEVELS, MAX_TIMEOUT_S, MODES
 from splittime.text.process import Tokens
 
@@ -36,6 +36,7 @@ _ERRORS = {
     504: "The request's own deadline passed.",
 }
 _GENERATION_ERRORS = (400, 404, 408, 409, 413, 415, 429, 500, 503, 504)
+_HOPS = (400, 408, 409, 413, 415)
 
 # In words only: a tool that draws requests would draw deadlines too, and a deadline that passes is a 504 by right.
 _DEADLINE = (
@@ -123,16 +124,16 @@ def _paths(knobs: Schema) -> Schema:
         "/detokenize": {"post": _post("DetokenizeBody", "Token ids to text", "Text", (400, 404, 413, 503))},
         "/tokenizer_info": {"get": _get("Special tokens, chat templates and sizes of the vocabulary", errors=(503,))},
         "/health": {"get": _get("Alive")},
-        "/ping": {"get": _get("Alive, as SageMaker asks"), "post": _bodyless("The same", [], (400,))},
+        "/ping": {"get": _get("Alive, as SageMaker asks"), "post": _get("The same", [], errors=(400,))},
         "/ready": {"get": _get("Would a request be served now", errors=(503,))},
         "/version": {"get": _get("This program's version")},
         "/metrics": {"get": _get("Prometheus metrics", content={"text/plain": {"schema": TEXT}})},
         "/stats": {"get": _get("Gauges and counters")},
         "/knobs": {"get": _get("What can be changed while serving"), "patch": _change_knobs(knobs)},
-        "/reset_prefix_cache": {"post": _bodyless("Forget the prefixes that no request uses", [], (400, 413, 503))},
-        "/sleep": {"post": _bodyless("Give the memory back", _SLEEP_QUERY, (400, 409, 500, 503))},
-        "/wake": {"post": _bodyless("Take it again, and serve", [], (400, 500, 503))},
-        "/wake_up": {"post": _bodyless("The same", [], (400, 500, 503))},
+        "/reset_prefix_cache": {"post": _get("Forget the prefixes that no request uses", [], errors=(400, 413, 503))},
+        "/sleep": {"post": _get("Give the memory back", _SLEEP_QUERY, errors=(400, 409, 500, 503))},
+        "/wake": {"post": _get("Take it again, and serve", [], errors=(400, 500, 503))},
+        "/wake_up": {"post": _get("The same", [], errors=(400, 500, 503))},
         "/is_sleeping": {"get": _get("Whether it sleeps")},
         "/kv/blocks": {"post": _get("Blocks of KV cache", errors=(400, 404, 408, 413, 503), content=MSGPACK) | KV_ASK},
         "/ledger/requests": {"get": _get("The latest accounts", [slower, limit], errors=(400,))},
@@ -140,7 +141,7 @@ def _paths(knobs: Schema) -> Schema:
         "/ledger/steps": {"get": _get("The latest steps", [limit], errors=(400,))},
         "/ledger/facts": {"get": _get("What the server knows of itself: settings, costs, ceilings", errors=(503,))},
         "/ledger/trace.json": {"get": _get("A trace for Perfetto", [limit], errors=(400,))},
-        "/ledger/hops": {"post": _post_hops()},
+        "/ledger/hops": {"post": _post("HopsBody", "Keep what a client did beside its requests", None, _HOPS)},
         "/ledger/hops/{trace_id}": {"get": _get("The hops of a trace", [_in_path("trace_id")], errors=(404,))},
         "/ledger/what-if": {"post": _what_if(knobs)},
         "/openapi.json": {"get": _get("This description")},
@@ -164,13 +165,16 @@ def _prefill(body: str, summary: str, answer: str) -> Schema:
     return described | {"parameters": _GENERATION_HEADERS, "description": _DEADLINE}
 
 
-def _post(body: str, summary: str, answer: str | None, errors: Iterable[int]) -> Schema:
-    content = {"application/json": {"schema": _ref(body), "example": EXAMPLES[body]}}
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(errors, _json(OBJECT if answer is None else _ref(answer))),
-    }
+def _post(body: str | Schema, summary: str, answer: str | None, errors: Iterable[int], example: Any = None) -> Schema:
+    """body: the name of one of ours, or a schema, which has this example."""
+    given = {"schema": _ref(body), "example": EXAMPLES[body]} if isinstance(body, str) else {"schema": body}
+    content = {"application/json": given if example is None else given | {"example": example}}
+    described = _get(summary, answer=answer, errors=errors)
+    return described | {"requestBody": {"required": True, "content": content}}
+
+
+def _closed(properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _in_words(summary: str, body: str) -> Schema:
@@ -178,38 +182,21 @@ def _in_words(summary: str, body: str) -> Schema:
     return _post(body, summary, None, _GENERATION_ERRORS)
 
 
-def _post_hops() -> Schema:
-    return _post("HopsBody", "Keep what a client did beside its requests", None, (400, 408, 409, 413, 415))
-
-
-def _bodyless(summary: str, parameters: list[Schema], errors: Iterable[int]) -> Schema:
-    return {"summary": summary, "parameters": parameters, "responses": _responses(errors, _json(OBJECT))}
-
-
 def _change_knobs(knobs: Schema) -> Schema:
     """Some bounds depend on the other knobs, which the error then says."""
-    body = {"type": "object", "properties": knobs, "additionalProperties": False}
-    return {
-        "summary": "Change some of them",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {}}}},
-        "responses": _responses((400, 413, 503), _json(OBJECT)),
-    }
+    return _post(_closed(knobs), "Change some of them", None, (400, 413, 503), {})
 
 
 def _what_if(knobs: Schema) -> Schema:
     blocks = {"num_blocks": {"type": "integer", "minimum": 1}}
     settings = {name: schema for name, schema in (knobs | blocks).items() if name != "paused"}
-    speed = {"type": "number", "minimum": 0.01, "maximum": 100}
-    properties = {
-        "settings": {"type": "object", "properties": settings, "additionalProperties": False},
-        "speed": {**speed, "description": "Requests come so many times as fast."},
-    }
-    body = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {
-        "summary": "What a change would have made of the latest requests",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body, "example": {"speed": 1.5}}}},
-        "responses": _responses((400, 408, 409, 413, 415, 429, 500, 503), _json(OBJECT)),
-    }
+    speed: Schema = {"type": "number", "minimum": 0.01, "maximum": 100}
+    speed["description"] = "Requests come so many times as fast."
+    body, summary = (
+        _closed({"settings": _closed(settings), "speed": speed}),
+        "What a change would have made of the latest",
+    )
+    return _post(body, f"{summary} requests", None, (400, 408, 409, 413, 415, 429, 500, 503), {"speed": 1.5})
 
 
 def _get(

@@ -30,7 +30,7 @@ from splittime.api.choice import Choice
 from splittime.api.embeddings import EmbeddingUsage, usage_of
 from splittime.api.foreign import UNSUPPORTED
 from splittime.api.limits import FIELD, BodyLimits, KeepLast, ModelInfo, keep_last
-from splittime.api.params import Ask, check_model
+from splittime.api.params import Ask, check_model, require
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.sampling import LOGITS, SCORE, SamplingParams
@@ -166,10 +166,8 @@ def _ask(
     if not judged_by:
         model.require_generating()
         _refuse_cut(body.truncate_prompt_tokens)
-    most = limits.max_choices
-    if len(pairs) > most:
-        said, hint = f"{param} has {len(pairs)} texts, more than {most}", f"send at most {most} in one request"
-        raise RequestError(said, param=param, value=len(pairs), limit=most, hint=hint)
+    count, most = len(pairs), limits.max_choices
+    require(count <= most, param, count, f"has {count} texts, more than {most}", most)
     instruction = "" if judged_by else body.instruction or INSTRUCTION
     _require_short(pairs, instruction, param)
     return RankAsk(

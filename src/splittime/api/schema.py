@@ -330,3 +330,17 @@ class DetokenizeBody(Strict, kw_only=True):
     model: str | None = None
     tokens: Annotated[list[int], Meta(max_length=MAX_DETOKENIZED)]
     skip_special_tokens: bool = False
+
+
+AdapterName = Annotated[str, Meta(max_length=128, description="Of the adapter: requests name it as their model.")]
+
+
+class LoadAdapterBody(Strict):
+    lora_name: AdapterName
+    lora_path: Annotated[
+        str, Meta(min_length=1, max_length=4096, description="Its folder, below --lora-root: relative, or whole.")
+    ]
+
+
+class UnloadAdapterBody(Strict):
+    lora_name: AdapterName

@@ -7,6 +7,7 @@ import uvloop
 
 from splittime.api.limits import ModelInfo
 from splittime.drive.client import EngineClient
+from splittime.ledger.account import PREFILL
 from splittime.ledger.store import Ledger
 from splittime.server import (
     routes_dashboard,
@@ -19,9 +20,8 @@ from splittime.server import (
 )
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
-from splittime.server.prefill import prefill
 from splittime.server.service import Service
-from splittime.server.visit import Visit
+from splittime.server.visit import PrefillVisit, Visit
 from splittime.text.tokenizer import Tokenizer
 from splittime.web import http, serving
 from splittime.web.edge import Edge, Names
@@ -33,11 +33,11 @@ __all__ = ["PATHS", "App", "build_app", "listen", "make_server", "run", "serve"]
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
 
-def visited(endpoint: str) -> Handler:
+def visited(endpoint: str, visit: type[Visit] = Visit) -> Handler:
     """Returns who answers at this one of `endpoints.ENDPOINTS`."""
 
     async def serve(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-        await Visit(service, endpoint, scope, receive, send).serve()
+        await visit(service, endpoint, scope, receive, send).serve()
 
     return serve
 
@@ -52,7 +52,7 @@ VISITED = {
 # a name in braces stands for the rest of a path, or for what is before its end: `http.PATH_REST` in the scope
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
-    ("POST", "/v1/prefill", prefill),
+    ("POST", "/v1/prefill", visited(PREFILL, PrefillVisit)),
     ("POST", "/v1/messages", routes_messages.create),
     ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
     ("POST", "/v1/responses", routes_responses.create),

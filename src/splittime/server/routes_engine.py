@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from splittime.api.adapters import LoadAdapterBody, UnloadAdapterBody
 from splittime.api.decode import decode_body
+from splittime.api.schema import LoadAdapterBody, UnloadAdapterBody
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.kv_blocks import MAX_NAMES, NAME_BYTES, BlocksAsk, with_digests
 from splittime.core.sleep import AWAKE, SleepAsk, SleepReport

@@ -40,6 +40,8 @@ from splittime.web.told_tenant import Sharer, notices_of_head, sharer_of
 
 now_ns = time.monotonic_ns
 
+CHOICES_AT_ONCE = 128
+
 
 class GivenBody(NamedTuple):
     """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread. ignored:
@@ -154,7 +156,7 @@ class Visit:
         prompts.correct(place, [len(prompt.token_ids) for prompt in tokenized for _ in range(ask.n)])
         if self._deadline_ns is not None and now_ns() >= self._deadline_ns:
             raise too_late()
-        return ask, *self._hand_off(ask, tokenized, model, place)
+        return ask, *(await self._hand_off(ask, tokenized, model, place))
 
     async def _reserve(self) -> None:
         self.request_id = http.new_request_id()  # until it has a good one of its own, which is nobody else's
@@ -184,13 +186,13 @@ class Visit:
 
     # ---- to the engine
 
-    def _hand_off(
+    async def _hand_off(
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
     ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
         ignored, changed = lenient.notices_of(self._ignored), notices_of(ask, prompts, budgets, model)
         self.notices = [*notices_of_head(self.scope, self.tenant), *ignored, *changed]
-        choices = self._choices(ask, prompts, budgets, model)
+        choices = await self._choices(ask, prompts, budgets, model)
         if self._quota is not None:
             counted.reserve_tokens(self.service, self._quota, [choice.request for choice in choices])
         renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
@@ -201,10 +203,11 @@ class Visit:
         self.service.groups[self.full_id] = group
         return group, writer
 
-    def _choices(
+    async def _choices(
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[int], model: ModelInfo
     ) -> list[Choice]:
-        """Returns all answers to the prompts, with no token yet, each with its request and its account."""
+        """Returns all answers to the prompts, with no token yet, each with its request and its account. Of many inputs
+        others have their turn between."""
         check_model(ask.model, self.service.require_model())  # an adapter may have gone meanwhile
         adapter, count = self.service.require_model().adapter_of(ask.model), ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
@@ -228,6 +231,10 @@ class Visit:
             account.extend(self.account.marks[1:])
             account.enter(Stage.HANDOFF, request.submitted_ns)
             choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer))
+            if len(choices) % CHOICES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if self._is_gone:
+                    raise http.Disconnected
         return choices
 
     # ---- while it is served
@@ -359,3 +366,37 @@ class Visit:
             self._place.give_up()
         if self._is_reserved:
             self.service.release(self.full_id)
+
+
+class PrefillVisit(Visit):
+    """A prefill is a visit like others: it counts to its tenant's limits, has an account of its own, and its client
+    takes it back by going away. Nobody waits behind it (`scheduler.ahead`), so it has no place in the queue once it is
+    handed off; that is why a tenant may have few at a time, and why each has a deadline."""
+
+    is_counted = False  # among its tenant's
+
+    def _read_head(self) -> ModelInfo:
+        model, asked_ns = super()._read_head(), self._deadline_ns
+        latest_ns = self.start_ns + int(self.service.config.prefill_ahead_s * 1e9)
+        self._deadline_ns = latest_ns if asked_ns is None else min(asked_ns, latest_ns)
+        return model
+
+    async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
+        try:
+            self.service.prefilled.enter(self.tenant.name)
+        except Refused as refused:
+            raise self.service.admission.refuse(refused) from None
+        self.is_counted = True
+        return await super()._read_ask(model)
+
+    async def _hand_off(
+        self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
+    ) -> tuple[Group, Writer]:
+        handed = await super()._hand_off(ask, prompts, model, place)
+        place.give_up()
+        return handed
+
+    def _leave(self) -> None:
+        if self.is_counted:
+            self.service.prefilled.leave(self.tenant.name)
+        super()._leave()

@@ -9,10 +9,9 @@ may stand before its channel too. A text without a head is content.
 """
 
 import re
-from collections import deque
 from collections.abc import Container
 
-from splittime.text.marks import ReasoningPlace, ToldApart, Undecided, overlap
+from splittime.text.marks import ReasoningPlace, ToldApart, ToldApartParser, overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CALL_END = "<|call|>"
@@ -28,20 +27,16 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _HEAD_BEGINS = (START, CHANNEL, "to=")
 
 
-class HarmonyParser:
-    """Give it the answer's text in pieces of any size, and of each token where in the text it begins. tools: whose
-    calls are passed on among the content for a `ToolParser`, in one form whatever their head was; where there are any,
-    those of a function that is unknown too. What else is for somebody is content, without its head."""
+class HarmonyParser(ToldApartParser):
+    """tools: whose calls are passed on among the content for a `ToolParser`, in one form whatever their head was; where
+    there are any, those of a function that is unknown too. What else is for somebody is content, without its head."""
 
     def __init__(self, place: ReasoningPlace, tools: Container[str]) -> None:
+        super().__init__()
         self._tools, self._has_tools = tools, bool(tools)
         self._is_in_head = place is ReasoningPlace.BEFORE
         self._is_reasoning = place is ReasoningPlace.WITHIN
         self._called, self._is_in_call = "", False  # the tool, until its arguments begin; and whether they have
-        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
-        self._num_chars = 0  # of what has come
-        self._offsets: deque[int] = deque()  # of tokens in what is not decided yet
-        self._num_tokens = 0
         self._said = ["", ""]
 
     @property
@@ -49,17 +44,7 @@ class HarmonyParser:
         """Tokens of the reasoning so far, with its marks."""
         return self._num_tokens + (len(self._offsets) if self._is_reasoning and not self._is_in_head else 0)
 
-    def note_token(self, offset: int) -> None:
-        """A token begins at this character of the answer."""
-        self._offsets.append(offset)
-
-    def push(self, text: str, *, is_end: bool = False) -> ToldApart:
-        """Returns what this piece makes sure. is_end: no other piece follows."""
-        grown = self._undecided.grown(self._text, text, is_end=is_end)
-        if grown is None:
-            return ToldApart("", "")
-        self._num_chars += len(grown) - len(self._text)
-        self._text = grown
+    def _told_apart(self, is_end: bool) -> ToldApart:
         self._said = ["", ""]
         while self._head(is_end) if self._is_in_head else self._body(is_end):
             pass

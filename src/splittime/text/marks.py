@@ -2,6 +2,7 @@
 often what is undecided is looked at, and where an answer begins."""
 
 import re
+from collections import deque
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +43,33 @@ class Undecided:
         whole = text + "".join(self._pieces)
         self._pieces, self._num_chars = [], 0
         return whole
+
+
+class ToldApartParser:
+    """Tells reasoning from content. Give it the answer's text in pieces of any size, and of each token where in the
+    text it begins."""
+
+    def __init__(self) -> None:
+        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
+        self._num_chars = 0  # of what has come
+        self._offsets: deque[int] = deque()  # of tokens in what is not decided yet
+        self._num_tokens = 0
+
+    def note_token(self, offset: int) -> None:
+        """A token begins at this character of the answer."""
+        self._offsets.append(offset)
+
+    def push(self, text: str, *, is_end: bool = False) -> ToldApart:
+        """Returns what this piece makes sure. is_end: no other piece follows."""
+        grown = self._undecided.grown(self._text, text, is_end=is_end)
+        if grown is None:
+            return ToldApart("", "")
+        self._num_chars += len(grown) - len(self._text)
+        self._text = grown
+        return self._told_apart(is_end)
+
+    def _told_apart(self, is_end: bool) -> ToldApart:
+        raise NotImplementedError
 
 
 def overlap(text: str, mark: str) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from splittime.core.errors import ConfigError
 from splittime.text import harmony
 from splittime.text.lark import literal, up_to
-from splittime.text.marks import ReasoningPlace, ToldApart, Undecided, overlap
+from splittime.text.marks import ReasoningPlace, ToldApart, ToldApartParser, overlap
 
 
 class ReasoningMarks(NamedTuple):
@@ -94,19 +94,14 @@ def after_reasoning(
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**form, "name": "form"}, *others]}, ensure_ascii=False)
 
 
-class ReasoningParser:
-    """Give it the answer's text in pieces of any size, and of each token where in the text it begins."""
-
+class ReasoningParser(ToldApartParser):
     def __init__(self, marks: ReasoningMarks, place: ReasoningPlace) -> None:
+        super().__init__()
         self._marks = marks
         self._is_begun = place is not ReasoningPlace.BEFORE
         self._is_first = place is ReasoningPlace.WITHIN  # nothing of the reasoning has come
         self._is_over = place is ReasoningPlace.BEHIND
         self._skips_breaks = False
-        self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
-        self._num_chars = 0  # of what has come
-        self._offsets: list[int] = []
-        self._num_tokens = 0
 
     @property
     def num_tokens(self) -> int:
@@ -114,17 +109,10 @@ class ReasoningParser:
         return self._num_tokens if self._is_over else len(self._offsets) if self._is_begun else 0
 
     def note_token(self, offset: int) -> None:
-        """A token begins at this character of the answer."""
         if not self._is_over:
-            self._offsets.append(offset)
+            super().note_token(offset)
 
-    def push(self, text: str, *, is_end: bool = False) -> ToldApart:
-        """Returns what this piece makes sure. is_end: no other piece follows."""
-        grown = self._undecided.grown(self._text, text, is_end=is_end)
-        if grown is None:
-            return ToldApart("", "")
-        self._num_chars += len(grown) - len(self._text)
-        self._text = grown
+    def _told_apart(self, is_end: bool) -> ToldApart:
         if not self._is_begun:
             self._look_for_begin(is_end)
         reasoning = self._reasoning(is_end) if self._is_begun and not self._is_over else ""
