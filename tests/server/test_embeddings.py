@@ -65,6 +65,13 @@ def test_every_form_of_input(live: LiveServer, given: object, prompts: list[list
     assert {request.sampling.pooling for request in asked} == {"mean"}
 
 
+def test_many_inputs_are_one_request_of_the_queue(launch) -> None:
+    live = launch(model={"pooling": NAMED}, config={"max_queued_requests": 2}, max_running=2)
+    inputs = [[1 + index % 200] for index in range(300)]
+    assert embedded(live, inputs) == [normed(raw(ids)) for ids in inputs]
+    assert live.service.admission.queued_requests == live.service.admission.queued_prompt_tokens == 0
+
+
 def test_base64_holds_the_same_numbers(live: LiveServer) -> None:
     (floats,), (coded,) = embedded(live, "abc"), embedded(live, "abc", encoding_format="base64")
     assert array("f", base64.b64decode(coded)).tolist() == pytest.approx(floats, abs=1e-7)
@@ -102,8 +109,8 @@ def test_a_size_that_the_model_does_not_allow(launch, pooling: dict, dimensions:
         ({"input": []}, "input", "empty list"),
         ({"input": ["a", 1]}, "input", "mixes"),
         ({"input": [300]}, "input", "outside the vocabulary"),
-        ({"input": ["a"] * 129}, "input", "129 entries, more than 128"),
-        ({"input": [[1]] * 129}, "input", "129 entries, more than 128"),
+        ({"input": ["a"] * 2049}, "input", "2049 entries, more than 2048"),
+        ({"input": [[1]] * 2049}, "input", "2049 entries, more than 2048"),
         ({"input": "a" * 65}, "input", "at most 64"),
         ({"input": "a" * 5000}, "input", "at most 64"),
         ({"input": ["a", "a" * 65]}, "input[1]", "at most 64"),

@@ -23,7 +23,7 @@ from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
 from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
 from splittime.api.limits import BodyLimits, KeepLast, ModelInfo, keep_last
-from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model
+from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model, require
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
@@ -31,6 +31,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
 from splittime.text.answer_marks import AnswerMarks
 
+MAX_INPUTS = 2048  # as OpenAI takes
 FLOAT32 = np.dtype("<f4")
 Encoding = Literal["float", "base64"]
 Vector = np.ndarray[Any, np.dtype[np.float32]]
@@ -91,18 +92,19 @@ def embedding_ask(
     check_model(body.model, model)
     pooling = model.pooling
     require_pooling(pooling, model.name, body.dimensions)
-    _at_most("priority", abs(body.priority or 0), MAX_PRIORITY)
-    _at_most("cache_salt", len(body.cache_salt or ""), MAX_CACHE_SALT_CHARS)
+    priority, salt = body.priority or 0, body.cache_salt or ""
+    require(abs(priority) <= MAX_PRIORITY, "priority", str(priority), "out of range", [-MAX_PRIORITY, MAX_PRIORITY])
+    require(len(salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", len(salt), "is too long", MAX_CACHE_SALT_CHARS)
     kept = keep_last(body.truncate_prompt_tokens, model, 0)
     return EmbeddingAsk(
         endpoint=EMBEDDINGS,
         model=body.model or model.name,
-        prompts=_inputs(body.input, model, limits.max_choices, kept),
+        prompts=_inputs(body.input, model, kept),
         keep_last=kept,
         sampling=SamplingParams(pooling=pooling.kind, max_tokens=0, seed=0),
         include_timing=include_timing,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        priority=priority,
+        cache_salt=salt,
         pooling=pooling,
         dimensions=body.dimensions,
         is_base64=body.encoding_format == "base64",
@@ -127,17 +129,11 @@ def require_pooling(pooling: Pooling, name: str, dimensions: int | None) -> None
         raise RequestError(said, param="dimensions", value=str(dimensions), limit=[1, most])
 
 
-def _at_most(param: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise RequestError(f"{param} is {value}, more than {limit}", param=param, value=str(value), limit=limit)
-
-
-def _inputs(given: GivenPrompts, model: ModelInfo, most: int, kept: int | None) -> tuple[Prompt, ...]:
+def _inputs(given: GivenPrompts, model: ModelInfo, kept: int | None) -> tuple[Prompt, ...]:
     """Returns one entry for each embedding, of which `kept` token ids stay where they are such."""
     inputs = listed(given, "input")
-    if len(inputs) > most:
-        said, hint = f"input has {len(inputs)} entries, more than {most}", f"send at most {most} in one request"
-        raise RequestError(said, param="input", value=len(inputs), limit=most, hint=hint)
+    why = f"has {len(inputs)} entries, more than {MAX_INPUTS}"
+    require(len(inputs) <= MAX_INPUTS, "input", len(inputs), why, MAX_INPUTS)
     if isinstance(inputs[0], str):
         return tuple(inputs)
     return kept_of(inputs, kept, model.max_model_len, model, "input")

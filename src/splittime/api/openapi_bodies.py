@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.api.embeddings import EmbeddingBody
+from splittime.api.embeddings import MAX_INPUTS, EmbeddingBody
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
@@ -110,9 +110,9 @@ def _bound_embedding(properties: Schema, limits: BodyLimits, model: ModelInfo | 
     properties["priority"].update(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     properties["cache_salt"].update(maxLength=MAX_CACHE_SALT_CHARS)
     properties["input"] = _prompt_forms(limits, None if model is None else model.vocab_size, needs_text)
-    properties["input"]["description"] = f"A text, token ids, or a list of either: {limits.max_choices} at most."
+    properties["input"]["description"] = f"A text, token ids, or a list of either: {MAX_INPUTS} at most."
     for form in properties["input"]["anyOf"][2:]:
-        form["maxItems"] = limits.max_choices
+        form["maxItems"] = MAX_INPUTS
     size = properties["dimensions"]["anyOf"][0]
     if model is None or not model.pooling.size:
         size["maximum"] = INT64_MAX

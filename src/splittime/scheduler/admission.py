@@ -98,14 +98,24 @@ class KeyQueue:
 
 
 class Place:
-    """The queue places of one HTTP request of a key: `left` generations of `tokens_each` prompt tokens."""
+    """The queue places of one HTTP request of a key: `left` generations of `tokens_each` prompt tokens. as_one: they
+    are one request together, until the last has left."""
 
-    __slots__ = ("_admission", "key", "left", "tokens_each")
+    __slots__ = ("_admission", "_as_one", "key", "left", "tokens_each")
 
-    def __init__(self, admission: "Admission", key: KeyQueue, count: int, tokens: int) -> None:
-        self._admission, self.key = admission, key
+    def __init__(self, admission: "Admission", key: KeyQueue, count: int, tokens: int, *, as_one: bool) -> None:
+        self._admission, self.key, self._as_one = admission, key, as_one
         self.left = count
         self.tokens_each = [tokens // count] * count
+
+    @property
+    def requests(self) -> int:
+        return min(self.left, 1) if self._as_one else self.left
+
+    def _take(self) -> tuple[int, int]:
+        """Returns the requests and tokens that one generation takes with it."""
+        before, self.left = self.requests, self.left - 1
+        return before - self.requests, self.tokens_each.pop()
 
     def correct(self, tokens_each: list[int]) -> None:
         """The prompts' true lengths are known: put them in the estimate's place."""
@@ -119,14 +129,13 @@ class Place:
     def leave(self, now_ns: int) -> None:
         """One generation left the queue."""
         if self.left:
-            self.left -= 1
-            self._admission.depart(self.key, self.tokens_each.pop(), now_ns)
+            self._admission.depart(self.key, *self._take(), now_ns)
 
     def drop_one(self) -> None:
         """One generation ended without being computed; that says nothing about the service rate."""
         if self.left:
-            self.left -= 1
-            self._admission.count(self.key, -1, -self.tokens_each.pop())
+            requests, tokens = self._take()
+            self._admission.count(self.key, -requests, -tokens)
 
     def give_up(self) -> None:
         """All that are left ended without being computed."""
@@ -241,9 +250,9 @@ class Admission:
 
     def require_first_token(self, now_ns: int, tokens: int, own: Place, first_token_by_ns: int) -> None:
         """Raise `Refused` if one in the queue, now known to be of so many tokens, has no time behind the others."""
-        self.count(own.key, -own.left, -sum(own.tokens_each))
+        self.count(own.key, -own.requests, -sum(own.tokens_each))
         expected = self.expected_wait(tokens, own.key)
-        self.count(own.key, own.left, sum(own.tokens_each))
+        self.count(own.key, own.requests, sum(own.tokens_each))
         self._require_time(now_ns, expected, None, first_token_by_ns)
 
     def _require_time(
@@ -267,21 +276,23 @@ class Admission:
         first_token_by_ns: int | None = None,
         tenant: str = "",
         weight: float = 1.0,
+        as_one: bool = False,
     ) -> Place:
-        """Take places in the queue, or raise: `Refused` for now, `RequestError` if it could never fit."""
-        if count > self.bounds.max_queued_requests:
-            limit = self.bounds.max_queued_requests
+        """Take places in the queue, or raise: `Refused` for now, `RequestError` if it could never fit. as_one: so many
+        generations are queued as one request."""
+        places, limit = 1 if as_one else count, self.bounds.max_queued_requests
+        if places > limit:
             raise RequestError(f"{count} choices are more than the queue holds", param="n", value=count, limit=limit)
         by_ns = {"deadline_ns": deadline_ns, "first_token_by_ns": first_token_by_ns}
-        self.check(now_ns, count=count, tokens=tokens, tenant=tenant, weight=weight, **by_ns)
+        self.check(now_ns, count=places, tokens=tokens, tenant=tenant, weight=weight, **by_ns)
         if self.queued_requests == 0:
             self._busy_since_ns = now_ns
         key = self.key(tenant, weight)
-        self.count(key, count, tokens // count * count)
-        return Place(self, key, count, tokens)
+        self.count(key, places, tokens // count * count)
+        return Place(self, key, count, tokens, as_one=as_one)
 
-    def depart(self, key: KeyQueue, tokens: int, now_ns: int) -> None:
-        self.count(key, -1, -tokens)
+    def depart(self, key: KeyQueue, requests: int, tokens: int, now_ns: int) -> None:
+        self.count(key, -requests, -tokens)
         self.rate.add(max(0, now_ns - self._busy_since_ns), tokens)
         self._busy_since_ns = max(now_ns, self._busy_since_ns)
 

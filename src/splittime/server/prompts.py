@@ -108,6 +108,7 @@ class Prompts:
         return self._service.admission.enter(
             now_ns(),
             count=ask.num_choices,
+            as_one=bool(ask.sampling.pooling),
             tokens=self._estimate_tokens() * ask.n,
             deadline_ns=deadline_ns,
             first_token_by_ns=first_token_by_ns,
