@@ -1,6 +1,7 @@
 """One request: every way in which it can end, told apart, and when what was read."""
 
 import asyncio
+import socket
 import time
 
 import msgspec
@@ -15,6 +16,7 @@ from splittime.bench.jobs import Job
 from splittime.bench.mock_server import MockServer, Timings
 from splittime.bench.schedule import Planned
 from splittime.core.errors import ConfigError
+from splittime.wire.pool import Pool
 from splittime.wire.sse import AnswerReader, EventLines, body_text
 from splittime.wire.target import Target
 from tests.bench.scripted import CHUNKED, chunk, client_of, event, scripted, whole
@@ -130,13 +132,29 @@ async def test_nobody_there():
         await ask(url, planned())
 
 
-async def test_a_connection_closed_while_idle_is_replaced():
-    """The server closes after each answer but says nothing of it: the second request finds a dead connection."""
+async def test_a_request_whose_connection_is_closed_on_it_is_sent_again_and_says_so():
+    """The server closes a little after each answer but says nothing of it, when the next request has come already."""
     answer = CHUNKED + chunk(event()) + chunk(DONE) + b"0\r\n\r\n"
     async with scripted(answer, answer, answer) as (url, seen):
         outcomes = await ask(url, planned(0), planned(1), planned(2))
     assert [outcome.ending for outcome in outcomes] == [Ending.COMPLETE] * 3
+    assert [outcome.resent for outcome in outcomes] == [0, 1, 1]
     assert len({head.split(b"X-Request-Id: ")[1].split(b"\r\n")[0] for head, _ in seen}) == 3
+
+
+async def test_a_connection_closed_while_idle_is_replaced_before_anything_is_sent():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        pool = Pool(Target(url=f"http://127.0.0.1:{listening.getsockname()[1]}"))
+        await pool.look_up()
+        open_still, _ = await pool.take()
+        pool.give_back(open_still, is_reusable=True)
+        assert await pool.take() == (open_still, 0)
+        pool.give_back(open_still, is_reusable=True)
+        listening.accept()[0].close()  # the kernel knows at once, and our loop has not turned since
+        other, connect_ns = await pool.take()
+        pool.close()
+        assert other is not open_still
+        assert connect_ns > 0
 
 
 async def test_out_of_time():

@@ -16,7 +16,7 @@ HEADER = (
     "index,arm,request_id,phase,ending,session,turn,worker,intended_ms,held_ms,picked_up_ms,connect_ms,sent_ms,"
     "headers_ms,first_chunk_ms,last_chunk_ms,end_ms,response_ttft_ms,service_ttft_ms,response_ms,service_ms,tpot_ms,"
     "max_stall_ms,schedule_lag_ms,chunks,prompt_tokens,output_tokens,cached_tokens,expected_prompt_tokens,"
-    "expected_output_tokens,expected_cached_tokens,status,finish_reason,error,tags"
+    "expected_output_tokens,expected_cached_tokens,status,finish_reason,error,tags,resent"
 )
 
 

@@ -1,6 +1,7 @@
 """Requests that fail: named first, whatever else there is; told apart from refusals and from a start."""
 
 import msgspec
+import pytest
 from test_rules_client import with_client
 from test_rules_queue import names, poisson
 from ward import Ward
@@ -77,3 +78,15 @@ def test_what_never_reached_the_server_failed_too():
     assert "16 of 80 requests failed; most often: closed before an answer" in first.claim
     reached = msgspec.structs.replace(books, run=run)  # whose fault it is then, its account says
     assert names(reached) == []
+
+
+@pytest.mark.parametrize("has_accounts", [True, False])
+def test_what_the_client_had_to_send_again_failed_at_first(has_accounts):
+    """A proxy closes open connections on every fifth request: this client hides it, another one would not."""
+    books = with_client(Ward().run(*poisson(10, 80)), has_accounts=has_accounts)
+    outcomes = tuple(msgspec.structs.replace(o, resent=int(o.index % 5 == 0)) for o in books.run.outcomes)
+    run = msgspec.structs.replace(books.run, outcomes=outcomes)
+    first = diagnose(msgspec.structs.replace(books, run=run)).illnesses[0]
+    assert first.name == "requests_fail"
+    assert "16 of 80 requests failed, or did at first; most often: its connection was closed" in first.claim
+    assert names(books) == []

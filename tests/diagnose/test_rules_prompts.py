@@ -30,6 +30,29 @@ def test_a_shared_prefix_with_the_cache_on():
     assert names(Ward(**PROMPTS).run(*after_another(*(SHARED + ids(32, i) for i in range(40))))) == []
 
 
+def asked_three_times(has_cache: bool, deadline_ms: float | None):
+    cases = [Case(700 * i + 230 * n, ids(1500, i), 4, deadline_ms=deadline_ms) for i in range(20) for n in range(3)]
+    settings = {"max_num_batched_tokens": 512, "max_prefill_tokens": 512, "enable_prefix_caching": has_cache}
+    return Ward(**PROMPTS, settings=settings).run(*cases)
+
+
+def test_what_was_never_computed_was_not_known():
+    """Prompts that are given up after a step or two, and asked again: the cache gives all that there is of them."""
+    books = asked_three_times(True, 90)
+    assert sum(account.cached_tokens > 0 for account in books.accounts) == 40
+    assert uncached_reuse(books) is None
+
+
+def test_what_was_computed_before_it_was_given_up_was_known():
+    """Without a cache: what the steps' rows reached is computed again each time, and no more of the prompt is."""
+    books = asked_three_times(False, 90)
+    found = uncached_reuse(books)
+    assert isinstance(found, Finding)
+    reached = max(start + num for step in books.steps for _, start, num in step.rows)
+    assert 500 < reached < 1500
+    assert f"{40 * reached} such tokens" in found.claim
+
+
 def test_prompts_without_anything_in_common():
     off = {"enable_prefix_caching": False}
     assert names(Ward(**PROMPTS, settings=off).run(*after_another(*(ids(800, i) for i in range(40))))) == []

@@ -65,6 +65,10 @@ def behind_one_slot(patient: Patient) -> Deadline:
     return Deadline(round(3000 * patient.pace.work_s(patient.tokens(24), patient.tokens(40))))
 
 
+def checking(patient: Patient) -> Delaying:
+    return Delaying(max(0.3, 30 * patient.pace.step_s))
+
+
 BLOCK = 16  # tokens
 GUESSING = ("--speculative-config", '{"method": "suffix"}')
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048")
@@ -295,9 +299,7 @@ ILLNESSES: tuple[Ward, ...] = (
         load=poisson(4, 24, 60),
     ),
     Ward(name="a proxy under Nagle", expected="nagle", spoiler=lambda patient: DelayedAck(), load=poisson(3, 24, 60)),
-    Ward(
-        name="a gateway that checks", expected="slow_way", spoiler=lambda patient: Delaying(), load=poisson(4, 24, 40)
-    ),
+    Ward(name="a gateway that checks", expected="slow_way", spoiler=checking, load=poisson(4, 24, 40)),
     Ward(
         name="a proxy that drops every fifth request",
         expected="requests_fail",

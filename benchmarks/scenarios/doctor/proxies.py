@@ -51,9 +51,10 @@ class Buffering:
 
 
 class Delaying:
-    """Holds each request for 300 ms, as a gateway does that checks it with somebody else; answers go on at once."""
+    """Holds each request for so long, as a gateway does that checks it with somebody else; answers go on at once."""
 
-    delay_s = 0.3
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await _pass_on(reader, writer)

@@ -1,6 +1,7 @@
 """One request, from turning to it until its end: the body that a server of this kind understands, and the outcome.
 
-A connection that the server had closed while it lay idle is replaced in silence: nothing of an answer had been read. A
+A connection that the server had closed while it lay idle is replaced in silence. If one is closed on a request before
+anything of an answer was read, the request is sent again, and its outcome says so: other clients see an error. A
 request that is to be hung up on counts its delay from being sent; a slow reader really stops reading its socket.
 
 What becomes of one request on the wire, and how it ended.
@@ -166,7 +167,7 @@ class Client:
     async def send(self, job: Job, intended_ns: int, held_ns: int = 0) -> Outcome:
         """Turn to a job now. `intended_ns` is an instant of the clock. Never raises for what the server does."""
         picked_up_ns, begin_ns = now_ns(), self.begin_ns
-        exchange, connect_ns = await self._exchange(self._request(job), job.planned, intended_ns)
+        exchange, connect_ns, resent = await self._exchange(self._request(job), job.planned, intended_ns)
         reading = exchange.reading
         assert exchange.ending is not None
         return Outcome(
@@ -176,6 +177,7 @@ class Client:
             held_ns=held_ns,
             picked_up_ns=picked_up_ns - begin_ns,
             connect_ns=connect_ns,
+            resent=resent,
             sent_ns=_since(begin_ns, exchange.sent_ns),
             headers_ns=_since(begin_ns, exchange.headers_ns),
             chunk_ns=tuple(at_ns - begin_ns for at_ns in reading.chunk_ns),
@@ -206,9 +208,12 @@ class Client:
             body,
         )
 
-    async def _exchange(self, request: bytes, planned: Planned, intended_ns: int) -> tuple[TimedExchange, int | None]:
-        """Carry out, on another connection if the idle one turns out to be closed."""
+    async def _exchange(
+        self, request: bytes, planned: Planned, intended_ns: int
+    ) -> tuple[TimedExchange, int | None, int]:
+        """Carry out, on another connection if an idle one is closed on it; the last is how often that was so."""
         deadline_ns = now_ns() + self._timeout_ns
+        resent = 0
         while True:
             exchange = TimedExchange(
                 lambda at_ns: self.first_chunks.append((at_ns - self.begin_ns, at_ns - intended_ns))
@@ -226,7 +231,8 @@ class Client:
                 self.in_flight.discard(exchange)
             was_stale = connect_ns == 0 and exchange.ending is Ending.FAILED and not exchange.has_begun
             if not was_stale:
-                return exchange, connect_ns
+                return exchange, connect_ns, resent
+            resent += 1
 
     async def _connect(self, planned: Planned, within_s: float) -> tuple[Connection, int]:
         """A slow reader gets a connection of its own with a small buffer: else the kernel would read for it."""

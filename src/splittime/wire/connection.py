@@ -14,6 +14,7 @@ What it promises, and `tests/bench/test_client.py` checks:
 """
 
 import asyncio
+import select
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,8 +57,14 @@ class Connection(asyncio.Protocol):
         self._num_head_bytes = 0  # since the last byte of a body
         self._read_ns = 0
         self._unread: list[tuple[int, bytes]] = []
+        self._ended = select.poll()
         self.is_open = False
         self.is_for_one = False  # not to be used again
+
+    @property
+    def is_usable(self) -> bool:
+        """Open, and the kernel holds neither an end nor an answer that nobody asked for."""
+        return self.is_open and not self._ended.poll(0)
 
     # ---- what we do
 
@@ -88,6 +95,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self.is_open = True
         transport.set_write_buffer_limits(high=0)
+        self._ended.register(transport.get_extra_info("socket"), select.POLLIN)
         self._pool.note_open(self)
 
     def pause_writing(self) -> None:

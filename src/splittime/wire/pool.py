@@ -58,8 +58,9 @@ class Pool:
         """An open connection, and how long it took to connect: 0 for one that was open. Raises `OSError`."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open:
+            if connection.is_usable:
                 return connection, 0
+            connection.hang_up()
         return await self.connect(within_s)
 
     async def connect(

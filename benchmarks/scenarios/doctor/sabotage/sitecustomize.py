@@ -1,7 +1,8 @@
 """Put on PYTHONPATH by the doctor's scenarios, so that a real server falls ill:
 
-SABOTAGE=host         burns 4 ms of Python before each step
-SABOTAGE=gc           keeps a million objects alive in the engine process and has them collected twice a second
+SABOTAGE=host         burns 4 ms of Python before each step, or two and a half times what a step takes
+SABOTAGE=gc           keeps so many objects alive in the engine process that a collection takes 50 ms, and has them
+                      collected twice a second
 SABOTAGE=guesses      has the engine guess 12 tokens at random in most rows, and verify them whatever that costs
 SABOTAGE=tokenizer    takes 60 ms longer for each text
 SABOTAGE=loop         holds up the server's event loop for 150 ms, 100 ms after the last time
@@ -10,6 +11,8 @@ SABOTAGE=looks_back   burns time before each step that grows with the answers: f
                       what a step takes (SABOTAGE_STEP_S)
 SABOTAGE=late         has the engine's loop wake 60 ms late when it had nothing to do
 SABOTAGE=masks        takes 400 ms longer to compile each form
+
+What is said in ms is as much longer as a step (SABOTAGE_STEP_S) is longer than 8 ms.
 """
 
 import gc
@@ -22,8 +25,12 @@ from collections.abc import Callable
 from typing import Any
 
 NUM_GUESSES, GUESSING_SHARE = 12, 0.7
-HOST_S, COLLECT_S, TOKENIZE_S, LOOP_S = 0.004, 0.5, 0.06, 0.15
-TOKEN_PART, LATE_S, COMPILE_S = 0.04, 0.06, 0.4
+STEP_S = float(os.environ.get("SABOTAGE_STEP_S", "0.001"))
+SLOWER = max(1.0, STEP_S / 0.008)
+HOST_S = max(0.004, 2.5 * STEP_S)
+COLLECT_EVERY_S, COLLECT_S, OBJECTS = 0.5, 0.05, 500_000
+TOKENIZE_S, LOOP_S, LATE_S, COMPILE_S = (SLOWER * seconds for seconds in (0.06, 0.15, 0.06, 0.4))
+TOKEN_PART = 0.04
 IN_SERVER = ("tokenizer", "loop")  # the others in the engine process
 
 
@@ -47,7 +54,7 @@ def _spoil_host(crank_class: type) -> None:
 
 
 def _spoil_host_by_answers(crank_class: type) -> None:
-    token_s = TOKEN_PART * float(os.environ["SABOTAGE_STEP_S"])
+    token_s = TOKEN_PART * STEP_S
 
     def dawdle(crank: Any) -> None:
         until = time.monotonic() + token_s * sum(state.num_output for state in crank.engine.scheduler.running)
@@ -79,12 +86,18 @@ def _spoil_compiling(grammars_class: type) -> None:
 
 
 def _spoil_heap(crank_class: type) -> None:
-    while gc.get_freeze_count() == 0:  # what exists before the heap is frozen is never collected
+    """What exists when the heap is frozen, at the end of a start, is never collected."""
+    from splittime.drive.host_time import YOUNG_GENERATION
+
+    while gc.get_threshold()[0] != YOUNG_GENERATION:
         time.sleep(0.05)
-    kept = [[] for _ in range(1_000_000)]
-    while kept:
-        time.sleep(COLLECT_S)
+    kept: list[list[None]] = []
+    while True:
+        begin_s = time.thread_time()
         gc.collect()
+        if time.thread_time() - begin_s < COLLECT_S:
+            kept += [[] for _ in range(OBJECTS)]
+        time.sleep(COLLECT_EVERY_S)
 
 
 def _spoil_guesses(drafter_class: type) -> None:

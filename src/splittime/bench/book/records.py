@@ -54,7 +54,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     request_id: sent as X-Request-Id, and the name of the server's account.
     held_ns: how long it was held back on purpose, by a cap on requests in flight or by its session's turn before.
     picked_up_ns: when the client turned to it; sent_ns: its last byte had been given to a socket; connect_ns: how long
-        the connection took, 0 for one that was open already.
+        the connection took, 0 for one that was open already. resent: so often an open one was closed on it without an
+        answer, and it was sent again.
     chunk_ns: when each chunk with content was read off the socket; chunk_tokens: the tokens in each, if told.
     prompt_tokens, output_tokens, cached_tokens: as the server's usage says; expected_*: as the schedule meant them.
     """
@@ -71,6 +72,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     held_ns: int = 0
     picked_up_ns: int | None = None
     connect_ns: int | None = None
+    resent: int = 0
     sent_ns: int | None = None
     headers_ns: int | None = None
     chunk_ns: tuple[int, ...] = ()

@@ -51,6 +51,7 @@ COLUMNS: dict[str, Callable[[Outcome], Any]] = {
     "finish_reason": lambda o: _text(o.finish_reason),
     "error": lambda o: _text(o.error),
     "tags": lambda o: _text(" ".join(f"{key}={value}" for key, value in sorted(o.tags.items()))),
+    "resent": lambda o: o.resent,
 }
 
 

@@ -12,6 +12,7 @@ from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import NO_CURE_KNOWN, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, is_whole, median, ms, num_requests, served, worst
+from splittime.diagnose.rules.known_prompts import computed_until
 from splittime.diagnose.rules.share import MIN_LOSERS, stated
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -53,11 +54,10 @@ def asked_again(books: Books) -> Answer:
             Fact("given up after, median", ms(patience_ns), "ms"),
             Fact("whole requests, p90", ms(needed_ns) if whole else "none came to its end", "ms" if whole else ""),
             Fact("different prompts that were asked again", len(tries)),
-            Fact("tokens computed for nobody", sum(map(_computed_tokens, given_up)), "tokens"),
+            Fact("tokens computed for nobody", _computed_tokens(books, given_up), "tokens"),
         ),
         request_ids=tuple(account.request_id for account in max(tries, key=len)[:5]),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="prompts with equal hashes and lengths, of one key, each after the one before had been left",
         cure=Cure(
@@ -94,8 +94,8 @@ def _tries(accounts: Sequence[ClosedAccount]) -> list[list[ClosedAccount]]:
     return [line for found in lines.values() for line in found if len(line) > 1]
 
 
-def _computed_tokens(account: ClosedAccount) -> int:
-    return max(0, account.prompt_tokens - account.cached_tokens) * bool(account.output_tokens) + account.output_tokens
+def _computed_tokens(books: Books, accounts: Sequence[ClosedAccount]) -> int:
+    return sum(computed_until(books)[a.request_id] - a.cached_tokens + a.output_tokens for a in accounts)
 
 
 @rule("accounts", root_of=CROWDED)
@@ -117,8 +117,7 @@ def computed_for_nobody(books: Books) -> Answer:
             Fact("of these requests came to their own end", sum(map(is_whole, after)), "requests"),
         ),
         request_ids=worst(late),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="when the server noticed that the caller was gone, and when the engine let the request go",
         cure=Cure(

@@ -110,8 +110,7 @@ def client_bound(books: Books) -> Answer:
             *(Fact(c.name, round(c.value or 0, 3), f"{c.unit} (allowed: {round(c.limit or 0, 3)})") for c in failed),
         ),
         request_ids=worst(lags),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         share_of="the time that was felt",
         confidence=CERTAIN,
         confidence_from="the client's own checks and its two clocks, intended and actual",
@@ -215,8 +214,7 @@ def slow_client(books: Books) -> Answer:
             Fact("dropped as slow readers", len(dropped), "requests"),
         ),
         request_ids=(*dropped[:5], *worst(waits)[: 5 - len(dropped[:5])]),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY if waits is dragged else CERTAIN,
         confidence_from="chunks reached the client's program over a longer time than they were written in: it reads "
         "slowly, or the line is thin"

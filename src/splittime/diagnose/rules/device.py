@@ -46,8 +46,7 @@ def sampling_bound(books: Books) -> Answer:
         ),
         request_ids=worst(lost),
         step_ids=slowest_steps(s for s in books.steps if s.sample_ns > s.device_ns / 2),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="each step's own split, which sums to its length",
         cure=Cure(
@@ -92,8 +91,7 @@ def device_idle(books: Books) -> Answer:
         evidence=_evidence(books, device),
         request_ids=worst(computing),
         step_ids=_waited_for(books),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY if device.paced_ns > device.gap_ns else CERTAIN,
         confidence_from="the device's own marks at each step's begin and end; of steps told launch by launch, that "
         "telling took as long as doing",

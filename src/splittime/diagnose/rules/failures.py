@@ -1,4 +1,5 @@
-"""Requests that the server did not answer: an engine that died, errors inside, connections that broke.
+"""Requests that the server did not answer: an engine that died, errors inside, connections that broke. One that our
+client had to send again is one of them, whatever became of it then: another client sees an error.
 
 What such a request lost is all of its time, and more; so requests are counted here. Refusals for want of room are
 `overload`'s, and those before the first readiness `cold_start`'s.
@@ -22,6 +23,7 @@ NOT_READY = ("not_ready", "engine_not_ready")
 TOO_LATE = "deadline_exceeded"  # what the client asked for: `deadlines_missed`
 SERVER_ERROR, OVERLOADED = 500, 503
 SHOWN = 160  # characters of an error
+SENT_AGAIN = "its connection was closed before an answer, and the client sent it again"
 
 Failure = tuple[str, str]  # request, why
 
@@ -53,10 +55,12 @@ def _by_server(books: Books) -> list[Failure]:
 
 
 def _by_client(books: Books) -> list[Failure]:
-    """Returns those that never reached the server: of the others its own book tells."""
+    """Returns those that did not reach the server, or not at once: of the others its own book tells."""
     reached = {sent_as(account) for account in books.accounts}
     outcomes = [o for o in sent(books) if o.sent_ns is not None and o.request_id not in reached]
-    return [
+    served_later = (Ending.COMPLETE, Ending.CANCELLED)
+    again = [(o.request_id, SENT_AGAIN) for o in sent(books) if o.resent and o.ending in served_later]
+    return again + [
         (o.request_id, o.error or (f"status {o.status}" if o.ending is Ending.REFUSED else f"{o.ending}"))
         for o in outcomes
         if o.ending in (Ending.FAILED, Ending.TIMED_OUT)
@@ -69,8 +73,9 @@ def _finding(books: Books, failures: Sequence[Failure], of: int, has_died: bool)
     engine = books.facts.process("engine") if books.facts is not None else None
     restarts = (Fact("restarts of the engine", engine.restarts),) if engine is not None else ()
     why = "The engine process died: " if has_died else ""
+    what = "failed, or did at first" if any(reason == SENT_AGAIN for reason, _ in reasons) else "failed"
     return Finding(
-        claim=f"{why}{len(failures)} of {of} requests failed; most often: {reasons[0][0]}",
+        claim=f"{why}{len(failures)} of {of} requests {what}; most often: {reasons[0][0]}",
         evidence=(*(Fact(reason, num, "requests") for reason, num in reasons), *restarts),
         request_ids=tuple(name for name, _ in failures[:5]),
         share_of_time=len(failures) / max(1, of),
@@ -79,7 +84,8 @@ def _finding(books: Books, failures: Sequence[Failure], of: int, has_died: bool)
         confidence_from="the errors themselves",
         cure=Cure(
             sentence="Read the server's log of that moment: for a process killed by a signal its memory and the "
-            "kernel's log too. Until it is found, everything else here is about the requests that were served."
+            "kernel's log too; for connections that are closed the log of what stands between. Until it is found, "
+            "everything else here is about the requests that were served."
         ),
         cost="None: without it nothing else is worth tuning.",
         counter_check="The same requests once more, to a server with nothing else on its machine, fail as often.",

@@ -96,8 +96,7 @@ def _waiting_for_host(books: Books, share: Share, worked_ns: float, host_share: 
         ),
         request_ids=worst(times_ns(served(books.accounts), _COMPUTING)),
         step_ids=slowest_steps(step for step in books.steps if step.host_gap_ns + step.launch_ns > step.device_ns),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN if largest != "host_gap_ns" else LIKELY,
         confidence_from="each step's own split, which sums to its length",
         cure=_cure(
@@ -175,8 +174,7 @@ def gc_pauses(books: Books) -> Answer:
         ),
         request_ids=worst(held),
         step_ids=slowest_steps(s for s in books.steps if overlap_ns(s.begin_ns - s.host_gap_ns, s.end_ns, spans)),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="the collector's own callbacks, on the same clock as the accounts",
         cure=Cure(
@@ -220,8 +218,7 @@ def slow_tokenizing(books: Books) -> Answer:
             Fact("of them from the prefix cache", sum(account.cached_tokens for account in accounts), "tokens"),
         ),
         request_ids=worst(taken),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="a stage of the accounts",
         cure=Cure(

@@ -3,7 +3,7 @@ a first difference.
 
 Read from `ClosedAccount.prompt_parts`, which cut a prompt where its own content says so: a part that two prompts share
 has the same hash in both, wherever it stands; and from `prefixes`, hashes of its beginnings. Only whole parts and whole
-beginnings count, so what is said to be shared is a lower bound.
+beginnings count, and of a prompt that was given up what had been computed: what is said to be shared is a lower bound.
 
 A prompt that goes on like an earlier one behind their first difference lacks what stood there before, or has something
 else instead: by how many tokens each of the two has until the first part of both. What varies is longer as often as
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.diagnose.books import Books, once
-from splittime.diagnose.rules.evidence import in_stages, served, setting, time_ns
+from splittime.diagnose.rules.evidence import in_stages, is_whole, served, setting, time_ns
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Stage
@@ -79,14 +79,14 @@ class _Known:
         is_alike = before.prompt_parts[:place] == parts[:place]
         return is_alike * (before.prefixes[:PREFIX_BYTES] == account.prefixes[:PREFIX_BYTES]) * (then - start)
 
-    def add(self, account: ClosedAccount, ready_ns: int) -> None:
+    def add(self, account: ClosedAccount, ready_ns: int, computed: int) -> None:
         path: tuple[int, ...] = ()
-        for mark, start, _ in account.prompt_parts:
+        for mark, start, _ in takewhile(lambda part: part[1] + part[2] <= computed, account.prompt_parts):
             path = (hash((path, mark)),)
             self.ready_ns[path] = min(ready_ns, self.ready_ns.get(path, ready_ns))
             self.latest[mark] = start, account
             self.seen[mark] = min(ready_ns, self.seen.get(mark, ready_ns))
-        for beginning in prefix_list(account.prefixes):
+        for beginning in prefix_list(account.prefixes)[: computed // PREFIX_TOKENS]:
             self.ready_ns.setdefault(beginning, ready_ns)
 
 
@@ -94,9 +94,21 @@ def _prefill_begin_ns(account: ClosedAccount) -> int | None:
     return next((i.begin_ns for i in account.intervals if i.stage is Stage.PREFILL), None)
 
 
-def token_ns(account: ClosedAccount) -> float:
+@once
+def computed_until(books: Books) -> dict[str, int]:
+    """Returns, by request id, how many first tokens of its prompt are known. One that was given up before its first
+    token has those that it found in the cache, and those that its rows reached."""
+    done = {a.request_id for a in books.accounts if is_whole(a) or a.token_ready_ns}
+    known = {a.request_id: a.prompt_tokens if a.request_id in done else a.cached_tokens for a in books.accounts}
+    for name, start, num_tokens in (row for step in books.steps for row in step.rows):
+        if name in known and name not in done:
+            known[name] = max(known[name], start + num_tokens)
+    return known
+
+
+def token_ns(books: Books, account: ClosedAccount) -> float:
     """What each computed token of its prompt took this request."""
-    computed = max(1, account.prompt_tokens - account.cached_tokens)
+    computed = max(1, computed_until(books)[account.request_id] - account.cached_tokens)
     return time_ns(account, in_stages(Stage.PREFILL, Stage.PREFILL_STALL)) / computed
 
 
@@ -112,14 +124,15 @@ def all_missed(books: Books) -> AllMissed:
         first, rest = account.prompt_parts[:place], account.prompt_parts[place:]
         in_parts = sum(num_tokens for _, _, num_tokens in first)
         at_token = max(in_parts, known.prefix_tokens(account, begin_ns))
-        prefix = min(at_token, account.prompt_tokens - 1)
+        until, each_ns = computed_until(books)[account.request_id], token_ns(books, account)
+        prefix = min(at_token, account.prompt_tokens - 1, until)
         had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
         lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
-        found.begun.append(Missed(account, lost, had, lost * token_ns(account), in_blocks=in_blocks))
-        again = sum(n for mark, _, n in rest if known.seen.get(mark, begin_ns) < begin_ns)
+        found.begun.append(Missed(account, lost, had, lost * each_ns, in_blocks=in_blocks))
+        again = sum(n for mark, at, n in rest if at + n <= until and known.seen.get(mark, begin_ns) < begin_ns)
         dropped = known.dropped_tokens(account, place) if again else 0
-        found.varied.append(Missed(account, again, at_token, again * token_ns(account), dropped))
-        known.add(account, account.token_ready_ns[0] if account.token_ready_ns else account.end_ns)
+        found.varied.append(Missed(account, again, at_token, again * each_ns, dropped))
+        known.add(account, account.token_ready_ns[0] if account.token_ready_ns else account.end_ns, until)
     return _apart(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))
 
 

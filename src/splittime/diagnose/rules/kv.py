@@ -95,8 +95,7 @@ def kv_bound(books: Books) -> Answer:
         ),
         request_ids=worst(waits),
         step_ids=slowest_steps(step for step in books.steps if step.victims),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN if gain is not None else LIKELY,
         confidence_from="the scheduler stated the cause of each wait"
         + ("" if gain is not None else "; the steps are too much alike to say what a larger batch costs"),
@@ -132,8 +131,7 @@ def preemption_thrash(books: Books) -> Answer:
         ),
         request_ids=worst(victims),
         step_ids=slowest_steps(step for step in books.steps if step.victims),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="each preemption is in the records, with its victim",
         cure=Cure(

@@ -128,8 +128,7 @@ def _buffered(
         f"them, for {share.value:.0%} of the time that was felt.",
         evidence=(*facts, Fact("time until the first burst", ms(sum(lost.values())), "ms over all requests")),
         request_ids=worst(lost),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=confidence,
         confidence_from="the instants of writing and of reading, each by its own clock"
         if confidence == CERTAIN
@@ -187,8 +186,7 @@ def nagle(books: Books) -> Answer:
             Fact("time lost", ms(sum(lost.values())), "ms over all requests"),
         ),
         request_ids=worst(lost),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY if both else POSSIBLE,
         confidence_from="the length of the steps, which the server's own writes do not have"
         if both
@@ -267,8 +265,7 @@ def slow_way(books: Books) -> Answer:
             Fact("time lost", ms(sum(lost.values())), "ms over all requests"),
         ),
         request_ids=worst(lost),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN,
         confidence_from="durations of the same requests by both clocks, none subtracted from the other",
         cure=Cure(

@@ -13,7 +13,7 @@ from splittime.diagnose.books import Books, once
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
 from splittime.diagnose.rules.callers import CROWDED
 from splittime.diagnose.rules.evidence import LIKELY, median, ms, served, setting, worst
-from splittime.diagnose.rules.known_prompts import DEFAULT_BLOCK, Missed, all_missed, token_ns
+from splittime.diagnose.rules.known_prompts import DEFAULT_BLOCK, Missed, all_missed, computed_until, token_ns
 from splittime.diagnose.rules.share import Share, of_requests
 from splittime.diagnose.words import RESTART, WORDS
 from splittime.ledger.account import ClosedAccount
@@ -25,7 +25,7 @@ def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) 
     are, and of those that decoded meanwhile, their share in what all prompts held them up. Of a request's own prefill
     others' prompts are a part already, and nobody loses more than the time that was felt."""
     accounts = served(books.accounts)
-    computed = sum(account.prompt_tokens - account.cached_tokens for account in accounts)
+    computed = sum(computed_until(books)[account.request_id] - account.cached_tokens for account in accounts)
     of_prompts = min(1.0, sum(tokens.values()) / max(1, computed))
     behind_ns = _held_up(books) if tokens else {}
     lost_ns: dict[str, float] = {}
@@ -100,8 +100,7 @@ def uncached_reuse(books: Books) -> Answer:
             Fact("prefix caching", "off" if is_off else state),
         ),
         request_ids=worst({miss.account.request_id: miss.saved_ns for miss in missed}),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="parts with equal hashes from the start on, computed before this request's prompt was",
         cure=_TURN_CACHE_ON if is_off and not is_coarse else replace(cure, flags=(*_on(is_off), *cure.flags)),
@@ -132,8 +131,7 @@ def prefix_broken(books: Books) -> Answer:
             Fact("time for them", ms(saved_ns), "ms over all requests"),
         ),
         request_ids=worst({miss.account.request_id: miss.saved_ns for miss in missed}),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="parts with equal hashes at other places, or behind a part with another hash",
         cure=Cure(
@@ -182,8 +180,7 @@ def history_differs(books: Books) -> Answer:
             Fact("tokens of reasoning in the answers", thoughts, "tokens"),
         ),
         request_ids=worst({miss.account.request_id: miss.saved_ns for miss in missed}),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="parts with equal hashes behind the first difference, nearer to it than in the earlier prompt",
         cure=Cure(sentence=kept, flags=_on(setting(books, "enable_prefix_caching") is False)),
@@ -207,8 +204,8 @@ def _first_part_tokens(miss: Missed) -> int:
 def repeated_part(books: Books) -> Answer:
     """One prompt holds the same long part more than once."""
     accounts = [account for account in served(books.accounts) if account.prompt_parts]
-    twice = {account.request_id: _tokens_again(account) for account in accounts}
-    wasted_ns = {a.request_id: twice[a.request_id] * token_ns(a) for a in accounts if twice[a.request_id]}
+    twice = {account.request_id: _tokens_again(account, computed_until(books)) for account in accounts}
+    wasted_ns = {a.request_id: twice[a.request_id] * token_ns(books, a) for a in accounts if twice[a.request_id]}
     lost_ns, share = _sums(books, twice, wasted_ns)
     if not share.is_worth_it:
         return share.unsure()
@@ -222,8 +219,7 @@ def repeated_part(books: Books) -> Answer:
             Fact("time for the repetitions", ms(lost_ns), "ms over all requests"),
         ),
         request_ids=worst(wasted_ns),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="parts with equal hashes within one prompt",
         cure=Cure(sentence="Send the part once and refer to it; compact what is data (JSON without its spaces)."),
@@ -233,12 +229,12 @@ def repeated_part(books: Books) -> Answer:
     )
 
 
-def _tokens_again(account: ClosedAccount) -> int:
+def _tokens_again(account: ClosedAccount, computed: Mapping[str, int]) -> int:
     """Computed tokens of parts that the same prompt had before."""
     seen: set[int] = set()
     again = 0
     for mark, start, num_tokens in account.prompt_parts:
-        if mark in seen and start >= account.cached_tokens:
+        if mark in seen and account.cached_tokens <= start <= computed[account.request_id] - num_tokens:
             again += num_tokens
         seen.add(mark)
     return again

@@ -73,8 +73,7 @@ def _full(found: Reported, share: Share) -> Finding:
             Fact("running at most", most(found.states), "requests"),
         ),
         request_ids=slow_to_begin(found.outcomes),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY if size is not None and need else POSSIBLE,
         confidence_from="its gauge and the size that it tells, against the prompts that were waiting"
         if size is not None
@@ -121,8 +120,7 @@ def _preempted(found: Reported, preemptions: float, requests: float, share: Shar
             Fact("KV cache, whole", "not told" if found.kv_tokens is None else found.kv_tokens, "tokens"),
         ),
         request_ids=_stalled(found.outcomes),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=POSSIBLE,
         confidence_from="its own counter and gauge; which requests lost how much by it they do not tell, so the share "
         "is of the time in which it can have happened",

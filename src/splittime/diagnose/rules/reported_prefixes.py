@@ -69,8 +69,7 @@ def _off(found: Reported) -> Finding:
             Fact("prefix cache", "off"),
             Fact("a prompt takes, mean", round(1e3 * (found.mean(found.words.prefill_s) or 0.0), 1), "ms"),
         ),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=POSSIBLE,
         confidence_from="its own setting and histograms; which prompts share their beginnings it does not publish",
         cure=Cure(
@@ -141,8 +140,7 @@ def _missed(found: Reported, expected: float, hits: float, lost_ns: dict[str, fl
             Fact("time that went into them, at most", ms(sum(lost_ns.values())), "ms"),
         ),
         request_ids=worst(lost_ns),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=CERTAIN if is_off else POSSIBLE,
         confidence_from="the prompts of the schedule against "
         + ("its own setting" if is_off else "the server's own count")

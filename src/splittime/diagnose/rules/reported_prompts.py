@@ -144,8 +144,7 @@ def _budget(found: Reported, steps: Steps, share: Share) -> Finding:
             Fact("a step with a part of a prompt, to one without", _told_ratio(found)),
         ),
         request_ids=worst({o.request_id: o.chunk_ns[0] - o.intended_ns for o in found.outcomes if o.chunk_ns}),
-        share_of_time=share.value,
-        share_interval=share.interval,
+        **share.as_fields,
         confidence=LIKELY,
         confidence_from="its histogram of prefill times against the steps that were seen in them; the queue for the "
         "budget is in the share",

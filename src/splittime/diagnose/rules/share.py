@@ -11,6 +11,7 @@ requests, or one event, lost it all. A finding is told only if the whole interva
 
 from collections.abc import Mapping, Sequence
 from math import hypot
+from typing import Any
 
 import msgspec
 import numpy
@@ -38,6 +39,11 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_worth_it(self) -> bool:
         return self.interval is not None and self.interval[0] >= self.least
+
+    @property
+    def as_fields(self) -> dict[str, Any]:
+        """Returns the fields by which a `Finding` tells it."""
+        return {"share_of_time": self.value, "share_interval": self.interval}
 
     def unsure(self) -> Abstention | None:
         """For a share that is not worth it, or not surely so: None if it is too small as it stands."""
