@@ -185,6 +185,17 @@ def test_many_unknown_fields_are_told_of_by_their_number_and_odd_names_in_plain_
     assert answer["notices"][-1] == "14 more fields have no effect"
 
 
+def test_ignored_fields_are_counted_by_their_kind(launch) -> None:
+    live = launch(template="{{ messages }}{{ tools }}")
+    tools = [{"name": "f", "input_schema": {}}, {"name": "g", "type": "web_search_20250305"}]
+    body = {"messages": USER, "max_tokens": 1, "tools": tools, "context_management": {"edits": []}}
+    assert live.post("/v1/messages", {**body, "new": 1, "newer": 2})[0] == 200
+    assert live.post("/tokenize", {"prompt": "x", "newest": 3})[0] == 200
+    counted = [line for line in live.get("/metrics")[2].decode().splitlines() if "ignored_fields_total{" in line]
+    kinds = {"hint": 1, "tool": 1, "unknown": 3}
+    assert sorted(counted) == [f'splittime_ignored_fields_total{{kind="{kind}"}} {n}.0' for kind, n in kinds.items()]
+
+
 def test_an_earlier_answer_may_be_sent_back_as_other_servers_wrote_it(launch) -> None:
     live = launch()
     function = {"name": "f", "arguments": {"a": 1}}

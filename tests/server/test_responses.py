@@ -384,7 +384,7 @@ TAKEN = [
     ({"include": ["reasoning.encrypted_content"]}, ["include"]),
     ({"truncation": "auto"}, ["truncation"]),
     ({"truncation": "disabled", "client_metadata": {}, "max_tool_calls": None}, []),
-    ({"client_metadata": {"thread_id": "x"}}, ["client_metadata"]),
+    ({"client_metadata": {"thread_id": "x"}}, []),
     ({"max_tool_calls": 3}, ["max_tool_calls"]),
     ({"stream_options": None, "text": {"verbosity": "low"}}, ["text.verbosity"]),
     ({"text": {"verbosity": "medium"}, "context_management": []}, []),

@@ -11,6 +11,7 @@ values.
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -26,24 +27,21 @@ _ODD = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 class Ignored:
-    """The fields of one body that had no effect, by their places, each with why."""
+    """The fields of one body that had no effect, by their places, each with why. kinds: of each how many."""
 
     def __init__(self) -> None:
         self._whys: dict[str, str] = {}
+        self.kinds: Counter[str] = Counter()
 
-    def add(self, place: str, why: str) -> None:
+    def add(self, place: str, why: str, kind: str) -> None:
         self._whys.setdefault(_ODD.sub("?", place)[:MAX_PLACE_CHARS], why)
+        self.kinds[kind] += 1
 
     def notices(self) -> list[str]:
         """Returns a line for each field, of many for the first ones. Names are the client's, and go into headers."""
         told = [f"{place} has no effect: {why}" for place, why in list(self._whys.items())[:MOST_TOLD]]
         more = len(self._whys) - len(told)
         return [*told, f"{more} more fields have no effect"] if more else told
-
-
-def notices_of(ignored: Ignored | None) -> list[str]:
-    """None: a strict server's, which ignores nothing."""
-    return [] if ignored is None else ignored.notices()
 
 
 def taken(value: Any, kind: type[msgspec.Struct], ignored: Ignored, at: str = "") -> Any:
@@ -56,7 +54,7 @@ def note_hints(body: msgspec.Struct, ignored: Ignored, at: str) -> None:
     for place, value, mark in _marked(body, at, ("hint",)):
         neutral = mark["x-neutral"]
         if value not in (None, *neutral) if neutral else value:
-            ignored.add(place, mark["description"])
+            ignored.add(place, mark["description"], "hint")
 
 
 def without_effect(body: msgspec.Struct, at: str) -> str | None:
@@ -101,7 +99,8 @@ def _taken_fields(value: dict[str, Any], form: inspect.StructType, at: str, igno
             found[name] = each
         elif field is None:
             if each not in (None, "", [], {}):
-                ignored.add(place, HINTS.get(name) or f"there is no such field here{_meant(name, fields)}")
+                why = HINTS.get(name) or f"there is no such field here{_meant(name, fields)}"
+                ignored.add(place, why, "hint" if name in HINTS else "unknown")
         elif each is not None or field.required or _takes_null(field.type):
             found[name] = _taken(each, field.type, place, ignored)
     return found

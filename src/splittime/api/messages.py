@@ -162,6 +162,7 @@ class CountTokensBody(Strict, kw_only=True):
     tool_choice: ChosenTool | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl = None
     context_management: Annotated[Any, hint("an input is never made shorter; send fewer messages")] = None
 
     def to_chat(self) -> dict[str, Any]:
@@ -218,7 +219,7 @@ def note_tools(body: CountTokensBody, ignored: Ignored | None) -> None:
             said = f"{at} is of the type {tool.type!r}, which nobody here runs"
             raise RequestError(said, code="unsupported_field", param=f"{at}.type", value=tool.type, hint=ONLY_CUSTOM)
         else:
-            ignored.add(f"tools[{index}]", "no tool of this type runs here, so that the model was offered none")
+            ignored.add(f"tools[{index}]", "no tool of this type runs here, so that the model was offered none", "tool")
 
 
 def chat_body(body: CountTokensBody) -> bytes:

@@ -134,6 +134,7 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
     top_k: int | None = None
     top_logprobs: Annotated[Literal[0] | None, refused("top_logprobs")] = None
+    client_metadata: Annotated[Any, no_effect("labels of the client's.")] = None
     max_tool_calls: Annotated[Any, hint("no tool is called here, so that none are counted")] = None
     conversation: Annotated[None, refused("conversation")] = None
     prompt: Annotated[None, refused("prompt")] = None
@@ -180,9 +181,8 @@ def functions_of(body: ResponsesBody, ignored: Ignored | None) -> Functions:
             each = [({**one, **space}, f"tools[{index}].tools[{at}]") for at, one in enumerate(parts)]
         for one, at in each:
             if (function := _function(one, at, body.tool_choice, ignored)) is not None:
-                name = function.name
-                if name in found and function.namespace:
-                    name = f"{function.namespace}__{name}"
+                is_told_apart = function.namespace and function.name in found
+                name = f"{function.namespace}__{function.name}" if is_told_apart else function.name
                 if name in found:
                     raise RequestError(f"{at}: there are two of the name {name!r}", param=at)
                 found[name] = function
@@ -193,7 +193,7 @@ def _function(given: dict[str, Any], at: str, choice: Any, ignored: Ignored | No
     named = given.get("type")
     if named is not None and named != "function":
         if ignored is not None and choice in (None, "auto", "none"):
-            ignored.add(at, "no tool of this type runs here, so that the model was offered none")
+            ignored.add(at, "no tool of this type runs here, so that the model was offered none", "tool")
             return None
         raise RequestError(
             f"{at} is of the type {named!r}, which is not supported",

@@ -324,6 +324,7 @@ class TokenizeBody(Strict, kw_only=True):
     continue_final_message: Annotated[bool | None, Meta(description=CONTINUES)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
     return_token_strs: bool = False
+    cache_control: CacheControl = None
 
 
 class DetokenizeBody(Strict, kw_only=True):

@@ -51,7 +51,7 @@ class Slot:
     place: a small number that no other slot has at the time.
     error: why no row of it can be computed, or what was computed does not count; or None.
     dead_end: the position of the first draft of its row behind which nothing may come.
-    pooled: what an embedding needs of the chunks that were computed (`runner.pooling`).
+    pooled: what an embedding needs of the chunks that were computed (`torch_runner`).
     adapter: what is added to the model's products for it; None: nothing.
     is_late: nothing is sampled for it in this step, as what may come is not known in time. late_mask: where that was
         so last, which place, and the look at it.

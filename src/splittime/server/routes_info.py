@@ -11,7 +11,7 @@ from splittime import __version__
 from splittime.api.answer_structs import ModelCard, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
 from splittime.api.given_prompts import check_token_ids
-from splittime.api.lenient import Ignored, notices_of
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
 from splittime.api.params import check_model, template_options
@@ -113,7 +113,7 @@ async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, s
         body = await _read_body(service, scope, receive)
         ignored = service.config.new_ignored()
         done = await text.done(len(body), _tokenize_work, body, model, ignored)
-    await http.respond(send, done.answer, headers=http.notice_headers(notices_of(ignored)))
+    await http.respond(send, done.answer, headers=http.notice_headers(service.note_ignored(ignored)))
 
 
 def _tokenize_work(given: bytes, model: ModelInfo, ignored: Ignored | None) -> FramedWork:
@@ -135,7 +135,7 @@ async def detokenize(service: Service, scope: http.Scope, receive: http.Receive,
         body = await _read_body(service, scope, receive)
         ignored = service.config.new_ignored()
         done = await text.done(len(body), _detokenize_work, body, model, ignored)
-    headers = http.notice_headers(notices_of(ignored))
+    headers = http.notice_headers(service.note_ignored(ignored))
     await http.respond(send, msgspec.json.encode(Text(done.text)), headers=headers)
 
 

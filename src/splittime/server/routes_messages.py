@@ -6,7 +6,7 @@ from functools import partial
 
 from splittime.api import message_answers, messages
 from splittime.api.decode import decode_body
-from splittime.api.lenient import Ignored, notices_of
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.params import check_model, template_options
 from splittime.api.reasoning import can_be_bound
@@ -45,7 +45,7 @@ async def count_tokens(service: Service, scope: http.Scope, receive: http.Receiv
         await http.respond_error(send, error)
     else:
         counted = {"input_tokens": done.whole_lens[0]}
-        await http.respond_json(send, counted, http.notice_headers(notices_of(ignored)))
+        await http.respond_json(send, counted, http.notice_headers(service.note_ignored(ignored)))
 
 
 def _counted_work(body: bytes, service: Service, model: ModelInfo, ignored: Ignored | None) -> FramedWork:

@@ -13,6 +13,7 @@ import orjson
 
 from splittime import __version__
 from splittime.api.choice import Choice
+from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.core.clock import SystemClock
 from splittime.core.engine_stats import EngineStats
@@ -130,6 +131,12 @@ class Service:
             return self.require_ready()
         except Refused as refused:
             raise self.admission.refuse(refused) from None
+
+    def note_ignored(self, ignored: Ignored | None) -> list[str]:
+        """Count what of a body had no effect, and return its notices. None: a strict server's, which ignores none."""
+        if ignored is not None:
+            self.exporter.count_ignored(ignored.kinds)
+        return [] if ignored is None else ignored.notices()
 
     def quota(self, tenant: Tenant) -> Quota:
         return self._quotas[tenant.name]

@@ -190,7 +190,7 @@ class Visit:
         self, ask: Ask, prompts: Sequence[TokenizedPrompt], model: ModelInfo, place: Place
     ) -> tuple[Group, Writer]:
         budgets = output_budgets(prompts, ask, model, is_strict=self.service.config.strict)
-        ignored, changed = lenient.notices_of(self._ignored), notices_of(ask, prompts, budgets, model)
+        ignored, changed = self.service.note_ignored(self._ignored), notices_of(ask, prompts, budgets, model)
         self.notices = [*notices_of_head(self.scope, self.tenant), *ignored, *changed]
         choices = await self._choices(ask, prompts, budgets, model)
         if self._quota is not None:

@@ -46,8 +46,7 @@ class Undecided:
 
 
 class ToldApartParser:
-    """Tells reasoning from content. Give it the answer's text in pieces of any size, and of each token where in the
-    text it begins."""
+    """Tells reasoning from content. Give it the answer's text in pieces, and of each token where in it that begins."""
 
     def __init__(self) -> None:
         self._text, self._undecided = "", Undecided()  # what has come and is not decided yet

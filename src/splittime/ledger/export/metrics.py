@@ -48,6 +48,7 @@ METRICS = (
         "Tokens of ended requests: prompt, cached, output; ahead of cached",
     ),
     MetricSpec("splittime_refusals_total", "counter", ("reason",), "Requests refused before the engine"),
+    MetricSpec("splittime_ignored_fields_total", "counter", ("kind",), "Fields without effect: hint, tool, unknown"),
     MetricSpec("splittime_invalid_accounts_total", "counter", (), "Accounts that broke the ledger's first law"),
     MetricSpec("splittime_ledger_drops_total", "counter", ("reason",), "Records missing in the file: queue_full, disk"),
     MetricSpec("splittime_steps_total", "counter", (), "Steps"),

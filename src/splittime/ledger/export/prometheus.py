@@ -64,6 +64,10 @@ class PrometheusExporter(Collector):
     def count_refusal(self, reason: str) -> None:
         self._count("splittime_refusals_total", reason)
 
+    def count_ignored(self, kinds: Mapping[str, int]) -> None:
+        for kind, count in kinds.items():
+            self._count("splittime_ignored_fields_total", kind, count)
+
     def observe_sleep(self, report: SleepReport) -> None:
         start_ns = {"start": report.end_ns - report.begin_ns}  # its own parts have names without end
         for name, duration_ns in (start_ns if report.restarted else report.parts_ns).items():
