@@ -25,8 +25,6 @@ ITEM_WAYS_OUT = {
 }
 ONLY_ITEMS = "messages, reasoning, function_call and function_call_output are taken"
 
-ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")]
-ItemId = Annotated[str | None, Meta(description="A label.")]
 ChatMessage = dict[str, Any]
 
 
@@ -41,6 +39,11 @@ class ResponsesPart(Strict, kw_only=True):
     refusals: ClassVar[Mapping[str, str]] = RESPONSES_UNSUPPORTED
 
 
+class AnyItem(ResponsesPart, kw_only=True):
+    id: Annotated[str | None, Meta(description="A label.")] = None
+    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, Meta(description="A label.")] = None
+
+
 class ItemPart(ResponsesPart, kw_only=True):
     type: Literal["input_text", "output_text"]
     text: str
@@ -48,12 +51,10 @@ class ItemPart(ResponsesPart, kw_only=True):
     logprobs: Annotated[Any, Meta(description="Of an earlier answer, whose text is what is read.")] = None
 
 
-class ItemMessage(ResponsesPart, kw_only=True):
+class ItemMessage(AnyItem, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ItemPart]
     type: Literal["message"] = "message"
-    id: ItemId = None
-    status: ItemStatus = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, no_effect("no template tells them apart.")] = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
@@ -75,15 +76,13 @@ class SummaryText(ResponsesPart, kw_only=True):
     text: str
 
 
-class ItemReasoning(ResponsesPart, kw_only=True):
+class ItemReasoning(AnyItem, kw_only=True):
     """What a model wrote before the item behind this one; its template decides whether it reads that again."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: Annotated[list[SummaryText] | None, Meta(description="Read where there is no content.")] = None
     encrypted_content: Annotated[Any, no_effect("only who encrypted it can read it.")] = None
-    id: ItemId = None
-    status: ItemStatus = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
         text = "\n".join(part.text for part in self.content or self.summary or ())
@@ -91,13 +90,11 @@ class ItemReasoning(ResponsesPart, kw_only=True):
             chat.append({"role": "assistant", "content": None, "reasoning_content": text})
 
 
-class ItemCall(ResponsesPart, kw_only=True):
+class ItemCall(AnyItem, kw_only=True):
     call_id: str
     name: str
     arguments: Annotated[str, Meta(description="JSON, as it came in the response.")]
     type: Literal["function_call"]
-    id: ItemId = None
-    status: ItemStatus = None
     namespace: Annotated[str | None, no_effect("the name says which function it was.")] = None
     caller: Annotated[Any, no_effect("calls are the model's own.")] = None
 
@@ -108,12 +105,10 @@ class ItemCall(ResponsesPart, kw_only=True):
         chat[-1].setdefault("tool_calls", []).append({"id": self.call_id, "type": "function", "function": function})
 
 
-class ItemCallOutput(ResponsesPart, kw_only=True):
+class ItemCallOutput(AnyItem, kw_only=True):
     call_id: str
     output: Annotated[str | list[ItemPart], Meta(description="What the function gave.")]
     type: Literal["function_call_output"]
-    id: ItemId = None
-    status: ItemStatus = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
         chat.append({"role": "tool", "tool_call_id": self.call_id, "content": [_text(self.output)]})

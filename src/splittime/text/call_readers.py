@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from splittime.text.argument_types import is_text, python_value_of, types_of, value_of
+from splittime.text.argument_types import MAX_LITERAL_CHARS, is_text, python_value_of, types_of, value_of
 from splittime.text.json_pieces import JsonPieces
 from splittime.text.marks import behind, last_word, overlap, trigger
 from splittime.text.tool_families import ToolFamily
@@ -20,7 +20,13 @@ _POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))"""
 _TEXT, _ANY_BUT_TEXT = frozenset({"string"}), frozenset({"array", "boolean", "integer", "null", "number", "object"})
 _KEYWORD = re.compile(r"""[\s,]*([^\s=(),"'\[{]+)\s*=""")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TYPE = re.compile(r'"type"\s*:\s*"function"\s*,\s*')  # which some write first
+_NAMED: tuple[str, ...] = ('"name"',)
+_MEMBERS = (("{",), _NAMED, (":",), (), (",",), ('"arguments"', '"parameters"'), (":",))  # (): the name
 _NAME = re.compile(r"[\w.-]+")
+_WORD = re.compile(r'[^,:{}\[\]<"]+')
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*')
+_CLOSES = {"{": "}", "[": "]"}
 _NUMBER = re.compile(r":\d*")
 _ID = re.compile(r"[a-zA-Z0-9]*")
 
@@ -33,17 +39,20 @@ class CallHead(NamedTuple):
     number: str = ""
 
 
-def read_members(text: str, arguments: str) -> CallHead | None:
+def read_members(text: str) -> CallHead | None:
     """Reads `{"name": "f", "arguments": ` before an object. Returns None where the text begins no such head."""
     at, name = 0, ""
-    for part in ("{", '"name"', ":", None, ",", f'"{arguments}"', ":"):
+    for parts in _MEMBERS:
         at += len(text[at:]) - len(text[at:].lstrip())
-        size = len(part) if part is not None and text.startswith(part, at) else 0
-        if part is None and (written := _STRING.match(text, at)):
+        if parts is _NAMED and (typed := _TYPE.match(text, at)):
+            at = typed.end()
+        size = next((len(part) for part in parts if text.startswith(part, at)), 0)
+        if not parts and (written := _STRING.match(text, at)):
             size, name = len(written[0]), _decoded(written[0])
         if not size:
             rest = text[at:]
-            is_begin = part.startswith(rest) if part is not None else not rest or rest[0] == '"'
+            begins = (*parts, '"type":"function",') if parts is _NAMED else parts or ('"' + rest[1:],)
+            is_begin = any(each.startswith(rest if not parts else "".join(rest.split())) for each in begins)
             return CallHead(0, "") if is_begin else None
         at += size
     at += len(text[at:]) - len(text[at:].lstrip())
@@ -82,7 +91,7 @@ def read_name(text: str, family: ToolFamily) -> CallHead | None:
     after = behind(rest, family.after_name)
     if after is None:
         return CallHead(0, "")
-    is_whole = after != rest or not family.after_name.strip()
+    is_whole = after != rest or not family.after_name.strip() or rest.lstrip().startswith("{")
     number = "" if numbered is None else numbered[0][1:]
     return CallHead(len(text) - len(after), named[0], number) if is_whole else None
 
@@ -168,7 +177,7 @@ class MemberReader(ObjectReader):
         self._around = JsonPieces(depth=1)
 
     def _read_head(self, text: str) -> CallHead | None:
-        return read_members(text, self._family.arguments)
+        return read_members(text)
 
     def _close(self, text: str) -> str | None:
         """Reads to the brace of the call itself; where a mark ends it, that is enough."""
@@ -331,6 +340,113 @@ class PythonReader(CallReader):
             self._nesting.take(character)
         self._written.append(text)
         return "" if text else None
+
+
+class QuotedReader(CallReader):
+    """For an object of a family's own kind, `f{a:<escape>x<escape>}`: names stand bare, texts between quotes that are
+    marks, and anything else as in JSON. What is none of this ends the call. Texts are given as they come."""
+
+    def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(family._replace(after_name="{"), tools)
+        self._open: list[str] = []  # what closes the objects and lists that it is in
+        self._is_first = True  # in the innermost of them
+        self._is_value = True  # comes next; else a name
+        self._num_scanned = 1  # of a text as JSON has it, from its quote on
+
+    def _arguments(self, text: str) -> str | None:
+        """Between two parts."""
+        if not self._open:
+            self._begin("{")
+        bare = text.lstrip(" \n\t,:")
+        quote = self._family.quote
+        if bare.startswith(quote):
+            self._part('"')
+            self._state = self._quoted
+            return bare[len(quote) :]
+        if not bare or (not self._is_end and quote.startswith(bare)):
+            return bare if bare != text else None
+        if bare[0] in "{[":
+            return self._opened(bare)
+        if bare[0] in "}]":
+            return self._closed(bare)
+        if bare[0] == "<":
+            self.is_over = True  # the call's end, or none of its parts
+            return None
+        return self._string(bare) if bare[0] == '"' else self._word(bare)
+
+    def _quoted(self, text: str) -> str | None:
+        at = text.find(self._family.quote)
+        if at >= 0:
+            self.arguments += inner(text[:at]) + '"'
+            self._state = self._arguments
+            self._end_part()
+            return text[at + len(self._family.quote) :]
+        sure = text[: len(text) - (0 if self._is_end else overlap(text, self._family.quote))]
+        self.arguments += inner(sure)
+        return text[len(sure) :] if sure else None
+
+    def _string(self, text: str) -> str | None:
+        """A text as JSON has it."""
+        found = _IN_STRING.match(text, self._num_scanned)
+        assert found is not None
+        end = found.end()
+        if not text.startswith('"', end):
+            self._num_scanned, self.is_over = end, len(text) > MAX_LITERAL_CHARS
+            return None
+        self._num_scanned = 1
+        self._part(json.dumps(value_of(text[: end + 1], None), ensure_ascii=False))
+        self._end_part()
+        return text[end + 1 :]
+
+    def _word(self, text: str) -> str | None:
+        found = _WORD.match(text)
+        assert found is not None
+        if found.end() == len(text):
+            self.is_over = len(text) > MAX_LITERAL_CHARS
+            return None
+        word = found[0].strip()
+        value = value_of(word, None) if self._is_value else word
+        self._part(json.dumps(value, ensure_ascii=False))
+        self._end_part()
+        return text[found.end() :]
+
+    # ---- where it is
+
+    def _part(self, written: str) -> None:
+        """A name, or a value, is written."""
+        is_listed = self._open[-1] == "]" or not self._is_value
+        self.arguments += (", " if is_listed and not self._is_first else "") + written
+        self._is_first = False
+
+    def _end_part(self) -> None:
+        """Behind a name comes its value, and behind that the next name."""
+        if self._open[-1] == "]":
+            return
+        self.arguments += "" if self._is_value else ": "
+        self._is_value = not self._is_value
+
+    def _begin(self, opening: str) -> None:
+        self.arguments += opening
+        self._open.append(_CLOSES[opening])
+        self._is_first, self._is_value = True, opening == "["
+
+    def _opened(self, text: str) -> str | None:
+        if not self._is_value:
+            self.is_over = True
+            return None
+        self._part("")
+        self._begin(text[0])
+        return text[1:]
+
+    def _closed(self, text: str) -> str | None:
+        if text[0] != self._open[-1] or (text[0] == "}" and self._is_value):
+            self.is_over = True
+            return None
+        self.arguments += self._open.pop()
+        self.is_over = not self._open
+        if self._open:
+            self._is_first, self._is_value = False, self._open[-1] == "]"
+        return text[1:]
 
 
 def inner(text: str) -> str:

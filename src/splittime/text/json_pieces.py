@@ -1,7 +1,8 @@
 """The arguments of a call as the model writes them in JSON, piece by piece up to the brace that closes them.
 
 They come out as they went in, also a broken end and a word longer than MOST_WORD_CHARS. Only what JSON cannot have is
-changed: a word that is no value (`NaN`) becomes a text, and half of a surrogate pair the six characters of its escape.
+changed: a word that is no value (`NaN`) becomes a text, half of a surrogate pair the six characters of its escape, and
+a line break in a text its escape; a comma before what closes goes.
 So do values of those forms that are read whole (`argument_types.value_of`).
 """
 
@@ -14,7 +15,8 @@ _WORD = re.compile(r"[\w.+-]+")
 _OTHER = re.compile(r'[^"\w.+{}[\]-]+')
 _PLAIN = re.compile(r'[^"\\]+')
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_UNDECIDED = re.compile(r"[\w.+-]+|\\")
+_UNDECIDED = re.compile(rf"[\w.+-]+|\\|{_OTHER.pattern}")
+_CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _PAIR_CHARS = 12
 MOST_WORD_CHARS = 4300  # held back until its end is known; Python reads no longer number
@@ -50,11 +52,14 @@ class JsonPieces:
             self._is_in_text, self._is_long = not self._is_in_text, False
             return 1, '"'
         if self._is_in_text:
-            return _escape(text, at) if text[at] == "\\" else _whole(_PLAIN.match(text, at))
+            size, plain = (0, "") if text[at] == "\\" else _whole(_PLAIN.match(text, at))
+            return (size, plain.translate(_CONTROLS)) if size else _escape(text, at)
         word = _WORD.match(text, at)
         if word is None:
             self._is_long = False
-            return self._bracket(text[at]) if text[at] in "{[]}" else _whole(_OTHER.match(text, at))
+            return (
+                self._bracket(text[at]) if text[at] in "{[]}" else _between(*_whole(_OTHER.match(text, at)), text[at:])
+            )
         may_go_on = word.end() == len(text)
         if self._is_long or len(word[0]) > MOST_WORD_CHARS:
             self._is_long = may_go_on
@@ -70,6 +75,13 @@ class JsonPieces:
 def _whole(found: re.Match[str] | None) -> tuple[int, str]:
     assert found is not None
     return len(found[0]), found[0]
+
+
+def _between(size: int, between: str, text: str) -> tuple[int, str] | None:
+    """Returns what stands between two parts: no comma before what closes."""
+    if "," in between and size == len(text):
+        return None
+    return size, between.replace(",", "") if text[size : size + 1] in ("}", "]") else between
 
 
 def _escape(text: str, at: int) -> tuple[int, str] | None:

@@ -6,12 +6,11 @@ name is whole; its arguments follow as the model writes them (`text.call_readers
 no mark told a call from a text, and no tool's name was read, the text is the answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from splittime.text.call_readers import CallReader, MemberReader, ObjectReader, PythonReader, TaggedReader
+from splittime.text.call_readers import CallReader, MemberReader, ObjectReader, PythonReader, QuotedReader, TaggedReader
 from splittime.text.marks import Undecided, behind, last_word, overlap, trigger
-from splittime.text.quoted_reader import QuotedReader
 from splittime.text.tool_families import Style, ToolFamily
 
 READERS: Mapping[Style, type[CallReader]] = {
@@ -47,7 +46,7 @@ class ToolParser:
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._family, self._tools = family, tools
-        self._first = trigger(family.opens or family.begin)
+        self._firsts = [trigger(mark) for mark in (family.opens, family.begin) if mark.strip()] or [""]
         self._end, self._last = last_word(family.end), last_word(family.closes or family.end)
         self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
         self._kept = ""  # what has been read, and is content if no call follows
@@ -78,12 +77,12 @@ class ToolParser:
     def _in_content(self, is_end: bool) -> bool:
         if self._family.is_bare:
             return self._before_bare_calls(is_end)
-        at = self._text.find(self._first)
+        at = min((place for place in map(self._text.find, self._firsts) if place >= 0), default=-1)
         if at >= 0:
             self._say(self._text[:at])
             self._text, self._state = self._text[at:], self._at_mark
             return True
-        self._say_up_to_mark(self._first, is_end)
+        self._say_up_to_mark(self._firsts, is_end)
         return False
 
     def _before_bare_calls(self, is_end: bool) -> bool:
@@ -106,8 +105,11 @@ class ToolParser:
         rest = behind(self._text, self._family.opens or self._family.begin)
         if rest is None:
             return False
+        if rest == self._text and len(self._firsts) > 1 and rest.startswith(self._firsts[1]):
+            self._state = self._in_calls  # the mark around all calls is missing
+            return True
         if rest == self._text:
-            self._text = self._text[len(self._first) :]
+            self._text = self._text[len(self._firsts[0]) :]
             return self._no_call()
         self._text, self._state = rest, self._in_calls if self._family.opens else self._begin_call
         return True
@@ -187,14 +189,14 @@ class ToolParser:
             self._state = self._in_calls if self._family.opens and not is_content else self._in_content
             return True
         if is_content:
-            self._say_up_to_mark(mark, is_end)
+            self._say_up_to_mark([mark], is_end)
         else:
             self._text = self._text[len(self._text) - overlap(self._text, mark) :]
         return False
 
-    def _say_up_to_mark(self, mark: str, is_end: bool) -> None:
-        """Give out all but an end that may be the beginning of the mark."""
-        sure = len(self._text) - (0 if is_end else overlap(self._text, mark))
+    def _say_up_to_mark(self, marks: Sequence[str], is_end: bool) -> None:
+        """Give out all but an end that may be the beginning of a mark."""
+        sure = len(self._text) - (0 if is_end else max(overlap(self._text, mark) for mark in marks))
         self._say(self._text[:sure])
         self._text = self._text[sure:]
 
