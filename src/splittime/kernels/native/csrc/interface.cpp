@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "kernels.h"
 #include "pool.h"
@@ -11,31 +13,41 @@
 
 int64_t bytes_read[READ_KINDS];
 
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels __attribute__((weak)), avx512_kernels __attribute__((weak));
+extern const Kernels avx512bf16_kernels __attribute__((weak)), amx_kernels __attribute__((weak));
+#endif
+
 namespace {
 
-const Kernels *const ALL[] = {
-    &amx_emulated_kernels,
-    &portable_kernels,
+// What was compiled in, worst first. ST_BUILD_KERNELS=here leaves out what the machine that compiles has not.
+const std::vector<const Kernels *> ALL = [] {
+  std::vector<const Kernels *> all = {
+      &amx_emulated_kernels,
+      &portable_kernels,
 #if defined(__x86_64__)
-    &avx2_kernels,
-    &avx512_kernels,
-    &avx512bf16_kernels,
-    &amx_kernels,
+      &avx2_kernels,
+      &avx512_kernels,
+      &avx512bf16_kernels,
+      &amx_kernels,
 #endif
-};
-constexpr int32_t COUNT = sizeof ALL / sizeof ALL[0];
+  };
+  all.erase(std::remove(all.begin(), all.end(), nullptr), all.end());
+  return all;
+}();
+const int32_t COUNT = int32_t(ALL.size());
 
 // Until somebody chooses. Without tiles: to ask whether they work starts a process.
 int32_t best() {
+  int32_t found = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  constexpr int32_t COUNT_WITHOUT_TILES = COUNT - 1;
+  for (int32_t index = 0; index < COUNT; index++)
+    if (ALL[index] != &amx_kernels && ALL[index]->runs()) found = index;
 #else
-  constexpr int32_t COUNT_WITHOUT_TILES = COUNT;
-#endif
-  int32_t found = 0;
-  for (int32_t index = 0; index < COUNT_WITHOUT_TILES; index++)
+  for (int32_t index = 0; index < COUNT; index++)
     if (ALL[index]->runs()) found = index;
+#endif
   return found;
 }
 
