@@ -11,9 +11,12 @@ from contextlib import contextmanager
 import pytest
 
 from patience import until
+from splittime.text.tool_families import FAMILIES, Tool
+from splittime.text.tool_grammar import grammar_of_calls
 from splittime.web.reading import SHORT_BYTES
 
 from .conftest import LiveServer, say
+from .test_endings import connect, raw_request
 
 TOO_LONG = "\N{SNOWMAN}" * 5000
 
@@ -93,6 +96,62 @@ def test_a_request_whose_client_left_leaves_nothing_to_collect(launch) -> None:
         until_all_left(server)
         left = garbage()
     assert max(left.values(), default=0) < 10, left
+
+
+def test_a_reader_that_was_dropped_leaves_nothing_to_collect(launch) -> None:
+    """Its unread answer would stay until the next full collection, an hour later."""
+    config = {"slow_reader_s": 0.1, "send_buffer_bytes": 4096, "slow_reader_buffer_bytes": 10**9}
+    server = launch(say("hello " * 400, end=False), step_s=0.001, config=config, model={"max_model_len": 10**6})
+
+    def drop_one(name: str) -> None:
+        slow = connect(server, receive_buffer=4096)
+        body = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
+        slow.sendall(raw_request(body, headers=f"X-Request-Id: {name}\r\n"))
+        until(lambda: bool(server.ledger.account(name)))
+        slow.close()
+
+    drop_one("first")
+    until_all_left(server)
+    with without_collector():
+        for number in range(3):
+            drop_one(f"slow-{number}")
+        until_all_left(server)
+        left = garbage()
+    assert not {"StreamWriter", "Choice", "Visit"} & set(left), left
+
+
+def test_a_text_whose_client_left_leaves_nothing_to_collect(launch) -> None:
+    """A long text would stay with it."""
+    server = launch()
+
+    def leave_early() -> None:
+        left = connect(server)
+        left.sendall(raw_request({"prompt": "a b " * 500_000}, path="/tokenize"))
+        until(
+            lambda: server.call(
+                lambda: any(worker.task for lane in server.service.texts.lanes for worker in lane.workers)
+            )
+        )
+        left.close()
+        until(
+            lambda: not server.call(lambda: [w for lane in server.service.texts.lanes for w in lane.workers if w.task])
+        )
+
+    leave_early()
+    with without_collector():
+        for _ in range(3):
+            leave_early()
+        left = garbage()
+    assert not {"TextTask", "CountedText"} & set(left), left
+
+
+def test_a_grammar_of_tools_leaves_nothing_to_collect() -> None:
+    tool = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, is_strict=True)
+    with without_collector():
+        for family in FAMILIES.values():
+            grammar_of_calls(family, [tool], may_answer=True, may_repeat=False)
+        left = garbage()
+    assert not left, left
 
 
 def test_a_refusal_leaves_nothing_to_collect(launch) -> None:

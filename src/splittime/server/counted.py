@@ -93,6 +93,7 @@ class CountedText:
             raise
         finally:
             watcher.cancel()
+            del task  # its error's traceback has this frame
         self._used_tokens += sum(done.whole_lens)
         return done
 

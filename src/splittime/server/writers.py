@@ -268,3 +268,5 @@ def _carry_on(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any,
             waits_for = work.send(value) if thrown is None else work.throw(thrown)
         except StopIteration:
             return
+        finally:
+            thrown = None  # its traceback has this frame

@@ -85,12 +85,12 @@ class _Rules:
         self, family: ToolFamily, tools: Sequence[Tool], token_ids: Mapping[str, int], *, has_form: bool
     ) -> None:
         self._family, self._tools, self._ids, self._has_form = family, tools, token_ids, has_form
-        self._calls = {
-            Style.MEMBER: self._member,
-            Style.NAMED: self._named,
-            Style.TAGGED: self._tagged,
-            Style.PYTHON: self._python,
-            Style.QUOTED: self._quoted,
+        self._calls = {  # not bound, which would be a circle
+            Style.MEMBER: _Rules._member,
+            Style.NAMED: _Rules._named,
+            Style.TAGGED: _Rules._tagged,
+            Style.PYTHON: _Rules._python,
+            Style.QUOTED: _Rules._quoted,
         }[family.style]
 
     def written(self, may_answer: bool, may_repeat: bool) -> Iterator[str]:
@@ -105,18 +105,18 @@ class _Rules:
         yield f"call: {' | '.join(f'call_{index}' for index in range(len(self._tools)))}"
         for index, tool in enumerate(self._tools):
             _require_checkable(tool.parameters, param_of(index))
-            yield from self._calls(index, tool) if tool.is_strict else self._as_far_as_can_be(index, tool)
+            yield from self._calls(self, index, tool) if tool.is_strict else self._as_far_as_can_be(index, tool)
 
     def _as_far_as_can_be(self, index: int, tool: Tool) -> list[str]:
         """Returns the rules of a tool that is not strict: what they cannot hold to is left to the model."""
         found, size = [], 0
         try:
-            for rule in self._calls(index, tool):
+            for rule in self._calls(self, index, tool):
                 found.append(rule)
                 size += len(rule)
                 _require_size(size)
         except CannotHold:
-            return list(self._calls(index, tool._replace(parameters=types_alone(tool.parameters))))
+            return list(self._calls(self, index, tool._replace(parameters=types_alone(tool.parameters))))
         return found
 
     def _literal(self, text: str) -> str:
