@@ -34,6 +34,7 @@ def error(message: str = "no", **more) -> dict:
 
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 OK_EVENTS = (CHUNK, LAST, USAGE, b"[DONE]")
+OTHERS = {"choices": [{"index": 1, "delta": {"role": "assistant"}, "finish_reason": None}]}
 FILTERS = {"choices": [], "prompt_filter_results": []}
 LATE = error(type="deadline_exceeded_error", code="deadline_exceeded")
 OOM = error("CUDA OOM", type="server_error", code=500)
@@ -200,7 +201,8 @@ STREAMS = [
     ),
     Row("a role and no answer", stream(ROLE, b"[DONE]"), 502, BAD, "health"),
     Row("an error behind a role", stream(ROLE, OOM), 500, "upstream_error_event", "health"),
-    Row("an error behind each one's role", stream(FILTERS, ROLE, ROLE, OOM), 500, "upstream_error_event", "health"),
+    Row("an error behind each one's role", stream(FILTERS, ROLE, OTHERS, OOM), 500, "upstream_error_event", "health"),
+    Row("an error behind a role told twice", stream(ROLE, ROLE, OOM), GIVEN, 500, "health", False),
     Row("a role, cut", stream(ROLE, end=b""), 502, "upstream_died", "health", hangs_up=True),
     Row("a role and no end", stream(ROLE), 502, "upstream_died", "health"),
     Row("one's own fault behind a role", stream(ROLE, error("long", code=400), b"[DONE]"), 400, 400, "request", False),

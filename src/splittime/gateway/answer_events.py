@@ -16,7 +16,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, text_bytes_of
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
-MOST_HEADS = 256  # events in which nothing has begun: one for each of several answers
+MOST_HEADS, MOST_HEAD_BYTES = 256, 64 << 10  # of events in which nothing has begun: one for each of several answers
 DONE = b"[DONE]"
 
 
@@ -112,6 +112,7 @@ class AnswerEvents:
         self.first: bytes | None = None
         self.error: ToldError | None = None
         self.error_data, self.is_error_first = b"", False
+        self._heads: set[tuple[object, ...]] = set()
 
     def feed(self, piece: bytes) -> None:
         for data in self._lines.feed(piece):
@@ -121,9 +122,13 @@ class AnswerEvents:
             self.has_begun = self.has_begun or self.num_events > MOST_HEADS or not self._is_head(data)
 
     def _is_head(self, data: bytes) -> bool:
-        """Returns whether an event comes before an answer, and has nothing of it."""
+        """Returns whether an event comes before an answer, with nothing of it. What comes again is a sign of life."""
         choices = (decoded(data) or {}).get("choices") if data.startswith(b"{") else None
-        return isinstance(choices, list) and all(map(_says_who_speaks, choices))
+        if not isinstance(choices, list) or not all(map(_says_who_speaks, choices)) or self.num_bytes > MOST_HEAD_BYTES:
+            return False
+        num_heads = len(self._heads)
+        self._heads.add(tuple(str(choice.get("index")) for choice in choices))
+        return len(self._heads) > num_heads
 
     def _take(self, data: bytes) -> None:
         if data == DONE:

@@ -34,7 +34,11 @@ class LoopLag:
 
     def explains(self, code: str, begin_ns: int) -> bool:
         """Returns whether a failure of this code, of an attempt that began then, may be this process's own."""
-        if code not in TIME_OUTS or self._due_ns is None:
+        return code in TIME_OUTS and self.was_late(begin_ns)
+
+    def was_late(self, begin_ns: int) -> bool:
+        """Returns whether this process has been late since then."""
+        if self._due_ns is None:
             return False
         is_late = now_ns() - self._due_ns > LATE_S * 1e9  # and the timer has not been asked yet
         return is_late or self._late_ns >= begin_ns

@@ -14,7 +14,7 @@ from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, AnswerVerdict, Whose, or_hung, or_own
+from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, OWN_LIMITS, AnswerVerdict, Whose, or_own
 from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
@@ -111,9 +111,10 @@ class RunningAttempt:
         self.is_ended = True
         self.relay.tell_nobody()
         upstream, at_ns = self.routed.upstream, now_ns()
-        if self.relay.first_byte_ns is None:
-            hangs = upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s)
-            verdict = or_hung(verdict, hangs=hangs)
+        is_silent = self.relay.first_byte_ns is None and verdict.code in OWN_LIMITS
+        may_hang = is_silent and not self._gateway.lag.was_late(self.begin_ns)
+        if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s):
+            verdict = verdict._replace(whose=Whose.HEALTH, is_answered=True)
         if not self._is_stream:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:

@@ -69,6 +69,7 @@ class Whose(StrEnum):
     OWN = "own"
 
 
+OWN_LIMITS = frozenset({"upstream_total_timeout", "upstream_whole_answer_timeout"})  # the gateway's
 AGAINST = frozenset({Whose.HEALTH, Whose.KEY, Whose.MODEL})  # the upstream
 
 
@@ -126,13 +127,6 @@ LEFT = AnswerVerdict(Whose.CLIENT)
 def or_own(verdict: AnswerVerdict, *, is_own: bool) -> AnswerVerdict:
     """Returns the verdict on a failure that may be this process's own."""
     return verdict._replace(whose=Whose.OWN) if is_own and verdict.whose is Whose.HEALTH else verdict
-
-
-def or_hung(verdict: AnswerVerdict, *, hangs: bool) -> AnswerVerdict:
-    """Returns the verdict on an end that says nothing of the upstream, but as one of several without a byte."""
-    if not (hangs and verdict.whose in (Whose.REQUEST, Whose.CLIENT)):
-        return verdict
-    return verdict._replace(whose=Whose.HEALTH, code=verdict.code or "upstream_hangs", is_answered=True)
 
 
 def failed(words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool = True, **more: Any) -> AnswerVerdict:
