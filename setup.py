@@ -104,6 +104,8 @@ class TagByPlatform(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         has_library = any(Path(self.bdist_dir).rglob(LIBRARY))
+        if has_library and os.environ.get("ST_BUILD_KERNELS") == "here":
+            print("this wheel is for processors like this one: ST_BUILD_KERNELS=here", file=sys.stderr)
         return "py3", "none", super().get_tag()[2] if has_library else "any"
 
 

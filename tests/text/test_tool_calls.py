@@ -522,3 +522,17 @@ def test_beside_tools_an_answer_is_a_call_or_has_the_form(plain, family: str) ->
         assert not allows(plain, made, FAMILIES[family].answer + wrong), wrong
     forced = grammar_of_calls(FAMILIES[family], TOOLS, may_answer=False, may_repeat=True, form=form)
     assert not allows(plain, forced, FAMILIES[family].answer + '{"a": 5}')
+
+
+def test_what_follows_a_comma_for_long_is_not_held_back() -> None:
+    """A small model goes round in line breaks: to look at all of them again with each would take ever longer."""
+    pieces, said = JsonPieces(), ""
+    for character in '{"a": 1,' + "\n" * 5000:
+        said += pieces.push(character, is_end=False)[0]
+        assert len(pieces._held) <= 100
+    assert said.count("\n") >= 4900
+
+
+def test_a_tagged_call_that_goes_on_as_json_is_no_call_without_arguments() -> None:
+    text = '<tool_call>\n<function=f{"a": 1}</function>\n</tool_call>'
+    assert [arguments for _, arguments in parsed("qwen3_coder", text)[1]] != ["{}"]

@@ -32,9 +32,7 @@ from splittime.api.answer_structs import (
     TokenUsage,
     ToolCall,
 )
-from splittime.api.answer_structs import (
-    FinishReason as FinishWord,
-)
+from splittime.api.answer_structs import FinishReason as FinishWord
 from splittime.api.choice import Choice, NewOutput, Scored
 from splittime.api.params import Ask
 from splittime.core.request import FinishReason

@@ -5,8 +5,7 @@ not have (`WAYS_OUT`). Of these, what is only a hint is taken, with a notice tha
 
 UNSUPPORTED = {
     **dict.fromkeys(
-        ("function_call", "functions"),
-        "the older form of calls is not supported; tools and tool_choice are",
+        ("function_call", "functions"), "the older form of calls is not supported; tools and tool_choice are"
     ),
     "best_of": "no answers are drawn to choose from; n asks for several",
     "use_beam_search": "beam search is not supported; temperature 0 takes the likeliest token at each place",

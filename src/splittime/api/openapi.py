@@ -286,7 +286,5 @@ _ERROR_FIELDS: Schema = {
 _ERROR: Schema = {  # `core.errors.error_body` makes it
     "type": "object",
     "required": ["error"],
-    "properties": {
-        "error": {"type": "object", "required": ["message", "type", "code"], "properties": _ERROR_FIELDS},
-    },
+    "properties": {"error": {"type": "object", "required": ["message", "type", "code"], "properties": _ERROR_FIELDS}},
 }

@@ -20,9 +20,7 @@ from splittime.core.errors import RequestError
 BETWEEN_SYSTEM = "\n\n"  # texts of instructions, of which templates take one
 TEXT_TYPES = ("input_text", "output_text")
 DESCRIBE_IT = "send texts as input_text; write into them what an image, a file or a sound holds"
-ITEM_WAYS_OUT = {
-    "item_reference": "send the item itself, or name its response as previous_response_id",
-}
+ITEM_WAYS_OUT = {"item_reference": "send the item itself, or name its response as previous_response_id"}
 ONLY_ITEMS = "messages, reasoning, function_call and function_call_output are taken"
 
 ChatMessage = dict[str, Any]

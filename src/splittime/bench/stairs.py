@@ -79,10 +79,7 @@ class ServerSizes(msgspec.Struct, frozen=True):
 
 
 async def climb(
-    target: Target,
-    seconds: float,
-    is_forced: bool = False,
-    on_stair: OnStair = lambda rows, done, total: None,
+    target: Target, seconds: float, is_forced: bool = False, on_stair: OnStair = lambda rows, done, total: None
 ) -> list[Arm]:
     """Returns the server's books of each stair. seconds: of all stairs together. is_forced: also if others use the
     server. on_stair: called with the number of requests at a time that comes next, how many stairs are done, and how

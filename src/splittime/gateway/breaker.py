@@ -11,6 +11,10 @@ has too much to do, or the gateway's key that is used up, and the pause holds fo
 shorter one.
 """
 
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
 from splittime.gateway.config import BreakerConfig
 
 LEAST_BACKOFF_S = 1.0  # where a 429 does not say for how long
@@ -154,3 +158,28 @@ class Breaker:
     def take_over(self, other: "Breaker") -> None:
         """Go on from what another has seen of the same upstream, by this one's config."""
         vars(self).update(vars(other) | {"config": self.config, "_trying": None})
+
+
+Found = TypeVar("Found")
+
+
+class LeftAlone:
+    def __init__(self, config: BreakerConfig) -> None:
+        self._breaker = Breaker(config)
+
+    async def unless(self, asking: Callable[[], Awaitable[Found | None]]) -> Found | None:
+        """Returns what is answered; None where that fails (`OSError`, `ValueError`), or is not tried for now. An answer
+        of None says nothing of who was asked."""
+        if not self._breaker.allows(time.monotonic_ns()):
+            return None
+        self._breaker.begin(asking)
+        try:
+            found = await asking()
+        except (OSError, ValueError):
+            self._breaker.note_failure(time.monotonic_ns())
+            return None
+        finally:
+            self._breaker.leave(asking)
+        if found is not None:
+            self._breaker.note_success()
+        return found

@@ -186,13 +186,7 @@ class _Search:
         return (rate, None) if keeps else (None, rate)
 
 
-def _trier(
-    replica: AnyReplica,
-    load: Mapping[str, Any],
-    slo: Mapping[str, float],
-    seed: int,
-    say: Say,
-) -> Try:
+def _trier(replica: AnyReplica, load: Mapping[str, Any], slo: Mapping[str, float], seed: int, say: Say) -> Try:
     def trial_at(rate: float) -> RateTrial:
         trial = simulated_trial(replica, load_at(load, rate), slo, rate, seed)
         say(f"{rate:.3g} requests/s {'keep' if trial.keeps else 'break'} the SLO", None)

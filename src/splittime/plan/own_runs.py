@@ -25,11 +25,7 @@ from splittime.simulate.trace import TracedRequest
 
 PACES = (1.03, 1.06, 1.12, 1.25, 1.5, 2.0)  # times as slow, or as fast
 SHARED = 1  # the seed of what prompts have in common
-FELT: dict[str, Callable[[Outcome], float | None]] = {
-    "ttft": service_ttft_ns,
-    "tpot": tpot_ns,
-    "e2e": service_ns,
-}
+FELT: dict[str, Callable[[Outcome], float | None]] = {"ttft": service_ttft_ns, "tpot": tpot_ns, "e2e": service_ns}
 
 
 def checked_by_runs(replica: Replica, runs: Sequence[Run], arm: int, regression_error: float) -> Replica:

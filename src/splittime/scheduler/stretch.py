@@ -30,12 +30,7 @@ class QuietStretch:
     rows of the first step."""
 
     def __init__(
-        self,
-        requests: Requests,
-        tokens_of: TokensOf,
-        max_steps: int,
-        until_ns: float,
-        is_steady: Callable[[], bool],
+        self, requests: Requests, tokens_of: TokensOf, max_steps: int, until_ns: float, is_steady: Callable[[], bool]
     ) -> None:
         self.max_steps, self.until_ns, self._steps_to_end = max_steps, until_ns, max_steps
         self.num_steps, self._is_steady = 0, is_steady

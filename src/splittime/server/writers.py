@@ -20,11 +20,13 @@ from splittime.api.choice import Choice
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.web import http
+from splittime.web.short_turns import in_short_turns
 
 if TYPE_CHECKING:
     from splittime.server.visit import Visit
 
 now_ns = time.monotonic_ns
+MANY_CHOICES = 128  # an answer of more is rendered beside the event loop
 EVENTS = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS: http.Headers = [
     (b"content-type", EVENTS),
@@ -64,7 +66,12 @@ class WholeWriter:
             await http.respond_error(self._send, group.error, headers=headers)
             return
         counts = [choice.num_untaken for choice in choices]
-        body = self._renderer.body(choices, at_ns, self._visit.notices)
+        asked = choices, at_ns, self._visit.notices
+        if len(choices) > MANY_CHOICES:  # 2,048 vectors take half a second
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(None, in_short_turns, self._renderer.body, *asked)
+        else:
+            body = self._renderer.body(*asked)
         sending = http.respond(self._send, body, headers=headers, until_taken=True)
         blocked = start(sending, asyncio.get_running_loop())
         if blocked is not None and not await self._await_reader(group, blocked):

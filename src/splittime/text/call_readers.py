@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from splittime.text.argument_types import MAX_LITERAL_CHARS, is_text, python_value_of, types_of, value_of
 from splittime.text.json_pieces import JsonPieces
 from splittime.text.marks import behind, last_word, overlap, trigger
-from splittime.text.tool_families import ToolFamily
+from splittime.text.tool_families import Style, ToolFamily
 
 MOST_HEAD_CHARS = 1024  # of a call, up to its arguments; of an argument, up to its value (python)
 _POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))""")  # a value without a name
@@ -91,7 +91,8 @@ def read_name(text: str, family: ToolFamily) -> CallHead | None:
     after = behind(rest, family.after_name)
     if after is None:
         return CallHead(0, "")
-    is_whole = after != rest or not family.after_name.strip() or rest.lstrip().startswith("{")
+    begins = family.style is Style.NAMED and rest.lstrip().startswith("{")
+    is_whole = after != rest or not family.after_name.strip() or begins
     number = "" if numbered is None else numbered[0][1:]
     return CallHead(len(text) - len(after), named[0], number) if is_whole else None
 

@@ -52,6 +52,7 @@ def _without_annotations(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
+    more: list[str] = []
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
             found[key] = {name: _without_annotations(each) for name, each in value.items()}
@@ -59,12 +60,11 @@ def _without_annotations(schema: Any) -> Any:
             found[key] = value
         elif key == "pattern" and isinstance(value, str) and "(?" in value:
             found[key], *more = _intersected(value)
-            found["allOf"] = [*found.get("allOf", ()), *({"pattern": each} for each in more)]
         elif not (key == "propertyNames" and value in (True, {}, {"type": "string"})) and not (
             key == "format" and isinstance(value, str) and value not in FORMATS
         ):
             found[key] = _without_annotations(value)
-    return found
+    return found | {"allOf": [*found.get("allOf", ()), *({"pattern": each} for each in more)]} if more else found
 
 
 def _intersected(pattern: str) -> list[str]:

@@ -23,6 +23,7 @@ MOST_HEAD_CHARS = 1024
 _ENDS = ("<|end|>", "<|return|>", CALL_END)
 _MARKS = (*_ENDS, START, CHANNEL)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_NAME = re.compile(r"[\w.-]+")  # of a function
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _HEAD_BEGINS = (START, CHANNEL, "to=")
 
@@ -74,7 +75,8 @@ class HarmonyParser(ToldApartParser):
         channel = head.rpartition(CHANNEL)[2]
         recipient = _RECIPIENT.search(head)
         is_call = recipient is not None and (
-            recipient[1] in self._tools or (self._has_tools and "to=functions." in head)
+            recipient[1] in self._tools
+            or (self._has_tools and "to=functions." in head and _NAME.fullmatch(recipient[1]) is not None)
         )
         self._called = recipient[1] if is_call else ""  # type: ignore[index]
         self._is_reasoning = recipient is None and channel.strip().startswith("analysis")

@@ -19,6 +19,7 @@ _UNDECIDED = re.compile(rf"[\w.+-]+|\\|{_OTHER.pattern}")
 _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 _HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _PAIR_CHARS = 12
+MOST_BETWEEN_CHARS = 64  # held back likewise, for a comma that is one too many
 MOST_WORD_CHARS = 4300  # held back until its end is known; Python reads no longer number
 
 
@@ -78,8 +79,8 @@ def _whole(found: re.Match[str] | None) -> tuple[int, str]:
 
 
 def _between(size: int, between: str, text: str) -> tuple[int, str] | None:
-    """Returns what stands between two parts: no comma before what closes."""
-    if "," in between and size == len(text):
+    """Returns what stands between two parts: no comma before what closes, if that is near."""
+    if "," in between and size == len(text) <= MOST_BETWEEN_CHARS:
         return None
     return size, between.replace(",", "") if text[size : size + 1] in ("}", "]") else between
 

@@ -70,10 +70,7 @@ def check_sentence(check: RunCheck) -> str:
 def tiles(found: Summary) -> list[Tile]:
     made = [_latency_tile(found, *names) for names in (("TTFT", "ttft", "service_ttft"), ("E2E", "e2e", "service_e2e"))]
     made.insert(1, _latency_tile(found, "TPOT", "tpot", None))
-    parts = [
-        ("tokens/s", *_rate(found.output_token_rate)),
-        ("requests/s", *_rate(found.request_rate)),
-    ]
+    parts = [("tokens/s", *_rate(found.output_token_rate)), ("requests/s", *_rate(found.request_rate))]
     made.append(Tile("Output", "", tuple(parts), f"{digits(found.intended_rate)} requests/s were intended"))
     if found.goodput is not None:
         good = found.goodput

@@ -26,10 +26,7 @@ CROWDED = (
 AFTER_STEPS = 2  # an abort is heard between steps: what runs then, and one that is planned ahead, may still give tokens
 
 
-@rule(
-    "accounts",
-    root_of=(*CROWDED, "burst", "deadlines_missed", "computed_for_nobody"),
-)
+@rule("accounts", root_of=(*CROWDED, "burst", "deadlines_missed", "computed_for_nobody"))
 def asked_again(books: Books) -> Answer:
     """Callers give their requests up before the end and ask the same again, so that it is computed several times."""
     accounts = served(books.accounts)
@@ -63,7 +60,7 @@ def asked_again(books: Books) -> Answer:
         cure=Cure(
             sentence=f"Have callers wait longer than {ms(patience_ns) / 1000:.2g} s: whole requests take {needs}. Have "
             "them ask again once at most, after a pause that doubles and is drawn, and tell the server how long they "
-            "wait (X-Request-Deadline-Ms): it refuses at once what cannot be in time.",
+            "wait (X-Request-Deadline-Ms): it refuses at once what cannot be in time."
         ),
         cost="A caller whose request is truly lost learns of it later.",
         counter_check="With longer time-outs and the same load the number of requests does not fall.",
@@ -123,7 +120,7 @@ def computed_for_nobody(books: Books) -> Answer:
         cure=Cure(
             sentence="The engine did not hear that they were given up: read the server's log of these moments, and "
             "restart it. Until that is found, give requests a deadline (X-Request-Deadline-Ms), which the engine "
-            "itself keeps, and bound their answers (max_tokens).",
+            "itself keeps, and bound their answers (max_tokens)."
         ),
         cost="None: nobody reads these answers.",
         counter_check="With the same callers leaving, cancel-to-freed (p99 in /metrics) is no longer than two steps.",

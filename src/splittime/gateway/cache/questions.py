@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from splittime.gateway.cache.left_alone import LeftAlone
+from splittime.gateway.breaker import LeftAlone
 from splittime.gateway.config import BreakerConfig, EmbedderConfig
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.whole_answers import ask_whole

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from splittime.gateway.cache.left_alone import LeftAlone
+from splittime.gateway.breaker import LeftAlone
 from splittime.gateway.config import BreakerConfig, VerifierConfig
 from splittime.gateway.spare_room import SpareRoom
 
