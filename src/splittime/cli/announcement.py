@@ -103,7 +103,8 @@ def announce(
     console.print(
         curl(url, model, needs_key, pooling.get("is_all", False), pooling.get("score", ""), has_chats), markup=False
     )
-    command = "splittime" if which("splittime") else sys.argv[0]
+    is_elsewhere = sys.argv[0].endswith("/splittime") and which("splittime") is None
+    command = sys.argv[0] if is_elsewhere else "splittime"
     console.print(f"  {command} explain ID --url {url}  # ID: the id in the answer", markup=False)
 
 
