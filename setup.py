@@ -3,7 +3,7 @@
 Where there is a C++ compiler, what it refuses ends the install in its own words: an install that quietly lost its
 kernels would be many times slower. Without one the install goes on, and splittime computes with torch and says so.
 `ST_BUILD_KERNELS=require` ends it there too, `ST_BUILD_KERNELS=skip` builds none. `ST_BUILD_KERNELS=here` builds what
-this machine can run, which takes a third of the time on most: for an install that stays here, as `make setup` makes.
+this machine can run: for an install that stays here, as `make setup` makes.
 
 Each isa_*.cpp is compiled for its own instruction set and in parts, as many at once as there are cores.
 
