@@ -167,9 +167,11 @@ def test_one_that_dies_is_the_servers_fault(live: LiveServer, monkeypatch) -> No
 
 def test_the_servers_end_ends_it(live: LiveServer, monkeypatch) -> None:
     monkeypatch.setattr(simulation, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
-    threading.Thread(target=lambda: live.post(PATH, {}), daemon=True).start()
+    asking = threading.Thread(target=lambda: live.post(PATH, {}), daemon=True)
+    asking.start()
     pid = running(live)
     live.call(live.service.close)
+    asking.join(60)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -14,7 +14,7 @@ from simulated_runs import HEALTHY, SimulatedRuns, load, measurer
 
 from splittime.bench.book.records import Run
 from splittime.bench.book.slo import parse_slo
-from splittime.bench.event_loop import interrupt, sigterm_interrupts
+from splittime.bench.event_loop import ENDING, interrupt, sigterm_interrupts
 from splittime.bench.share import Progress
 from splittime.core.errors import ConfigError, EngineError
 from splittime.tune import measure
@@ -159,6 +159,27 @@ def test_a_signal_that_comes_when_the_work_has_ended_ends_it_too(run: Run) -> No
 
     with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
         run_until_interrupted(work)
+
+
+@pytest.mark.parametrize("sign", ENDING)
+def test_a_signal_is_never_swallowed(sign: int, run: Run) -> None:
+    """Neither when a run has ended, whose loop listened, nor in a loop."""
+
+    async def work(stop: asyncio.Event) -> Run:
+        return run
+
+    async def signalled(stop: asyncio.Event) -> Run:
+        signal.raise_signal(sign)
+        return await work(stop)
+
+    with sigterm_interrupts():
+        handlers = [signal.getsignal(one) for one in ENDING]
+        assert run_until_interrupted(work) is run
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(sign)
+        with pytest.raises(KeyboardInterrupt):
+            run_until_interrupted(signalled)
+        assert [signal.getsignal(one) for one in ENDING] == handlers
 
 
 def test_what_fails_by_itself_says_so(run: Run) -> None:

@@ -13,6 +13,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what the work returns. Who handled a signal before handles it again: uvloop would leave its own handler,
+    which swallows every later Ctrl-C."""
+    before = {one: signal.getsignal(one) for one in ENDING}
+    try:
+        return _run(work)
+    finally:
+        work.close()  # it may not have begun
+        for one, handler in before.items():
+            if signal.getsignal(one) is not handler:
+                signal.signal(one, handler)
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
     try:
         import uvloop
     except ImportError:
@@ -21,19 +34,21 @@ def run_loop(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def interrupted() -> asyncio.Event:
-    """Returns an event that the first Ctrl-C or SIGTERM sets, which ends a run with what was measured. The second ends
-    the program."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    """Returns an event that the first Ctrl-C or SIGTERM sets, which ends a run with what was measured: also one that
+    comes while the loop is being closed. The second ends the program."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    before = {one: signal.getsignal(one) for one in ENDING}
 
-    def first() -> None:
-        event.set()
-        for one in ENDING:
-            loop.remove_signal_handler(one)
+    def first(number: int, frame: object) -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        with contextlib.suppress(RuntimeError):  # a closed loop wakes nobody
+            event.set()
+            loop.call_soon_threadsafe(bool)  # wakes a loop that waits
 
-    with contextlib.suppress(NotImplementedError, ValueError):
+    with contextlib.suppress(ValueError):  # not in the main thread
         for one in ENDING:
-            loop.add_signal_handler(one, first)
+            signal.signal(one, first)
     return event
 
 
@@ -48,7 +63,10 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    """Does what Ctrl-C does: within a loop it cancels the work, where an exception would break the loop itself."""
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

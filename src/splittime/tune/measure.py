@@ -5,7 +5,6 @@ cache. Ctrl-C and SIGTERM end a run; what was changed on the server is undone on
 """
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import msgspec
 
 from splittime.bench.book.records import Run
 from splittime.bench.draw import draw_for
-from splittime.bench.event_loop import interrupt, interrupted, run_loop
+from splittime.bench.event_loop import interrupted, run_loop
 from splittime.bench.run import run_schedule
 from splittime.bench.schedule import Schedule
 from splittime.bench.share import Progress
@@ -161,10 +160,7 @@ def run_until_interrupted(work: Callable[[asyncio.Event], Any]) -> Run:
             raise
         return run
 
-    try:
-        found = run_loop(watched())
-    finally:
-        signal.signal(signal.SIGTERM, interrupt)  # the loop has taken it off
+    found = run_loop(watched())
     if found is None or stops[0].is_set():  # it may come while the loop is being closed, too
         raise KeyboardInterrupt
     return found
