@@ -5,12 +5,11 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import orjson
-import typer
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, switch, talk
 from splittime.core.settings import ENV_PREFIX
 from splittime.core.whole_file import check_writable
 
@@ -44,24 +43,13 @@ class ForeignEngine(StrEnum):
 
 @fails_clearly
 def attach(
-    engine: Annotated[ForeignEngine, typer.Argument(help="Whose server: vllm.")],
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- serve MODEL ...", help="vLLM's own command line, from `serve` on.")
-    ],
-    ledger_file: Annotated[
-        Path | None, typer.Option("--ledger-file", metavar="FILE", help="SQLite file for all accounts and steps.")
-    ] = None,
-    max_file_accounts: Annotated[
-        int | None, typer.Option("--max-file-accounts", metavar="N", help="Accounts kept in it.")
-    ] = None,
-    max_file_steps: Annotated[
-        int | None, typer.Option("--max-file-steps", metavar="N", help="Steps kept in it.")
-    ] = None,
-    max_file_bytes: Annotated[
-        str | None,
-        typer.Option("--max-file-bytes", metavar="SIZE", help="Bytes kept in it; the oldest go. Default: 2GiB."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+    engine: ForeignEngine = argument(None, "Whose server: vllm.", ...),
+    command: list[str] = argument("-- serve MODEL ...", "vLLM's own command line, from `serve` on.", ...),
+    ledger_file: Path | None = flag("FILE", "SQLite file for all accounts and steps."),
+    max_file_accounts: int | None = flag("N", "Accounts kept in it."),
+    max_file_steps: int | None = flag("N", "Steps kept in it."),
+    max_file_bytes: str | None = flag("SIZE", "Bytes kept in it; the oldest go. Default: 2GiB."),
+    dry_run: bool = switch("--dry-run", "Print the command; start nothing."),
     json: JsonFlag = False,
 ) -> None:
     """Start vLLM's own server with exact accounts, stated causes and the page. It decides as it would without."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from typing import Annotated
 
 import orjson
 import typer
@@ -10,7 +9,7 @@ import typer
 from splittime.cli import bench_books, bench_compare, bench_run, bench_search
 from splittime.cli.bench_exit import codes
 from splittime.cli.bench_flags import time_ns
-from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
+from splittime.cli.options import JsonFlag, fails_clearly, flag, talk, write_data
 
 app = typer.Typer(
     help="Load for any OpenAI-compatible server, measured and explained.",
@@ -49,21 +48,19 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
 @app.command(name="mock-server", epilog=EXAMPLES, short_help="Run a server with declared timings, to try a load on.")
 @fails_clearly
 def mock_server(
-    ttft: Annotated[str, typer.Option(metavar="TIME", help="To the first token.")] = "50ms",
-    ttft_per_token: Annotated[str, typer.Option(metavar="TIME", help="And for each token of the prompt.")] = "0ms",
-    itl: Annotated[str, typer.Option(metavar="TIME", help="Between tokens.")] = "10ms",
-    tokens_per_chunk: Annotated[int, typer.Option(metavar="N", help="So many tokens in each event.")] = 1,
-    buffer_chunks: Annotated[int, typer.Option(metavar="N", help="Hold events back until there are so many.")] = 1,
-    nagle_every: Annotated[int, typer.Option(metavar="N", help="Each N-th chunk waits 40 ms more. 0: none.")] = 0,
-    freeze: Annotated[
-        list[str] | None, typer.Option(metavar="BEGIN:LENGTH", help="Stand still, counted from the first request.")
-    ] = None,
-    error_rate: Annotated[float, typer.Option(metavar="X", help="Share of requests that are answered 500.")] = 0.0,
-    break_rate: Annotated[float, typer.Option(metavar="X", help="Share of streams that break off.")] = 0.0,
-    slots: Annotated[int | None, typer.Option(metavar="N", help="Serve so many at a time, queue the rest.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws who fails.")] = 0,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="0: a free one.")] = 8001,
+    ttft: str = flag("TIME", "To the first token.", "50ms"),
+    ttft_per_token: str = flag("TIME", "And for each token of the prompt.", "0ms"),
+    itl: str = flag("TIME", "Between tokens.", "10ms"),
+    tokens_per_chunk: int = flag("N", "So many tokens in each event.", 1),
+    buffer_chunks: int = flag("N", "Hold events back until there are so many.", 1),
+    nagle_every: int = flag("N", "Each N-th chunk waits 40 ms more. 0: none.", 0),
+    freeze: list[str] | None = flag("BEGIN:LENGTH", "Stand still, counted from the first request."),
+    error_rate: float = flag("X", "Share of requests that are answered 500.", 0.0),
+    break_rate: float = flag("X", "Share of streams that break off.", 0.0),
+    slots: int | None = flag("N", "Serve so many at a time, queue the rest."),
+    seed: int = flag("N", "Seed that draws who fails.", 0),
+    host: str = flag("HOST", "Where to listen.", "127.0.0.1"),
+    port: int = flag("N", "0: a free one.", 8001),
     json: JsonFlag = False,
 ) -> None:
     """Run a server with declared timings: to check a load generator against, or to try one without a model."""

@@ -6,14 +6,14 @@ metrics tell, and says what they cannot. `report` gives tables, one HTML page, C
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
 from splittime.cli.bench_exit import codes, exit_code
 from splittime.cli.bench_flags import DefinitionsFlag
-from splittime.cli.options import JsonFlag, fails_clearly, talk, wide, write_data
+from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,10 +40,8 @@ Without --slo it shows and does not judge.
 
 @fails_clearly
 def books(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.json", help="What `splittime bench` saved.")],
-    request: Annotated[
-        str | None, typer.Option("--request", metavar="ID", help="One request's lines, by its id or its number.")
-    ] = None,
+    run_file: Path = argument("RUN.json", "What `splittime bench` saved.", ...),
+    request: str | None = flag("ID", "One request's lines, by its id or its number."),
     json: JsonFlag = False,
 ) -> None:
     """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
@@ -79,12 +77,10 @@ def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
 
 @fails_clearly
 def report(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.json", help="What `splittime bench` saved.")],
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each request.")] = None,
-    slo: Annotated[
-        str | None, typer.Option("--slo", metavar="TERMS", help="Judge by this instead of the run's own.")
-    ] = None,
+    run_file: Path = argument("RUN.json", "What `splittime bench` saved.", ...),
+    html: Path | None = flag("FILE", "Write one self-contained page."),
+    csv: Path | None = flag("FILE", "Write a row for each request."),
+    slo: str | None = flag("TERMS", "Judge by this instead of the run's own."),
     definitions: DefinitionsFlag = False,
     json: JsonFlag = False,
 ) -> None:

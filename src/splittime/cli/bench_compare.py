@@ -6,13 +6,13 @@ An SLO is asked of B alone; one that is missed makes the exit code 1, whatever t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
 from splittime.cli.bench_exit import SHORT, UNCLEAR, codes, exit_code
-from splittime.cli.options import JsonFlag, wide, with_options, write_data
+from splittime.cli.options import JsonFlag, argument, flag, wide, with_options, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,21 +105,11 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="A.json B.json ...", help="Runs: A and B, or A B A B ..., or one of two servers."),
-    ]
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metric", metavar="NAME", help="May be repeated; the first decides. Default: e2e_mean and others."
-        ),
-    ] = None
-    margin: Annotated[str, typer.Option(metavar="X%", help="A difference within it does not matter.")] = "5%"
-    confidence: Annotated[str, typer.Option(metavar="X%", help="With which all verdicts hold together.")] = "95%"
-    slo: Annotated[
-        str | None, typer.Option(metavar="TERMS", help="Asked of B, as in ttft_p99=300ms,error_rate=1%.")
-    ] = None
+    files: list[Path] = argument("A.json B.json ...", "Runs: A and B, or A B A B ..., or one of two servers.", ...)
+    metric: list[str] | None = flag("NAME", "May be repeated; the first decides. Default: e2e_mean and others.")
+    margin: str = flag("X%", "A difference within it does not matter.", "5%")
+    confidence: str = flag("X%", "With which all verdicts hold together.", "95%")
+    slo: str | None = flag("TERMS", "Asked of B, as in ttft_p99=300ms,error_rate=1%.")
     json: JsonFlag = False
 
 

@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from splittime.bench.spec import LoadSpec
-from splittime.cli.options import JsonFlag, fails_clearly, parameters_of, sign
+from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, parameters_of, sign, switch
 from splittime.core.errors import ConfigError
 from splittime.wire.target import Target
 
@@ -153,19 +153,11 @@ DefinitionsFlag = Annotated[bool, typer.Option("--definitions", help="Say under 
 class ServerOptions:
     """The flags of every command that sends a load."""
 
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Model to ask for. Default: the first it has.")] = (
-        None
-    )
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's key, if it wants one.")
-    ] = None
-    timeout: Annotated[str, typer.Option(metavar="TIME", help="Give a request up after so long.")] = "10m"
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Vocabulary size of the model, where the server does not say.")
-    ] = None
-    max_model_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer, where the server does not say.")
-    ] = None
+    model: str | None = flag("NAME", "Model to ask for. Default: the first it has.")
+    api_key: str | None = flag("KEY", "The server's key, if it wants one.", envvar="SPLITTIME_API_KEY")
+    timeout: str = flag("TIME", "Give a request up after so long.", "10m")
+    vocab_size: int | None = flag("N", "Vocabulary size of the model, where the server does not say.")
+    max_model_len: int | None = flag("N", "Most tokens of prompt and answer, where the server does not say.")
     json: JsonFlag = False
 
     @property
@@ -178,76 +170,48 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRunOptions(ServerOptions):
-    url: Annotated[
-        list[str], typer.Argument(metavar="URL...", help="The server, with or without /v1; two: both in one run.")
-    ]
-    schedule: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Send this saved schedule again instead of drawing one.")
-    ] = None
-    save_schedule: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write down what is sent and when, for --schedule.")
-    ] = None
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything, every request, as JSON.")] = None
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a line for each request.")] = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None
-    slo: Annotated[
-        str | None, typer.Option(metavar="TERMS", help="Exit with 1 if missed: ttft_p99=300ms,tpot_p99=40ms.")
-    ] = None
-    goodput: Annotated[
-        str | None, typer.Option(metavar="TERMS", help="What makes a request good: ttft=300ms,tpot=40ms.")
-    ] = None
-    label: Annotated[str, typer.Option(metavar="TEXT", help="The run's name in reports.")] = ""
+    url: list[str] = argument("URL...", "The server, with or without /v1; two: both in one run.", ...)
+    schedule: Path | None = flag("FILE", "Send this saved schedule again instead of drawing one.")
+    save_schedule: Path | None = flag("FILE", "Write down what is sent and when, for --schedule.")
+    out: Path | None = flag("FILE", "Write everything, every request, as JSON.")
+    csv: Path | None = flag("FILE", "Write a line for each request.")
+    html: Path | None = flag("FILE", "Write the report as one page.")
+    slo: str | None = flag("TERMS", "Exit with 1 if missed: ttft_p99=300ms,tpot_p99=40ms.")
+    goodput: str | None = flag("TERMS", "What makes a request good: ttft=300ms,tpot=40ms.")
+    label: str = flag("TEXT", "The run's name in reports.", "")
     definitions: DefinitionsFlag = False
-    max_in_flight: Annotated[
-        int | None, typer.Option(metavar="N", help="Hold requests back beyond so many; the wait counts as lateness.")
-    ] = None
-    stop_on_saturation: Annotated[
-        bool,
-        typer.Option(
-            "--stop-on-saturation", help="End the run once a test says that the server is overloaded (open loop only)."
-        ),
-    ] = False
-    interleave: Annotated[
-        str, typer.Option(metavar="paired|blocks", help="Two servers: together, or by turns, if on one machine.")
-    ] = "paired"
-    block: Annotated[str, typer.Option(metavar="TIME", help="Length of a turn with --interleave blocks.")] = "10s"
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes that send. Default: as many as needed.")
-    ] = None
-    sample_interval: Annotated[str, typer.Option(metavar="TIME", help="Between looks at the server's metrics.")] = (
-        "500ms"
+    max_in_flight: int | None = flag("N", "Hold requests back beyond so many; the wait counts as lateness.")
+    stop_on_saturation: bool = switch(
+        "--stop-on-saturation", "End the run once a test says that the server is overloaded (open loop only)."
     )
-    salt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Put before all prompts: no run finds another's. Default: random."),
-    ] = None
+    interleave: str = flag("paired|blocks", "Two servers: together, or by turns, if on one machine.", "paired")
+    block: str = flag("TIME", "Length of a turn with --interleave blocks.", "10s")
+    workers: int | None = flag("N", "Processes that send. Default: as many as needed.")
+    sample_interval: str = flag("TIME", "Between looks at the server's metrics.", "500ms")
+    salt: str | None = flag("TEXT", "Put before all prompts: no run finds another's. Default: random.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesOptions(ServerOptions):
     """The flags of the commands that make one run after another."""
 
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server, with or without /v1.")]
-    pause: Annotated[str, typer.Option(metavar="TIME", help="Between two runs.")] = "1s"
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep each run there, as JSON.")] = None
+    url: str = argument("URL", "The server, with or without /v1.", ...)
+    pause: str = flag("TIME", "Between two runs.", "1s")
+    out: Path | None = flag("FOLDER", "Keep each run there, as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(SeriesOptions):
-    slo: Annotated[str, typer.Option(metavar="TERMS", help="To be kept: ttft_p99=300ms,tpot_p99=40ms.")]
-    low: Annotated[float, typer.Option(metavar="RATE", help="Requests a second to begin with.")] = 1.0
-    high: Annotated[float, typer.Option(metavar="RATE", help="Look no higher.")] = 1000.0
-    resolution: Annotated[
-        float, typer.Option(metavar="SHARE", help="Stop when both ends are so close; 0.05 is 5%.")
-    ] = 0.05
-    confirmations: Annotated[int, typer.Option(metavar="N", help="Runs that must agree at each end.")] = 2
-    max_runs: Annotated[int, typer.Option(metavar="N", help="Give up after so many.")] = 40
+    slo: str = flag("TERMS", "To be kept: ttft_p99=300ms,tpot_p99=40ms.", ...)
+    low: float = flag("RATE", "Requests a second to begin with.", 1.0)
+    high: float = flag("RATE", "Look no higher.", 1000.0)
+    resolution: float = flag("SHARE", "Stop when both ends are so close; 0.05 is 5%.", 0.05)
+    confirmations: int = flag("N", "Runs that must agree at each end.", 2)
+    max_runs: int = flag("N", "Give up after so many.", 40)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(SeriesOptions):
-    rates: Annotated[str | None, typer.Option(metavar="A,B,...", help="Requests a second, one run each.")] = None
-    concurrencies: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="So many requests at a time, one run each.")
-    ] = None
-    slo: Annotated[str | None, typer.Option(metavar="TERMS", help="Say of each run whether it was kept.")] = None
+    rates: str | None = flag("A,B,...", "Requests a second, one run each.")
+    concurrencies: str | None = flag("A,B,...", "So many requests at a time, one run each.")
+    slo: str | None = flag("TERMS", "Say of each run whether it was kept.")

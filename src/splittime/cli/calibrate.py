@@ -5,16 +5,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
-import typer
 from rich.table import Table
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import ENGINE, Settings
-from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, talk, wide, with_settings, write_data
+from splittime.cli.options import (
+    EXIT_CODES,
+    JsonFlag,
+    ModelArgument,
+    flag,
+    switch,
+    talk,
+    wide,
+    with_settings,
+    write_data,
+)
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import check_writable
@@ -39,19 +48,11 @@ MUCH_OF_OTHERS = 0.05
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     model: ModelArgument = None
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Measure this server instead; it must be idle.")
-    ] = None
-    seconds: Annotated[
-        float, typer.Option("--seconds", metavar="N", min=5, max=600, help="How long to measure, about.")
-    ] = 60.0
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the replica to this file too.")] = (
-        None
-    )
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Measure a server that is at work, too.")] = False
+    url: str | None = flag("URL", "Measure this server instead; it must be idle.")
+    seconds: float = flag("N", "How long to measure, about.", 60.0, min=5, max=600)
+    out: Path | None = flag("FILE", "Write the replica to this file too.")
+    api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY")
+    force: bool = switch("--force", "Measure a server that is at work, too.")
     json: JsonFlag = False
 
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from splittime.cli.options import JsonFlag, wide, with_options, write_data
+from splittime.cli.options import JsonFlag, argument, flag, wide, with_options, write_data
 from splittime.cli.progress import bars, doing
 
 if TYPE_CHECKING:
@@ -57,47 +56,25 @@ Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions:
-    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Folder, packaged name, or Hugging Face id.")]
-    student: Annotated[
-        str,
-        typer.Option(
-            "--student",
-            metavar="CONFIG",
-            help="A config.json, a folder with one, a packaged name; or mtp, a head on the teacher.",
-        ),
-    ]
-    text: Annotated[
-        list[Path],
-        typer.Option("--text", metavar="FILE", help="Text to learn from: file, .jsonl, folder. May be repeated."),
-    ]
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The student's folder; must not be there yet.")]
-    held_out: Annotated[
-        list[Path] | None,
-        typer.Option("--held-out", metavar="FILE", help="Text to measure on. Default: a tenth of the documents."),
-    ] = None
-    own_outputs: Annotated[
-        int, typer.Option("--own-outputs", metavar="N", help="Sequences for the teacher to write, learnt from as well.")
-    ] = 0
-    minutes: Annotated[float | None, typer.Option("--minutes", metavar="M", help="Budget of training time.")] = None
-    tokens: Annotated[int | None, typer.Option("--tokens", metavar="N", help="Budget of tokens seen.")] = None
-    temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="Temperature of both models' distributions.")
-    ] = 1.0
-    alpha: Annotated[
-        float, typer.Option("--alpha", metavar="A", help="Weight of the teacher; 0 is plain training on the text.")
-    ] = 0.9
-    step_tokens: Annotated[int, typer.Option("--step-tokens", metavar="N", help="Tokens of an update.")] = 4096
-    start_from: Annotated[
-        Path | None, typer.Option("--start-from", metavar="FOLDER", help="Begin with these weights, not random ones.")
-    ] = None
-    beside: Annotated[
-        list[str] | None,
-        typer.Option("--beside", metavar="MODEL", help="Another student to measure on the same text. May be repeated."),
-    ] = None
-    matrix_rate: Annotated[float, typer.Option("--matrix-rate", metavar="X", help="Muon's peak learning rate.")] = 0.02
-    other_rate: Annotated[float, typer.Option("--other-rate", metavar="X", help="AdamW's peak learning rate.")] = 0.008
-    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Threads, a core each.")] = 2
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of weights, windows and samples.")] = 0
+    teacher: str = argument("TEACHER", "Folder, packaged name, or Hugging Face id.", ...)
+    student: str = flag(
+        "CONFIG", "A config.json, a folder with one, a packaged name; or mtp, a head on the teacher.", ...
+    )
+    text: list[Path] = flag("FILE", "Text to learn from: file, .jsonl, folder. May be repeated.", ...)
+    out: Path = flag("DIR", "The student's folder; must not be there yet.", ...)
+    held_out: list[Path] | None = flag("FILE", "Text to measure on. Default: a tenth of the documents.")
+    own_outputs: int = flag("N", "Sequences for the teacher to write, learnt from as well.", 0)
+    minutes: float | None = flag("M", "Budget of training time.")
+    tokens: int | None = flag("N", "Budget of tokens seen.")
+    temperature: float = flag("T", "Temperature of both models' distributions.", 1.0)
+    alpha: float = flag("A", "Weight of the teacher; 0 is plain training on the text.", 0.9)
+    step_tokens: int = flag("N", "Tokens of an update.", 4096)
+    start_from: Path | None = flag("FOLDER", "Begin with these weights, not random ones.")
+    beside: list[str] | None = flag("MODEL", "Another student to measure on the same text. May be repeated.")
+    matrix_rate: float = flag("X", "Muon's peak learning rate.", 0.02)
+    other_rate: float = flag("X", "AdamW's peak learning rate.", 0.008)
+    workers: int = flag("N", "Threads, a core each.", 2)
+    seed: int = flag("N", "Seed of weights, windows and samples.", 0)
     json: JsonFlag = False
 
 

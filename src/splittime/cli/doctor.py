@@ -11,7 +11,7 @@ Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and a
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
@@ -21,7 +21,17 @@ from rich.text import Text
 
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL, without_controls
-from splittime.cli.options import CleanConsole, JsonFlag, fails_clearly, say_error, talk, write_data
+from splittime.cli.options import (
+    CleanConsole,
+    JsonFlag,
+    argument,
+    fails_clearly,
+    flag,
+    say_error,
+    switch,
+    talk,
+    write_data,
+)
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
@@ -60,27 +70,13 @@ Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
 
 @fails_clearly
 def doctor(
-    source: Annotated[
-        str, typer.Argument(metavar="[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", help="What to look at.")
-    ] = DEFAULT_URL,
-    limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=MAX_LIMIT, help="The latest so many requests.")
-    ] = LATEST,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
-    ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe/--no-probe", help="Send a small load to another kind of server if it is idle.")
-    ] = True,
-    sizes: Annotated[
-        bool, typer.Option("--sizes/--no-sizes", help="Replay the latest requests with each cure: what would it gain?")
-    ] = True,
-    part: Annotated[
-        str | None, typer.Option("--source", metavar="NAME", help="Of an incident with several: which, as server-1.")
-    ] = None,
-    is_self: Annotated[
-        bool, typer.Option("--self", help="Check this installation: kernels, libraries, memory, extras.")
-    ] = False,
+    source: str = argument("[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", "What to look at.", DEFAULT_URL),
+    limit: int = flag("N", "The latest so many requests.", LATEST, min=1, max=MAX_LIMIT),
+    api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY"),
+    probe: bool = flag(None, "Send a small load to another kind of server if it is idle.", True),
+    sizes: bool = flag(None, "Replay the latest requests with each cure: what would it gain?", True),
+    part: str | None = flag("NAME", "Of an incident with several: which, as server-1.", None, "--source"),
+    is_self: bool = switch("--self", "Check this installation: kernels, libraries, memory, extras."),
     json: JsonFlag = False,
 ) -> None:
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""

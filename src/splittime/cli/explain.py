@@ -1,16 +1,15 @@
 """`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 import orjson
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
@@ -34,17 +33,11 @@ Examples:
 
 @fails_clearly
 def explain(
-    request_id: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST_ID]", help="The id in the response, or of one of its choices.")
-    ] = None,
-    slowest: Annotated[
-        int | None, typer.Option("--slowest", metavar="N", min=1, max=100, help="The N slowest instead of an id.")
-    ] = None,
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="The server to ask.")] = DEFAULT_URL,
-    ledger: Annotated[Path | None, typer.Option("--ledger", metavar="FILE", help="Read this file instead.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The server's.")
-    ] = None,
+    request_id: str | None = argument("[REQUEST_ID]", "The id in the response, or of one of its choices."),
+    slowest: int | None = flag("N", "The N slowest instead of an id.", min=1, max=100),
+    url: str = flag("URL", "The server to ask.", DEFAULT_URL),
+    ledger: Path | None = flag("FILE", "Read this file instead."),
+    api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY"),
     json: JsonFlag = False,
 ) -> None:
     """Show where a request's time went, why it waited, and what made it slower than its like."""

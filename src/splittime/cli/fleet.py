@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
-import typer
 from rich.table import Table
 
 from splittime.cli.bench_flags import time_ns
-from splittime.cli.options import EXIT_CODES, JsonFlag, talk, wide, with_options, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, flag, talk, wide, with_options, write_data
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
 
@@ -36,60 +35,40 @@ BAR_CELLS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A ledger of one server, or what calibrate wrote. Default: this machine's calibration.",
-        ),
-    ] = None
-    trace: Annotated[
-        Path, typer.Option(metavar="FILE", help="CSV or JSONL of arrivals and lengths, .gz or plain: what is asked.")
-    ]
-    replicas: Annotated[int, typer.Option(metavar="N", help="Servers at the begin, in all regions together.")] = 10
-    max_replicas: Annotated[
-        int | None, typer.Option(metavar="N", help="The most that a scaler may have. Default: as many as at the begin.")
-    ] = None
-    min_replicas: Annotated[int, typer.Option(metavar="N", help="The fewest that a scaler may leave.")] = 1
-    scaling: Annotated[
-        str,
-        typer.Option(
-            metavar="tokens|waiting|none",
-            help="tokens: the controller of up, waiting: by requests that wait at servers alone, none: no scaling.",
-        ),
-    ] = "tokens"
-    routing: Annotated[
-        str, typer.Option(metavar="gateway|round_robin", help="The gateway's own choice, or one after the other.")
-    ] = "gateway"
-    affinity: Annotated[bool, typer.Option(help="The gateway's prefix affinity, where the trace has blocks.")] = True
-    warm_pool: Annotated[int, typer.Option(metavar="N", help="Sleeping servers beside those that serve.")] = 0
-    cold_start: Annotated[str, typer.Option(metavar="TIME", help="Until a new server serves.")] = "60s"
-    wake: Annotated[str, typer.Option(metavar="TIME", help="Until a sleeping one serves.")] = "2s"
-    region: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A region; may be given again.")] = None
-    rtt: Annotated[str, typer.Option(metavar="TIME", help="Round trip between two regions.")] = "60ms"
-    failures: Annotated[float, typer.Option(metavar="X", help="How often each server fails, an hour.")] = 0.0
-    node_share: Annotated[float, typer.Option(metavar="X", help="Of these, nodes that fall silent.")] = 0.3
-    speed_up: Annotated[float, typer.Option(metavar="X", min=0.001, help="The trace's times, so much faster.")] = 1.0
-    copies: Annotated[int, typer.Option(metavar="N", min=1, help="Each request so often, from other users.")] = 1
-    length_scale: Annotated[float, typer.Option(metavar="X", min=0.0001, help="Times every length.")] = 1.0
-    surge_at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From then on more requests come; the reaction is told.")
-    ] = None
-    surge_times: Annotated[float, typer.Option(metavar="X", min=1, help="So many times as many.")] = 3.0
-    surge_for: Annotated[str, typer.Option(metavar="TIME", help="For so long.")] = "60s"
-    ttft: Annotated[str, typer.Option(metavar="TIME", help="A good answer begins within this.")] = "2s"
-    tpot: Annotated[str, typer.Option(metavar="TIME", help="And has a token in this, in the mean.")] = "100ms"
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Servers of the data sheet of this device, as of plan.")
-    ] = None
-    model_config: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
-    ] = None
-    precision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --device: the weights, as bfloat16 or int8.")
-    ] = None
-    price: Annotated[float | None, typer.Option(metavar="X", min=0, help="Of a server for an hour.")] = None
-    seed: Annotated[int, typer.Option(metavar="N", help="Of all chance.")] = 0
+    source: str | None = argument(
+        "SOURCE", "A ledger of one server, or what calibrate wrote. Default: this machine's calibration."
+    )
+    trace: Path = flag("FILE", "CSV or JSONL of arrivals and lengths, .gz or plain: what is asked.", ...)
+    replicas: int = flag("N", "Servers at the begin, in all regions together.", 10)
+    max_replicas: int | None = flag("N", "The most that a scaler may have. Default: as many as at the begin.")
+    min_replicas: int = flag("N", "The fewest that a scaler may leave.", 1)
+    scaling: str = flag(
+        "tokens|waiting|none",
+        "tokens: the controller of up, waiting: by requests that wait at servers alone, none: no scaling.",
+        "tokens",
+    )
+    routing: str = flag("gateway|round_robin", "The gateway's own choice, or one after the other.", "gateway")
+    affinity: bool = flag(None, "The gateway's prefix affinity, where the trace has blocks.", True)
+    warm_pool: int = flag("N", "Sleeping servers beside those that serve.", 0)
+    cold_start: str = flag("TIME", "Until a new server serves.", "60s")
+    wake: str = flag("TIME", "Until a sleeping one serves.", "2s")
+    region: list[str] | None = flag("NAME", "A region; may be given again.")
+    rtt: str = flag("TIME", "Round trip between two regions.", "60ms")
+    failures: float = flag("X", "How often each server fails, an hour.", 0.0)
+    node_share: float = flag("X", "Of these, nodes that fall silent.", 0.3)
+    speed_up: float = flag("X", "The trace's times, so much faster.", 1.0, min=0.001)
+    copies: int = flag("N", "Each request so often, from other users.", 1, min=1)
+    length_scale: float = flag("X", "Times every length.", 1.0, min=0.0001)
+    surge_at: str | None = flag("TIME", "From then on more requests come; the reaction is told.")
+    surge_times: float = flag("X", "So many times as many.", 3.0, min=1)
+    surge_for: str = flag("TIME", "For so long.", "60s")
+    ttft: str = flag("TIME", "A good answer begins within this.", "2s")
+    tpot: str = flag("TIME", "And has a token in this, in the mean.", "100ms")
+    device: str | None = flag("NAME", "Servers of the data sheet of this device, as of plan.")
+    model_config: Path | None = flag("PATH", "With --device: the model's folder or config.json.")
+    precision: str | None = flag("NAME", "With --device: the weights, as bfloat16 or int8.")
+    price: float | None = flag("X", "Of a server for an hour.", min=0)
+    seed: int = flag("N", "Of all chance.", 0)
     json: JsonFlag = False
 
 

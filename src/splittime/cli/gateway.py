@@ -3,13 +3,13 @@
 import logging
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import orjson
 import typer
 
 from splittime.cli import gateway_books, gateway_evaluate
-from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
+from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ app.add_typer(gateway_books.app, name="audit", short_help="Check an audit log's 
 @fails_clearly
 def gateway(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="The gateway's config, in TOML. It must be given.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Read the config and the keys; start nothing.")] = False,
+    config: Path | None = flag("FILE", "The gateway's config, in TOML. It must be given."),
+    check: bool = switch("--check", "Read the config and the keys; start nothing."),
     json: JsonFlag = False,
 ) -> None:
     """Stand in front of OpenAI-compatible servers: routing, limits, retries, and one exact account a request."""

@@ -13,7 +13,7 @@ import orjson
 import typer
 from rich.table import Table
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.wire.get_json import get_json, patch_json
 
@@ -40,10 +40,8 @@ Key = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="SPL
 
 @fails_clearly
 def apply(
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The config to change to, in TOML.")],
-    canary: Annotated[
-        str | None, typer.Option("--canary", metavar="SHARE", help="A share of the tenants first, such as 10%.")
-    ] = None,
+    new: Path = argument("NEW", "The config to change to, in TOML.", ...),
+    canary: str | None = flag("SHARE", "A share of the tenants first, such as 10%."),
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     json: JsonFlag = False,
@@ -137,13 +135,9 @@ def audit() -> None:
 @app.command(epilog=AUDIT_EXAMPLES)
 @fails_clearly
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file of [audit] in the config.")],
-    after: Annotated[
-        str, typer.Option("--after", metavar="HASH", help="The last hash of the file before, where it is a later part.")
-    ] = "",
-    holds: Annotated[
-        str, typer.Option("--holds", metavar="HASH", help="A hash that it had: nothing up to there has been taken off.")
-    ] = "",
+    file: Path = argument("FILE", "The file of [audit] in the config.", ...),
+    after: str = flag("HASH", "The last hash of the file before, where it is a later part.", ""),
+    holds: str = flag("HASH", "A hash that it had: nothing up to there has been taken off.", ""),
     json: JsonFlag = False,
 ) -> None:
     """Follow the chain of hashes, and tell the first line that is broken or missing (exit code 1)."""
@@ -183,12 +177,10 @@ def _lines(told: dict[str, Any]) -> Iterator[str]:
 
 @fails_clearly
 def rehearse(
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The config to try, in TOML.")],
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The config of now.")],
-    ledger: Annotated[Path, typer.Option("--ledger", metavar="FILE", help="The ledger_file of the gateway.")],
-    last: Annotated[
-        int, typer.Option("--last", metavar="N", min=1, help="The latest requests that are taken.")
-    ] = 10_000,
+    new: Path = argument("NEW", "The config to try, in TOML.", ...),
+    config: Path = flag("FILE", "The config of now.", ...),
+    ledger: Path = flag("FILE", "The ledger_file of the gateway.", ...),
+    last: int = flag("N", "The latest requests that are taken.", 10_000, min=1),
     json: JsonFlag = False,
 ) -> None:
     """Replay a ledger's requests through the rules and keys' limits of two configs, and tell what differs."""
@@ -235,18 +227,11 @@ Examples:
 
 @fails_clearly
 def inventory(
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The gateway's config, in TOML.")],
-    ledger: Annotated[
-        Path | None, typer.Option("--ledger", metavar="FILE", help="Its ledger_file: what was seen of each hop.")
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help="The gateway, running with [lint]: what its prompts carry for nothing."
-        ),
-    ] = None,
+    config: Path = flag("FILE", "The gateway's config, in TOML.", ...),
+    ledger: Path | None = flag("FILE", "Its ledger_file: what was seen of each hop."),
+    url: str | None = flag("URL", "The gateway, running with [lint]: what its prompts carry for nothing."),
     api_key: Key = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Draw it, as an HTML page.")] = None,
+    out: Path | None = flag("FILE", "Draw it, as an HTML page."),
     json: JsonFlag = False,
 ) -> None:
     """List each hop with its owner, time-outs, retries and cap, and what is not set. Keys are read by nobody."""

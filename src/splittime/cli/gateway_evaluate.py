@@ -1,13 +1,12 @@
 """`splittime gateway evaluate`: what routing by difficulty costs and is worth on prompts that were judged."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 from rich.table import Table
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, talk, wide, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.core.whole_file import write_whole
 
@@ -124,18 +123,12 @@ EACH_IS_CHECKED = "by tokens every prompt is checked; the gateway checks what go
 
 @fails_clearly
 def evaluate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The gateway's config, in TOML.")],
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="JSONL: prompt, small_right and large_right a line.")],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="The [[difficulty]], if there are several.")
-    ] = None,
-    small_cost: Annotated[
-        float, typer.Option("--small-cost", metavar="X", min=0, help="Of a request, if the data have none.")
-    ] = 0.1,
-    large_cost: Annotated[
-        float, typer.Option("--large-cost", metavar="X", min=0, help="Of a request, if the data have none.")
-    ] = 1.0,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw the curves, as a page.")] = None,
+    config: Path = argument("CONFIG", "The gateway's config, in TOML.", ...),
+    data: Path = argument("DATA", "JSONL: prompt, small_right and large_right a line.", ...),
+    model: str | None = flag("NAME", "The [[difficulty]], if there are several."),
+    small_cost: float = flag("X", "Of a request, if the data have none.", 0.1, min=0),
+    large_cost: float = flag("X", "Of a request, if the data have none.", 1.0, min=0),
+    html: Path | None = flag("FILE", "Draw the curves, as a page."),
     json: JsonFlag = False,
 ) -> None:
     """Say what a [[difficulty]] costs and is worth on judged prompts, beside always-small, always-large and chance."""

@@ -7,14 +7,13 @@ left out, as long as another can: in an incident half of it may be gone.
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, say_error, talk, write_data
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, say_error, talk, write_data
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.core.settings import parse_bytes
 
@@ -36,25 +35,13 @@ Examples:
 
 @fails_clearly
 def incident(
-    sources: Annotated[
-        list[str] | None, typer.Argument(metavar="[URL|LEDGER.sqlite|FOLDER]...", help="What to ask and to read.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The file. Default: incident-TIME.zip, here.")
-    ] = None,
-    since: Annotated[
-        str | None, typer.Option("--since", metavar="TIME", help="Requests from then on, as 2026-11-27T09:00 (UTC).")
-    ] = None,
-    until: Annotated[str | None, typer.Option("--until", metavar="TIME", help="Requests until then.")] = None,
-    limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=100_000, help="The latest so many requests of a source.")
-    ] = 10_000,
-    max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="The file's bound; the oldest requests go.")
-    ] = "20MiB",
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="The servers'.")
-    ] = None,
+    sources: list[str] | None = argument("[URL|LEDGER.sqlite|FOLDER]...", "What to ask and to read."),
+    out: Path | None = flag("FILE", "The file. Default: incident-TIME.zip, here."),
+    since: str | None = flag("TIME", "Requests from then on, as 2026-11-27T09:00 (UTC)."),
+    until: str | None = flag("TIME", "Requests until then."),
+    limit: int = flag("N", "The latest so many requests of a source.", 10_000, min=1, max=100_000),
+    max_bytes: str = flag("SIZE", "The file's bound; the oldest requests go.", "20MiB"),
+    api_key: str | None = flag("KEY", "The servers'.", envvar="SPLITTIME_API_KEY"),
     json: JsonFlag = False,
 ) -> None:
     """Put what is known of an incident into one file: no prompt, no answer, no key is in it."""

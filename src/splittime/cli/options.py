@@ -47,6 +47,22 @@ ConfigFlag = Annotated[
 ]
 
 
+def flag(metavar: str | None, words: str, default: Any = None, *names: str, **more: Any) -> Any:
+    """Returns the default of a command's flag, which says all about it. words: its help; default: `...` where it must
+    be given; names: where they are not the parameter's own."""
+    return typer.Option(default, *names, metavar=metavar, help=words, **more)
+
+
+def switch(name: str, words: str) -> Any:
+    """As `flag`, of one that is off unless it is given, and has no opposite."""
+    return typer.Option(False, name, help=words)
+
+
+def argument(metavar: str | None, words: str, default: Any = None) -> Any:
+    """As `flag`, of a word that is no flag."""
+    return typer.Argument(default, metavar=metavar, help=words)
+
+
 class CleanConsole(Console):
     """What it shows may be a server's words, a file's or a model's name: none of them moves the cursor, or anything
     else that a terminal obeys. Only rich itself does."""
@@ -130,17 +146,9 @@ def sign(command: Any, flags: list[inspect.Parameter]) -> None:
 def parameters_of(options: Any) -> list[inspect.Parameter]:
     """Returns a parameter for each field of a dataclass; what must be given comes first."""
     hints = typing.get_type_hints(options, include_extras=True)
-    fields = sorted(dataclasses.fields(options), key=lambda field: field.default is not dataclasses.MISSING)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields
-    ]
+    fields = sorted(dataclasses.fields(options), key=lambda field: getattr(field.default, "default", None) is not ...)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(one.name, kind, default=one.default, annotation=hints[one.name]) for one in fields]
 
 
 def fails_clearly(command: Callable[..., None], failed: int | None = None) -> Callable[..., None]:

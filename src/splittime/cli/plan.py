@@ -5,17 +5,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
-import typer
 from rich.table import Column, Table
 from rich.text import Text
 
 from splittime import __version__
 from splittime.cli.bench_flags import NOT_PLANNED, TERMS_HELP, time_ns, with_load_flags
-from splittime.cli.options import JsonFlag, talk, wide, write_data
+from splittime.cli.options import JsonFlag, argument, flag, talk, wide, write_data
 from splittime.cli.progress import loading
 from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError, EngineError
@@ -45,61 +44,30 @@ THIS = "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    source: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SOURCE...",
-            help="A ledger of one server, what calibrate wrote, a calibrated server's URL, or runs of bench against "
-            "one server (light.json,heavy.json). Several sources are compared. Default: this machine's calibration.",
-        ),
-    ] = None
-    slo: Annotated[
-        str, typer.Option(metavar="TERMS", help=f"To be kept: ttft_p99=300ms,itl_p99=50ms. Terms: {TERMS_HELP}.")
-    ]
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Plan from the data sheet of this device; or NAME:GB:GB/S:TFLOPS, your own figures; or cpu, for this "
-            "machine's, measured now. No server is measured. May be given again.",
-        ),
-    ] = None
-    model_config: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="With --device: the model's folder or config.json.")
-    ] = None
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="With --device: the weights, as bfloat16, fp8, int8, int4. Default: bfloat16."
-        ),
-    ] = None
-    max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Slots, instead of the server's own.")] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a step, instead of the server's own.")
-    ] = None
-    num_blocks: Annotated[
-        int | None, typer.Option(metavar="N", help="Blocks of the KV cache, instead of the server's own.")
-    ] = None
-    price: Annotated[
-        list[float] | None,
-        typer.Option(metavar="X", min=0, help="Price of one server for an hour, or one for each source."),
-    ] = None
-    currency: Annotated[str, typer.Option(metavar="TEXT", help="Unit of the price.")] = "$"
-    growth: Annotated[float, typer.Option(metavar="X", min=0.01, help="Plan for X times the peak.")] = 1.0
-    regions: Annotated[int, typer.Option(metavar="N", min=1, help="Each has its part of the load, and a spare.")] = 1
-    start_up: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Time until a new server serves. Default: as the ledger's server."),
-    ] = None
-    draws: Annotated[
-        int, typer.Option(metavar="N", min=1, max=200, help="Models that are searched, for the interval.")
-    ] = 8
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page with plots; replaces a former plan only.")
-    ] = None
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the lines as CSV; replaces a former plan only.")
-    ] = None
+    source: list[str] | None = argument(
+        "SOURCE...",
+        "A ledger of one server, what calibrate wrote, a calibrated server's URL, or runs of bench against "
+        "one server (light.json,heavy.json). Several sources are compared. Default: this machine's calibration.",
+    )
+    slo: str = flag("TERMS", f"To be kept: ttft_p99=300ms,itl_p99=50ms. Terms: {TERMS_HELP}.", ...)
+    device: list[str] | None = flag(
+        "NAME",
+        "Plan from the data sheet of this device; or NAME:GB:GB/S:TFLOPS, your own figures; or cpu, for this "
+        "machine's, measured now. No server is measured. May be given again.",
+    )
+    model_config: Path | None = flag("PATH", "With --device: the model's folder or config.json.")
+    precision: str | None = flag("NAME", "With --device: the weights, as bfloat16, fp8, int8, int4. Default: bfloat16.")
+    max_num_seqs: int | None = flag("N", "Slots, instead of the server's own.")
+    max_num_batched_tokens: int | None = flag("N", "Tokens of a step, instead of the server's own.")
+    num_blocks: int | None = flag("N", "Blocks of the KV cache, instead of the server's own.")
+    price: list[float] | None = flag("X", "Price of one server for an hour, or one for each source.", min=0)
+    currency: str = flag("TEXT", "Unit of the price.", "$")
+    growth: float = flag("X", "Plan for X times the peak.", 1.0, min=0.01)
+    regions: int = flag("N", "Each has its part of the load, and a spare.", 1, min=1)
+    start_up: str | None = flag("TIME", "Time until a new server serves. Default: as the ledger's server.")
+    draws: int = flag("N", "Models that are searched, for the interval.", 8, min=1, max=200)
+    out: Path | None = flag("FILE", "Write one HTML page with plots; replaces a former plan only.")
+    csv: Path | None = flag("FILE", "Write the lines as CSV; replaces a former plan only.")
     json: JsonFlag = False
 
     @property

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from splittime.cli.options import JsonFlag, wide, with_options
+from splittime.cli.options import JsonFlag, argument, flag, switch, wide, with_options
 from splittime.cli.progress import bars, count_words, doing
 from splittime.core.whole_file import check_writable, write_whole
 from splittime.runner.config import QUANTIZATIONS, Kernels, KVCacheDtype
@@ -49,73 +49,39 @@ Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE or not done as asked, 130 Ctrl-C.
 _SIDES, _MARGINS = "How each is run", "Margins"
 
 
-def _side(flag: str, words: str, metavar: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=words, rich_help_panel=_SIDES)
-
-
-def _margin(name: str, words: str) -> Any:
-    return typer.Option(f"--margin-{name}", metavar="X", help=words, rich_help_panel=_MARGINS)
-
-
 _KINDS, _KV = "|".join(QUANTIZATIONS), "|".join(get_args(KVCacheDtype))
+_DTYPES = "auto|float32|bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
-    base: Annotated[str, typer.Argument(metavar="BASE", help="A model: folder, file, packaged name, id, or URL.")]
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The cheaper form of it.")]
-    text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", metavar="FILE", help="Texts: .txt, .jsonl with text, or a folder. May be repeated."),
-    ] = None
-    choices: Annotated[
-        list[Path] | None,
-        typer.Option("--choices", metavar="FILE", help="Multiple choice: CSV as MMLU's, or JSONL. May be repeated."),
-    ] = None
-    answers: Annotated[
-        list[Path] | None,
-        typer.Option("--answers", metavar="FILE", help="JSONL with question and answer, as GSM8K's. May be repeated."),
-    ] = None
-    needle: Annotated[bool, typer.Option("--needle", help="A fact hidden at depths of the longest context.")] = False
-    length: Annotated[
-        str, typer.Option("--length", metavar="LIST", help="Contexts: short (256), long, or numbers of tokens.")
-    ] = "short,long"
-    tokens: Annotated[
-        int,
-        typer.Option("--tokens", metavar="N", min=100, help="Tokens of text at each length, spread over documents."),
-    ] = 50_000
-    questions: Annotated[
-        int | None,
-        typer.Option(
-            "--questions", metavar="N", min=1, help=f"Most questions a file. Default: all choices, {ANSWERS} answers."
-        ),
-    ] = None
-    base_quantization: Annotated[str | None, _side("--base-quantization", "Rounded at loading.", _KINDS)] = None
-    base_kv_cache_dtype: Annotated[str, _side("--base-kv-cache-dtype", "Type of its KV cache.", _KV)] = "auto"
-    base_dtype: Annotated[str, _side("--base-dtype", "Type of what is not rounded.", "auto|float32|bfloat16")] = "auto"
-    candidate_quantization: Annotated[str | None, _side("--candidate-quantization", "Rounded at loading.", _KINDS)] = (
-        None
-    )
-    candidate_kv_cache_dtype: Annotated[str, _side("--candidate-kv-cache-dtype", "Type of its KV cache.", _KV)] = "auto"
-    candidate_dtype: Annotated[
-        str, _side("--candidate-dtype", "Type of what is not rounded.", "auto|float32|bfloat16")
-    ] = "auto"
-    kernels: Annotated[Kernels, _side("--kernels", "Kernels of both models.", "|".join(get_args(Kernels)))] = "auto"
-    num_threads: Annotated[int | None, _side("--num-threads", "CPU threads of both models.", "N")] = None
-    max_model_len: Annotated[int | None, _side("--max-model-len", "Longest context of both models.", "N")] = None
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="MODEL", help="Whose tokenizer, where both are servers.")
-    ] = None
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="SPLITTIME_API_KEY", help="Key for servers.")] = (
-        None
-    )
-    margin_perplexity: Annotated[float | None, _margin("perplexity", "Candidate's over base's, at most.")] = None
-    margin_kl: Annotated[float | None, _margin("kl", "Mean KL in nats, at most.")] = None
-    margin_kl_p99: Annotated[float | None, _margin("kl-p99", "99th percentile of KL, at most.")] = None
-    margin_top1: Annotated[float | None, _margin("top1", "Share of equal likeliest tokens, at least.")] = None
-    margin_accuracy: Annotated[float | None, _margin("accuracy", "Share of questions lost, at most.")] = None
-    margin_needle: Annotated[float | None, _margin("needle", "Nats a token of the answer lost, at most.")] = None
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="The report as a page.")] = None
+    base: str = argument("BASE", "A model: folder, file, packaged name, id, or URL.", ...)
+    candidate: str = argument("CANDIDATE", "The cheaper form of it.", ...)
+    text: list[Path] | None = flag("FILE", "Texts: .txt, .jsonl with text, or a folder. May be repeated.")
+    choices: list[Path] | None = flag("FILE", "Multiple choice: CSV as MMLU's, or JSONL. May be repeated.")
+    answers: list[Path] | None = flag("FILE", "JSONL with question and answer, as GSM8K's. May be repeated.")
+    needle: bool = switch("--needle", "A fact hidden at depths of the longest context.")
+    length: str = flag("LIST", "Contexts: short (256), long, or numbers of tokens.", "short,long")
+    tokens: int = flag("N", "Tokens of text at each length, spread over documents.", 50_000, min=100)
+    questions: int | None = flag("N", f"Most questions a file. Default: all choices, {ANSWERS} answers.", min=1)
+    base_quantization: str | None = flag(_KINDS, "Rounded at loading.", rich_help_panel=_SIDES)
+    base_kv_cache_dtype: str = flag(_KV, "Type of its KV cache.", "auto", rich_help_panel=_SIDES)
+    base_dtype: str = flag(_DTYPES, "Type of what is not rounded.", "auto", rich_help_panel=_SIDES)
+    candidate_quantization: str | None = flag(_KINDS, "Rounded at loading.", rich_help_panel=_SIDES)
+    candidate_kv_cache_dtype: str = flag(_KV, "Type of its KV cache.", "auto", rich_help_panel=_SIDES)
+    candidate_dtype: str = flag(_DTYPES, "Type of what is not rounded.", "auto", rich_help_panel=_SIDES)
+    kernels: Kernels = flag("|".join(get_args(Kernels)), "Kernels of both models.", "auto", rich_help_panel=_SIDES)
+    num_threads: int | None = flag("N", "CPU threads of both models.", rich_help_panel=_SIDES)
+    max_model_len: int | None = flag("N", "Longest context of both models.", rich_help_panel=_SIDES)
+    tokenizer: str | None = flag("MODEL", "Whose tokenizer, where both are servers.")
+    api_key: str | None = flag(None, "Key for servers.", envvar="SPLITTIME_API_KEY")
+    margin_perplexity: float | None = flag("X", "Candidate's over base's, at most.", rich_help_panel=_MARGINS)
+    margin_kl: float | None = flag("X", "Mean KL in nats, at most.", rich_help_panel=_MARGINS)
+    margin_kl_p99: float | None = flag("X", "99th percentile of KL, at most.", rich_help_panel=_MARGINS)
+    margin_top1: float | None = flag("X", "Share of equal likeliest tokens, at least.", rich_help_panel=_MARGINS)
+    margin_accuracy: float | None = flag("X", "Share of questions lost, at most.", rich_help_panel=_MARGINS)
+    margin_needle: float | None = flag("X", "Nats a token of the answer lost, at most.", rich_help_panel=_MARGINS)
+    html: Path | None = flag("FILE", "The report as a page.")
     json: JsonFlag = False
 
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from splittime.assemble import model_source
-from splittime.cli.options import JsonFlag, ModelArgument, wide, with_options, write_data
+from splittime.cli.options import JsonFlag, ModelArgument, flag, switch, wide, with_options, write_data
 from splittime.cli.progress import bars, count_words, doing
 from splittime.core.errors import ConfigError
 
@@ -60,57 +59,27 @@ Exit codes: 0 done, 1 failed, 2 cannot be done as asked, 130 Ctrl-C.
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new checkpoint; must not be there yet.")]
+    out: Path = flag("DIR", "The new checkpoint; must not be there yet.", ...)
     model: ModelArgument = None
-    scheme: Annotated[
-        str | None, typer.Option("--scheme", metavar="int8|fp8|w8a8|w4a16|awq|gptq", help="How weights are rounded.")
-    ] = None
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibrate",
-            metavar="FILE",
-            help='Text like what the model will be asked: plain, or lines of {"text": ...} or {"messages": [...]}. '
-            "awq, gptq, w8a8 and wanda need it; with the others it measures the error.",
-        ),
-    ] = None
-    group_size: Annotated[
-        int | None,
-        typer.Option("--group-size", metavar="N", help="Columns that share a scale, -1 for whole rows. Default: 128."),
-    ] = None
-    bits: Annotated[int | None, typer.Option("--bits", metavar="4|8", help="Bits of gptq. Default: 4.")] = None
-    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: round the columns that matter most first.")] = (
-        False
+    scheme: str | None = flag("int8|fp8|w8a8|w4a16|awq|gptq", "How weights are rounded.")
+    calibrate: Path | None = flag(
+        "FILE",
+        'Text like what the model will be asked: plain, or lines of {"text": ...} or {"messages": [...]}. '
+        "awq, gptq, w8a8 and wanda need it; with the others it measures the error.",
     )
-    static_groups: Annotated[
-        bool,
-        typer.Option(
-            "--static-groups", help="With --act-order: groups stay in the order of columns, as vLLM wants them."
-        ),
-    ] = False
-    smooth: Annotated[
-        float | None,
-        typer.Option(
-            "--smooth", metavar="X", help="w8a8: how much of the difficulty to move into weights. Default: 0.5; 0: off."
-        ),
-    ] = None
-    prune: Annotated[
-        str | None, typer.Option("--prune", metavar="2:4|unstructured", help="Make weights zero instead of rounding.")
-    ] = None
-    sparsity: Annotated[
-        float | None, typer.Option("--sparsity", metavar="P", help="Share of zeros of --prune unstructured.")
-    ] = None
-    metric: Annotated[
-        str | None,
-        typer.Option("--metric", metavar="magnitude|wanda", help="Which weights to keep. Default: magnitude."),
-    ] = None
-    samples: Annotated[
-        int | None, typer.Option("--samples", metavar="N", help="Windows of calibration text. Default: 128.")
-    ] = None
-    length: Annotated[
-        int | None, typer.Option("--length", metavar="L", help="Their tokens. Default: 512, or the context.")
-    ] = None
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Chooses the windows. Default: 0.")] = None
+    group_size: int | None = flag("N", "Columns that share a scale, -1 for whole rows. Default: 128.")
+    bits: int | None = flag("4|8", "Bits of gptq. Default: 4.")
+    act_order: bool = switch("--act-order", "gptq: round the columns that matter most first.")
+    static_groups: bool = switch(
+        "--static-groups", "With --act-order: groups stay in the order of columns, as vLLM wants them."
+    )
+    smooth: float | None = flag("X", "w8a8: how much of the difficulty to move into weights. Default: 0.5; 0: off.")
+    prune: str | None = flag("2:4|unstructured", "Make weights zero instead of rounding.")
+    sparsity: float | None = flag("P", "Share of zeros of --prune unstructured.")
+    metric: str | None = flag("magnitude|wanda", "Which weights to keep. Default: magnitude.")
+    samples: int | None = flag("N", "Windows of calibration text. Default: 128.")
+    length: int | None = flag("L", "Their tokens. Default: 512, or the context.")
+    seed: int | None = flag("N", "Chooses the windows. Default: 0.")
     json: JsonFlag = False
 
 

@@ -18,16 +18,25 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 import orjson
-import typer
 from rich.console import Console
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
-from splittime.cli.options import EXIT_CODES, JsonFlag, say_error, talk, with_settings, write_data
+from splittime.cli.options import (
+    EXIT_CODES,
+    JsonFlag,
+    argument,
+    flag,
+    say_error,
+    switch,
+    talk,
+    with_settings,
+    write_data,
+)
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
@@ -100,36 +109,24 @@ class RunWords(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL] [PROMPT]", help="The model in the package, unless another is named. - is stdin."
-        ),
-    ] = None
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, whatever it looks like.")] = None
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the model's chat template.")] = False
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            help=f"Default: {MAX_TOKENS}; in a chat, a quarter of the context.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help=ADVISED, rich_help_panel=PANEL)] = (
-        None
+    words: list[str] | None = argument(
+        "[MODEL] [PROMPT]", "The model in the package, unless another is named. - is stdin."
     )
-    top_p: Annotated[float | None, typer.Option("--top-p", help=ADVISED, rich_help_panel=PANEL)] = None
-    top_k: Annotated[int | None, typer.Option("--top-k", help=f"0 is off. {ADVISED}", rich_help_panel=PANEL)] = None
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="The same seed draws the same answer. Default: a new one.", rich_help_panel=PANEL),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", help="Text that ends the answer. May be repeated.", rich_help_panel=PANEL),
-    ] = None
+    prompt: str | None = flag(None, "The prompt, whatever it looks like.", None, "--prompt", "-p")
+    raw: bool = switch("--raw", "Continue the text, without the model's chat template.")
+    max_tokens: int | None = flag(
+        None,
+        f"Default: {MAX_TOKENS}; in a chat, a quarter of the context.",
+        None,
+        "--max-tokens",
+        "-n",
+        rich_help_panel=PANEL,
+    )
+    temperature: float | None = flag(None, ADVISED, None, "--temperature", "-t", rich_help_panel=PANEL)
+    top_p: float | None = flag(None, ADVISED, rich_help_panel=PANEL)
+    top_k: int | None = flag(None, f"0 is off. {ADVISED}", rich_help_panel=PANEL)
+    seed: int | None = flag(None, "The same seed draws the same answer. Default: a new one.", rich_help_panel=PANEL)
+    stop: list[str] | None = flag(None, "Text that ends the answer. May be repeated.", rich_help_panel=PANEL)
     json: JsonFlag = False
 
     def sampling(self) -> dict[str, Any]:

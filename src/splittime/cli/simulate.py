@@ -3,7 +3,7 @@
 import functools
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
@@ -13,7 +13,19 @@ from rich.table import Table
 from splittime.assemble import settings as settings_module
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
 from splittime.cli.kept import is_url, kept_calibration
-from splittime.cli.options import EXIT_CODES, JsonFlag, fails_clearly, flag_of, sign, talk, wide, write_data
+from splittime.cli.options import (
+    EXIT_CODES,
+    JsonFlag,
+    argument,
+    fails_clearly,
+    flag,
+    flag_of,
+    sign,
+    switch,
+    talk,
+    wide,
+    write_data,
+)
 from splittime.cli.progress import loading
 from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
@@ -54,32 +66,19 @@ WORDS = {
 
 
 def simulate(
-    ledger: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="LEDGER",
-            help="A ledger file (splittime serve --ledger-file); for another load also what calibrate wrote, or a "
-            "calibrated server's URL. Default: this machine's calibration.",
-        ),
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option("--num-blocks", metavar="N", min=1, help="Blocks of the KV cache.")
-    ] = None,
-    long_prefill_token_threshold: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Tokens of a long prompt in a step, of vLLM's ledgers alone.")
-    ] = None,
-    speed: Annotated[
-        float, typer.Option("--speed", metavar="X", min=0.01, max=100, help="Requests come X times as fast.")
-    ] = 1.0,
-    draws: Annotated[
-        int, typer.Option("--draws", metavar="N", min=1, max=1000, help="Simulations, for the interval.")
-    ] = 20,
-    check: Annotated[
-        bool, typer.Option("--check", help="Replay the recorded step times: are all decisions the same?")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Keep one simulation as a ledger: for doctor, explain.")
-    ] = None,
+    ledger: str | None = argument(
+        "LEDGER",
+        "A ledger file (splittime serve --ledger-file); for another load also what calibrate wrote, or a "
+        "calibrated server's URL. Default: this machine's calibration.",
+    ),
+    num_blocks: int | None = flag("N", "Blocks of the KV cache.", min=1),
+    long_prefill_token_threshold: int | None = flag(
+        "N", "Tokens of a long prompt in a step, of vLLM's ledgers alone.", min=0
+    ),
+    speed: float = flag("X", "Requests come X times as fast.", 1.0, min=0.01, max=100),
+    draws: int = flag("N", "Simulations, for the interval.", 20, min=1, max=1000),
+    check: bool = switch("--check", "Replay the recorded step times: are all decisions the same?"),
+    out: Path | None = flag("FILE", "Keep one simulation as a ledger: for doctor, explain."),
     json: JsonFlag = False,
     **settings: Any,
 ) -> None:

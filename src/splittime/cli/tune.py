@@ -17,7 +17,18 @@ from splittime.assemble import model_source
 from splittime.assemble import settings as settings_module
 from splittime.assemble.settings import MODEL, Settings
 from splittime.cli.bench_flags import load_of, load_parameters
-from splittime.cli.options import JsonFlag, ModelArgument, fails_clearly, flag_of, parameters_of, sign, talk, write_data
+from splittime.cli.options import (
+    JsonFlag,
+    ModelArgument,
+    fails_clearly,
+    flag,
+    flag_of,
+    parameters_of,
+    sign,
+    switch,
+    talk,
+    write_data,
+)
 from splittime.cli.panels import place_of
 from splittime.cli.progress import loading
 from splittime.core.allowed import num_cores
@@ -64,58 +75,23 @@ FAILED = 2
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     model: ModelArgument = None
-    slo: Annotated[str, typer.Option("--slo", metavar="TERMS", help="To be kept: ttft_p99=500ms,itl_p99=50ms.")]
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Tune this running server's live knobs instead.")
-    ] = None
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            "--vllm", metavar="'serve MODEL ...'", help="Tune vLLM's flags: servers of this command, with books."
-        ),
-    ] = None
-    ledger: Annotated[
-        Path | None,
-        typer.Option("--ledger", metavar="FILE", help="Load of this ledger's busiest half minute, instead of --rate."),
-    ] = None
-    compare_profiles: Annotated[
-        bool, typer.Option("--compare-profiles", help="Measure the three profiles on this load, and change nothing.")
-    ] = False
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            metavar="latency|throughput|balanced",
-            help="What to begin with (not with --url), and what to seek.",
-        ),
-    ] = None
-    minutes: Annotated[
-        float,
-        typer.Option(
-            "--minutes",
-            metavar="N",
-            min=0.1,
-            help="Time for simulations and runs. A run or a quality gate that has begun is completed.",
-        ),
-    ] = 20.0
-    notebook: Annotated[
-        Path | None,
-        typer.Option("--notebook", metavar="FILE", help="Keep each trial here; a trial that is in it is not repeated."),
-    ] = None
-    knob: Annotated[
-        list[str] | None, typer.Option("--knob", metavar="NAME", help="Turn only this one. May be given again.")
-    ] = None
-    keep_numbers: Annotated[
-        bool, typer.Option("--keep-numbers", help="Try nothing that changes what the model answers.")
-    ] = False
-    apply: Annotated[bool, typer.Option("--apply", help="Leave the settings found on the server of --url.")] = False
-    write_config: Annotated[
-        Path | None, typer.Option("--write-config", metavar="FILE", help="Write the settings found as a settings file.")
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="Key of the server of --url."),
-    ] = None
+    slo: str = flag("TERMS", "To be kept: ttft_p99=500ms,itl_p99=50ms.", ...)
+    url: str | None = flag("URL", "Tune this running server's live knobs instead.")
+    vllm: str | None = flag("'serve MODEL ...'", "Tune vLLM's flags: servers of this command, with books.")
+    ledger: Path | None = flag("FILE", "Load of this ledger's busiest half minute, instead of --rate.")
+    compare_profiles: bool = switch(
+        "--compare-profiles", "Measure the three profiles on this load, and change nothing."
+    )
+    profile: str | None = flag("latency|throughput|balanced", "What to begin with (not with --url), and what to seek.")
+    minutes: float = flag(
+        "N", "Time for simulations and runs. A run or a quality gate that has begun is completed.", 20.0, min=0.1
+    )
+    notebook: Path | None = flag("FILE", "Keep each trial here; a trial that is in it is not repeated.")
+    knob: list[str] | None = flag("NAME", "Turn only this one. May be given again.")
+    keep_numbers: bool = switch("--keep-numbers", "Try nothing that changes what the model answers.")
+    apply: bool = switch("--apply", "Leave the settings found on the server of --url.")
+    write_config: Path | None = flag("FILE", "Write the settings found as a settings file.")
+    api_key: str | None = flag("KEY", "Key of the server of --url.", envvar="SPLITTIME_API_KEY")
     json: JsonFlag = False
 
 

@@ -2,12 +2,11 @@
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-import typer
 
-from splittime.cli.options import JsonFlag, fails_clearly, talk, write_data
+from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ Exit codes:
 
 @fails_clearly
 def up(
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The cluster's config, in TOML.")],
-    check: Annotated[bool, typer.Option("--check", help="Read the config; start nothing.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Say what runs now.")] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Give the running cluster this file.")] = False,
+    config: Path = flag("FILE", "The cluster's config, in TOML.", ...),
+    check: bool = switch("--check", "Read the config; start nothing."),
+    status: bool = switch("--status", "Say what runs now."),
+    apply: bool = switch("--apply", "Give the running cluster this file."),
     json: JsonFlag = False,
 ) -> None:
     """Start replicas, scaled by their load, and gateways in front of them; end all of them with Ctrl-C."""
