@@ -1,7 +1,8 @@
 """Commands in processes of their own, forked from one that has imported what they are made of: a tenth of the cost.
 
 `Command` and `run` do what `subprocess.Popen` and `subprocess.run` do of `python -m splittime.cli.main`: a process with
-its environment, folder and signals, that ends as it would. Between it and the tests are two more: the seed, which
+its environment, folder and signals, that ends as it would. `constants` may be others there, as a test of this process
+sets them with `monkeypatch`. Between it and the tests are two more: the seed, which
 imports, and for each command one that waits for it and says how it ended. That a command finds its imports by itself is
 for the tests of the real script.
 """
@@ -49,10 +50,13 @@ class Command:
         cwd: str | Path = ".",
         stdin: int | None = None,
         stderr: int | None = None,
+        constants: Mapping[str, object] | None = None,
     ) -> None:
-        """stdin: a file to read, else there is nothing; stderr: a file to write to, else it is that of the tests."""
+        """stdin: a file to read, else there is nothing; stderr: a file to write to, else it is that of the tests.
+        constants: values by "module:NAME"."""
         self.words, self.returncode, self._lock = words, None, threading.Lock()
         told = {"words": list(words), "env": dict(os.environ if env is None else env), "cwd": str(Path(cwd).absolute())}
+        told["constants"] = dict(constants or {})
         (out, its_out), (self._ending, its_ending), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
         given = [nothing if stdin is None else stdin, its_out, 2 if stderr is None else stderr, its_ending]
         _send(json.dumps(told).encode(), given)
@@ -119,7 +123,7 @@ def run(
 
 
 def _next_command(channel: socket.socket) -> tuple[list[str], dict[str, str]]:
-    """Wait for commands for ever; returns, in a process of its own, the words and environment of each."""
+    """Wait for commands for ever; returns the words and environment of each, in a process of its own."""
     while True:
         message, files, *_ = socket.recv_fds(channel, MOST_BYTES, 4)
         if not message:  # the tests have ended
@@ -146,6 +150,9 @@ def _next_command(channel: socket.socket) -> tuple[list[str], dict[str, str]]:
         os.close(one)
     told = json.loads(message)
     os.chdir(told["cwd"])
+    for name, value in told["constants"].items():
+        module, _, constant = name.partition(":")
+        setattr(sys.modules[module], constant, value)
     return told["words"], told["env"]
 
 

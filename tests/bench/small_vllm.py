@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-TOKEN_S = 0.01
+TOKEN_S = 0.006
 CONFIG = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="4096"} 1.0'
 
 

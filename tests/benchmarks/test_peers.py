@@ -60,6 +60,11 @@ def prober(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(probe=lambda: limits, by_threads=lambda: by_threads)
 
 
+@pytest.fixture(autouse=True)
+def settles_at_once(monkeypatch):
+    monkeypatch.setattr(run, "SETTLE_S", 0.0)
+
+
 def raced(found: list[Entry], prober: SimpleNamespace, folder: Path, repeats: int = 3) -> tuple[run.Book, dict]:
     book = run.Book(CELLS)
     with started(found, folder) as (racing, about):

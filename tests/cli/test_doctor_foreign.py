@@ -20,10 +20,10 @@ from splittime.cli.main import app
 @pytest.fixture(autouse=True)
 def soon_over(monkeypatch):
     monkeypatch.setattr(observation, "LISTEN_S", 0.3)
-    monkeypatch.setattr(observation, "WATCH_S", 3.0)
+    monkeypatch.setattr(observation, "WATCH_S", 1.5)
     monkeypatch.setattr(observation, "PROBE_S", 60.0)
     monkeypatch.setattr(observation, "MOST_REQUESTS", 24)
-    monkeypatch.setattr(observation, "SAMPLE_S", 0.05)
+    monkeypatch.setattr(observation, "SAMPLE_S", 0.02)
 
 
 def asked(*words: str):

@@ -77,13 +77,13 @@ class Gateway:
 
 
 @contextmanager
-def gateway_of(folder, text: str, **environment):
+def gateway_of(folder, text: str, constants: dict | None = None, **environment):
     """Start `splittime gateway` with this config; ends it with SIGTERM, which must end it well."""
     config = folder / "gateway.toml"
     config.write_text("port = 0\n" + text)
     command = ["gateway", "--config", str(config), "--json"]
     with open(folder / "words", "wb") as words:
-        process = forked.Command(command, {**os.environ, **environment}, folder, stderr=words.fileno())
+        process = forked.Command(command, {**os.environ, **environment}, folder, None, words.fileno(), constants)
         try:
             told = process.stdout.readline()
             assert told, (folder / "words").read_text()

@@ -19,7 +19,7 @@ from splittime.ledger.store import open_readonly
 from splittime.web.http import LINGER_S
 
 from .conftest import DEAD, SHORT, gateway_of, upstream
-from .test_endings import assert_nothing_is_left, send
+from .test_endings import AT_ONCE, assert_nothing_is_left, send
 from .test_relay import events
 
 RETRYABLE = re.compile(
@@ -205,7 +205,7 @@ def test_bytes_that_are_no_answer_end_it(lying, model, codes):
 
 def test_slow_readers_keep_nobody_waiting(hostile, tmp_path):
     text = "slow_reader_s = 0.5\n" + upstream("torrent", hostile.url("torrent")) + upstream("fine", hostile.url("fine"))
-    with gateway_of(tmp_path, text) as gateway:
+    with gateway_of(tmp_path, text, AT_ONCE) as gateway:
         pages = Path(f"/proc/{gateway.process.pid}/statm")
         before = int(pages.read_text().split()[1])
         slow = [send(gateway, "torrent", stream=True) for _ in range(6)]

@@ -1,10 +1,12 @@
 """Clients that leave, at any moment, and gateways that are told to stop: each request ends once, and accounts sum."""
 
+import contextlib
 import http.client
 import json
 import socket
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -62,17 +64,19 @@ def test_a_client_that_leaves_frees_the_upstream_at_once(gateway, hostile):
 )
 def test_every_account_sums_whoever_leaves_when(gateway, leavers):
     """Each leaves after so long and so many bytes: before, within, or after its answer."""
-    open_ones = [(send(gateway, model, stream=stream, pause_s=0.004), *when) for model, stream, *when in leavers]
-    for (_, connection), wait_s, num_bytes in open_ones:
+
+    def leave(model: str, stream: bool, wait_s: float, num_bytes: int) -> str:
+        request_id, connection = send(gateway, model, stream=stream, pause_s=0.004)
         time.sleep(wait_s)
         connection.settimeout(0.03)
-        try:
+        with connection, contextlib.suppress(TimeoutError):
             while num_bytes > 0 and (data := connection.recv(num_bytes)):
                 num_bytes -= len(data)
-        except TimeoutError:
-            pass
-        connection.close()
-    for (request_id, _), *_ in open_ones:
+        return request_id
+
+    with ThreadPoolExecutor(len(leavers)) as pool:
+        request_ids = list(pool.map(leave, *zip(*leavers, strict=True)))
+    for request_id in request_ids:
         told = gateway.account(request_id)
         assert "choices" not in told  # one account each
         account = account_from_json(told)
@@ -103,10 +107,13 @@ def test_five_hundred_leave_at_once(gateway):
         account_from_json(gateway.account(request_id)).verify()
 
 
+AT_ONCE = {"splittime.web.serving:STALL_MORE_S": 0.0}  # the connection of one that reads nothing is cut then
+
+
 def test_a_slow_reader_is_dropped(hostile, tmp_path):
     """It reads nothing: the gateway stops reading the upstream, keeps none of it, and cuts the connection in time."""
     text = "slow_reader_s = 0.2\n" + upstream("torrent", hostile.url("torrent"))
-    with gateway_of(tmp_path, text) as gateway:
+    with gateway_of(tmp_path, text, AT_ONCE) as gateway:
         request_id, connection = send(gateway, "torrent", stream=True)
         account = account_from_json(gateway.account(request_id, tries=1000))
         account.verify()

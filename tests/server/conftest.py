@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import urllib.error
@@ -20,6 +21,7 @@ from splittime.server.app import build_app, listen, make_server
 from splittime.server.config import ServerConfig
 from splittime.text.foreign_code import byte_alphabet
 from splittime.text.tokenizer import Tokenizer
+from splittime.web import serving
 
 from .fake_engine import FakeEngine
 
@@ -145,6 +147,14 @@ class LiveServer:
         assert fields["content-type"].startswith("text/event-stream")
         parts = [part.removeprefix("data: ") for part in raw.decode().split("\n\n") if part]
         return [part if part == "[DONE]" else json.loads(part) for part in parts]
+
+
+@pytest.fixture(autouse=True)
+def lines_are_told_anew() -> None:
+    """The filters of lines stay for the life of a process; a test before may have used up its burst."""
+    for name in serving.LOGGERS:
+        for each in logging.getLogger(name).filters:
+            getattr(each, "_windows", {}).clear()
 
 
 @pytest.fixture

@@ -228,6 +228,7 @@ def test_what_cannot_have_its_first_token_in_time_is_refused(launch) -> None:
 
 def test_without_the_header_nobody_is_refused_for_a_first_token(launch) -> None:
     live = busy_server(launch)
+    live.engine.step_s = 0.002
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         sent = [pool.submit(live.post, "/v1/completions", {"prompt": "x", "max_tokens": 4}) for _ in range(8)]
         assert {future.result()[0] for future in sent} == {200}

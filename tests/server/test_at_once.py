@@ -218,7 +218,7 @@ def test_two_requests_in_one_piece_leave_no_timer_of_the_first(launch) -> None:
 
 def test_a_connection_at_rest_after_an_answer_at_once_ends(launch) -> None:
     live = launch()
-    live.server.config.timeout_keep_alive = 1
+    live.server.config.timeout_keep_alive = 0.1
     with client(live) as (connection, answers):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_answer(answers)[0] == 200

@@ -30,7 +30,7 @@ def connect(server: LiveServer, *, receive_buffer: int | None = None) -> socket.
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nx-slow: "])
 def test_a_head_that_never_comes_does_not_hold_its_connection(launch, sent: bytes) -> None:
-    server = launch(config={"body_timeout_s": 0.5})
+    server = launch(config={"body_timeout_s": 0.1})
     client = connect(server)
     client.sendall(sent)
     with contextlib.suppress(ConnectionResetError):

@@ -270,7 +270,7 @@ def test_a_drain_does_not_wait_for_a_client_that_does_not_read(launch, monkeypat
 
     monkeypatch.setattr(service, "LAST_WORDS_S", 0.2)
     config = {"send_buffer_bytes": 4096, "slow_reader_buffer_bytes": 10**9, "slow_reader_s": 1000.0}
-    live = launch(say(TEXT * 40, end=False), step_s=0.0005, config=config, model={"max_model_len": 10**6})
+    live = launch(say(TEXT * 40, end=False), step_s=0.0, config=config, model={"max_model_len": 10**6})
     slow = connect(live, receive_buffer=4096)
     body = {"prompt": "x", "max_tokens": 2000, "stream": stream, "logprobs": 5}
     slow.sendall(raw_request(body, headers="X-Request-Id: slow\r\n"))
@@ -307,7 +307,7 @@ def is_draining(port: int) -> bool:
 @pytest.mark.parametrize("again", [False, True])
 def test_sigterm_drains_and_a_second_one_ends_at_once(again: bool) -> None:
     """Where there is a second one, the first alone would leave the stream an hour."""
-    script = SERVE.format(tests=str(Path(__file__).parents[1]), grace_s=3600 if again else 0.5)
+    script = SERVE.format(tests=str(Path(__file__).parents[1]), grace_s=3600 if again else 0.1)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     port = int(process.stdout.readline())
     with socket.create_connection(("127.0.0.1", port)) as sock:

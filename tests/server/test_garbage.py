@@ -155,17 +155,19 @@ def test_a_grammar_of_tools_leaves_nothing_to_collect() -> None:
 
 
 def test_a_refusal_leaves_nothing_to_collect(launch) -> None:
-    server = launch(say("x" * 1000, end=False), step_s=0.005, config={"max_queued_requests": 1}, max_running=1)
-    body = {"prompt": "abc", "max_tokens": 300}
+    server = launch(say("x" * 1000, end=False), config={"max_queued_requests": 1}, max_running=1)
+    body = {"prompt": "abc", "max_tokens": 1000}
     streams = [server.events_later("/v1/completions", body)]
     until(lambda: server.engine.running and server.get("/stats")[2]["server"]["queued_requests"] == 0)
     streams.append(server.events_later("/v1/completions", body))
     until(lambda: server.engine.waiting)
+    server.engine.paused = True
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     with without_collector():
         statuses = [ask(connection) for _ in range(10)]
         left = garbage()
     assert statuses == [429] * 10
     assert max(left.values(), default=0) < 10, left
+    server.engine.paused, server.engine.step_s = False, 0.0
     for stream in streams:
         stream.join(60)

@@ -113,6 +113,7 @@ def test_a_request_whose_choices_id_is_taken_does_not_end_the_one_that_has_it(la
     first.start()
     until(lambda: live.engine.running)
     assert live.post("/v1/completions", {**asked, "n": 2}, {"X-Request-Id": "a"})[0] == 409
+    live.engine.step_s = 0.0
     first.join(60)
     assert told[0][0] == 200
     assert live.engine.aborts == ["a-0"]

@@ -85,11 +85,3 @@ def test_a_kind_is_spared_once_however_many_servers_there_are() -> None:
     serving.limit_log_lines()
     for name in serving.LOGGERS:
         assert sum(isinstance(each, serving.LogLimit) for each in logging.getLogger(name).filters) == 1
-
-
-@pytest.fixture(autouse=True)
-def _as_new():
-    """The filters stay for the life of a process; a test before may have used up its burst."""
-    for name in serving.LOGGERS:
-        for each in logging.getLogger(name).filters:
-            getattr(each, "_windows", {}).clear()

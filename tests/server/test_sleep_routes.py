@@ -88,6 +88,7 @@ def test_a_running_request_ends_and_the_next_is_refused(launch: Callable[..., Li
     until(lambda: server.engine.rest.state != "awake")
     status, _, body = server.post("/v1/completions", BODY)
     assert (status, body["error"]["code"]) == (503, "asleep")
+    server.engine.step_s = 0.0
     running.join(60)
     falling.join(60)
     assert (answer[0][0], answer[0][2]["usage"]["completion_tokens"]) == (200, 40)

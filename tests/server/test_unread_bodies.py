@@ -113,7 +113,7 @@ def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) ->
 
 
 def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.05)
     server = launch(config={"body_timeout_s": 0.2})
     until(lambda: not server.server.server_state.connections)
     for path in ("/v1/completions", "/tokenize", "/sleep"):
