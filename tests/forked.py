@@ -122,8 +122,8 @@ def run(
 # ---- in the seed
 
 
-def _next_command(channel: socket.socket) -> tuple[list[str], dict[str, str]]:
-    """Wait for commands for ever; returns the words and environment of each, in a process of its own."""
+def _next_command(channel: socket.socket) -> dict:
+    """Wait for commands for ever; returns what was told of each, in a process of its own."""
     while True:
         message, files, *_ = socket.recv_fds(channel, MOST_BYTES, 4)
         if not message:  # the tests have ended
@@ -150,10 +150,7 @@ def _next_command(channel: socket.socket) -> tuple[list[str], dict[str, str]]:
         os.close(one)
     told = json.loads(message)
     os.chdir(told["cwd"])
-    for name, value in told["constants"].items():
-        module, _, constant = name.partition(":")
-        setattr(sys.modules[module], constant, value)
-    return told["words"], told["env"]
+    return told
 
 
 def _reaped() -> bool:
@@ -175,14 +172,19 @@ def _seed(channel: socket.socket) -> None:
     from splittime.cli.main import main
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    words, environment = _next_command(channel)
+    told = _next_command(channel)
+    words, environment, constants = told["words"], told["env"], told["constants"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changed = {name for name, _ in environment.items() ^ os.environ.items()}
     if any(name.startswith(READ_AT_START) for name in changed):
+        assert not constants, "a process that begins anew has those of its modules"
         os.execve(sys.executable, [sys.executable, "-m", "splittime.cli.main", *words], environment)
     os.environ.clear()
     os.environ.update(environment)
     random.seed()
+    for name, value in constants.items():
+        module, _, constant = name.partition(":")
+        setattr(sys.modules[module], constant, value)
     sys.argv = ["splittime", *words]
     main()
 

@@ -122,6 +122,7 @@ ONE_EACH = (
     *("lingering", "claiming", "slow", "halfopen", "stalling", "endless"),
 )
 SHORT = {"first_byte_s": 0.4, "between_s": 0.4, "total_s": 20.0}
+SOON_SILENT = {"splittime.gateway.upstream_pulse:SILENT_S": 0.2}  # else ten times `first_byte_s`
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +142,7 @@ def gateway(hostile, tmp_path_factory):
         )
     text += upstream("dead2", DEAD, "dead+fine", **SHORT)
     text += upstream("fine-after-dead", hostile.url("second"), "dead+fine", **SHORT)
-    with gateway_of(tmp_path_factory.mktemp("gateway"), text) as started:
+    with gateway_of(tmp_path_factory.mktemp("gateway"), text, SOON_SILENT) as started:
         yield started
 
 

@@ -33,18 +33,18 @@ def test_a_gateway_that_was_stopped_opens_no_breaker(hostile, tmp_path):
     """Stopped by a signal for longer than the first byte may take, it finds the time-out run out. One failure would
     open the breaker; the stop opens none, and the same upstream without a stop does."""
     text = "[breaker]\nfailures = 1\nopen_s = 60\n[retries]\nmax_attempts = 1\n"
-    text += upstream("slow", hostile.url("slow"), first_byte_s=0.4)
+    text += upstream("slow", hostile.url("slow"), first_byte_s=1.0)
     with gateway_of(tmp_path, text) as gateway:
-        asked = threading.Thread(target=gateway.ask, args=("slow",))
+        asked = threading.Thread(target=lambda: gateway.ask("slow", stream=True))
         asked.start()
         until(lambda: gateway.get("/stats")["upstreams"][0]["requests"])
         os.kill(gateway.process.pid, signal.SIGSTOP)
-        time.sleep(0.7)
+        time.sleep(1.2)
         os.kill(gateway.process.pid, signal.SIGCONT)
         asked.join()
         assert not gateway.get("/stats")["upstreams"][0]["is_open"]
         for _ in range(20):  # one in which this machine let it run
-            assert gateway.ask("slow")[0] == 504
+            assert gateway.ask("slow", stream=True)[0] == 504
             if gateway.get("/stats")["upstreams"][0]["is_open"]:
                 return
         raise AssertionError("no time-out opened the breaker")

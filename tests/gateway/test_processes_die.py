@@ -16,7 +16,7 @@ import pytest
 from patience import until
 from splittime.ledger.account_json import account_from_json
 
-from .conftest import SHORT, gateway_of, hostile_process, upstream
+from .conftest import SHORT, SOON_SILENT, gateway_of, hostile_process, upstream
 from .test_chaos import QUICK, breakers, kept, sums
 from .test_endings import assert_nothing_is_left, send
 from .test_relay import events
@@ -49,7 +49,7 @@ def two_of_us(folder):
     with (
         hostile_process() as (first, port),
         hostile_process() as (_, other),
-        gateway_of(folder, both(port, other)) as gateway,
+        gateway_of(folder, both(port, other), SOON_SILENT) as gateway,
     ):
         yield first, port, gateway
 
@@ -125,7 +125,7 @@ def test_a_wall_clock_that_steps_changes_no_account(hostile, tmp_path, stepping_
             assert 0.05e9 < account.end_ns - account.start_ns <= lasted_ns
             dates.add(round((account.started_at_unix_ns / 1e9 - time.time()) / 3600))
         assert dates == {-1, 1}  # it did step
-        assert gateway.ask("slow")[0] == 504  # limits are neither cut short nor never met
+        assert gateway.ask("slow", stream=True)[0] == 504  # limits are neither cut short nor never met
         assert_nothing_is_left(gateway)
 
 

@@ -20,7 +20,7 @@ from splittime.gateway.tied import LEAST_SEEN, WINDOW, TiedRace, TiedRequests
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
-from .conftest import SHORT, gateway_of, hostile_process, upstream
+from .conftest import SHORT, SOON_SILENT, gateway_of, hostile_process, upstream
 from .test_chaos import metric, sums
 from .test_endings import assert_nothing_is_left, send
 from .test_relay import events
@@ -38,7 +38,7 @@ def two(hostile, folder, retries: str, *firsts: str, **more):
         limit_s = 0.4 if way == "stalling" else 300.0
         text += upstream(way, hostile.url("slow" if way == "stalling" else way), first_byte_s=limit_s)
     text += upstream("second", hostile.url("keeping"), "kept", *firsts, first_byte_s=300.0, **more)
-    with gateway_of(folder, text) as gateway:
+    with gateway_of(folder, text, SOON_SILENT) as gateway:
         asked = len(hostile.asked["keeping"])
         _, connection = send(gateway, "kept", stream=True)
         until(lambda: len(hostile.asked["keeping"]) > asked)

@@ -16,7 +16,7 @@ from splittime.gateway.upstream_pulse import DEAD_AFTER, UpstreamPulse, Upstream
 from splittime.gateway.upstreams import HUNG_AFTER
 from splittime.wire.target import Target
 
-from .conftest import gateway_of, upstream
+from .conftest import SOON_SILENT, gateway_of, upstream
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, Hostile, chunk, event, whole
 from .in_process import Saying, asked, counted, gateway_before
 from .test_chaos import metric
@@ -104,7 +104,7 @@ def test_one_that_does_not_live_is_given_up(writing, tmp_path, health):
     text = "[breaker]\nfailures = 1\n[retries]\nmax_attempts = 1\n"
     text += upstream("long", writing.url("long"), "m", "only", first_byte_s=QUIET_S)
     text += upstream("spare", writing.url("fine"), "m", "fine")
-    with gateway_of(tmp_path, text) as gateway:
+    with gateway_of(tmp_path, text, SOON_SILENT) as gateway:
         status, _, body = gateway.ask("only")
         assert (status, json.loads(body)["error"]["code"]) == (504, "upstream_first_byte_timeout")
         assert [one["is_open"] for one in gateway.get("/stats")["upstreams"]] == [True, False]
