@@ -115,16 +115,14 @@ def quick(monkeypatch):
 SCALE = {"min_replicas": 1, "max_replicas": 3, "spare": 0, "up_delay_s": 0.0, "down_delay_s": 1.0}
 
 
-def run(body, tmp_path, **table) -> None:
-    async def whole() -> None:
-        async with small_replicas() as replicas, kept(tmp_path, replicas, **table) as keeper:
-            await body(replicas, keeper)
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def fleet(tmp_path, **table):
+    async with small_replicas() as replicas, kept(tmp_path, replicas, **table) as keeper:
+        yield replicas, keeper
 
 
-def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
-    async def body(replicas, keeper) -> None:
+async def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
+    async with fleet(tmp_path, scale=SCALE) as (replicas, _):
         await until(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 8)  # twice max_num_seqs
         await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
@@ -137,11 +135,9 @@ def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
         replicas.busy(going, 0)
         await until(lambda: replicas.ended == ["r3", going])
 
-    run(body, tmp_path, scale=SCALE)
 
-
-def test_a_lost_replica_is_replaced(tmp_path):
-    async def body(replicas, keeper) -> None:
+async def test_a_lost_replica_is_replaced(tmp_path):
+    async with fleet(tmp_path, scale=SCALE) as (replicas, _):
         await until(lambda: listed(tmp_path) == ["r1"])
         replicas.dead["r1"] = "one\n\ntwo\nthree\nfour\n"
         await until(lambda: listed(tmp_path) == ["r2"])
@@ -151,30 +147,24 @@ def test_a_lost_replica_is_replaced(tmp_path):
         assert [one["words"] for one in events] == ["", "two\nthree\nfour", ""]
         assert replicas.in_background == {"r1": False, "r2": False}
 
-    run(body, tmp_path, scale=SCALE)
-
 
 @pytest.mark.parametrize(("shares", "peers"), [(True, ["r1"]), (False, [])])
-def test_one_that_starts_is_told_of_those_that_serve_where_they_share(tmp_path, shares, peers):
-    async def body(replicas, keeper) -> None:
+async def test_one_that_starts_is_told_of_those_that_serve_where_they_share(tmp_path, shares, peers):
+    async with fleet(tmp_path, scale={**SCALE, "max_replicas": 2}, replica={"shares_blocks": shares}) as (replicas, _):
         await until(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 5)
         await until(lambda: listed(tmp_path) == ["r1", "r2"])
         assert replicas.peers == {"r1": [], "r2": peers}
 
-    run(body, tmp_path, scale={**SCALE, "max_replicas": 2}, replica={"shares_blocks": shares})
 
-
-def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
-    async def body(replicas, keeper) -> None:
+async def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
+    async with fleet(tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2}) as (replicas, _):
         await until(lambda: replicas.asked == ["r2 sleep"])
         await until(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 5)
         await until(lambda: listed(tmp_path)[:2] == ["r1", "r2"])
         assert "r2 wake" in replicas.asked
         assert replicas.in_background == {"r1": False, "r2": True}
-
-    run(body, tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2})
 
 
 async def test_another_controller_goes_on_where_one_was_killed(tmp_path):
@@ -194,8 +184,8 @@ async def test_another_controller_goes_on_where_one_was_killed(tmp_path):
             assert len(listed(tmp_path)) == 3, "they were needed a moment ago"
 
 
-def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_nothing(tmp_path):
-    async def body(replicas, keeper) -> None:
+async def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_nothing(tmp_path):
+    async with fleet(tmp_path, scale=SCALE) as (replicas, keeper):
         await until(lambda: listed(tmp_path) == ["r1"])
         path = tmp_path / "cluster.toml"
         top = f'folder = "{tmp_path}"\n'
@@ -224,8 +214,6 @@ def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_no
         assert (taken.config.serve, taken.config.scale.spare) == ({"max_num_seqs": 5}, 0)
         assert taken.launch.max_num_seqs == 5
 
-    run(body, tmp_path, scale=SCALE)
-
 
 async def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
     async def body(replicas, keeper) -> None:
@@ -242,8 +230,8 @@ async def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_
             await body(replicas, keeper)
 
 
-def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):
-    async def body(replicas, keeper) -> None:
+async def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):
+    async with fleet(tmp_path, scale={**SCALE, "max_replicas": 1}) as (replicas, _):
         await until(lambda: listed(tmp_path) == ["r1"])
         replicas.broken.add("r1")
         await until(lambda: listed(tmp_path) == ["none-yet"])
@@ -252,8 +240,6 @@ def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it
         replicas.stats["r1"] = msgspec.structs.replace(replicas.stats["r1"], rest=Rest("asleep", 2))
         await until(lambda: replicas.asked == ["r1 wake"])
         await until(lambda: listed(tmp_path) == ["r1"])
-
-    run(body, tmp_path, scale={**SCALE, "max_replicas": 1})
 
 
 def test_names_go_on_behind_those_of_a_cluster_that_was_killed(tmp_path):

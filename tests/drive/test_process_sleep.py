@@ -32,17 +32,10 @@ async def sleepy(**settings: object) -> AsyncIterator[ProcessClient]:
     client = ProcessClient(WORKER, json.dumps(settings).encode())
     try:
         await asyncio.wait_for(client.start(), PATIENCE_S)
-        yield client
+        async with asyncio.timeout(2 * PATIENCE_S):
+            yield client
     finally:
         await asyncio.wait_for(client.stop(), PATIENCE_S)
-
-
-def play(script: Callable, **settings: object) -> None:
-    async def run() -> None:
-        async with sleepy(**settings) as client:
-            await asyncio.wait_for(script(client), 2 * PATIENCE_S)
-
-    asyncio.run(run())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -59,8 +52,8 @@ async def kill(client: ProcessClient) -> None:
     await until(lambda: client.pid != pid)
 
 
-def test_asleep_and_back() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_asleep_and_back() -> None:
+    async with sleepy() as client:
         before, _, _ = await collect(client, make_request("before", max_tokens=60))
         assert client.stats().blocks_cached > 0
         report = await client.sleep(SleepAsk(2))
@@ -81,11 +74,9 @@ def test_asleep_and_back() -> None:
         assert (after, reason) == (before, FinishReason.LENGTH)
         assert not (await client.wake()).changed
 
-    play(script)
 
-
-def test_from_the_call_on_nobody_comes_in_and_who_is_there_ends() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_from_the_call_on_nobody_comes_in_and_who_is_there_ends() -> None:
+    async with sleepy(step_ns=2_000_000) as client:
         running = asyncio.create_task(collect(client, make_request("running", max_tokens=30)))
         await asyncio.sleep(0)
         falling = asyncio.create_task(client.sleep(SleepAsk(1)))
@@ -98,11 +89,9 @@ def test_from_the_call_on_nobody_comes_in_and_who_is_there_ends() -> None:
         assert report.changed
         assert client.rest == Rest(ASLEEP, 1)
 
-    play(script, step_ns=2_000_000)
 
-
-def test_a_caller_that_goes_away_changes_nothing() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_a_caller_that_goes_away_changes_nothing() -> None:
+    async with sleepy(step_ns=2_000_000) as client:
         running = asyncio.create_task(collect(client, make_request("running", max_tokens=30)))
         await asyncio.sleep(0)
         falling = asyncio.create_task(client.sleep(SleepAsk(1)))
@@ -112,11 +101,9 @@ def test_a_caller_that_goes_away_changes_nothing() -> None:
         await until(lambda: client.rest == Rest(ASLEEP, 1))
         assert (await client.wake()).changed
 
-    play(script, step_ns=2_000_000)
 
-
-def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
+    async with sleepy(step_ns=20_000_000) as client:
         running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
         await until(lambda: client.stats().num_running == 1)
         falling = asyncio.create_task(client.sleep(SleepAsk(1)))
@@ -135,23 +122,18 @@ def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
         _, reason, _ = await running
         assert reason is FinishReason.ERROR
 
-    play(script, step_ns=20_000_000)
 
-
-def test_what_cannot_be_asked_changes_nothing() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_what_cannot_be_asked_changes_nothing() -> None:
+    async with sleepy() as client:
         with pytest.raises(RequestError):
             await client.sleep(SleepAsk(7))
         assert client.rest.state == AWAKE
 
-    play(script)
 
-
-def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-
-    async def script(client: ProcessClient) -> None:
+    async with sleepy(folder=str(folder)) as client:
         before, _, _ = await collect(client, make_request("before"))
         await client.configure({"max_num_seqs": 3})
         await client.sleep(SleepAsk(2))
@@ -179,11 +161,9 @@ def test_an_engine_that_dies_in_its_sleep_stays_asleep_until_it_is_woken(tmp_pat
         after, _, _ = await collect(client, make_request("after"))
         assert after == before
 
-    play(script, folder=str(folder))
 
-
-def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
+    async with sleepy(dies_waking=True) as client:
         await client.sleep(SleepAsk(2))
         with pytest.raises(EngineError, match="stays asleep"):
             await client.wake()
@@ -191,11 +171,9 @@ def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
         assert client.rest == Rest(ASLEEP, 2)
         assert (await client.wake()).changed
 
-    play(script, dies_waking=True)
 
-
-def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awake() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awake() -> None:
+    async with sleepy(step_ns=20_000_000) as client:
         running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
         await until(lambda: client.stats().num_running == 1)
         falling = asyncio.create_task(client.sleep(SleepAsk(1)))
@@ -207,8 +185,6 @@ def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awake() ->
         await until(lambda: client.is_ready)
         assert client.rest == Rest()
         assert (await collect(client, make_request("after")))[1] is FinishReason.LENGTH
-
-    play(script, step_ns=20_000_000)
 
 
 async def test_stopping_answers_who_waits_for_sleep() -> None:
@@ -231,17 +207,14 @@ async def test_stopping_asleep() -> None:
         os.kill(pid, 0)
 
 
-def test_what_it_did_is_in_the_facts() -> None:
+async def test_what_it_did_is_in_the_facts() -> None:
     """Only of an engine that tells facts at all: this one has none, the process's entry is kept all the same."""
-
-    async def script(client: ProcessClient) -> None:
+    async with sleepy() as client:
         await client.sleep(SleepAsk(1))
         await client.wake()
         known = client._known_facts._process
         assert known is not None
         assert [report.action for report in known.sleeps] == ["sleep", "wake"]
-
-    play(script)
 
 
 async def test_stopping_while_several_wait_for_a_successor() -> None:
@@ -265,21 +238,19 @@ async def test_stopping_while_several_wait_for_a_successor() -> None:
     assert client.pid is None
 
 
-def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.LogCaptureFixture) -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.LogCaptureFixture) -> None:
+    async with sleepy() as client:
         pid = client.pid
         assert client._incarnation is not None
         client._incarnation.push.send(b"\xc1")
         await until(lambda: client.pid != pid and client.is_ready)
         assert (await collect(client, make_request("after")))[1] is FinishReason.LENGTH
-
-    play(script)
     assert "a message to the engine cannot be taken in" in caplog.text
     assert "the engine is ready again after" in caplog.text
 
 
-def test_a_paused_engine_is_let_go_on_while_it_falls_asleep() -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_a_paused_engine_is_let_go_on_while_it_falls_asleep() -> None:
+    async with sleepy() as client:
         await client.configure({"paused": True})
         waiting = asyncio.create_task(collect(client, make_request("waiting")))
         await asyncio.sleep(0)
@@ -289,16 +260,12 @@ def test_a_paused_engine_is_let_go_on_while_it_falls_asleep() -> None:
         assert (await falling).changed
         assert (await waiting)[1] is FinishReason.LENGTH
 
-    play(script)
 
-
-def test_the_log_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    async def script(client: ProcessClient) -> None:
+async def test_the_log_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    async with sleepy() as client:
         await client.sleep(SleepAsk(1))
         await client.sleep(SleepAsk(1))
         await client.wake()
         await client.wake()
-
-    play(script)
     said = [record.getMessage() for record in caplog.records if record.name == "splittime.engine"]
     assert [line.split(" after ")[0] for line in said] == ["asleep (level 1)", "awake again"]

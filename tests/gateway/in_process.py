@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import tomllib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from splittime.gateway.app import GatewayApp
@@ -117,31 +117,26 @@ async def asked(
     return Told(told[0]["status"], dict(told[0]["headers"]), b"".join(one.get("body", b"") for one in told[1:]))
 
 
-Asking = Callable[[GatewayApp, GatewayService], Awaitable[None]]
-
-
-def gateway_before(upstreams: dict[str, Saying | str], ask: Asking, text: str = PATIENT, **more) -> None:
-    """Runs a gateway in front of these, by name, and what asks it. Of two, the first in the dict is asked first. more:
-    keys of each `[[upstream]]`."""
-
-    async def run() -> None:
-        told = text
-        for name, one in upstreams.items():
-            told += upstream(name, one if isinstance(one, str) else await one.start(), "m", **more)
-        config = config_of(tomllib.loads(told))
-        versions = GatewayVersions(config, secrets_of(config), Ledger())
-        await versions.open()
-        for number, one in enumerate(versions.current.router.upstreams):
-            one.in_flight.plain_tokens += number * 10**6
-        try:
-            await ask(GatewayApp(versions), versions.current)
-        finally:
-            await versions.close()
-            for one in upstreams.values():
-                one.stop() if isinstance(one, Saying) else None
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def gateway_before(
+    upstreams: dict[str, Saying | str], text: str = PATIENT, **more
+) -> AsyncIterator[tuple[GatewayApp, GatewayService]]:
+    """Runs a gateway in front of these, by name. Of two, the first in the dict is asked first. more: keys of each
+    `[[upstream]]`."""
+    for name, one in upstreams.items():
+        text += upstream(name, one if isinstance(one, str) else await one.start(), "m", **more)
+    config = config_of(tomllib.loads(text))
+    versions = GatewayVersions(config, secrets_of(config), Ledger())
+    await versions.open()
+    for number, one in enumerate(versions.current.router.upstreams):
+        one.in_flight.plain_tokens += number * 10**6
+    try:
+        yield GatewayApp(versions), versions.current
+    finally:
+        await versions.close()
+        for one in upstreams.values():
+            one.stop() if isinstance(one, Saying) else None
+        await asyncio.sleep(0)
 
 
 def counted(gateway: GatewayService, name: str, **labels: str) -> float:

@@ -61,10 +61,9 @@ def few_of(gateway):
         (RERANK, {"query": "q", "documents": ["x"] * 5}, 5),
     ],
 )
-def test_a_body_of_more_answers_than_its_tenant_may_have_open_is_refused(path, fields, count):
+async def test_a_body_of_more_answers_than_its_tenant_may_have_open_is_refused(path, fields, count):
     up = Saying(whole(200, WHOLE))
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, PATIENT + TENANT) as (app, gateway):
         told = await asked(app, FEW, path, **fields)
         error = json.loads(told.body)["error"]
         assert (told.status, error["code"], error["value"], error["limit"]) == (400, "too_many_choices", count, 4)
@@ -73,14 +72,11 @@ def test_a_body_of_more_answers_than_its_tenant_may_have_open_is_refused(path, f
         assert (await asked(app, FEW, CHAT)).status == 200
         assert len(up.asked) == 1
 
-    gateway_before({"up": up}, ask, PATIENT + TENANT)
-
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-def test_answers_count_to_the_minute_and_are_given_back_at_the_end(status):
+async def test_answers_count_to_the_minute_and_are_given_back_at_the_end(status):
     up = Saying(whole(status, {"error": {"message": "no"}} if status != 200 else WHOLE))
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, PATIENT + TENANT) as (app, gateway):
         asking = asyncio.create_task(asked(app, FEW, CHAT, n=4))
         while not few_of(gateway).num_open:
             await asyncio.sleep(0)
@@ -91,13 +87,10 @@ def test_answers_count_to_the_minute_and_are_given_back_at_the_end(status):
         assert 0 < int(told.headers[b"retry-after"]) <= 60
         assert few_of(gateway).num_open == 0
 
-    gateway_before({"up": up}, ask, PATIENT + TENANT)
 
-
-def test_what_is_open_leaves_no_room_for_more_answers_than_there_may_be():
+async def test_what_is_open_leaves_no_room_for_more_answers_than_there_may_be():
     up = Saying([b"", whole(200, WHOLE)])
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, PATIENT + TENANT) as (app, gateway):
         first = asyncio.create_task(asked(app, FEW, CHAT, n=3))
         while few_of(gateway).num_open < 3:
             await asyncio.sleep(0)
@@ -105,5 +98,3 @@ def test_what_is_open_leaves_no_room_for_more_answers_than_there_may_be():
         assert (told.status, json.loads(told.body)["error"]["reason"]) == (429, "max_open_requests")
         assert (await first).status == 200
         assert few_of(gateway).num_open == 0
-
-    gateway_before({"up": up}, ask, PATIENT + TENANT)

@@ -102,21 +102,16 @@ STREAM_OF = {name: STREAM_HEAD + chunk(event(told)) for name, told in (("error",
 WITH_CHUNK = STREAM_HEAD + chunk(event(CHUNK)) + chunk(event(ERROR)) + b"0\r\n\r\n"
 
 
-def charged_of(
+async def charged_of(
     tmp_path, monkeypatch, said: bytes, more: str = "", hangs_up: bool = True, path: str = CHAT, **fields
 ) -> tuple[int, float]:
     """Returns the answer's status, and what a tenant was charged for it. more: keys of the gateway's own."""
-    told = []
     monkeypatch.setenv("A", "of-a")
     tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
-
-    async def ask(app, gateway):
-        told.append((await asked(app, bearer("of-a"), path=path, **fields)).status)
-        told.append(sum(gateway.budgets.used().values()))
-
     text = f'{more}budget_file = "{tmp_path}/{len(said)}.sqlite"\n[breaker]\nfailures = 100\n{PATIENT}{tenant}'
-    gateway_before({"one": Saying(said, hangs_up=hangs_up)}, ask, text, whole_answer_s=0.5)
-    return told[0], told[1]
+    async with gateway_before({"one": Saying(said, hangs_up=hangs_up)}, text, whole_answer_s=0.5) as (app, gateway):
+        told = await asked(app, bearer("of-a"), path=path, **fields)
+        return told.status, sum(gateway.budgets.used().values())
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -132,17 +127,17 @@ def charged_of(
         STREAM_OF["page"],
     ],
 )
-def test_who_is_given_nothing_is_charged_nothing(tmp_path, monkeypatch, said, is_stream):
+async def test_who_is_given_nothing_is_charged_nothing(tmp_path, monkeypatch, said, is_stream):
     """An upstream that says 200 and no answer cost the prompt, though its client had a 502."""
-    status, charged = charged_of(tmp_path, monkeypatch, said, stream=is_stream)
+    status, charged = await charged_of(tmp_path, monkeypatch, said, stream=is_stream)
     assert (status // 100, charged) == (5, 0)
 
 
-def test_what_was_given_before_it_broke_off_is_charged(tmp_path, monkeypatch):
-    status, charged = charged_of(tmp_path, monkeypatch, WITH_CHUNK, stream=True)
+async def test_what_was_given_before_it_broke_off_is_charged(tmp_path, monkeypatch):
+    status, charged = await charged_of(tmp_path, monkeypatch, WITH_CHUNK, stream=True)
     assert status == 200
     assert charged > 1
-    assert charged_of(tmp_path, monkeypatch, whole(200, WHOLE)) == (200, 10)
+    assert await charged_of(tmp_path, monkeypatch, whole(200, WHOLE)) == (200, 10)
 
 
 def prompt_of(**fields) -> int:
@@ -152,17 +147,20 @@ def prompt_of(**fields) -> int:
 
 @pytest.mark.parametrize("usage", [None, {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}])
 @pytest.mark.parametrize("message", [{"content": "word " * 400}, {"content": None, "reasoning": "word " * 400}])
-def test_a_whole_answer_that_tells_no_tokens_is_charged_by_its_text(tmp_path, monkeypatch, usage, message):
+async def test_a_whole_answer_that_tells_no_tokens_is_charged_by_its_text(tmp_path, monkeypatch, usage, message):
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
     told = whole(200, {"id": "x", "choices": [choice], **({} if usage is None else {"usage": usage})})
-    assert charged_of(tmp_path, monkeypatch, told, max_tokens=900) == (200, prompt_of(max_tokens=900) + 500)
+    assert await charged_of(tmp_path, monkeypatch, told, max_tokens=900) == (200, prompt_of(max_tokens=900) + 500)
 
 
 @pytest.mark.parametrize("failing", ["", "one", "two"])
-def test_who_leaves_a_tie_is_charged_the_prompt(tmp_path, monkeypatch, failing):
+async def test_who_leaves_a_tie_is_charged_the_prompt(tmp_path, monkeypatch, failing):
     """Whichever of the two has failed by then, the other is at work; both are charged once, as in a tie that is won."""
-
-    async def ask(app, gateway):
+    monkeypatch.setenv("A", "of-a")
+    tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
+    text = f'budget_file = "{tmp_path}/b.sqlite"\n[tied]\nafter_s = 0.02\n[retries]\nspare = 5\n{tenant}'
+    one, two = (Saying([b""] * (10 if name == failing else 2000) + [whole(503, ERROR)]) for name in ("one", "two"))
+    async with gateway_before({"one": one, "two": two}, text) as (app, gateway):
         leaves = asyncio.Event()
         asking = asyncio.create_task(asked(app, bearer("of-a"), leaves=leaves, stream=True))
         while not two.asked or (failing and not counted(gateway, "verdicts_total", upstream=failing, whose="health")):
@@ -172,30 +170,25 @@ def test_who_leaves_a_tie_is_charged_the_prompt(tmp_path, monkeypatch, failing):
         assert sum(gateway.budgets.used().values()) == prompt_of(stream=True)
         assert counted(gateway, "tied_total", result="cancelled") == 1
 
-    monkeypatch.setenv("A", "of-a")
-    tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
-    text = f'budget_file = "{tmp_path}/b.sqlite"\n[tied]\nafter_s = 0.02\n[retries]\nspare = 5\n{tenant}'
-    one, two = (Saying([b""] * (10 if name == failing else 2000) + [whole(503, ERROR)]) for name in ("one", "two"))
-    gateway_before({"one": one, "two": two}, ask, text)
 
-
-def test_one_that_took_longer_than_it_may_has_used_its_upstream(tmp_path, monkeypatch):
+async def test_one_that_took_longer_than_it_may_has_used_its_upstream(tmp_path, monkeypatch):
     """No byte of it has come, and its tenant could have an upstream work for nothing."""
-    status, charged = charged_of(tmp_path, monkeypatch, b"", hangs_up=False, max_tokens=50)
+    status, charged = await charged_of(tmp_path, monkeypatch, b"", hangs_up=False, max_tokens=50)
     assert (status, charged) == (504, prompt_of(max_tokens=50) + 50)
 
 
-def test_one_that_is_longer_than_it_may_be_has_used_its_upstream(tmp_path, monkeypatch):
+async def test_one_that_is_longer_than_it_may_be_has_used_its_upstream(tmp_path, monkeypatch):
     told = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
     asking = {"path": EMBEDDINGS, "input": ["a", "b"]}
-    status, charged = charged_of(tmp_path, monkeypatch, told, "max_answer_bytes = 100000\n", **asking)
+    status, charged = await charged_of(tmp_path, monkeypatch, told, "max_answer_bytes = 100000\n", **asking)
     assert (status, charged) == (502, prompt_of(input=["a", "b"]))
 
 
-def test_one_that_is_longer_than_it_may_be_is_asked_once_and_opens_nothing():
+async def test_one_that_is_longer_than_it_may_be_is_asked_once_and_opens_nothing():
     """An upstream that writes more than anybody can have asked for has itself to blame; this one was asked for it."""
-
-    async def ask(app, gateway):
+    long = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
+    one, two = Saying(long), Saying(long)
+    async with gateway_before({"one": one, "two": two}, f"max_answer_bytes = 100000\n{PATIENT}") as (app, gateway):
         told = await asked(app, path=EMBEDDINGS, input=["a", "b"])
         assert (told.status, told.code) == (502, "upstream_bad_answer")
         assert len(one.asked) + len(two.asked) == 1
@@ -204,21 +197,13 @@ def test_one_that_is_longer_than_it_may_be_is_asked_once_and_opens_nothing():
         assert (await asked(app)).code == "upstream_bad_answer"
         assert [up.breaker.is_well for up in gateway.router.upstreams] == [False, False]
 
-    long = whole(200, {"data": [{"embedding": [0.0] * 30_000}]})
-    one, two = Saying(long), Saying(long)
-    gateway_before({"one": one, "two": two}, ask, f"max_answer_bytes = 100000\n{PATIENT}")
 
-
-def test_an_upstream_that_broke_off_before_its_client_left_has_done_nothing(tmp_path, monkeypatch):
+async def test_an_upstream_that_broke_off_before_its_client_left_has_done_nothing(tmp_path, monkeypatch):
     """The client's time is over in the pause before another attempt."""
-    told = []
     monkeypatch.setenv("A", "of-a")
     tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
-
-    async def ask(app, gateway):
-        told.append(await asked(app, bearer("of-a") | {"x-request-deadline-ms": "200"}, max_tokens=500))
-        assert sum(gateway.budgets.used().values()) == 0
-
     text = f'budget_file = "{tmp_path}/b.sqlite"\n[retries]\npause_s = 30.0\nspare = 5\n{tenant}'
-    gateway_before({name: Saying(b"", hangs_up=True) for name in ("one", "two")}, ask, text)
-    assert told[0].status in (502, 504)
+    async with gateway_before({name: Saying(b"", hangs_up=True) for name in ("one", "two")}, text) as (app, gateway):
+        told = await asked(app, bearer("of-a") | {"x-request-deadline-ms": "200"}, max_tokens=500)
+        assert sum(gateway.budgets.used().values()) == 0
+    assert told.status in (502, 504)

@@ -156,18 +156,15 @@ def test_texts_that_are_ranked_take_one_place_and_answers_one_each():
     assert asked("/v1/completions", prompt=["x"] * 5, n=2).places == 10
 
 
-def test_a_tied_second_takes_as_many_places():
+async def test_a_tied_second_takes_as_many_places():
     slow, quick = Saying([b""] * 9), Saying([b""] * 5 + [whole(200, WHOLE)])
     places = []
-
-    async def ask(app, gateway):
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    async with gateway_before({"slow": slow, "quick": quick}, text) as (app, gateway):
         asking = asyncio.create_task(asked_of(app, stream=True, n=5))
         while not quick.asked:
             await asyncio.sleep(0.001)
         places.extend((one.requests, one.in_flight.places) for one in gateway.router.upstreams)
         await asking
         assert [(one.requests, one.in_flight.places) for one in gateway.router.upstreams] == [(0, 0)] * 2
-
-    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
-    gateway_before({"slow": slow, "quick": quick}, ask, text)
     assert places == [(5, 5), (5, 5)]

@@ -189,17 +189,14 @@ def test_an_upstream_that_refuses_to_go_on_ends_the_stream(hostile, tmp_path):
     assert [attempt.status for attempt in account.attempts] == [200, 400]
 
 
-def test_an_error_first_of_who_should_go_on_ends_the_stream():
+async def test_an_error_first_of_who_should_go_on_ends_the_stream():
     """It is no event of the answer that the client has, and has not been told."""
-
-    async def ask(app, gateway):
+    first = Saying(STREAM_HEAD + chunk(event(text_chunk("a", "1 "))), hangs_up=True)
+    second = Saying(STREAM_HEAD + chunk(event({"error": {"message": "oom", "code": 500}})))
+    async with gateway_before({"first": first, "second": second}, resume=True) as (app, _):
         told = await asked(app, path=COMPLETIONS, prompt="Count: ", stream=True)
         assert (told.status, told.code, told.body.count(b'"1 "')) == (200, "upstream_error_event", 1)
         assert (len(first.asked), len(second.asked)) == (1, 1)
-
-    first = Saying(STREAM_HEAD + chunk(event(text_chunk("a", "1 "))), hangs_up=True)
-    second = Saying(STREAM_HEAD + chunk(event({"error": {"message": "oom", "code": 500}})))
-    gateway_before({"first": first, "second": second}, ask, resume=True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -55,19 +56,16 @@ def refusal(one: Quota) -> str | None:
     return None
 
 
-def exchanging(url: str, play, *quotas: Quota) -> None:
-    """Lets gateways with these quotas exchange, while `play` goes on."""
-
-    async def run():
-        gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
-        for gateway in gateways:
-            gateway.open()
-        await until(lambda: all(gateway.is_shared for gateway in gateways))
-        await play()
-        for gateway in gateways:
-            await gateway.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def exchanging(url: str, *quotas: Quota):
+    """Gateways with these quotas exchange meanwhile."""
+    gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
+    for gateway in gateways:
+        gateway.open()
+    await until(lambda: all(gateway.is_shared for gateway in gateways))
+    yield
+    for gateway in gateways:
+        await gateway.close()
 
 
 async def until(holds) -> None:
@@ -78,10 +76,9 @@ async def until(holds) -> None:
     raise AssertionError("it did not come to be")
 
 
-def test_requests_and_tokens_count_at_every_gateway(empty):
+async def test_requests_and_tokens_count_at_every_gateway(empty):
     one, other = (quota(requests_per_minute=10, tokens_per_minute=1000) for _ in range(2))
-
-    async def play():
+    async with exchanging(empty, one, other):
         used(one, 6, 100)
         await until(lambda: other._requests.level < 5)
         used(other, 5)
@@ -91,13 +88,10 @@ def test_requests_and_tokens_count_at_every_gateway(empty):
         assert one._tokens.level == pytest.approx(900, abs=2), "no gateway takes its own use twice"
         assert other._tokens.level == pytest.approx(900, abs=20)
 
-    exchanging(empty, play, one, other)
 
-
-def test_what_is_reserved_at_one_gateway_is_reserved_at_all(empty):
+async def test_what_is_reserved_at_one_gateway_is_reserved_at_all(empty):
     one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
-
-    async def play():
+    async with exchanging(empty, one, other):
         use = one.enter(time.monotonic_ns())
         use.reserve(1000, time.monotonic_ns())
         await until(lambda: refusal(other) == "tokens_per_minute")
@@ -106,31 +100,22 @@ def test_what_is_reserved_at_one_gateway_is_reserved_at_all(empty):
         assert other._tokens.level == pytest.approx(700, abs=20)
         assert one._tokens.level == pytest.approx(700, abs=20)
 
-    exchanging(empty, play, one, other)
 
-
-def test_what_was_used_before_a_gateway_came_is_not_taken(empty):
+async def test_what_was_used_before_a_gateway_came_is_not_taken(empty):
     early = quota(requests_per_minute=10)
-
-    async def use():
+    async with exchanging(empty, early):
         used(early, 9)
         await asyncio.sleep(0.1)
-
-    exchanging(empty, use, early)
     late = quota(requests_per_minute=10)
-
-    async def wait():
+    async with exchanging(empty, late):
         await asyncio.sleep(0.1)
-
-    exchanging(empty, wait, late)
     assert late._requests.level == 10
 
 
-def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
+async def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
     one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
-
-    async def play():
+    async with exchanging(empty, one, other):
         used(one, 1, 300)
         await until(lambda: other._tokens.level < 800)
         connection.ask(b"FLUSHALL")
@@ -139,17 +124,14 @@ def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
         used(one, 1, 200)
         await until(lambda: other._tokens.level < 600)
         assert one._tokens.level == pytest.approx(500, abs=20)
-
-    exchanging(empty, play, one, other)
     connection.close()
 
 
-def test_what_others_use_is_seen_below_nothing_too(empty):
+async def test_what_others_use_is_seen_below_nothing_too(empty):
     """What was reserved before a store was emptied is given back to nothing: its total is below 0."""
     one, other = quota(tokens_per_minute=1000), quota(tokens_per_minute=1000)
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
-
-    async def play():
+    async with exchanging(empty, one, other):
         use = one.enter(time.monotonic_ns())
         use.reserve(500, time.monotonic_ns())
         await until(lambda: other._tokens.level < 600)
@@ -161,8 +143,6 @@ def test_what_others_use_is_seen_below_nothing_too(empty):
         used(other, 1, 200)
         await until(lambda: one._tokens.level < 850)
         assert one._tokens.level == pytest.approx(800, abs=20)
-
-    exchanging(empty, play, one, other)
     connection.close()
 
 

@@ -26,10 +26,9 @@ def told_in(head: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "told"), [("splittime", ["few;weight=2.5"]), ("openai", [])])
-def test_servers_of_ours_are_told_the_tenant_and_no_client_says_which(kind, told):
+async def test_servers_of_ours_are_told_the_tenant_and_no_client_says_which(kind, told):
     up = Saying(whole(200, WHOLE))
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, PATIENT + TENANTS, kind=kind) as (app, _):
         for headers in ({}, FORGED):
             answer = await asked(app, {"authorization": "Bearer few", **headers})
             assert answer.status == 200
@@ -41,30 +40,22 @@ def test_servers_of_ours_are_told_the_tenant_and_no_client_says_which(kind, told
             [NOT_BELIEVED],
         )
 
-    gateway_before({"up": up}, ask, PATIENT + TENANTS, kind=kind)
 
-
-def test_a_gateway_without_keys_says_nothing_in_the_clients_stead():
+async def test_a_gateway_without_keys_says_nothing_in_the_clients_stead():
     up = Saying(whole(200, WHOLE))
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, kind="splittime") as (app, _):
         assert (await asked(app, FORGED)).status == 200
         assert told_in(up.asked[0][0]) == []
 
-    gateway_before({"up": up}, ask, kind="splittime")
 
-
-def test_what_is_asked_on_a_requests_behalf_is_told_as_its_tenants():
+async def test_what_is_asked_on_a_requests_behalf_is_told_as_its_tenants():
     from splittime.gateway.spare_room import SpareRoom
     from splittime.web.tenants import TENANT
 
     up = Saying(whole(200, WHOLE))
-
-    async def ask(app, gateway):
+    async with gateway_before({"up": up}, PATIENT + TENANTS, kind="splittime") as (_, gateway):
         (few,) = [one for one in gateway.keys.tenants if one.name == "few"]
         room = SpareRoom(gateway, "few", {"headers": [], TENANT: few})
         chat = {"model": "m", "messages": [], "max_tokens": 1}
         assert await asyncio.wait_for(room.ask(chat, 5.0), 10)
         assert told_in(up.asked[0][0]) == ["few;weight=2.5"]
-
-    gateway_before({"up": up}, ask, PATIENT + TENANTS, kind="splittime")

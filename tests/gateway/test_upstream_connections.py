@@ -1,7 +1,8 @@
 """Connections to upstreams, against sockets that say what a test writes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -21,23 +22,21 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX
 CHUNKED = WHOLE + b"transfer-encoding: chunked\r\n\r\n4\r\nabcd\r\n3\r\nefg\r\n0\r\ntrailer: x\r\n\r\n"
 LENGTH = WHOLE + b"content-length: 7\r\n\r\nabcdefg"
 CLOSES = WHOLE + b"\r\nabcdefg"
+RUN = uvloop.run
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def upstream(serve: Serve, asked: Callable[[UpstreamConnections, Address], Awaitable[None]]) -> None:
-    """Runs an upstream that serves each connection so, and what asks it."""
-
-    async def run() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        connections = UpstreamConnections(RoundTrips())
-        try:
-            async with asyncio.timeout(20):
-                await asked(connections, Address(False, "127.0.0.1", server.sockets[0].getsockname()[1], "/at"))
-        finally:
-            connections.close()
-            server.close()
-
-    uvloop.run(run())
+@asynccontextmanager
+async def upstream(serve: Serve) -> AsyncIterator[tuple[UpstreamConnections, Address]]:
+    """Runs an upstream that serves each connection so; yields connections to it, and its address."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connections = UpstreamConnections(RoundTrips())
+    try:
+        async with asyncio.timeout(20):
+            yield connections, Address(False, "127.0.0.1", server.sockets[0].getsockname()[1], "/at")
+    finally:
+        connections.close()
+        server.close()
 
 
 async def ask(connections: UpstreamConnections, address: Address, body: bytes = b"{}") -> UpstreamAnswer:
@@ -57,7 +56,7 @@ async def read_request(reader: asyncio.StreamReader, length: int = 2) -> bytes:
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("said", [CHUNKED, LENGTH, CLOSES])
-def test_an_answer_is_whole_however_its_bytes_come(said: bytes, size: int) -> None:
+async def test_an_answer_is_whole_however_its_bytes_come(said: bytes, size: int) -> None:
     requests = []
 
     async def serve(reader, writer):
@@ -68,20 +67,18 @@ def test_an_answer_is_whole_however_its_bytes_come(said: bytes, size: int) -> No
             await asyncio.sleep(0)
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address)
         assert await all_of(answer) == b"abcdefg"
         assert (answer.status, answer.content_type, answer.headers[b"x-a"]) == (200, "text/event-stream", b"1")
         assert await answer.piece(5) == b""
-
-    upstream(serve, asked)
     head = requests[0].split(b"\r\n")
     assert head[0] == b"POST /at/v1/x HTTP/1.1"
     assert head[1].startswith(b"host: 127.0.0.1:")
     assert requests[0].endswith(b"a: b\r\ncontent-length: 2\r\n\r\n{}")
 
 
-def test_a_connection_is_used_again_after_a_whole_answer_alone() -> None:
+async def test_a_connection_is_used_again_after_a_whole_answer_alone() -> None:
     served = []
 
     async def serve(reader, writer):
@@ -91,7 +88,7 @@ def test_a_connection_is_used_again_after_a_whole_answer_alone() -> None:
             writer.write(b"HTTP/1.1 100 Continue\r\nx-a: 0\r\n\r\n" + said)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         for _ in range(2):
             answer = await ask(connections, address)
             assert await all_of(answer) == b"abcdefg"
@@ -100,13 +97,11 @@ def test_a_connection_is_used_again_after_a_whole_answer_alone() -> None:
         assert await half.piece(5) == b"abc"
         half.close()
         assert await all_of(await ask(connections, address)) == b"abcdefg"
-
-    upstream(serve, asked)
     assert len(served) == 2
 
 
 @pytest.mark.parametrize("behind", [b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nZ", b"Z"])
-def test_what_stands_behind_an_answer_is_nobodys(behind: bytes) -> None:
+async def test_what_stands_behind_an_answer_is_nobodys(behind: bytes) -> None:
     """An upstream that says more than it was asked must not answer the next request with it."""
 
     async def serve(reader, writer):
@@ -114,11 +109,9 @@ def test_what_stands_behind_an_answer_is_nobodys(behind: bytes) -> None:
         writer.write(LENGTH + behind)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         for _ in range(2):
             assert await all_of(await ask(connections, address)) == b"abcdefg"
-
-    upstream(serve, asked)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +126,13 @@ def test_what_stands_behind_an_answer_is_nobodys(behind: bytes) -> None:
         (b"", ConnectionError),
     ],
 )
-def test_what_is_no_whole_answer_is_an_error_behind_what_it_said(said: bytes, error: type[Exception]) -> None:
+async def test_what_is_no_whole_answer_is_an_error_behind_what_it_said(said: bytes, error: type[Exception]) -> None:
     async def serve(reader, writer):
         await read_request(reader)
         writer.write(said)
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address)
         with pytest.raises(error):
             await all_of(answer)
@@ -147,10 +140,8 @@ def test_what_is_no_whole_answer_is_an_error_behind_what_it_said(said: bytes, er
             await answer.piece(5)
         answer.close()
 
-    upstream(serve, asked)
 
-
-def test_each_wait_has_its_own_limit() -> None:
+async def test_each_wait_has_its_own_limit() -> None:
     """A later, shorter limit counts although a longer one was set before; and one that is over does not count on."""
 
     async def serve(reader, writer):
@@ -160,7 +151,7 @@ def test_each_wait_has_its_own_limit() -> None:
             await asyncio.sleep(0.3)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address)
         assert await answer.piece(60) == b"a"
         assert await answer.piece(60) == b"b"
@@ -170,10 +161,8 @@ def test_each_wait_has_its_own_limit() -> None:
             await answer.piece(0.0)
         answer.close()
 
-    upstream(serve, asked)
 
-
-def test_a_wait_that_is_longer_than_the_first_lasts_as_long() -> None:
+async def test_a_wait_that_is_longer_than_the_first_lasts_as_long() -> None:
     async def serve(reader, writer):
         await read_request(reader)
         writer.write(WHOLE + b"\r\na")
@@ -181,16 +170,14 @@ def test_a_wait_that_is_longer_than_the_first_lasts_as_long() -> None:
         writer.write(b"b")
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address)
         assert await answer.piece(0.4) == b"a"
         assert await answer.piece(10) == b"b"
         answer.close()
 
-    upstream(serve, asked)
 
-
-def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
+async def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
     """It can send little more than the buffers of the system hold while nobody takes anything, and all in the end."""
     size, sent = 64 * 2**20, 0
 
@@ -203,7 +190,7 @@ def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
             await writer.drain()
             sent += 2**20
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address)
         num_read = len(await answer.piece(5))
         await asyncio.sleep(0.5)
@@ -212,10 +199,8 @@ def test_an_upstream_is_not_read_ahead_of_who_takes_its_answer() -> None:
             num_read += len(piece)
         assert num_read == size
 
-    upstream(serve, asked)
 
-
-def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
+async def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
     """Of one that never ends too; without a head there is none."""
     answers = [LENGTH[:-1], LENGTH, LENGTH, b"HTTP/1.1 200 OK\r\n"]
     connected = []
@@ -227,7 +212,7 @@ def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
             writer.write(answers.pop(0))
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         where = connections, address, "/v1/traces", None, b"{}"
         for _ in range(3):
             assert await ask_whole(*where, within_s=15, max_bytes=0) == (200, None)
@@ -235,14 +220,12 @@ def test_a_status_is_enough_where_nobody_reads_the_body() -> None:
             await ask_whole(*where, within_s=15, max_bytes=0)
         assert len(connected) == 2, "a whole answer keeps its connection"
 
-    upstream(serve, asked)
 
-
-def test_nobody_there() -> None:
+async def test_nobody_there() -> None:
     async def serve(reader, writer):
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         nobody = address._replace(port=1)
         with pytest.raises(NoConnection) as caught:
             await ask(connections, nobody)
@@ -250,24 +233,20 @@ def test_nobody_there() -> None:
         with pytest.raises(NoConnection):
             await ask(connections, address._replace(host="no-such-name.invalid"))
 
-    upstream(serve, asked)
 
-
-def test_one_that_closes_its_idle_connection_is_connected_to_anew() -> None:
+async def test_one_that_closes_its_idle_connection_is_connected_to_anew() -> None:
     async def serve(reader, writer):
         await read_request(reader)
         writer.write(LENGTH)
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         for _ in range(3):
             assert await all_of(await ask(connections, address)) == b"abcdefg"
             await asyncio.sleep(0.05)
 
-    upstream(serve, asked)
 
-
-def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() -> None:
+async def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() -> None:
     """The first is whole and lies there, untaken; the second has filled its buffer on the same connection."""
     first, size, sent = MAX_UNREAD_BYTES + 1000, 64 * 2**20, 0
 
@@ -282,7 +261,7 @@ def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() -> Non
             await writer.drain()
             sent += 2**20
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         early = await ask(connections, address)
         while not early._is_whole:
             await asyncio.sleep(0.01)
@@ -296,11 +275,9 @@ def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() -> Non
         assert late._num_unread == unread
         late.close()
 
-    upstream(serve, asked)
-
 
 @pytest.mark.parametrize("said", [LENGTH, WHOLE + b"connection: close\r\ncontent-length: 7\r\n\r\nabcdefg"])
-def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -> None:
+async def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -> None:
     """At once: the upstream may never read the rest."""
     released, served = asyncio.Event(), []
 
@@ -311,7 +288,7 @@ def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -
         await released.wait()
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         answer = await ask(connections, address, bytes(64 * 2**20))
         assert await all_of(answer) == b"abcdefg"
         assert answer._connection.transport.is_closing()
@@ -319,8 +296,6 @@ def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -
             await asyncio.sleep(0.01)
         released.set()
         assert await all_of(await ask(connections, address)) == b"abcdefg"
-
-    upstream(serve, asked)
     assert len(served) == 2
 
 
@@ -332,20 +307,18 @@ def test_an_answer_before_the_request_is_sent_ends_the_connection(said: bytes) -
         (b"HTTP/1.1 199 Early\r\ncontent-length: 3\r\n\r\nabc", "has a body"),
     ],
 )
-def test_nothing_before_the_answer_is_one(early: bytes, words: str) -> None:
+async def test_nothing_before_the_answer_is_one(early: bytes, words: str) -> None:
     async def serve(reader, writer):
         await read_request(reader)
         writer.write(early + LENGTH)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         with pytest.raises(ValueError, match=words):
             await (await ask(connections, address)).piece(5)
 
-    upstream(serve, asked)
 
-
-def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
+async def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
     monkeypatch.setattr(upstream_connections, "KEEPALIVE_S", 0.05)
 
     async def serve(reader, writer):
@@ -353,14 +326,12 @@ def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) -> None:
         writer.write(LENGTH)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         assert list(connections._idle) == [address]
         while connections._idle:
             await asyncio.sleep(0.01)
         assert await all_of(await ask(connections, address)) == b"abcdefg"
-
-    upstream(serve, asked)
 
 
 # ---- kept connections that the upstream has closed
@@ -371,7 +342,7 @@ async def answer_once(reader, writer) -> None:
     writer.write(LENGTH)
 
 
-def test_a_kept_connection_that_was_closed_costs_nothing() -> None:
+async def test_a_kept_connection_that_was_closed_costs_nothing() -> None:
     """The upstream reads the second request and closes without a word: it is sent again over a new connection."""
     served = []
 
@@ -381,17 +352,15 @@ def test_a_kept_connection_that_was_closed_costs_nothing() -> None:
         await read_request(reader)
         writer.transport.abort()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         for _ in range(5):
             assert await all_of(await ask(connections, address)) == b"abcdefg"
             assert await all_of(await ask(connections, address)) == b"abcdefg"
-
-    upstream(serve, asked)
     assert len(served) == 10
 
 
 @pytest.mark.parametrize("said", [b"H", WHOLE, LENGTH[:-1]])
-def test_of_which_a_byte_came_is_not_sent_again(said: bytes) -> None:
+async def test_of_which_a_byte_came_is_not_sent_again(said: bytes) -> None:
     served = []
 
     async def serve(reader, writer):
@@ -401,16 +370,14 @@ def test_of_which_a_byte_came_is_not_sent_again(said: bytes) -> None:
         writer.write(said)
         writer.close()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         with pytest.raises(ConnectionError):
             await all_of(await ask(connections, address))
-
-    upstream(serve, asked)
     assert len(served) == 1
 
 
-def test_it_is_sent_again_once() -> None:
+async def test_it_is_sent_again_once() -> None:
     """A request that ends its server is no stale connection: over a new one it fails."""
     served = []
 
@@ -421,16 +388,14 @@ def test_it_is_sent_again_once() -> None:
         await read_request(reader)
         writer.transport.abort()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         with pytest.raises(ConnectionError):
             await all_of(await ask(connections, address))
-
-    upstream(serve, asked)
     assert len(served) == 2
 
 
-def test_a_request_that_was_worked_at_is_not_sent_again(monkeypatch):
+async def test_a_request_that_was_worked_at_is_not_sent_again(monkeypatch):
     """A server that dies over it, long after it was asked, was no stale connection."""
     monkeypatch.setattr(upstream_connections, "STALE_WITHIN_S", 0.05)
     served = []
@@ -442,17 +407,15 @@ def test_a_request_that_was_worked_at_is_not_sent_again(monkeypatch):
         await asyncio.sleep(0.1)
         writer.transport.abort()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         with pytest.raises(ConnectionError):
             await all_of(await ask(connections, address))
-
-    upstream(serve, asked)
     assert len(served) == 1
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError()])
-def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
+async def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
     """Its connection is another's by then."""
 
     async def serve(reader, writer):
@@ -460,7 +423,7 @@ def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
         await answer_once(reader, writer)
         await reader.read()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         early = await ask(connections, address)
         while not early._is_whole:
             await asyncio.sleep(0.001)
@@ -469,8 +432,6 @@ def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> None:
         assert await all_of(early) == b"abcdefg"
         early.close()
         assert await all_of(late) == b"abcdefg"
-
-    upstream(serve, asked)
 
 
 def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
@@ -494,7 +455,7 @@ def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
     uvloop.run(run())
 
 
-def test_who_has_left_meanwhile_is_not_asked_for_again() -> None:
+async def test_who_has_left_meanwhile_is_not_asked_for_again() -> None:
     served = []
 
     async def serve(reader, writer):
@@ -503,11 +464,9 @@ def test_who_has_left_meanwhile_is_not_asked_for_again() -> None:
         await read_request(reader)
         writer.transport.abort()
 
-    async def asked(connections, address):
+    async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         answer = await ask(connections, address)
         answer.close()
         await asyncio.sleep(0.05)
-
-    upstream(serve, asked)
     assert len(served) == 1

@@ -276,8 +276,9 @@ def check_breaker(gateway, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_an_upstream_alone(row):
-    async def ask(app, gateway):
+async def test_an_upstream_alone(row):
+    bad = Saying(row.said, row.hangs_up)
+    async with gateway_before({"bad": bad}, CONFIG, key_env="UPSTREAM_KEY") as (app, gateway):
         told = await asked(app, stream=row.is_stream)
         assert (told.status, told.code) == (row.status, row.code), told
         assert KEY.encode() not in told.body + b"".join(told.headers.values())
@@ -287,15 +288,13 @@ def test_an_upstream_alone(row):
         assert counted(gateway, "verdicts_total") == len(bad.asked)
         check_breaker(gateway, row)
 
-    bad = Saying(row.said, row.hangs_up)
-    gateway_before({"bad": bad}, ask, CONFIG, key_env="UPSTREAM_KEY")
-
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_beside_one_that_answers(row):
+async def test_beside_one_that_answers(row):
     """Nothing that the client may still have elsewhere is a failure, and no budget of retries is needed for it."""
-
-    async def ask(app, gateway):
+    bad = Saying(row.said, row.hangs_up)
+    good = Saying(stream(*OK_EVENTS) if row.is_stream else http(200, GOOD_BODY))
+    async with gateway_before({"bad": bad, "good": good}, CONFIG, key_env="UPSTREAM_KEY") as (app, gateway):
         told = await asked(app, stream=row.is_stream)
         if row.is_elsewhere:
             assert (told.status, told.code, len(good.asked)) == (200, None, 1), told
@@ -306,13 +305,9 @@ def test_beside_one_that_answers(row):
         assert counted(gateway, "verdicts_total", upstream="bad", whose=row.whose) == 1
         check_breaker(gateway, row)
 
-    bad = Saying(row.said, row.hangs_up)
-    good = Saying(stream(*OK_EVENTS) if row.is_stream else http(200, GOOD_BODY))
-    gateway_before({"bad": bad, "good": good}, ask, CONFIG, key_env="UPSTREAM_KEY")
 
-
-def test_an_open_breaker_says_why(caplog):
-    async def ask(app, gateway):
+async def test_an_open_breaker_says_why(caplog):
+    async with gateway_before({"bad": Saying(whole(401, error()))}, "[breaker]\nfailures = 1\n") as (app, gateway):
         assert 'verdicts_total{upstream="bad",whose="key"} 0.0' in gateway.metrics.render().decode()
         await asked(app)
         told = gateway.metrics.render().decode()
@@ -324,29 +319,24 @@ def test_an_open_breaker_says_why(caplog):
             "upstream 'bad' is left alone: it fails again and again: upstream_401"
         ]
 
-    gateway_before({"bad": Saying(whole(401, error()))}, ask, "[breaker]\nfailures = 1\n")
-
 
 @pytest.mark.parametrize("cut", [1, 9, len(event(OOM)) - 1])
-def test_an_error_behind_comments_that_the_client_has(cut):
+async def test_an_error_behind_comments_that_the_client_has(cut):
     """Comments are no part of an answer: another upstream may still give it, under the head that is there."""
-
-    async def ask(app, gateway):
+    data = event(OOM)
+    bad = Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(data[:cut]), chunk(data[cut:])])
+    good = Saying(stream(*OK_EVENTS))
+    async with gateway_before({"bad": bad, "good": good}, CONFIG) as (app, _):
         told = await asked(app, stream=True)
         assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
         assert told.body.startswith(b": wait\n\ndata: {")
         assert (len(bad.asked), len(good.asked)) == (1, 1)
 
-    data = event(OOM)
-    bad = Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(data[:cut]), chunk(data[cut:])])
-    good = Saying(stream(*OK_EVENTS))
-    gateway_before({"bad": bad, "good": good}, ask, CONFIG)
 
-
-def test_comments_go_on_while_a_role_is_held_back():
+async def test_comments_go_on_while_a_role_is_held_back():
     """A long prompt is read: its client sees that the connection lives, and has the role with the first piece."""
-
-    async def ask(app, gateway):
+    said = [STREAM_HEAD + chunk(event(ROLE)), *[chunk(b": wait\n\n")] * 3, stream(*OK_EVENTS, head=b"")]
+    async with gateway_before({"one": Saying(said)}) as (app, gateway):
         told = await asked(app, stream=True)
         waits, _, rest = told.body.partition(b"data: ")
         assert waits == b": wait\n\n" * 3
@@ -355,73 +345,60 @@ def test_comments_go_on_while_a_role_is_held_back():
         ((attempt,),) = (account.attempts for account in gateway.ledger.accounts())
         assert attempt.end_ns - attempt.first_byte_ns > 25e6  # it is when the upstream began to tell
 
-    said = [STREAM_HEAD + chunk(event(ROLE)), *[chunk(b": wait\n\n")] * 3, stream(*OK_EVENTS, head=b"")]
-    gateway_before({"one": Saying(said)}, ask)
 
-
-def test_behind_comments_one_alone_tells_it_as_an_event():
-    async def ask(app, gateway):
+async def test_behind_comments_one_alone_tells_it_as_an_event():
+    async with gateway_before({"bad": Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(event(OOM))])}, CONFIG) as (
+        app,
+        _,
+    ):
         told = await asked(app, stream=True)
         assert (told.status, told.code) == (200, "upstream_error_event")
 
-    gateway_before({"bad": Saying([STREAM_HEAD + chunk(b": wait\n\n"), chunk(event(OOM))])}, ask, CONFIG)
 
-
-def test_an_error_first_has_not_won_a_tie():
+async def test_an_error_first_has_not_won_a_tie():
     """The second that it races with still may."""
-
-    async def ask(app, gateway):
+    slow = Saying([b"", b"", b"", b"", b"", b"", b"", stream(*OK_EVENTS)])
+    quick = Saying(stream(OOM))
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    async with gateway_before({"slow": slow, "quick": quick}, text) as (app, gateway):
         told = await asked(app, stream=True)
         assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
         assert (len(slow.asked), len(quick.asked)) == (1, 1)
         assert counted(gateway, "tied_total", result="first") == 1
         assert counted(gateway, "verdicts_total", upstream="quick", whose="health") == 1
 
-    slow = Saying([b"", b"", b"", b"", b"", b"", b"", stream(*OK_EVENTS)])
-    quick = Saying(stream(OOM))
-    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
-    gateway_before({"slow": slow, "quick": quick}, ask, text)
-
 
 WAITS = STREAM_HEAD + chunk(b": wait\n\n")
 
 
-def test_a_comment_has_not_won_a_tie():
+async def test_a_comment_has_not_won_a_tie():
     """It tells that a request waits there; the other may have an answer long before."""
-
-    async def ask(app, gateway):
+    waiting, quick = Saying([b"", b"", b"", WAITS]), Saying([b"", b"", WAITS, stream(*OK_EVENTS, head=b"")])
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
+    async with gateway_before({"waiting": waiting, "quick": quick}, text) as (app, gateway):
         told = await asked(app, stream=True)
         assert (told.status, told.code, told.body.count(b"tick")) == (200, None, 1)
         assert counted(gateway, "tied_total", result="second") == 1
 
-    waiting, quick = Saying([b"", b"", b"", WAITS]), Saying([b"", b"", WAITS, stream(*OK_EVENTS, head=b"")])
-    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
-    gateway_before({"waiting": waiting, "quick": quick}, ask, text)
 
-
-def test_a_tie_of_comments_alone_is_told_when_the_last_has_broken_off():
-    async def ask(app, gateway):
+async def test_a_tie_of_comments_alone_is_told_when_the_last_has_broken_off():
+    one, two = (Saying([b"", b"", b"", WAITS], hangs_up=True) for _ in range(2))
+    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 1\npause_s = 0.0\nmax_attempts = 2\n"
+    async with gateway_before({"one": one, "two": two}, text) as (app, gateway):
         told = await asked(app, stream=True)
         assert (told.status, told.code) == (502, "upstream_died")
         assert counted(gateway, "tied_total", result="neither") == 1
         assert counted(gateway, "verdicts_total", whose="health") == 2
 
-    one, two = (Saying([b"", b"", b"", WAITS], hangs_up=True) for _ in range(2))
-    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 1\npause_s = 0.0\nmax_attempts = 2\n"
-    gateway_before({"one": one, "two": two}, ask, text)
-
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_comment_is_no_first_byte_of_an_answer(is_first):
+async def test_a_comment_is_no_first_byte_of_an_answer(is_first):
     """Who sends one at once and then nothing would seem to have less to do than those who answer."""
-
-    async def ask(app, gateway):
+    begin = STREAM_HEAD + chunk(event(CHUNK)) if is_first else WAITS
+    one = Saying([begin, *[chunk(b": wait\n\n")] * 30, stream(*OK_EVENTS, head=b"")])
+    async with gateway_before({"one": one}) as (app, gateway):
         assert (await asked(app, stream=True)).status == 200
         ((attempt,),) = (account.attempts for account in gateway.ledger.accounts())
         waited_s = (attempt.first_byte_ns - attempt.begin_ns) / 1e9
         assert waited_s < (attempt.end_ns - attempt.begin_ns) / 1e9 - 0.25 * is_first
         assert is_first or waited_s > 0.25
-
-    begin = STREAM_HEAD + chunk(event(CHUNK)) if is_first else WAITS
-    one = Saying([begin, *[chunk(b": wait\n\n")] * 30, stream(*OK_EVENTS, head=b"")])
-    gateway_before({"one": one}, ask)

@@ -127,24 +127,20 @@ WAITS = [STREAM_HEAD, *[chunk(b": wait\n\n")] * 200]
     ],
     ids=["whole", "total", "comments"],
 )
-def test_several_in_a_row_without_a_byte_are_held_against_it(said, limits, code):
+async def test_several_in_a_row_without_a_byte_are_held_against_it(said, limits, code):
     """Each may have been too long by itself, and nobody had a piece of an answer meanwhile."""
-
-    async def ask(app, gateway):
+    one = Saying(said, models=whole(200, {"data": []}))
+    async with gateway_before({"one": one}, HANGING, first_byte_s=0.2, between_s=5.0, **limits) as (app, gateway):
         for number in range(HUNG_AFTER):
             assert gateway.router.upstreams[0].breaker.is_well
             assert (await asked(app, stream=said is WAITS)).code == code
             assert counted(gateway, "verdicts_total", whose="health") == (number == HUNG_AFTER - 1)
         assert (await asked(app)).code == "no_upstream"
 
-    one = Saying(said, models=whole(200, {"data": []}))
-    gateway_before({"one": one}, ask, HANGING, first_byte_s=0.2, between_s=5.0, **limits)
 
-
-def test_who_leaves_or_has_no_time_shuts_no_upstream_for_others():
+async def test_who_leaves_or_has_no_time_shuts_no_upstream_for_others():
     """However long each waited: whoever may ask could do so."""
-
-    async def ask(app, gateway):
+    async with gateway_before({"one": Saying([b""] * 200)}, HANGING, first_byte_s=0.2) as (app, gateway):
         for _ in range(HUNG_AFTER):
             assert (await asked(app, {"x-request-deadline-ms": "300"})).code == "deadline_exceeded"
             leaves = asyncio.Event()
@@ -152,11 +148,9 @@ def test_who_leaves_or_has_no_time_shuts_no_upstream_for_others():
             await asked(app, leaves=leaves)
         assert not gateway.router.upstreams[0].breaker.is_open
 
-    gateway_before({"one": Saying([b""] * 200)}, ask, HANGING, first_byte_s=0.2)
-
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_one_that_writes_for_others_meanwhile_does_not_hang(is_stream):
+async def test_one_that_writes_for_others_meanwhile_does_not_hang(is_stream):
     """By a stream that goes on, or by an answer after each: the others are too long."""
 
     def said(body: bytes) -> list[bytes]:
@@ -164,7 +158,8 @@ def test_one_that_writes_for_others_meanwhile_does_not_hang(is_stream):
             return [whole(200, WHOLE)]
         return [STREAM_HEAD, *[chunk(event(CHUNK))] * 500] if b"stream" in body else [b""] * 500
 
-    async def ask(app, gateway):
+    one = Saying(said)
+    async with gateway_before({"one": one}, HANGING, first_byte_s=0.2, whole_answer_s=0.3) as (app, gateway):
         leaves = asyncio.Event()
         streams = [asyncio.create_task(asked(app, leaves=leaves, stream=True)) for _ in range(is_stream)]
         while is_stream and not one.asked:
@@ -175,9 +170,6 @@ def test_one_that_writes_for_others_meanwhile_does_not_hang(is_stream):
         assert gateway.router.upstreams[0].breaker.is_well
         leaves.set()
         await asyncio.gather(*streams)
-
-    one = Saying(said)
-    gateway_before({"one": one}, ask, HANGING, first_byte_s=0.2, whole_answer_s=0.3)
 
 
 # ---- the pulse itself
@@ -255,30 +247,25 @@ def test_who_left_is_not_asked_for(monkeypatch):
     assert watched([], 0, monkeypatch) == []
 
 
-def test_an_answer_that_has_been_read_is_watched_no_more(monkeypatch):
+async def test_an_answer_that_has_been_read_is_watched_no_more(monkeypatch):
     """Its client may take it for long, and its connection is another's meanwhile."""
     give, watched_then = Relay.give_answer, []
+    async with gateway_before({"one": Saying(whole(200, WHOLE))}) as (app, gateway):
 
-    async def ask(app, gateway):
         async def given(relay, answer):
             watched_then.append(len(gateway.router.upstreams[0].pulse._due_s))
             await give(relay, answer)
 
         monkeypatch.setattr(Relay, "give_answer", given)
         assert (await asked(app)).status == 200
-
-    gateway_before({"one": Saying(whole(200, WHOLE))}, ask)
     assert watched_then == [0]
 
 
-def test_an_upstreams_key_is_in_no_account(monkeypatch):
+async def test_an_upstreams_key_is_in_no_account(monkeypatch):
     told = {**WHOLE, "choices": [{**WHOLE["choices"][0], "finish_reason": "sk-12345678"}]}
     reasons = []
-
-    async def ask(app, gateway):
+    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
+    async with gateway_before({"one": Saying(whole(200, told))}, key_env="UPSTREAM_KEY") as (app, gateway):
         assert (await asked(app)).status == 200
         reasons.extend(one.finish_reason for one in gateway.ledger.accounts())
-
-    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
-    gateway_before({"one": Saying(whole(200, told))}, ask, key_env="UPSTREAM_KEY")
     assert reasons == ["***"]

@@ -127,16 +127,8 @@ def test_a_model_that_is_told_of_in_words_alone():
 
 @pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_an_error_without_a_type_is_no_beginning_of_a_stream(path, has_head):
+async def test_an_error_without_a_type_is_no_beginning_of_a_stream(path, has_head):
     """Who answers at once with anything would get most requests; the client has nothing of it yet."""
-
-    async def ask(app, gateway):
-        told = await asked(app, path=path, stream=True)
-        assert (told.status, told.code, len(good.asked)) == (200, None, 1)
-        assert b"oom" not in told.body
-        assert b'"a"' not in told.body
-        assert not gateway.router.upstreams[0].breaker.is_well
-
     begins = {
         MESSAGES: [{"type": "message_start", "message": {"id": "a"}}],
         RESPONSES: [],
@@ -150,7 +142,12 @@ def test_an_error_without_a_type_is_no_beginning_of_a_stream(path, has_head):
     oom, heads = {"error": {"message": "oom", "code": 500}}, begins[path] * has_head
     bad = Saying([STREAM_HEAD, *(chunk(event(one)) for one in (*heads, oom)), b"0\r\n\r\n"])
     good = Saying(STREAM_HEAD + b"".join(chunk(event(one)) for one in ends[path]) + b"0\r\n\r\n")
-    gateway_before({"bad": bad, "good": good}, ask)
+    async with gateway_before({"bad": bad, "good": good}) as (app, gateway):
+        told = await asked(app, path=path, stream=True)
+        assert (told.status, told.code, len(good.asked)) == (200, None, 1)
+        assert b"oom" not in told.body
+        assert b'"a"' not in told.body
+        assert not gateway.router.upstreams[0].breaker.is_well
 
 
 EMPTY = {MESSAGES: {"content": []}, RESPONSES: {"output": []}, EMBEDDINGS: {"data": []}, COUNT_TOKENS: {}}
@@ -200,10 +197,10 @@ BUSY = whole(429, {"error": {"message": "slow down"}}, "retry-after: 30")
 
 @pytest.mark.parametrize("header", ["x-llm-d-slo-ttft-ms", "x-request-deadline-ms"])
 @pytest.mark.parametrize("said", [LATE, BUSY])
-def test_the_clients_own_bound_pauses_nobody(header, said):
+async def test_the_clients_own_bound_pauses_nobody(header, said):
     """However often one client is refused for its own bound, all upstreams are there for the next."""
-
-    async def ask(app, gateway):
+    one, two = Saying(said), Saying(said)
+    async with gateway_before({"one": one, "two": two}) as (app, gateway):
         for _ in range(12):
             told = await asked(app, {header: "5000"})
             assert told.status == 429
@@ -213,9 +210,6 @@ def test_the_clients_own_bound_pauses_nobody(header, said):
         assert all(up.breaker.allows(at_ns) and up.breaker.is_well for up in gateway.router.upstreams)
         one.said = two.said = whole(200, WHOLE)
         assert (await asked(app)).status == 200
-
-    one, two = Saying(said), Saying(said)
-    gateway_before({"one": one, "two": two}, ask)
 
 
 TENANTS = "".join(
@@ -234,10 +228,11 @@ def tenants(monkeypatch) -> str:
     return TENANTS
 
 
-def test_a_429_without_a_reason_pauses_for_its_tenant_until_another_meets_one(tenants):
+async def test_a_429_without_a_reason_pauses_for_its_tenant_until_another_meets_one(tenants):
     """It may be about what one tenant asked; two tenants agree that it is not."""
-
-    async def ask(app, gateway):
+    slow = whole(429, {"error": {"message": "x", "code": "slow"}}, "retry-after: 30")
+    one = Saying(slow)
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, gateway):
         assert (await asked(app, of("a"))).code == "slow"
         one.said = whole(200, WHOLE)
         for _ in range(3):
@@ -254,51 +249,41 @@ def test_a_429_without_a_reason_pauses_for_its_tenant_until_another_meets_one(te
         assert gateway.router.upstreams[0].breaker.is_busy(time.monotonic_ns())
         assert len(one.asked) == 5
 
-    slow = whole(429, {"error": {"message": "x", "code": "slow"}}, "retry-after: 30")
-    one = Saying(slow)
-    gateway_before({"one": one}, ask, PATIENT + tenants)
 
-
-def test_one_that_says_that_its_key_is_used_up_pauses_for_all_at_once(tenants):
-    async def ask(app, gateway):
+async def test_one_that_says_that_its_key_is_used_up_pauses_for_all_at_once(tenants):
+    one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_day"}}, "retry-after: 30"))
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, _):
         assert (await asked(app, of("a"))).code == "tokens_per_day"
         assert [(await asked(app, of(name))).code for name in "abc"] == ["upstreams_busy"] * 3
         assert len(one.asked) == 1
 
-    one = Saying(whole(429, {"error": {"message": "x", "code": "tokens_per_day"}}, "retry-after: 30"))
-    gateway_before({"one": one}, ask, PATIENT + tenants)
 
-
-def test_those_who_have_their_part_of_a_servers_queue_pause_nobody_else(tenants):
+async def test_those_who_have_their_part_of_a_servers_queue_pause_nobody_else(tenants):
     """A server that is told whose a request is refuses who has more than that, and takes the others' all the same."""
-
-    async def ask(app, gateway):
+    one = Saying(whole(429, {"error": {"message": "x", "code": "queued_requests"}}, "retry-after: 30"))
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, gateway):
         assert [(await asked(app, of(name))).code for name in "ab"] == ["queued_requests"] * 2
         one.said = whole(200, WHOLE)
         assert [(await asked(app, of(name))).status for name in "abc"] == [429, 429, 200]
         assert not gateway.router.upstreams[0].breaker.is_busy(time.monotonic_ns())
 
-    one = Saying(whole(429, {"error": {"message": "x", "code": "queued_requests"}}, "retry-after: 30"))
-    gateway_before({"one": one}, ask, PATIENT + tenants)
-
 
 @pytest.mark.parametrize("reason", ["max_open_requests", "requests_per_minute", "tokens_per_minute"])
-def test_a_limit_that_a_large_body_alone_meets_pauses_for_its_tenant(reason, tenants):
+async def test_a_limit_that_a_large_body_alone_meets_pauses_for_its_tenant(reason, tenants):
     """A server refuses by what is left of the key's part: a smaller request of another still has room there."""
-
-    async def ask(app, gateway):
+    one = Saying(whole(429, {"error": {"message": "x", "code": reason}}, "retry-after: 30"))
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, _):
         assert (await asked(app, of("a"))).code == reason
         one.said = whole(200, WHOLE)
         assert [(await asked(app, of(name))).status for name in "abc"] == [429, 200, 200]
 
-    one = Saying(whole(429, {"error": {"message": "x", "code": reason}}, "retry-after: 30"))
-    gateway_before({"one": one}, ask, PATIENT + tenants)
 
-
-def test_what_one_tenant_has_an_upstream_fail_at_shuts_no_other_out(tenants):
+async def test_what_one_tenant_has_an_upstream_fail_at_shuts_no_other_out(tenants):
     """The others ask seldom: none of them had an answer within `open_s`."""
-
-    async def ask(app, gateway):
+    poison = whole(500, {"error": {"message": "x", "code": "c"}})
+    answer = whole(200, WHOLE)
+    one = Saying(lambda body: [poison if b"poison" in body else answer], models=poison)  # no check closes it
+    async with gateway_before({"one": one}, f"{PATIENT}[breaker]\nopen_s = 0.01\n{tenants}") as (app, gateway):
         assert [(await asked(app, of(name))).status for name in "bc"] == [200, 200]
         await asyncio.sleep(0.02)
         assert [(await asked(app, of("a"), user="poison")).status for _ in range(5)] == [500] * 5
@@ -308,22 +293,15 @@ def test_what_one_tenant_has_an_upstream_fail_at_shuts_no_other_out(tenants):
         assert [(await asked(app, of(name))).status for name in "bc"] == [200, 200]
         assert (await asked(app, of("a"))).status == 200  # it lives, as the others saw
 
-    poison = whole(500, {"error": {"message": "x", "code": "c"}})
-    answer = whole(200, WHOLE)
-    one = Saying(lambda body: [poison if b"poison" in body else answer], models=poison)  # no check closes it
-    gateway_before({"one": one}, ask, f"{PATIENT}[breaker]\nopen_s = 0.01\n{tenants}")
 
-
-def test_a_tenant_that_one_asked_for_a_pause_goes_to_another(tenants):
-    async def ask(app, gateway):
+async def test_a_tenant_that_one_asked_for_a_pause_goes_to_another(tenants):
+    one, two = Saying(BUSY), Saying(whole(200, WHOLE))
+    async with gateway_before({"one": one, "two": two}, PATIENT + tenants) as (app, _):
         for _ in range(4):
             assert (await asked(app, of("a"))).status == 200
         assert (len(one.asked), len(two.asked)) == (1, 4)
         assert (await asked(app, of("b"))).status == 200
         assert len(one.asked) == 2
-
-    one, two = Saying(BUSY), Saying(whole(200, WHOLE))
-    gateway_before({"one": one, "two": two}, ask, PATIENT + tenants)
 
 
 def test_pauses_are_over_when_they_are():
@@ -342,8 +320,9 @@ def test_pauses_are_over_when_they_are():
     assert not breaker.allows(14 * second_ns)
 
 
-def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():
-    async def ask(app, gateway):
+async def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():
+    one = Saying(BUSY)
+    async with gateway_before({"one": one}, "[retries]\nmax_attempts = 1\n") as (app, gateway):
         assert (await asked(app)).status == 429
         breaker = gateway.router.upstreams[0].breaker
         assert 29 < breaker.wait_ns(time.monotonic_ns()) / 1e9 <= 30
@@ -351,9 +330,6 @@ def test_a_plain_429_pauses_and_a_later_one_does_not_shorten_it():
         assert 29 < breaker.wait_ns(time.monotonic_ns()) / 1e9 <= 30
         told = await asked(app)
         assert (told.status, told.code, len(one.asked)) == (429, "upstreams_busy", 1)
-
-    one = Saying(BUSY)
-    gateway_before({"one": one}, ask, "[retries]\nmax_attempts = 1\n")
 
 
 def test_a_model_that_one_of_several_is_not_there_keeps_nobody_from_the_others():
@@ -385,12 +361,12 @@ def test_a_text_that_is_not_allowed_is_the_requests_own_also_under_a_200():
     assert verdict(200, {"error": {"message": "x", "code": "odd"}}).error.info.status == 502
 
 
-def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
+async def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
     """Keys, cookies and addresses of a client are the gateway's business; a list says what is passed on."""
     sent = {"authorization": "Bearer leak", "x-api-key": "leak", "api-key": "leak", "x-goog-api-key": "leak"}
     sent |= {"cookie": "leak", "proxy-authorization": "leak", "x-forwarded-for": "leak", "openai-organization": "leak"}
-
-    async def ask(app, gateway):
+    one = Saying(whole(200, WHOLE))
+    async with gateway_before({"one": one}) as (app, _):
         assert (await asked(app, sent)).status == 200
         one.said = whole(200, {"content": []})
         assert (await asked(app, sent | {"anthropic-version": "2023-06-01"}, MESSAGES)).status == 200
@@ -400,9 +376,6 @@ def test_what_a_client_sends_beside_its_request_goes_to_no_upstream():
             known = {b"host", b"content-type", b"content-length", b"accept-encoding", b"user-agent", b"x-request-id"}
             assert names - {b"anthropic-version"} == known | {b"x-request-deadline-ms"}
             assert b"accept-encoding: identity" in head
-
-    one = Saying(whole(200, WHOLE))
-    gateway_before({"one": one}, ask)
 
 
 RESPONSE = {"id": "resp_1", "object": "response", "status": "completed", "output": [], "error": None}
@@ -426,24 +399,22 @@ FAILED = RESPONSE | {"status": "failed", "error": {"code": "server_error", "mess
         (b"HTTP/1.1 200 X\r\ncontent-length: 6\r\n\r\n<html>", 502, "upstream_bad_answer"),
     ],
 )
-def test_a_response_that_is_read_again_is_judged_too(said, status, code, monkeypatch):
-    async def ask(app, gateway):
+async def test_a_response_that_is_read_again_is_judged_too(said, status, code, monkeypatch):
+    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
+    async with gateway_before({"one": Saying(b"", models=said)}, key_env="UPSTREAM_KEY") as (app, gateway):
         gateway.held.note(ANYBODY.name, "resp_1", HeldResponse("one", "m"))
         told = await asked(app, path="/v1/responses/resp_1", method="GET")
         assert (told.status, told.code) == (status, code)
         assert b"sk-12345678" not in told.body
         assert not {b"location", b"content-encoding"} & told.headers.keys()
 
-    monkeypatch.setenv("UPSTREAM_KEY", "sk-12345678")
-    gateway_before({"one": Saying(b"", models=said)}, ask, key_env="UPSTREAM_KEY")
-
 
 @pytest.mark.parametrize("status", [403, 404, 500, 200])
-def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
+async def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
     """A text that an upstream cannot stand, sent as often as one likes, while others are served."""
     bad = whole(status, {"error": {"message": "The model broke", "code": "x"}})
-
-    async def ask(app, gateway):
+    one = Saying(bad)
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, gateway):
         for _ in range(4):
             one.said = whole(200, WHOLE)
             assert (await asked(app, of("b"))).status == 200
@@ -455,9 +426,6 @@ def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
             await asked(app, of("c"))
         assert gateway.router.upstreams[0].breaker.is_open
 
-    one = Saying(bad)
-    gateway_before({"one": one}, ask, PATIENT + tenants)
-
 
 # ---- quiet services
 
@@ -465,10 +433,10 @@ QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT
 
 
 @pytest.mark.parametrize("models", [whole(503, {}), whole(200, {"error": {"message": "no"}}), whole(302, {})])
-def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
+async def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
     """The probes of an open breaker are the gateway's, so that all requests are answered."""
-
-    async def ask(app, gateway):
+    bad, good = Saying(whole(500, {"error": {}}), models=models), Saying(whole(200, WHOLE))
+    async with gateway_before({"bad": bad, "good": good}, QUIET) as (app, gateway):
         for _ in range(6):
             assert (await asked(app)).status == 200
         checks = bad.num_checks
@@ -477,9 +445,6 @@ def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
         assert len(bad.asked) == 2
         assert gateway.router.upstreams[0].breaker.is_open
         assert counted(gateway, "breaker_open", upstream="bad") == 1
-
-    bad, good = Saying(whole(500, {"error": {}}), models=models), Saying(whole(200, WHOLE))
-    gateway_before({"bad": bad, "good": good}, ask, QUIET)
 
 
 @pytest.mark.parametrize(
@@ -495,14 +460,14 @@ def test_what_does_not_answer_the_gateway_itself_gets_nobodys_request(models):
         (401, whole(200, {"data": []}), True),
     ],
 )
-def test_what_a_check_of_an_open_breaker_tells(failing, models, is_tried):
-    async def ask(app, gateway):
+async def test_what_a_check_of_an_open_breaker_tells(failing, models, is_tried):
+    async with gateway_before(
+        {"bad": Saying(whole(failing, {}), models=models)}, "[breaker]\nfailures = 1\n" + PATIENT
+    ) as (app, gateway):
         up = gateway.router.upstreams[0]
         await asked(app)
         assert up.breaker.is_open
         assert await lives(gateway.connections, up) is is_tried
-
-    gateway_before({"bad": Saying(whole(failing, {}), models=models)}, ask, "[breaker]\nfailures = 1\n" + PATIENT)
 
 
 @pytest.mark.parametrize("key", ["sk-ant-api03-x", "sk-12345678", None])
@@ -526,10 +491,11 @@ async def test_a_check_has_the_head_that_its_key_needs(key):
 
 
 @pytest.mark.parametrize("has_tenants", [False, True])
-def test_a_pause_that_ends_lets_who_waits_for_another_go_there(has_tenants, tenants):
+async def test_a_pause_that_ends_lets_who_waits_for_another_go_there(has_tenants, tenants):
     """Nobody comes or leaves meanwhile: the gateway looks by itself."""
-
-    async def ask(app, gateway):
+    one, two = Saying(whole(429, {}, "retry-after-ms: 100")), Saying([b""] * 2000)
+    text = "[retries]\npause_s = 0.0\nspare = 5\n" + (tenants if has_tenants else "")
+    async with gateway_before({"one": one, "two": two}, text, max_in_flight=1) as (app, _):
         head = of("a") if has_tenants else {}
         first = asyncio.create_task(asked(app, head))
         while not two.asked:
@@ -539,13 +505,10 @@ def test_a_pause_that_ends_lets_who_waits_for_another_go_there(has_tenants, tena
         assert (len(one.asked), len(two.asked), first.done()) == (2, 1, False)
         first.cancel()
 
-    one, two = Saying(whole(429, {}, "retry-after-ms: 100")), Saying([b""] * 2000)
-    text = "[retries]\npause_s = 0.0\nspare = 5\n" + (tenants if has_tenants else "")
-    gateway_before({"one": one, "two": two}, ask, text, max_in_flight=1)
 
-
-def test_who_answers_it_is_tried_by_requests_that_another_may_have():
-    async def ask(app, gateway):
+async def test_who_answers_it_is_tried_by_requests_that_another_may_have():
+    bad, good = Saying(whole(500, {"error": {}})), Saying(whole(200, WHOLE))
+    async with gateway_before({"bad": bad, "good": good}, QUIET) as (app, gateway):
         while bad.num_checks < 3:
             assert (await asked(app)).status == 200
         assert 2 < len(bad.asked) <= 2 + bad.num_checks + 1  # one request a check
@@ -554,25 +517,20 @@ def test_who_answers_it_is_tried_by_requests_that_another_may_have():
             assert (await asked(app)).status == 200
         assert counted(gateway, "verdicts_total", upstream="bad", whose="nobody") == 1
 
-    bad, good = Saying(whole(500, {"error": {}})), Saying(whole(200, WHOLE))
-    gateway_before({"bad": bad, "good": good}, ask, QUIET)
-
 
 @pytest.mark.parametrize(("spare", "status"), [(0, 503), (1, 200)])
-def test_leaving_one_that_answers_others_meanwhile_is_counted(spare, status):
+async def test_leaving_one_that_answers_others_meanwhile_is_counted(spare, status):
     """Upstreams that fail and answer by turns may have too much to do."""
 
     def said(body: bytes) -> list[bytes]:
         return [b"", b"", b"", whole(503, {"error": {}})] if b"slow" in body else [whole(200, WHOLE)]
 
-    async def ask(app, gateway):
+    by_turns, good = Saying(said), Saying(whole(200, WHOLE))
+    text = f"[retries]\nratio = 0.0\nspare = {spare}\npause_s = 0.0\n"
+    async with gateway_before({"by_turns": by_turns, "good": good}, text) as (app, _):
         slow, quick = await asyncio.gather(asked(app, user="slow"), asked(app, user="quick"))
         assert (slow.status, quick.status) == (status, 200)
         assert (len(by_turns.asked), len(good.asked)) == (2, spare)
-
-    by_turns, good = Saying(said), Saying(whole(200, WHOLE))
-    text = f"[retries]\nratio = 0.0\nspare = {spare}\npause_s = 0.0\n"
-    gateway_before({"by_turns": by_turns, "good": good}, ask, text)
 
 
 @pytest.mark.parametrize(
@@ -586,28 +544,27 @@ def test_leaving_one_that_answers_others_meanwhile_is_counted(spare, status):
         (whole(200, {}), 1),
     ],
 )
-def test_who_is_alone_is_asked_again_where_that_may_pass(said, times):
-    async def ask(app, gateway):
+async def test_who_is_alone_is_asked_again_where_that_may_pass(said, times):
+    one = Saying(said)
+    async with gateway_before({"one": one}, "[retries]\nspare = 9\npause_s = 0.0\nmax_attempts = 3\n") as (app, _):
         await asked(app)
         assert len(one.asked) == times
 
-    one = Saying(said)
-    gateway_before({"one": one}, ask, "[retries]\nspare = 9\npause_s = 0.0\nmax_attempts = 3\n")
 
-
-def test_a_refusal_of_ones_own_is_asked_of_one_other():
-    async def ask(app, gateway):
+async def test_a_refusal_of_ones_own_is_asked_of_one_other():
+    three = [Saying(LATE) for _ in range(3)]
+    async with gateway_before(dict(zip("abc", three, strict=True)), "[retries]\nspare = 9\npause_s = 0.0\n") as (
+        app,
+        _,
+    ):
         assert (await asked(app, {"x-llm-d-slo-ttft-ms": "5000"})).status == 429
         assert sorted(len(one.asked) for one in three) == [0, 1, 1]
 
-    three = [Saying(LATE) for _ in range(3)]
-    gateway_before(dict(zip("abc", three, strict=True)), ask, "[retries]\nspare = 9\npause_s = 0.0\n")
 
-
-def test_a_stream_that_begins_closes_the_breaker_before_it_ends():
+async def test_a_stream_that_begins_closes_the_breaker_before_it_ends():
     """However long it lasts, the next request need not wait for its end."""
-
-    async def ask(app, gateway):
+    one = Saying([STREAM_HEAD + chunk(event(CHUNK)), *[b""] * 200])
+    async with gateway_before({"one": one}, "[breaker]\nfailures = 1\n") as (app, gateway):
         breaker = gateway.router.upstreams[0].breaker
         breaker.note_failure(time.monotonic_ns())
         breaker.note_checked(time.monotonic_ns(), is_well=True)
@@ -618,20 +575,8 @@ def test_a_stream_that_begins_closes_the_breaker_before_it_ends():
         assert not asking.done()
         asking.cancel()
 
-    one = Saying([STREAM_HEAD + chunk(event(CHUNK)), *[b""] * 200])
-    gateway_before({"one": one}, ask, "[breaker]\nfailures = 1\n")
 
-
-def test_what_one_tenant_has_upstreams_fail_at_takes_no_retry_from_another(tenants):
-    async def ask(app, gateway):
-        for _ in range(3):
-            assert (await asked(app, of("a"), user="poison")).status == 500
-        assert not any(up.breaker.is_well for up in gateway.router.upstreams)  # so that no retry is free
-        assert gateway.retry_budgets.of("a").used(time.monotonic_ns()) == (1, 1.0)
-        told = await asked(app, of("b"), user="once")
-        assert (told.status, told.code) == (200, None)
-        assert gateway.retry_budgets.used(time.monotonic_ns()) == (2, 2.0)
-
+async def test_what_one_tenant_has_upstreams_fail_at_takes_no_retry_from_another(tenants):
     def said(body):
         if b"poison" in body:
             return [whole(500, {"error": {"message": "x", "code": "c"}})]
@@ -640,18 +585,25 @@ def test_what_one_tenant_has_upstreams_fail_at_takes_no_retry_from_another(tenan
 
     fails = list[bool]()
     text = f"[retries]\nratio = 0.0\nspare = 1\npause_s = 0.0\n[breaker]\nfailures = 100\n{tenants}"
-    gateway_before({"one": Saying(said), "two": Saying(said)}, ask, text)
+    async with gateway_before({"one": Saying(said), "two": Saying(said)}, text) as (app, gateway):
+        for _ in range(3):
+            assert (await asked(app, of("a"), user="poison")).status == 500
+        assert not any(up.breaker.is_well for up in gateway.router.upstreams)  # so that no retry is free
+        assert gateway.retry_budgets.of("a").used(time.monotonic_ns()) == (1, 1.0)
+        told = await asked(app, of("b"), user="once")
+        assert (told.status, told.code) == (200, None)
+        assert gateway.retry_budgets.used(time.monotonic_ns()) == (2, 2.0)
 
 
-def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
+async def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
     """Leaving an upstream is free where nobody has an answer of it, and for one that answers; else retries count."""
-
-    async def ask(app, gateway):
+    one, two = Saying(whole(503, {"error": {}})), Saying(whole(503, {"error": {}}))
+    async with gateway_before({"one": one, "two": two}, "[retries]\nratio = 0.0\nspare = 0\npause_s = 0.0\n") as (
+        app,
+        gateway,
+    ):
         budget = gateway.retry_budgets
         for _ in range(3):
             await asked(app)  # both fail: the first finds nothing against the second
         assert budget.num_taken == 1
         assert len(one.asked) + len(two.asked) == 4
-
-    one, two = Saying(whole(503, {"error": {}})), Saying(whole(503, {"error": {}}))
-    gateway_before({"one": one, "two": two}, ask, "[retries]\nratio = 0.0\nspare = 0\npause_s = 0.0\n")

@@ -5,7 +5,8 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -42,21 +43,18 @@ def byte_tokenizer(template: str | None = TEMPLATE, **parts: object) -> Tokenize
     return Tokenizer(backend, chat_template=template)
 
 
-def with_workers(
-    body: Callable[[TextWorkers], Awaitable[None]], tokenizer: Tokenizer | None = None, limits: ForkLimits = LIMITS
-) -> None:
-    async def run() -> None:
-        workers = TextWorkers((tokenizer or byte_tokenizer()).describe, limits)
-        try:
-            await asyncio.wait_for(body(workers), 60)
-        finally:
-            workers.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def some_workers(tokenizer: Tokenizer | None = None, limits: ForkLimits = LIMITS) -> AsyncIterator[TextWorkers]:
+    workers = TextWorkers((tokenizer or byte_tokenizer()).describe, limits)
+    try:
+        async with asyncio.timeout(60):
+            yield workers
+    finally:
+        workers.close()
 
 
-def test_each_kind_of_work() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_each_kind_of_work() -> None:
+    async with some_workers() as workers:
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
         done = await workers.submit(Encode(("ab", "ü"))).done
         assert (done.ids, done.num_bytes, done.answer) == (((97, 98), (0xC3, 0xBC)), 4, b"")
@@ -66,41 +64,32 @@ def test_each_kind_of_work() -> None:
         assert isinstance(done.answer.obj, bytearray)  # as it came: 40 MB are copied in 20 ms
         assert (await workers.submit(Decode((97, 98), False)).done).text == "ab"
 
-    with_workers(body)
-
 
 @pytest.mark.parametrize("template", [LOOP, GROW], ids=["time", "memory"])
-def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_served(template: str) -> None:
+async def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_served(template: str) -> None:
     both = "{% if messages[0].content == 'evil' %}" + template + "{% endif %}ok"
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers(byte_tokenizer(both)) as workers:
         evil = Render(({"role": "user", "content": "evil"},))
         with pytest.raises(RequestError) as caught:
             await workers.submit(evil).done
         assert caught.value.info.code == "prompt_too_costly"
         assert (await workers.submit(CHAT).done).ids == ((111, 107),)
 
-    with_workers(body, byte_tokenizer(both))
 
-
-def test_a_workers_memory_is_bounded_whatever_time_it_has() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_workers_memory_is_bounded_whatever_time_it_has() -> None:
+    async with some_workers() as workers:
         await workers.submit(CHAT).done
         pid = workers.lanes[0].workers[0].pid
         most_bytes, _ = resource.prlimit(pid, resource.RLIMIT_AS)
         has_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
         assert has_bytes < most_bytes <= has_bytes + LIMITS.memory_bytes
 
-    with_workers(body)
 
-
-def test_a_template_that_calls_itself_is_the_requests_error() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_template_that_calls_itself_is_the_requests_error() -> None:
+    async with some_workers(byte_tokenizer(RECUR)) as workers:
         with pytest.raises(RequestError, match="calls itself") as caught:
             await workers.submit(CHAT).done
         assert caught.value.info.code == "chat_template_error"
-
-    with_workers(body, byte_tokenizer(RECUR))
 
 
 @pytest.mark.parametrize(
@@ -111,17 +100,15 @@ def test_a_template_that_calls_itself_is_the_requests_error() -> None:
     ],
     ids=["normalizer", "expression"],
 )
-def test_a_tokenizer_that_takes_too_much_is_ended(parts: dict) -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_tokenizer_that_takes_too_much_is_ended(parts: dict) -> None:
+    async with some_workers(byte_tokenizer(**parts)) as workers:
         with pytest.raises(SplittimeError):
             await workers.submit(Encode((" " * 4000 + "x" * 8000,))).done
         assert (await workers.submit(Encode(("a",))).done).ids == ((97,),)
 
-    with_workers(body, byte_tokenizer(**parts))
 
-
-def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
+    async with some_workers() as workers:
         await workers.submit(CHAT).done
         (worker, *_) = workers.lanes[0].workers
         os.kill(worker.pid, signal.SIGSTOP)  # so that it is at work when it dies
@@ -132,11 +119,9 @@ def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
         await asyncio.sleep(0.05)
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
-    with_workers(body)
 
-
-def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
+    async with some_workers() as workers:
         await workers.submit(CHAT).done
         monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
         stopped = [worker.pid for worker in workers.lanes[0].workers]
@@ -147,13 +132,10 @@ def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
         monkeypatch.setattr(text_worker, "SILENT_S", 60.0)
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
-    with_workers(body)
 
-
-def test_a_worker_that_has_served_its_one_text_is_given_no_other() -> None:
+async def test_a_worker_that_has_served_its_one_text_is_given_no_other() -> None:
     """It is ended at once, and its connection a turn of the loop later."""
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers() as workers:
         long = Encode(("a" * (text_workers.SHORT_CHARS + 1),))
         for _ in range(2):
             begun: list[bool] = []
@@ -162,13 +144,10 @@ def test_a_worker_that_has_served_its_one_text_is_given_no_other() -> None:
             await task.done
             assert (task.num_tries, begun) == (1, [True])
 
-    with_workers(body)
 
-
-def test_small_texts_do_not_wait_for_large_ones() -> None:
+async def test_small_texts_do_not_wait_for_large_ones() -> None:
     """However many large ones wait; and who waits is told why."""
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers(limits=ForkLimits(20.0, 2**30)) as workers:
         begun: list[str] = []
         giants = [workers.submit(Encode(("a" * 2_000_000,)), lambda: begun.append("giant")) for _ in range(4)]
         longs = [workers.submit(Encode(("b" * 100_000,)), lambda: begun.append("long")) for _ in range(2)]
@@ -186,22 +165,17 @@ def test_small_texts_do_not_wait_for_large_ones() -> None:
         assert quick.cause is None
         await quick.done
 
-    with_workers(body, limits=ForkLimits(20.0, 2**30))
 
-
-def test_a_large_texts_worker_ends_with_it() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_a_large_texts_worker_ends_with_it() -> None:
+    async with some_workers() as workers:
         await workers.submit(Encode(("a" * 20_000,))).done
         while workers.lanes[-2].workers:
             await asyncio.sleep(0.01)
 
-    with_workers(body)
 
-
-def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
+async def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
     monkeypatch.setattr(text_workers, "LEFT_S", 1000.0)  # of short ones
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers(limits=ForkLimits(20.0, 2**30)) as workers:
         begun: list[int] = []
         tasks: list[TextTask] = []
         for number in range(3):
@@ -215,15 +189,13 @@ def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
         assert begun == [0, 2]
         assert isinstance(tasks[0].done.exception(), RuntimeError)
 
-    with_workers(body, limits=ForkLimits(20.0, 2**30))
-
 
 BRIEF, SHORT = Encode(("a" * 100,)), Encode(("a" * 5000,))
 
 
 @pytest.mark.parametrize(("work", "index"), [(CHAT, 0), (BRIEF, 0), (SHORT, 1)], ids=["chat", "brief", "short"])
-def test_who_asks_and_leaves_has_no_worker_made_anew(work: Encode | Render, index: int) -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_who_asks_and_leaves_has_no_worker_made_anew(work: Encode | Render, index: int) -> None:
+    async with some_workers() as workers:
         await workers.submit(work).done
         lane = workers.lanes[index]
         (worker,) = lane.workers
@@ -236,13 +208,10 @@ def test_who_asks_and_leaves_has_no_worker_made_anew(work: Encode | Render, inde
         assert (worker in lane.workers, waits.num_tries, left.num_tries) == (True, 1, 1)
         assert isinstance(left.done.exception(), RuntimeError)
 
-    with_workers(body)
 
-
-def test_what_was_left_and_does_not_end_is_ended(monkeypatch) -> None:
+async def test_what_was_left_and_does_not_end_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(text_workers, "LEFT_S", 0.01)
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers() as workers:
         await workers.submit(CHAT).done
         (worker,) = workers.lanes[0].workers
         os.kill(worker.pid, signal.SIGSTOP)
@@ -252,11 +221,9 @@ def test_what_was_left_and_does_not_end_is_ended(monkeypatch) -> None:
         assert worker not in workers.lanes[0].workers
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
-    with_workers(body)
 
-
-def test_one_worker_of_the_kept_is_there_for_another_key_at_once() -> None:
-    async def body(workers: TextWorkers) -> None:
+async def test_one_worker_of_the_kept_is_there_for_another_key_at_once() -> None:
+    async with some_workers() as workers:
         workers.start()
         for lane, work in ((workers.lanes[0], BRIEF), (workers.lanes[1], SHORT)):
             while not all(worker.is_idle for worker in lane.workers):
@@ -269,14 +236,11 @@ def test_one_worker_of_the_kept_is_there_for_another_key_at_once() -> None:
             assert other.cause is None
             await other.done
 
-    with_workers(body)
-
 
 @pytest.mark.parametrize(("size", "nicer"), [(2048, 0), (2049, 10), (20_000, 15), (300_000, 15)])
-def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int, nicer: int) -> None:
+async def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int, nicer: int) -> None:
     """Niceness counts within a session alone, where Linux shares processors out among sessions."""
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers(limits=ForkLimits(5.0, 256 * 2**20)) as workers:
         lane = next(lane for lane in workers.lanes if lane.most_chars is None or size <= lane.most_chars)
         task = workers.submit(Encode(("a" * size,)))
         while not any(worker.pid for worker in lane.workers):
@@ -293,18 +257,15 @@ def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int, nicer
         os.kill(worker.pid, signal.SIGCONT)
         assert len((await task.done).ids[0]) == size
 
-    with_workers(body, limits=ForkLimits(5.0, 256 * 2**20))
-
 
 def test_who_gives_way_has_longer_by_the_clock() -> None:
     assert ForkLimits(10.0, 0).wall_s == 10.0
     assert 90 < ForkLimits(10.0, 0, NICER).wall_s < 95
 
 
-def test_what_waits_is_bounded(monkeypatch) -> None:
+async def test_what_waits_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(text_workers, "MAX_WAITING_CHARS", 1_000_000)
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers() as workers:
         for _ in range(3):
             workers.submit(Encode(("a" * 400_000,))) if not workers.lanes[-1].waiting else None
         workers.submit(Encode(("a" * 400_000,)))
@@ -312,8 +273,6 @@ def test_what_waits_is_bounded(monkeypatch) -> None:
             workers.submit(Encode(("a" * 400_000,)))
         assert caught.value.info.code == "queued_texts"
         await workers.submit(CHAT).done
-
-    with_workers(body)
 
 
 def test_closing_ends_all_processes_and_all_texts() -> None:
@@ -371,11 +330,10 @@ def test_workers_are_forked_from_a_tokenizer_of_which_all_is_known() -> None:
 
 
 @pytest.mark.skipif(host_time.machine_time() is None, reason="this system does not tell who ran")
-def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
+async def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
     """Else the doctor would take it for other processes' work."""
     template = "{% if messages[0].content == 'evil' %}" + LOOP + "{% endif %}ok"
-
-    async def body(workers: TextWorkers) -> None:
+    async with some_workers(byte_tokenizer(template)) as workers:
         await workers.submit(CHAT).done
         pid = workers.parent.pid
         assert pid is not None
@@ -385,8 +343,6 @@ def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
         # the timer that ended it counts by ticks, more than it ran where others are at work
         while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.3 * LIMITS.cpu_s:
             await asyncio.sleep(0.05)
-
-    with_workers(body, byte_tokenizer(template))
 
 
 def ticks_of_all(pid: int) -> int:

@@ -3,7 +3,6 @@ giants, and keys by turns."""
 
 import asyncio
 import threading
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -51,10 +50,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 30))
-
-
 def reader_of(num_bytes: int) -> str:
     async def main() -> str:
         return await read_beside(Client().sender, num_bytes, lambda: threading.current_thread().name)
@@ -78,34 +73,29 @@ def test_a_body_is_read_where_it_keeps_nobody_waiting(num_bytes: int, reader: st
     assert reader_of(num_bytes) == reader  # a thread stays
 
 
-def test_what_the_reading_raises_is_raised():
+async def test_what_the_reading_raises_is_raised():
     def fails() -> None:
         raise ValueError("no such text")
 
-    async def main() -> None:
+    async with asyncio.timeout(30):
         for num_bytes in (0, LONG, LONG):
             with pytest.raises(ValueError, match="no such text"):
                 await read_beside(Client().sender, num_bytes, fails)
 
-    run(main())
 
-
-def test_a_long_body_is_read_while_a_giant_is():
+async def test_a_long_body_is_read_while_a_giant_is():
     read, let_go = threading.Event(), threading.Event()
-
-    async def both() -> None:
+    async with asyncio.timeout(30):
         giant = asyncio.ensure_future(read_beside(Client().sender, GIANT_BYTES + 1, let_go.wait, 20))
         await read_beside(Client().sender, LONG, read.set)
         assert not giant.done()
         let_go.set()
         assert await giant
-
-    run(both())
     assert read.is_set()
 
 
-def test_a_key_that_sends_one_body_waits_for_one_of_a_key_that_sent_many():
-    async def main() -> None:
+async def test_a_key_that_sends_one_body_waits_for_one_of_a_key_that_sent_many():
+    async with asyncio.timeout(30):
         reader = HeldReader()
         many = [reader.submit(Client("many"), f"many {n}") for n in range(6)]
         await settled()
@@ -113,11 +103,9 @@ def test_a_key_that_sends_one_body_waits_for_one_of_a_key_that_sent_many():
         await reader.release(*many, *few)
         assert reader.order == ["many 0", "few 0", "many 1", "few 1", "many 2", "many 3", "many 4", "many 5"]
 
-    run(main())
 
-
-def test_keys_share_by_bytes_and_weight():
-    async def main() -> None:
+async def test_keys_share_by_bytes_and_weight():
+    async with asyncio.timeout(30):
         reader = HeldReader()
         heavy = [reader.submit(Client("heavy", 2.0), "heavy", 2 * LONG) for _ in range(8)]
         light = [reader.submit(Client("light"), "light") for _ in range(8)]
@@ -126,11 +114,9 @@ def test_keys_share_by_bytes_and_weight():
         first = reader.order[:10]
         assert (first.count("heavy"), first.count("light"), first.count("long")) == (4, 4, 2)
 
-    run(main())
 
-
-def test_what_waits_is_let_go_when_its_sender_leaves():
-    async def main() -> None:
+async def test_what_waits_is_let_go_when_its_sender_leaves():
+    async with asyncio.timeout(30):
         reader, leaves, stays = HeldReader(), Client("a"), Client("a")
         left, read = reader.submit(leaves, "left"), reader.submit(stays, "read")
         await settled()
@@ -140,17 +126,15 @@ def test_what_waits_is_let_go_when_its_sender_leaves():
         assert await reader.release(read) == [None]
         assert reader.order == ["read"]
 
-    run(main())
 
-
-def test_whoever_leaves_while_it_is_read_is_not_waited_for():
+async def test_whoever_leaves_while_it_is_read_is_not_waited_for():
     begun, let_go = threading.Event(), threading.Event()
 
     def work() -> None:
         begun.set()
         let_go.wait(20)
 
-    async def main() -> None:
+    async with asyncio.timeout(30):
         client = Client()
         task = asyncio.ensure_future(read_beside(client.sender, LONG, work))
         await asyncio.to_thread(begun.wait, 20)
@@ -160,11 +144,9 @@ def test_whoever_leaves_while_it_is_read_is_not_waited_for():
         let_go.set()
         assert await read_beside(Client().sender, LONG, lambda: 5) == 5
 
-    run(main())
 
-
-def test_a_reading_that_is_cancelled_is_let_go():
-    async def main() -> None:
+async def test_a_reading_that_is_cancelled_is_let_go():
+    async with asyncio.timeout(30):
         reader = HeldReader()
         cancelled, read = reader.submit(Client(), "cancelled"), reader.submit(Client(), "read")
         await settled()
@@ -173,11 +155,9 @@ def test_a_reading_that_is_cancelled_is_let_go():
         await reader.release(read)
         assert reader.order == ["read"]
 
-    run(main())
 
-
-def test_what_of_a_key_waits_is_bounded_in_bytes():
-    async def main() -> None:
+async def test_what_of_a_key_waits_is_bounded_in_bytes():
+    async with asyncio.timeout(30):
         reader, leaves, size = HeldReader(), Client("many"), MAX_WAITING_BYTES // 4
         giant_held = threading.Event()
         held = asyncio.ensure_future(read_beside(Client("x").sender, size, giant_held.wait, 20))
@@ -200,16 +180,12 @@ def test_what_of_a_key_waits_is_bounded_in_bytes():
         await asyncio.gather(reader.release(*waiting, other), held)
         assert sorted(reader.order) == ["again", "few", "many", "many", "many"]
 
-    run(main())
 
-
-def test_nothing_is_kept_of_what_was_read():
-    async def main() -> None:
+async def test_nothing_is_kept_of_what_was_read():
+    async with asyncio.timeout(30):
         for _ in range(3):
             await read_beside(Client("a").sender, LONG, int)
         (line,) = reading._LINES[asyncio.get_running_loop()].values()
         assert not line._lines
         assert not line._shares.waiting
         assert not line._is_busy
-
-    run(main())

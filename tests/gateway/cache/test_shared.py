@@ -186,19 +186,17 @@ def test_a_request_with_a_deadline_leads_nobody(caching, held):
 
 
 @pytest.mark.parametrize("header", ["x-request-deadline-ms", "x-llm-d-slo-ttft-ms"])
-def test_who_is_refused_for_a_bound_of_time_of_its_own_leads_nobody(header):
-    async def ask(app, gateway):
+async def test_who_is_refused_for_a_bound_of_time_of_its_own_leads_nobody(header):
+    late = whole(429, {"error": {"message": "late", "code": "slo_ttft", "reason": "slo_ttft"}})
+    answers = [[b"", b"", b"", b"", late], [whole(200, WHOLE)]]
+    one = Saying(lambda body: answers.pop(0))
+    async with gateway_before({"one": one}, PATIENT + '[[cache_route]]\nmodel = "m"\n') as (app, _):
         first = asyncio.create_task(asked(app, {header: "5000"}, temperature=0))
         while not one.asked:
             await asyncio.sleep(0)
         second = await asked(app, temperature=0)
         assert (second.status, second.headers[b"x-cache"]) == (200, b"miss")
         assert (await first).status == 429
-
-    late = whole(429, {"error": {"message": "late", "code": "slo_ttft", "reason": "slo_ttft"}})
-    answers = [[b"", b"", b"", b"", late], [whole(200, WHOLE)]]
-    one = Saying(lambda body: answers.pop(0))
-    gateway_before({"one": one}, ask, PATIENT + '[[cache_route]]\nmodel = "m"\n')
 
 
 def test_no_store_shares_nothing(caching, held):
