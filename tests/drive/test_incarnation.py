@@ -1,6 +1,5 @@
 """One engine process: what it is given, how it leaves or is made to, and what is said of its death."""
 
-import asyncio
 import logging
 import sys
 import time
@@ -33,23 +32,19 @@ def test_it_is_told_its_settings_in_a_line_and_where_its_sockets_are(tmp_path: P
 
 
 @pytest.mark.parametrize(("script", "status", "patience_s"), [(LEAVES, 7, 60.0), (DEAF, -9, 0.1)])
-def test_one_that_leaves_is_waited_for_and_one_that_does_not_is_killed(
+async def test_one_that_leaves_is_waited_for_and_one_that_does_not_is_killed(
     script: str, status: int, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incarnation, "PATIENCE_S", patience_s)
-
-    async def scenario() -> None:
-        born = Incarnation([sys.executable, "-c", script], b"{}")
-        context = zmq.asyncio.Context()
-        born.connect(context)
-        await born.end()
-        assert born.process.returncode == status
-        assert born.push.closed
-        assert born.pull.closed
-        assert not Path(born.folder).exists()
-        context.term()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    born = Incarnation([sys.executable, "-c", script], b"{}")
+    context = zmq.asyncio.Context()
+    born.connect(context)
+    await born.end()
+    assert born.process.returncode == status
+    assert born.push.closed
+    assert born.pull.closed
+    assert not Path(born.folder).exists()
+    context.term()
 
 
 @pytest.mark.parametrize(

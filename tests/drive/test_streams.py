@@ -74,14 +74,11 @@ def test_each_reads_its_own_news_to_its_end_and_its_name_is_free_again() -> None
     assert last.output.marks[0].begin_ns == 2_000
 
 
-def test_a_reader_that_leaves_early_frees_the_name() -> None:
-    async def leave() -> None:
-        streams.put(StepOutput(3, 5_000, (RequestOutput("a", (7,)),), EngineStats(now_ns=5_000)))
-        reading = streams.read("a")
-        await anext(reading)
-        await reading.aclose()
-
+async def test_a_reader_that_leaves_early_frees_the_name() -> None:
     streams = Streams()
     streams.open(request("a", 1_000))
-    asyncio.run(leave())
+    streams.put(StepOutput(3, 5_000, (RequestOutput("a", (7,)),), EngineStats(now_ns=5_000)))
+    reading = streams.read("a")
+    await anext(reading)
+    await reading.aclose()
     assert len(streams) == 0

@@ -434,7 +434,7 @@ async def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> Non
         assert await all_of(late) == b"abcdefg"
 
 
-def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
+async def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
     servers = []
 
     async def serve(reader, writer):
@@ -443,16 +443,13 @@ def test_where_nobody_listens_any_more_there_is_no_connection() -> None:
         servers[0].close()
         writer.transport.abort()
 
-    async def run() -> None:
-        servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
-        connections = UpstreamConnections(RoundTrips())
-        address = Address(False, "127.0.0.1", servers[0].sockets[0].getsockname()[1], "/at")
-        assert await all_of(await ask(connections, address)) == b"abcdefg"
-        with pytest.raises(NoConnection):
-            await all_of(await ask(connections, address))
-        connections.close()
-
-    uvloop.run(run())
+    servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+    connections = UpstreamConnections(RoundTrips())
+    address = Address(False, "127.0.0.1", servers[0].sockets[0].getsockname()[1], "/at")
+    assert await all_of(await ask(connections, address)) == b"abcdefg"
+    with pytest.raises(NoConnection):
+        await all_of(await ask(connections, address))
+    connections.close()
 
 
 async def test_who_has_left_meanwhile_is_not_asked_for_again() -> None:

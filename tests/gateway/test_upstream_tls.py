@@ -14,8 +14,10 @@ from splittime.wire.target import Address
 
 from .test_upstream_connections import CHUNKED, CLOSES, LENGTH, all_of, ask, read_request
 
+RUN = uvloop.run
 
-def test_an_answer_over_tls_is_whole_by_what_it_says_of_its_length_alone(files) -> None:  # noqa: F811
+
+async def test_an_answer_over_tls_is_whole_by_what_it_says_of_its_length_alone(files) -> None:  # noqa: F811
     served = []
 
     async def serve(reader, writer):
@@ -38,16 +40,13 @@ def test_an_answer_over_tls_is_whole_by_what_it_says_of_its_length_alone(files) 
         with pytest.raises(NoConnection):  # nobody vouches for it
             await ask(connections, address)
 
-    async def run() -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*files)
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-        connections = UpstreamConnections(RoundTrips())
-        try:
-            async with asyncio.timeout(20):
-                await asked(connections, Address(True, "127.0.0.1", server.sockets[0].getsockname()[1], ""))
-        finally:
-            connections.close()
-            server.close()
-
-    uvloop.run(run())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*files)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    connections = UpstreamConnections(RoundTrips())
+    try:
+        async with asyncio.timeout(20):
+            await asked(connections, Address(True, "127.0.0.1", server.sockets[0].getsockname()[1], ""))
+    finally:
+        connections.close()
+        server.close()

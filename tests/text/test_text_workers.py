@@ -275,20 +275,17 @@ async def test_what_waits_is_bounded(monkeypatch) -> None:
         await workers.submit(CHAT).done
 
 
-def test_closing_ends_all_processes_and_all_texts() -> None:
-    async def run() -> None:
-        workers = TextWorkers(byte_tokenizer().describe, LIMITS)
-        await workers.submit(CHAT).done
-        pids = [workers.parent.pid, *(worker.pid for worker in workers.lanes[0].workers if worker.pid)]
-        task = workers.submit(Encode(("a" * 3_000_000,)))
-        workers.close()
-        with pytest.raises(Overloaded):
-            await task.done
-        for pid in pids:
-            while is_alive(pid):
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_closing_ends_all_processes_and_all_texts() -> None:
+    workers = TextWorkers(byte_tokenizer().describe, LIMITS)
+    await workers.submit(CHAT).done
+    pids = [workers.parent.pid, *(worker.pid for worker in workers.lanes[0].workers if worker.pid)]
+    task = workers.submit(Encode(("a" * 3_000_000,)))
+    workers.close()
+    with pytest.raises(Overloaded):
+        await task.done
+    for pid in pids:
+        while is_alive(pid):
+            await asyncio.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

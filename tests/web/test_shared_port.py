@@ -18,6 +18,7 @@ from splittime.web import http
 from splittime.web.ports import check_port_is_free, check_port_is_shared, hold_shared_port
 from splittime.web.serving import _drain, listen, make_server
 
+RUN = uvloop.run
 NUM = 50  # more than a turn of the event loop accepts
 GET = b"GET /%b HTTP/1.1\r\nhost: here\r\n\r\n"
 
@@ -120,10 +121,10 @@ async def leave_with_a_queue(config, tls: ssl.SSLContext | None = None) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_one_who_leaves_answers_whoever_was_let_in(host):
+async def test_one_who_leaves_answers_whoever_was_let_in(host):
     if host == "::1" and not has_ipv6():
         pytest.skip("no IPv6 here")
-    uvloop.run(leave_with_a_queue(configured(host)))
+    await leave_with_a_queue(configured(host))
 
 
 def has_ipv6() -> bool:
@@ -134,121 +135,100 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_one_who_leaves_answers_over_tls_too(certificate):
+async def test_one_who_leaves_answers_over_tls_too(certificate):
     trusting = ssl.create_default_context(cafile=certificate)
     trusting.check_hostname = False
-    uvloop.run(leave_with_a_queue(configured(certificate=certificate), trusting))
+    await leave_with_a_queue(configured(certificate=certificate), trusting)
 
 
-def test_whoever_was_let_in_is_answered_before_the_drain():
-    async def run() -> None:
-        async with served(configured()) as (server, port, last):
-            waiting = [connected("127.0.0.1", port) for _ in range(NUM)]
-            leaving = asyncio.create_task(_drain(server.config.app.drain, server, [last]))
-            told = await asyncio.gather(*(answer(one) for one in waiting))
-            assert [body for _, body, *_ in told] == [b"/x"] * NUM
-            await leaving
-
-    uvloop.run(run())
+async def test_whoever_was_let_in_is_answered_before_the_drain():
+    async with served(configured()) as (server, port, last):
+        waiting = [connected("127.0.0.1", port) for _ in range(NUM)]
+        leaving = asyncio.create_task(_drain(server.config.app.drain, server, [last]))
+        told = await asyncio.gather(*(answer(one) for one in waiting))
+        assert [body for _, body, *_ in told] == [b"/x"] * NUM
+        await leaving
 
 
-def test_who_stays_gets_all_that_comes_after():
-    async def run() -> None:
-        config = configured()
-        async with served(config) as (server, port, last):
-            other = listen(config, port)
-            server.leave(last)
-            other.setblocking(False)
-            for _ in range(20):
-                connected(config.host, port).close()
-                other.accept()[0].close()
-            other.close()
-
-    uvloop.run(run())
+async def test_who_stays_gets_all_that_comes_after():
+    config = configured()
+    async with served(config) as (server, port, last):
+        other = listen(config, port)
+        server.leave(last)
+        other.setblocking(False)
+        for _ in range(20):
+            connected(config.host, port).close()
+            other.accept()[0].close()
+        other.close()
 
 
-def test_connections_that_were_open_end_with_their_next_answer():
-    async def run() -> None:
-        config = configured()
-        async with served(config) as (server, port, last):
-            open_ones = [await answer(connected(config.host, port)) for _ in range(2)]
-            server.leave(last)
-            await server.on_tick(0)  # each second's, which makes headers anew
-            for (head, _, reader, writer), path in zip(open_ones, (b"x", b"at-once"), strict=True):
-                assert b"connection: close" not in head.lower()
-                writer.write(GET % path)
-                told = await asyncio.wait_for(reader.read(), 30)  # an idle connection is closed after 75
-                assert told.lower().count(b"connection: close") == 1
-                writer.close()
-
-    uvloop.run(run())
-
-
-def test_connections_that_are_at_work_end_with_their_answer():
-    async def run() -> None:
-        config = configured()
-        async with served(config) as (server, port, last):
-            at_work = [await asyncio.open_connection(sock=connected(config.host, port)) for _ in range(2)]
-            for (_, writer), path in zip(at_work, (b"late", b"begun"), strict=True):
-                writer.write(GET % path)
-            begun = await at_work[1][0].readuntil(b"\r\n\r\n")
-            assert b"connection: close" not in begun.lower()
-            await server.on_tick(0)  # a cycle keeps the headers of its second
-            server.leave(last)
-            server.config.app.may.set()
-            late, rest = [await asyncio.wait_for(reader.read(), 30) for reader, _ in at_work]
-            assert (late.lower().count(b"connection: close"), rest) == (1, b"")
-            for _, writer in at_work:
-                writer.close()
-
-    uvloop.run(run())
-
-
-def test_an_idle_connection_is_closed_before_the_drain():
-    async def run() -> None:
-        config = configured()
-        async with served(config) as (server, port, last):
-            _, _, reader, writer = await answer(connected(config.host, port))
-
-            async def drain() -> None:
-                assert await asyncio.wait_for(reader.read(), 30) == b""
-
-            await _drain(drain, server, [last])
+async def test_connections_that_were_open_end_with_their_next_answer():
+    config = configured()
+    async with served(config) as (server, port, last):
+        open_ones = [await answer(connected(config.host, port)) for _ in range(2)]
+        server.leave(last)
+        await server.on_tick(0)  # each second's, which makes headers anew
+        for (head, _, reader, writer), path in zip(open_ones, (b"x", b"at-once"), strict=True):
+            assert b"connection: close" not in head.lower()
+            writer.write(GET % path)
+            told = await asyncio.wait_for(reader.read(), 30)  # an idle connection is closed after 75
+            assert told.lower().count(b"connection: close") == 1
             writer.close()
 
-    uvloop.run(run())
+
+async def test_connections_that_are_at_work_end_with_their_answer():
+    config = configured()
+    async with served(config) as (server, port, last):
+        at_work = [await asyncio.open_connection(sock=connected(config.host, port)) for _ in range(2)]
+        for (_, writer), path in zip(at_work, (b"late", b"begun"), strict=True):
+            writer.write(GET % path)
+        begun = await at_work[1][0].readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in begun.lower()
+        await server.on_tick(0)  # a cycle keeps the headers of its second
+        server.leave(last)
+        server.config.app.may.set()
+        late, rest = [await asyncio.wait_for(reader.read(), 30) for reader, _ in at_work]
+        assert (late.lower().count(b"connection: close"), rest) == (1, b"")
+        for _, writer in at_work:
+            writer.close()
 
 
-def test_one_who_has_not_started_leaves_when_it_has():
-    async def run() -> None:
-        config = configured()
-        with hold_shared_port(config.host, 0) as held:
-            port = held.getsockname()[1]
-            shared, server = listen(config, port), make_server(Told(), config)
+async def test_an_idle_connection_is_closed_before_the_drain():
+    config = configured()
+    async with served(config) as (server, port, last):
+        _, _, reader, writer = await answer(connected(config.host, port))
 
-            async def drain() -> None:
-                with pytest.raises(ConnectionRefusedError):
-                    connected(config.host, port)
+        async def drain() -> None:
+            assert await asyncio.wait_for(reader.read(), 30) == b""
 
-            leaving = asyncio.create_task(_drain(drain, server, [shared.dup()]))
-            await asyncio.sleep(0)
-            await asyncio.gather(leaving, server.serve(sockets=[shared]))
-
-    uvloop.run(run())
+        await _drain(drain, server, [last])
+        writer.close()
 
 
-def test_one_who_cannot_leave_is_drained():
-    async def run() -> None:
-        config = configured()
-        server = make_server(Told(), config)
-        server.started = True
-        shared = listen(config)
-        shared.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            await _drain(server.config.app.drain, server, [shared])
-        assert (server.config.app.is_draining, server.should_exit) == (True, True)
+async def test_one_who_has_not_started_leaves_when_it_has():
+    config = configured()
+    with hold_shared_port(config.host, 0) as held:
+        port = held.getsockname()[1]
+        shared, server = listen(config, port), make_server(Told(), config)
 
-    uvloop.run(run())
+        async def drain() -> None:
+            with pytest.raises(ConnectionRefusedError):
+                connected(config.host, port)
+
+        leaving = asyncio.create_task(_drain(drain, server, [shared.dup()]))
+        await asyncio.sleep(0)
+        await asyncio.gather(leaving, server.serve(sockets=[shared]))
+
+
+async def test_one_who_cannot_leave_is_drained():
+    config = configured()
+    server = make_server(Told(), config)
+    server.started = True
+    shared = listen(config)
+    shared.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        await _drain(server.config.app.drain, server, [shared])
+    assert (server.config.app.is_draining, server.should_exit) == (True, True)
 
 
 def test_a_port_that_is_held_is_shared_with_those_who_ask_for_it():
