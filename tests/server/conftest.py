@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import tokenizers
@@ -108,12 +109,17 @@ class LiveServer:
         return f"http://127.0.0.1:{self.port}"
 
     def call(self, function: Callable) -> object:
-        """Run a function in the server's event loop."""
+        """Run a function in the server's event loop. Raises RuntimeError if that has ended."""
+        done: Future = Future()
 
-        async def run() -> object:
-            return function()
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+        self.loop.call_soon_threadsafe(run)
+        return done.result(60)
 
     def request(self, method: str, path: str, body: object = None, headers: dict | None = None):
         """(status, headers, body) of one exchange; JSON bodies are decoded."""
@@ -124,7 +130,8 @@ class LiveServer:
                 status, fields, raw = response.status, response.headers, response.read()
         except urllib.error.HTTPError as error:
             status, fields, raw = error.code, error.headers, error.read()
-        self.call(lambda: None)  # what the server does right after its last byte is done too
+        with contextlib.suppress(RuntimeError):  # the server has ended behind its answer
+            self.call(lambda: None)  # what it does right after its last byte is done too
         is_json = fields.get("content-type", "").startswith("application/json")
         return status, fields, json.loads(raw) if is_json else raw
 
