@@ -20,6 +20,7 @@ from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
+from splittime.cli.panels import ALL
 from splittime.cluster.config import ClusterConfig, ReplicaConfig, UpstreamTimes
 from splittime.cluster.scaling import ScaleSettings
 from splittime.core import errors
@@ -301,14 +302,15 @@ def commands_page() -> str:
         for name, command in _commands("splittime", typer.main.get_command(app))
     ]
     return (
-        "# Commands\n\nThis is what `--help` prints. The settings of `serve` and `run` have [a page of their "
-        "own](settings.md).\n\n" + "\n".join(parts)
+        "# Commands\n\nThis is what `--help-all` prints; `--help` leaves out the flags that are rarely needed. The "
+        "settings of `serve` and `run` have [a page of their own](settings.md).\n\n" + "\n".join(parts)
     )
 
 
 def _help(name: str, command: click.Command) -> str:
     """Returns the help without the options that the settings page lists."""
     context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    context.meta[ALL] = True
     hidden = {setting.flag for setting in SETTINGS if setting is not MODEL} if name in SERVED_BY_SETTINGS else set()
     for option in command.params:
         if hidden.intersection(option.opts):

@@ -130,6 +130,9 @@ def test_report_shows_a_run_writes_csv_and_judges(folder):
     written = call("report", path, "--csv", folder / "a.csv")
     assert (folder / "a.csv").read_text().startswith("index,")
     assert written.stdout == ""
+    both = call("report", path, "--csv", folder / "b.csv", "--definitions").stdout
+    assert both == call("report", path, "--definitions").stdout != call("report", path).stdout
+    assert (folder / "b.csv").read_bytes() == (folder / "a.csv").read_bytes()
     assert call("report", path, "--slo", "ttft_p99=10s").exit_code == 0
     assert call("report", path, "--slo", "ttft_p99=1us").exit_code == 1
     assert call("report", folder / "void.json", "--slo", "ttft_p99=10s").exit_code == 3

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import splittime
 from splittime.assemble.settings import SETTINGS
+from splittime.cli.main import COMMANDS as COMMANDS_OF_ALL
 from splittime.cli.main import CommandsByName, app
 from splittime.ledger.store import Ledger
 
@@ -23,7 +24,7 @@ def invoke(*words: str, input: str | None = None):
 
 
 def test_help_has_every_flag_and_examples():
-    text = invoke("serve", "--help").stdout
+    text = invoke("serve", "--help-all").stdout
     for setting in SETTINGS:
         assert setting.name == "model" or setting.flag in text
     for command in ("serve", "run", "generate", "explain"):
@@ -32,7 +33,7 @@ def test_help_has_every_flag_and_examples():
 
 
 COMMANDS = [
-    *("", "serve", "run", "generate", "explain", "doctor", "config show"),
+    *("", "list", "serve", "run", "generate", "explain", "doctor", "config show"),
     *("bench", "bench run", "bench search", "bench sweep", "bench compare", "bench report", "bench books"),
     *("bench mock-server", "quality", "quantize", "distill", "simulate", "calibrate", "plan", "fleet", "tune"),
 ]
@@ -43,7 +44,8 @@ def test_help_fits_into_80_columns_and_says_the_exit_codes(command):
     text = run.invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert "..." not in text.partition("Commands:")[2]  # no summary is cut short
-    assert not command or "Exit codes:" in text
+    assert command in ("", "list") or "Exit codes:" in text
+    assert text.index("Examples:") < text.index("Options:")
 
 
 def test_config_show_tells_origins(tmp_path, monkeypatch):
@@ -83,10 +85,21 @@ def test_generate_without_a_prompt_says_what_to_do(flags):
     assert "--prompt TEXT" in result.stderr
 
 
-def test_explain_without_a_server_fails_with_1():
-    result = invoke("explain", "x", "--url", "http://127.0.0.1:9")
-    assert result.exit_code == 1
-    assert "splittime serve" in result.stderr
+ASKING = [
+    *("explain x --url", "doctor", "incident", "calibrate --url", "simulate --rate 1", "quality code"),
+    *("plan --slo ttft_p99=1s --rate 1", "tune --slo ttft_p99=1s --rate 1 --url", "bench run", "bench sweep --rates 1"),
+    *("bench search --slo ttft_p99=1s", "gateway status --url", "gateway lint --url", "gateway rollback --url"),
+]
+URLS = {"http://127.0.0.1:9": 4, "127.0.0.1:9/v1": 4, "ftp://a": 2, "http://127.0.0.1:99999": 2, "http://": 2}
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("command", ASKING)
+def test_one_reader_of_urls_and_one_code_where_nobody_answers(command, url):
+    result = invoke(*command.split(), url)
+    assert (result.exit_code, type(result.exception)) == (URLS[url], SystemExit)
+    assert ("127.0.0.1:9" if URLS[url] == 4 else f"{url!r} is no ") in result.stderr
+    assert "hint: " in result.stderr
 
 
 def test_explain_from_a_file(tmp_path):
@@ -140,6 +153,15 @@ def test_help_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
 
 
+def test_commands_stand_under_what_they_are_for():
+    assert sorted(CommandsByName()) == sorted(COMMANDS_OF_ALL)
+    shown = invoke("list").stdout
+    assert shown == invoke("--help-all").stdout != invoke("help").stdout == invoke("--help").stdout
+    assert shown.index("\nServe:") < shown.index("\n  gateway rehearse") < shown.index("\nExplain:")
+    assert "\n  code-draft  in this package\n" in shown
+    assert invoke("help", "bench", "run").stdout == invoke("bench", "run", "--help").stdout
+
+
 def test_a_fault_of_a_commands_module_is_no_unknown_command(monkeypatch):
     def fault(name):
         raise KeyError(name)
@@ -181,8 +203,9 @@ def test_explain_asking_what_is_no_splittime_server_fails_with_1(answer):
     assert isinstance(result.exception, SystemExit)
 
 
-def test_version():
-    version, kernels = invoke("--version").stdout.splitlines()
+@pytest.mark.parametrize("asked", ["--version", "-V", "version"])
+def test_version(asked):
+    version, kernels = invoke(asked).stdout.splitlines()
     assert version == f"splittime {splittime.__version__}"
     assert kernels.startswith(("kernels: native, ", "kernels: torch CPU kernels, which are slower: "))
 

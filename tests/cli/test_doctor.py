@@ -92,8 +92,8 @@ def test_a_run_of_a_bench(well, tmp_path):
     ("words", "code", "told"),
     [
         (("doctor", "missing.sqlite"), 2, "neither a URL nor a file"),
-        (("doctor", "http://127.0.0.1:9"), 3, "Name another: `splittime doctor http://host:port`"),
-        (("explain", "x", "--url", "http://127.0.0.1:9"), 1, "Name another with --url"),
+        (("doctor", "http://127.0.0.1:9"), 4, "Name another: `splittime doctor http://host:port`"),
+        (("explain", "x", "--url", "http://127.0.0.1:9"), 4, "Name another with --url"),
         (("doctor", __file__), 2, "neither a ledger file nor a run"),
         (("explain",), 2, "REQUEST_ID or --slowest"),
         (("explain", "x", "--slowest", "2"), 2, "REQUEST_ID or --slowest"),

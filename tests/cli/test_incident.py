@@ -53,7 +53,7 @@ def test_a_folder_of_them(ledgers, tmp_path):
 def test_what_cannot_be_asked_is_left_out_while_something_can(ledgers, tmp_path):
     result = invoke("incident", "http://127.0.0.1:9", ledgers / "a.sqlite", "--out", "i.zip")
     assert result.exit_code == 0
-    assert "cannot ask http://127.0.0.1:9" in result.stderr
+    assert "nothing answers at http://127.0.0.1:9" in result.stderr
     assert "ledger-1: 100 requests" in result.stderr
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_one_in_a_folder_is_told(ledgers, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("incident", "http://127.0.0.1:9"), 1, "Its ledger file tells of it too"),
+        (("incident", "http://127.0.0.1:9"), 4, "Its ledger file tells of it too"),
         (("incident", "missing.sqlite"), 2, "no ledger file"),
         (("incident", "."), 2, "no ledger file in ."),
         (("incident", "a.sqlite", "--since", "yesterday"), 2, "'yesterday' is no time"),

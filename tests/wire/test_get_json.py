@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from splittime.core.errors import ConfigError, EngineError, NotFound
+from splittime.core.errors import ConfigError, NobodyThere, NotFound
 from splittime.wire.get_json import get_json
 
 URL = "http://127.0.0.1:9/ledger/facts"
@@ -33,7 +33,7 @@ def test_what_our_server_has_not_it_says_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_nobody_answers_there_is_a_hint() -> None:
-    with pytest.raises(EngineError, match=f"cannot ask {URL}") as error:
+    with pytest.raises(NobodyThere, match=f"nothing answers at {URL}") as error:
         get_json(URL, None)
     assert str(error.value.info.hint).startswith("Is the server running there?")
 

@@ -92,6 +92,13 @@ def default() -> str:
     return next((name for name in MODEL_PACKAGES if _installed(name)), PACKAGED[0])
 
 
+def named_models() -> list[tuple[str, str]]:
+    """Returns what can be named without a path or an owner, each with where it is."""
+    missing = "not installed; splittime serve {} says how to get it"
+    there = {one: "installed" if _installed(one) else missing.format(one) for one in MODEL_PACKAGES}
+    return [(name, there.get(name, "in this package")) for name in NAMES]
+
+
 def _installed(name: str) -> Path | None:
     spec = find_spec(MODEL_PACKAGES[name][0]) if name in MODEL_PACKAGES else None
     folders = (spec and spec.submodule_search_locations) or ()

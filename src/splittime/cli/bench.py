@@ -4,20 +4,21 @@ import asyncio
 import gc
 
 import orjson
-import typer
 
 from splittime.cli import bench_books, bench_compare, bench_run, bench_search
 from splittime.cli.bench_exit import codes
 from splittime.cli.bench_flags import time_ns
 from splittime.cli.options import JsonFlag, fails_clearly, flag, talk, write_data
+from splittime.cli.panels import add, group
 
-app = typer.Typer(
-    help="Load for any OpenAI-compatible server, measured and explained.",
-    epilog=codes(),
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+GROUP_EXAMPLES = f"""\b
+Examples:
+  splittime bench run http://127.0.0.1:8000 --rate 5
+  splittime bench search http://127.0.0.1:8000 --slo ttft_p99=300ms
+  splittime bench compare before.json after.json
+
+{codes()}"""
+app = group("Load for any OpenAI-compatible server, measured and explained.", GROUP_EXAMPLES)
 
 RARELY = (50_000, 50, 1000)
 EXAMPLES = f"""\b
@@ -29,12 +30,7 @@ Examples:
 {codes("mock-server")}"""
 
 
-@app.callback()
-def _group() -> None:
-    """Load for any OpenAI-compatible server, measured and explained."""
-
-
-for _command, _examples, _summary in (  # a summary must fit into a line of 80 columns, or is cut there
+for _command, _examples, _summary in (
     (bench_run.run, bench_run.EXAMPLES, "Send a load and measure each request."),
     (bench_search.search, bench_search.SEARCH_EXAMPLES, "Find the highest rate that keeps an SLO."),
     (bench_search.sweep, bench_search.SWEEP_EXAMPLES, "Run one load at several rates or concurrencies."),
@@ -42,10 +38,9 @@ for _command, _examples, _summary in (  # a summary must fit into a line of 80 c
     (bench_books.report, bench_books.REPORT_EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
     (bench_books.books, bench_books.EXAMPLES, "Show what the client felt beside what the server did."),
 ):
-    app.command(name=_command.__name__, epilog=_examples, short_help=_summary)(_command)
+    add(app, _command, _examples, _summary)
 
 
-@app.command(name="mock-server", epilog=EXAMPLES, short_help="Run a server with declared timings, to try a load on.")
 @fails_clearly
 def mock_server(
     ttft: str = flag("TIME", "To the first token.", "50ms"),
@@ -81,6 +76,9 @@ def mock_server(
         seed=seed,
     )
     run_loop(_serve_mock(timings, host, port, json))
+
+
+add(app, mock_server, EXAMPLES, "Run a server with declared timings, to try a load on.", "mock-server")
 
 
 def _freeze(text: str) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def report(
         from splittime.bench.report import as_json
 
         write_data(msgspec.json.encode(as_json(run)))
-    elif html is None and csv is None:
+    elif definitions or (html is None and csv is None):
         from splittime.bench.report.table import render
 
         wide().print(render(run, with_definitions=definitions))

@@ -5,38 +5,25 @@ was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut
 `MEANINGS` says what each means of which command, in its help and in docs/reference.
 """
 
-DONE, SHORT, UNCLEAR, VOID, INTERRUPTED = 0, 1, 2, 3, 130
-NOT_ASKED = "nobody was answered, or no server is there"
+from splittime.cli.options import INTERRUPTED, NOBODY
+
+DONE, SHORT, UNCLEAR, VOID = 0, 1, 2, 3
 LATE = "VOID: the client was late, so the figures are about it"
 CUT_SHORT = "Ctrl-C; what was measured until then is kept"
+ASKED = {UNCLEAR: "a usage error", VOID: LATE, NOBODY: "no server is there", INTERRUPTED: CUT_SHORT}
 MEANINGS = {
     "": {
         DONE: "done; compare: BETTER or EQUIVALENT",
-        SHORT: "the SLO is missed, no answers, or no server is there; compare: WORSE",
+        SHORT: "the SLO is missed, or no answers; compare: WORSE",
+        **ASKED,
         UNCLEAR: "a usage error; compare: INCONCLUSIVE",
-        VOID: LATE,
-        INTERRUPTED: CUT_SHORT,
     },
-    "run": {
-        DONE: "done; with --slo: it was kept",
-        SHORT: f"the SLO is missed, {NOT_ASKED}",
-        UNCLEAR: "a usage error",
-        VOID: LATE,
-        INTERRUPTED: CUT_SHORT,
-    },
-    "search": {
-        DONE: "the highest rate was found",
-        SHORT: "no rate keeps the SLO, or the server is not there or went away",
-        UNCLEAR: "a usage error",
-        VOID: LATE,
-        INTERRUPTED: CUT_SHORT,
-    },
+    "run": {DONE: "done; with --slo: it was kept", SHORT: "the SLO is missed, or nobody was answered", **ASKED},
+    "search": {DONE: "the highest rate was found", SHORT: "no rate keeps the SLO, or the server went away", **ASKED},
     "sweep": {
         DONE: "all levels were run; a missed SLO is a result, and no failure",
-        SHORT: f"at some level {NOT_ASKED}",
-        UNCLEAR: "a usage error",
-        VOID: LATE,
-        INTERRUPTED: CUT_SHORT,
+        SHORT: "at some level nobody was answered",
+        **ASKED,
     },
     "compare": {
         DONE: "BETTER or EQUIVALENT; with --slo: B kept it",

@@ -21,7 +21,8 @@ import msgspec
 import typer
 
 from splittime.bench.spec import LoadSpec
-from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, parameters_of, sign, switch
+from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, parameters_of, rare, sign, switch
+from splittime.cli.panels import RARELY
 from splittime.core.errors import ConfigError
 from splittime.wire.target import Target
 
@@ -38,6 +39,10 @@ NOT_PLANNED = (  # a plan looks for the rate, of requests: turns make it one of 
     *("concurrency", "num_requests", "turns", "turn_input_tokens", "think_s", "expected_ttft_ms", "expected_tpot_ms"),
     *NOT_SIMULATED,
 )
+COMMON_LOAD = {
+    *("rate", "arrivals", "concurrency", "num_requests", "duration_s", "seed", "dataset", "input_tokens"),
+    *("output_tokens", "prefix_share", "trace", "turns"),
+}
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
 
 
@@ -103,6 +108,7 @@ def _parameter(field: Any, panel: str | None, is_turned: bool) -> inspect.Parame
     if kind is bool:
         names, metavar = [f"{names[0]}/--no-{names[0][2:]}"], None
     text = _description(field) if is_turned or field.name != "rate" else "Requests a second."
+    panel = panel if field.name in COMMON_LOAD else RARELY
     option = typer.Option(None, *names, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
@@ -156,8 +162,8 @@ class ServerOptions:
     model: str | None = flag("NAME", "Model to ask for. Default: the first it has.")
     api_key: str | None = flag("KEY", "The server's key, if it wants one.", envvar="SPLITTIME_API_KEY")
     timeout: str = flag("TIME", "Give a request up after so long.", "10m")
-    vocab_size: int | None = flag("N", "Vocabulary size of the model, where the server does not say.")
-    max_model_len: int | None = flag("N", "Most tokens of prompt and answer, where the server does not say.")
+    vocab_size: int | None = rare("N", "Vocabulary size of the model, where the server does not say.")
+    max_model_len: int | None = rare("N", "Most tokens of prompt and answer, where the server does not say.")
     json: JsonFlag = False
 
     @property
@@ -165,7 +171,7 @@ class ServerOptions:
         return time_ns(self.timeout, "--timeout") / 1e9
 
     def target(self, url: str) -> Target:
-        return Target(url=url if "://" in url else f"http://{url}", api_key=self.api_key, model=self.model)
+        return Target(url=url, api_key=self.api_key, model=self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,15 +186,15 @@ class BenchRunOptions(ServerOptions):
     goodput: str | None = flag("TERMS", "What makes a request good: ttft=300ms,tpot=40ms.")
     label: str = flag("TEXT", "The run's name in reports.", "")
     definitions: DefinitionsFlag = False
-    max_in_flight: int | None = flag("N", "Hold requests back beyond so many; the wait counts as lateness.")
+    max_in_flight: int | None = rare("N", "Hold requests back beyond so many; the wait counts as lateness.")
     stop_on_saturation: bool = switch(
         "--stop-on-saturation", "End the run once a test says that the server is overloaded (open loop only)."
     )
-    interleave: str = flag("paired|blocks", "Two servers: together, or by turns, if on one machine.", "paired")
-    block: str = flag("TIME", "Length of a turn with --interleave blocks.", "10s")
-    workers: int | None = flag("N", "Processes that send. Default: as many as needed.")
-    sample_interval: str = flag("TIME", "Between looks at the server's metrics.", "500ms")
-    salt: str | None = flag("TEXT", "Put before all prompts: no run finds another's. Default: random.")
+    interleave: str = rare("paired|blocks", "Two servers: together, or by turns, if on one machine.", "paired")
+    block: str = rare("TIME", "Length of a turn with --interleave blocks.", "10s")
+    workers: int | None = rare("N", "Processes that send. Default: as many as needed.")
+    sample_interval: str = rare("TIME", "Between looks at the server's metrics.", "500ms")
+    salt: str | None = rare("TEXT", "Put before all prompts: no run finds another's. Default: random.")
 
 
 @dataclass(frozen=True, kw_only=True)

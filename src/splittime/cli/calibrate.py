@@ -14,7 +14,7 @@ from rich.table import Table
 from splittime.assemble import model_source
 from splittime.assemble.settings import ENGINE, Settings
 from splittime.cli.options import (
-    EXIT_CODES,
+    ASKING_CODES,
     JsonFlag,
     ModelArgument,
     flag,
@@ -41,7 +41,7 @@ Examples:
   splittime calibrate --url http://host:9000 --seconds 30 --out replica.json
   splittime plan replica.json --rate 5 --slo ttft_p99=500ms
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 MUCH_OF_OTHERS = 0.05
 
 

@@ -1,17 +1,14 @@
 """`splittime config show`: every setting, its value, and where the value came from."""
 
 import orjson
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from splittime.assemble.settings import Settings
 from splittime.cli.options import EXIT_CODES, JsonFlag, ModelArgument, with_settings, write_data
-from splittime.cli.panels import GroupedCommand
+from splittime.cli.panels import add, group
 
-app = typer.Typer(
-    help="The settings and where they come from.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
-)
+app = group("The settings and where they come from.")
 
 _EXAMPLES = f"""\b
 Examples:
@@ -21,12 +18,6 @@ Examples:
 {EXIT_CODES}"""
 
 
-@app.callback()
-def _group() -> None:
-    """The settings and where they come from."""
-
-
-@app.command(cls=GroupedCommand, epilog=_EXAMPLES, short_help="Print each setting, its value and its origin.")
 @with_settings("runner", "scheduler", "server", "ledger")
 def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False) -> None:
     """Print each setting with its origin: default, file and line, environment variable, or flag."""
@@ -38,6 +29,9 @@ def show(settings: Settings, model: ModelArgument = None, json: JsonFlag = False
         style = "dim" if entry["origin"] == "default" else "bold"
         table.add_row(entry["name"], _plain(entry["value"]), entry["origin"], style=style)
     Console(highlight=False).print(table)
+
+
+add(app, show, _EXAMPLES, "Print each setting, its value and its origin.")
 
 
 def _plain(value: object) -> str:

@@ -6,7 +6,7 @@ A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `bench.observation` wa
 an idle one a small load.
 
 Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and are no finding), 1 something found,
-2 a usage error, 3 cannot tell (too little to go by, or nobody there to ask).
+2 a usage error, 3 cannot tell (too little to go by), 4 nobody answers.
 """
 
 import textwrap
@@ -25,6 +25,7 @@ from splittime.cli.options import (
     CleanConsole,
     JsonFlag,
     argument,
+    code_of,
     fails_clearly,
     flag,
     say_error,
@@ -36,6 +37,7 @@ from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
 from splittime.wire.get_json import get_json
+from splittime.wire.target import base_of, is_url
 
 if TYPE_CHECKING:
     from splittime.diagnose.books import Books
@@ -64,7 +66,8 @@ Examples:
   splittime doctor --no-sizes                at once, without each gain
   splittime doctor --self                    is this installation sound?
 
-Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell.
+Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell,
+4 nobody answers.
 """
 
 
@@ -86,9 +89,9 @@ def doctor(
 
     try:
         books = _read(source, limit, api_key, probe, part)
-    except EngineError as error:  # nobody there is no finding
+    except EngineError as error:  # no finding
         say_error(error)
-        raise typer.Exit(CANNOT_TELL) from None
+        raise typer.Exit(code_of(error, CANNOT_TELL)) from None
     diagnosis = diagnose(books)
     if sizes:
         diagnosis = _with_sizes(books, diagnosis)
@@ -148,11 +151,12 @@ def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: 
     from splittime.diagnose.books import books_from_file, books_from_server
     from splittime.diagnose.incident.bundle import books_in, is_incident
 
-    if source.startswith(("http://", "https://")):
+    if is_url(source):
+        base = base_of(source)
         try:
-            return books_from_server(lambda url: get_json(url, api_key, NOBODY), source.rstrip("/"), limit)
+            return books_from_server(lambda url: get_json(url, api_key, NOBODY), base, limit)
         except NotFound as error:
-            return _look(source.rstrip("/"), api_key, is_probing, error)
+            return _look(base, api_key, is_probing, error)
     path = Path(source)
     if not path.exists():
         hint = (

@@ -6,7 +6,7 @@ import signal
 import sys
 
 INTERRUPTED = 130
-SERVES, ASKS = "serve", {"-h", "--help"}
+SERVES, ASKS = "serve", {"-h", "--help", "--help-all"}
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
+from splittime.cli.options import ASKING_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.ledger.account_json import account_json
 from splittime.wire.get_json import get_json
+from splittime.wire.target import base_of
 
 if TYPE_CHECKING:
     from splittime.diagnose.critical_path import CriticalPath
@@ -28,7 +29,7 @@ Examples:
   splittime explain --slowest 3                    of its latest requests
   splittime explain cmpl-5f3a --ledger run.sqlite  a file, after a crash
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 
 
 @fails_clearly
@@ -58,7 +59,7 @@ def _find(
     question = AccountQuestion(request_id, slowest)
     if ledger is not None:
         return accounts_from_file(ledger, question)
-    base = url.rstrip("/")
+    base = base_of(url)
     return accounts_from_server(
         base, question, lambda asked: get_json(asked, api_key, NOBODY), lambda asked: _operators(asked, api_key)
     )

@@ -10,6 +10,7 @@ import typer
 
 from splittime.cli import gateway_books, gateway_evaluate
 from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
+from splittime.cli.panels import CommandGroup, add
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,29 +44,23 @@ Exit codes:
 
 
 app = typer.Typer(
+    cls=CommandGroup,
     invoke_without_command=True,
     epilog=EXAMPLES,
     subcommand_metavar="[COMMAND]",
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command(
-    name="inventory", epilog=gateway_books.INVENTORY_EXAMPLES, short_help="List each hop, and what is not set."
-)(gateway_books.inventory)
-app.command(name="lint", epilog=gateway_books.LINT_EXAMPLES, short_help="What prompts carry for nothing.")(
-    gateway_books.lint
-)
-app.command(
-    name="rehearse", epilog=gateway_books.REHEARSE_EXAMPLES, short_help="Say what another config would have done."
-)(gateway_books.rehearse)
-app.command(name="evaluate", epilog=gateway_evaluate.EXAMPLES, short_help="Cost and worth of routing by difficulty.")(
-    gateway_evaluate.evaluate
-)
-app.command(name="apply", epilog=gateway_books.VERSIONS_EXAMPLES, short_help="Give a running gateway another config.")(
-    gateway_books.apply
-)
-app.command(name="status", short_help="Which config a running gateway has, and its canary.")(gateway_books.status)
-app.command(name="rollback", short_help="End the canary, or go back to the config before.")(gateway_books.rollback)
+for _command, _examples, _summary in (
+    (gateway_books.inventory, gateway_books.INVENTORY_EXAMPLES, "List each hop, and what is not set."),
+    (gateway_books.lint, gateway_books.LINT_EXAMPLES, "What prompts carry for nothing."),
+    (gateway_books.rehearse, gateway_books.REHEARSE_EXAMPLES, "Say what another config would have done."),
+    (gateway_evaluate.evaluate, gateway_evaluate.EXAMPLES, "Cost and worth of routing by difficulty."),
+    (gateway_books.apply, gateway_books.VERSIONS_EXAMPLES, "Give a running gateway another config."),
+    (gateway_books.status, gateway_books.VERSIONS_EXAMPLES, "Which config a running gateway has, and its canary."),
+    (gateway_books.rollback, gateway_books.VERSIONS_EXAMPLES, "End the canary, or go back to the config before."),
+):
+    add(app, _command, _examples, _summary)
 app.add_typer(gateway_books.app, name="audit", short_help="Check an audit log's chain.")
 
 

@@ -13,9 +13,21 @@ import orjson
 import typer
 from rich.table import Table
 
-from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
+from splittime.cli.options import (
+    ASKING_CODES,
+    EXIT_CODES,
+    JsonFlag,
+    argument,
+    fails_clearly,
+    flag,
+    talk,
+    wide,
+    write_data,
+)
+from splittime.cli.panels import add, group
 from splittime.core.errors import ConfigError
 from splittime.wire.get_json import get_json, patch_json
+from splittime.wire.target import base_of
 
 if TYPE_CHECKING:
     from splittime.diagnose.comparison import Comparison
@@ -32,7 +44,7 @@ Examples:
   splittime gateway apply new.toml --canary 10%    a tenth of the tenants first
   splittime gateway status
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway to ask.")]
 Key = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="An operator's.")]
@@ -53,19 +65,19 @@ def apply(
     body: dict[str, Any] = {"toml": new.read_text(encoding="utf-8")}
     if canary is not None:
         body["canary"] = share_of(canary)
-    _tell(patch_json(f"{url.rstrip('/')}/admin/config", body, api_key, NOBODY), json)
+    _tell(patch_json(f"{base_of(url)}/admin/config", body, api_key, NOBODY), json)
 
 
 @fails_clearly
 def status(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
     """Tell which config a running gateway has, what its canary has seen, and the latest changes."""
-    _tell(get_json(f"{url.rstrip('/')}/admin/config", api_key, NOBODY), json)
+    _tell(get_json(f"{base_of(url)}/admin/config", api_key, NOBODY), json)
 
 
 @fails_clearly
 def rollback(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
     """End the canary; or, where none runs, go back to the config before this one."""
-    _tell(patch_json(f"{url.rstrip('/')}/admin/rollback", {}, api_key, NOBODY), json)
+    _tell(patch_json(f"{base_of(url)}/admin/rollback", {}, api_key, NOBODY), json)
 
 
 def share_of(told: str) -> float:
@@ -113,13 +125,13 @@ Examples:
 
 {EXIT_CODES}"""
 
-app = typer.Typer(no_args_is_help=True)
+app = group("Check an audit log.")
 LINT_EXAMPLES = f"""\b
 Examples:
   splittime gateway lint                 of a gateway whose config has [lint]
   splittime gateway lint --json
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 REHEARSE_EXAMPLES = f"""\b
 Examples:
   splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite
@@ -127,12 +139,6 @@ Examples:
 {EXIT_CODES}"""
 
 
-@app.callback()
-def audit() -> None:
-    """Check an audit log."""
-
-
-@app.command(epilog=AUDIT_EXAMPLES)
 @fails_clearly
 def verify(
     file: Path = argument("FILE", "The file of [audit] in the config.", ...),
@@ -157,10 +163,13 @@ def verify(
         raise typer.Exit(1)
 
 
+add(app, verify, AUDIT_EXAMPLES, "Tell the first line that is broken or missing.")
+
+
 @fails_clearly
 def lint(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
     """Say what the prompts of a running gateway carry for nothing: tokens by estimate, and their time to prefill."""
-    told = get_json(f"{url.rstrip('/')}/lint", api_key, NOBODY)
+    told = get_json(f"{base_of(url)}/lint", api_key, NOBODY)
     typer.echo(orjson.dumps(told).decode() if json else "\n".join(_lines(told)))
 
 
@@ -222,7 +231,7 @@ Examples:
   splittime gateway inventory --config gateway.toml --ledger gateway.sqlite --out hops.html
   splittime gateway inventory --config gateway.toml --url http://127.0.0.1:8100
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 
 
 @fails_clearly
@@ -235,7 +244,7 @@ def inventory(
     json: JsonFlag = False,
 ) -> None:
     """List each hop with its owner, time-outs, retries and cap, and what is not set. Keys are read by nobody."""
-    found = _found(config, ledger, None if url is None else get_json(f"{url.rstrip('/')}/lint", api_key, NOBODY))
+    found = _found(config, ledger, None if url is None else get_json(f"{base_of(url)}/lint", api_key, NOBODY))
     if out is not None:
         _draw(found, out)
     if json:

@@ -13,7 +13,7 @@ import msgspec
 
 from splittime import __version__
 from splittime.cli.explain import DEFAULT_URL
-from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, say_error, talk, write_data
+from splittime.cli.options import ASKING_CODES, JsonFlag, argument, fails_clearly, flag, say_error, talk, write_data
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.core.settings import parse_bytes
 
@@ -30,7 +30,7 @@ Examples:
   splittime incident run.sqlite --since 2026-11-27T09:00 --until 2026-11-27T09:30
   splittime doctor slow.zip                        what was it?
 
-{EXIT_CODES}"""
+{ASKING_CODES}"""
 
 
 @fails_clearly
@@ -131,13 +131,14 @@ def _named(sources: list[str]) -> list[str]:
 def _evidence(source: str, wanted: "Wanted", api_key: str | None) -> "Evidence":
     from splittime.diagnose.incident.gather import from_ledger, from_server
     from splittime.wire.get_json import get_json, get_text
+    from splittime.wire.target import base_of, is_url
 
-    if not source.startswith(("http://", "https://")):
+    if not is_url(source):
         return from_ledger(Path(source), wanted)
     return from_server(
         lambda url: get_json(url, api_key, NOBODY),
         lambda url: get_text(url, api_key, NOBODY),
-        source.rstrip("/"),
+        base_of(source),
         wanted,
     )
 

@@ -10,7 +10,7 @@ from splittime.cli.options import talk
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.wire.get_json import get_json
-from splittime.wire.target import Target
+from splittime.wire.target import base_of
 
 if TYPE_CHECKING:
     from splittime.plan.kept import KeptCalibration
@@ -26,16 +26,12 @@ def kept_calibration(url: str | None = None) -> "KeptCalibration":
     return found
 
 
-def is_url(source: str) -> bool:
-    return source.startswith(("http://", "https://"))
-
-
 def _tell(found: "KeptCalibration") -> None:
     talk().print(f"taken: {found}", markup=False)
 
 
 def _facts(url: str) -> ServerFacts:
-    answer: Any = get_json(f"{Target(url=url).base_url}/ledger/facts", os.environ.get("SPLITTIME_API_KEY"))
+    answer: Any = get_json(f"{base_of(url)}/ledger/facts", os.environ.get("SPLITTIME_API_KEY"))
     try:
         return msgspec.convert(answer, ServerFacts)
     except msgspec.ValidationError as error:

@@ -5,13 +5,13 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 
 from splittime import __version__
-from splittime.cli.panels import GroupedCommand
+from splittime.cli.panels import ALL, CommandGroup, add
 
 _FLAG = re.compile(r"(--(?!ttft)(?:[a-z]+-)*(?:key|keys|token|password|secret))(?:=.*)?", re.DOTALL)
 _IN_URL = re.compile(r"[a-z+]+://[^/@\s]*:[^/@\s]+@", re.IGNORECASE)
@@ -19,8 +19,7 @@ _IN_HEADER = re.compile(r"(?:authorization|x-api-key)\s*[:=]", re.IGNORECASE)
 
 
 class Listed(NamedTuple):
-    """A command of the list: where its function is, or a `Typer` with commands of its own. summary: fits into a line
-    of 80 columns, or is cut there."""
+    """A command of the list: where its function is, or a `Typer` with commands of its own. summary: as of `add`."""
 
     module: str
     name: str
@@ -50,6 +49,26 @@ COMMANDS = {
 }
 
 
+GROUPS = {
+    "Serve": ("serve", "attach", "gateway"),
+    "Ask": ("run", "generate"),
+    "Explain": ("explain", "doctor", "incident"),
+    "Measure": ("bench", "calibrate", "quality"),
+    "Change": ("simulate", "tune", "quantize", "distill"),
+    "Operate": ("up", "plan", "fleet", "config"),
+}
+EXAMPLES = """\b
+Examples:
+  splittime serve                        a small model, on port 8000
+  splittime run "Why is the sky blue?"   an answer, and where its time went
+  splittime explain --slowest 3          why three requests took so long
+  splittime doctor                       what holds a server back; its cure
+  splittime bench run URL --rate 5       load for any OpenAI-compatible server
+
+More: splittime COMMAND --help, splittime list, splittime version
+"""
+
+
 class CommandsByName(Mapping[str, Any]):
     """Imports each command when it is asked for."""
 
@@ -69,7 +88,7 @@ class CommandsByName(Mapping[str, Any]):
         return name in COMMANDS
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return chain.from_iterable(GROUPS.values())
 
     def __len__(self) -> int:
         return len(COMMANDS)
@@ -80,22 +99,49 @@ def _command(name: str, listed: Listed) -> Any:
     found = getattr(module, listed.name)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        alone.command(name=name, cls=GroupedCommand, epilog=module.EXAMPLES)(found)
+        add(alone, found, module.EXAMPLES, listed.summary, name)
         found = alone
     made = typer.main.get_command(found)
     made.name, made.short_help = name, listed.summary
     return made
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(CommandGroup):
+    """All commands, by what they are for."""
+
     def __init__(self, **given: Any) -> None:
         super().__init__(**given | {"commands": CommandsByName()})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """As of any group; some programs have words for these."""
+        first, rest = "".join(args[:1]), args[1:]
+        words = {"version": ["--version"], "list": [ALL], "help": [*rest, "--help"]}
+        return super().parse_args(ctx, words.get(first, args))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([row for name in names for row in _rows(name, ALL in ctx.meta)])
+        if ALL in ctx.meta:
+            from splittime.assemble.model_source import named_models
+
+            with formatter.section("Models that have a name"):
+                formatter.write_dl(named_models())
+
+
+def _rows(name: str, is_whole: bool) -> Iterator[tuple[str, str]]:
+    """Yields a command with its summary. is_whole: those of its own too."""
+    yield name, COMMANDS[name].summary
+    if is_whole and COMMANDS[name].name == "app":
+        parts = _command(name, COMMANDS[name]).commands
+        yield from ((f"{name} {part}", parts[part].get_short_help_str(100)) for part in parts)
 
 
 app = typer.Typer(
     name="splittime",
     cls=LazyGroup,
     help="An LLM inference server that accounts for every nanosecond of every request.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -115,7 +161,7 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and the kernels.")
+        bool, typer.Option("-V", "--version", callback=_show_version, is_eager=True, help="Show version and kernels.")
     ] = False,
 ) -> None:
     """An LLM inference server that accounts for every nanosecond of every request."""

@@ -19,14 +19,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from splittime.assemble import settings as settings_module
-from splittime.cli.panels import panel_of, place_of
-from splittime.core.errors import ConfigError, RequestError, SplittimeError
+from splittime.cli.panels import RARELY, panel_of, place_of
+from splittime.core.errors import ConfigError, NobodyThere, RequestError, SplittimeError
 from splittime.core.settings import Setting, settings_of
 from splittime.present.terminal import plain
 
 TABLE_COLUMNS = 100
 INTERRUPTED = 130
+NOBODY = 4
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 a usage or settings error, 130 Ctrl-C."
+ASKING_CODES = EXIT_CODES.replace("130", f"{NOBODY} nobody answers,\n130")
 
 _TYPES: dict[str, Any] = {
     "text": str | None,
@@ -37,10 +39,8 @@ _TYPES: dict[str, Any] = {
     "bytes": str | None,
 }
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="Folder, GGUF file or Hugging Face id. Default: the model in the package."),
-]
+_MODEL = "Folder, GGUF file or Hugging Face id. Default: smollm2 if installed, else the packaged one."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL)]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="Settings file. Default: splittime.toml, if there.")
@@ -61,6 +61,9 @@ def switch(name: str, words: str) -> Any:
 def argument(metavar: str | None, words: str, default: Any = None) -> Any:
     """As `flag`, of a word that is no flag."""
     return typer.Argument(default, metavar=metavar, help=words)
+
+
+rare = functools.partial(flag, rich_help_panel=RARELY)
 
 
 class CleanConsole(Console):
@@ -152,7 +155,7 @@ def parameters_of(options: Any) -> list[inspect.Parameter]:
 
 
 def fails_clearly(command: Callable[..., None], failed: int | None = None) -> Callable[..., None]:
-    """Turn our errors into a message on standard error and an exit code: `failed` if given, else as `EXIT_CODES`."""
+    """Turn our errors into a message on standard error and an exit code, as `ASKING_CODES`. failed: instead of 1."""
 
     @functools.wraps(command)
     def guarded(**arguments: Any) -> None:
@@ -160,7 +163,7 @@ def fails_clearly(command: Callable[..., None], failed: int | None = None) -> Ca
             command(**arguments)
         except SplittimeError as error:
             say_error(error)
-            raise typer.Exit(_exit_code(error) if failed is None else failed) from None
+            raise typer.Exit(code_of(error, failed)) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader of our output has seen enough
@@ -170,9 +173,13 @@ def fails_clearly(command: Callable[..., None], failed: int | None = None) -> Ca
     return guarded
 
 
-def _exit_code(error: SplittimeError) -> int:
+def code_of(error: SplittimeError, failed: int | None = None) -> int:
     if error.info.code == "interrupted":
         return INTERRUPTED
+    if isinstance(error, NobodyThere):
+        return NOBODY
+    if failed is not None:
+        return failed
     return 2 if isinstance(error, ConfigError | RequestError) else 1
 
 

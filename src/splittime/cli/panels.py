@@ -3,9 +3,11 @@
 Typer's own headings are drawn as tables, which cut long flags short; `GroupedCommand` writes them as plain text.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from splittime.core.settings import Setting
 
@@ -13,7 +15,15 @@ if TYPE_CHECKING:  # older versions of typer take these from click
     from typer._click.core import Context
     from typer._click.formatting import HelpFormatter
 
-OTHER = "Other settings"
+OTHER, RARELY, ALL = "Other settings", "Rarely needed", "--help-all"
+COMMON = {
+    *("max_model_len", "served_model_name", "enable_lora", "lora_modules", "chat_template", "tool_call_parser"),
+    *("reasoning_parser", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization"),
+    *("max_num_seqs", "max_num_batched_tokens", "policy", "enable_prefix_caching", "speculative_config"),
+    *("num_threads", "tensor_parallel_size", "port", "host", "api_key", "api_keys_file", "ssl_certfile"),
+    *("ssl_keyfile", "max_queued_requests", "grace_s", "ledger_file"),
+}
+"""Settings that `--help` lists; `--help-all` lists the others too."""
 PANELS: dict[str, tuple[str, ...]] = {
     "Model": (
         "max_model_len",
@@ -97,18 +107,76 @@ def place_of(setting: Setting) -> tuple[int, int]:
     return _ORDER.index(panel), place
 
 
-class GroupedCommand(TyperCommand):
+def _is_rare(param: Any) -> bool:
+    is_uncommon = param.name in _PLACES and param.name not in COMMON
+    return is_uncommon or getattr(param, "rich_help_panel", None) == RARELY
+
+
+def write_text(formatter: "HelpFormatter", text: str) -> None:
+    """Writes a part of a help that is none of flags."""
+    if text:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text.strip("\n"))
+
+
+class ExamplesFirst:
+    """A help whose examples, the first part of its epilog, stand before its flags; `--help-all` shows the rare ones."""
+
+    epilog: str | None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        own = args[:1] if hasattr(self, "commands") else args[: args.index("--")] if "--" in args else args
+        if ALL in own:
+            ctx.meta[ALL] = True
+            args = ["--help"]
+        return super().parse_args(ctx, args)  # type: ignore[misc]
+
+    def format_help(self: Any, ctx: "Context", formatter: "HelpFormatter") -> None:
+        examples, _, rest = (self.epilog or "").partition("\n\n")
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        write_text(formatter, examples)
+        self.format_options(ctx, formatter)
+        write_text(formatter, rest)
+
+
+class CommandGroup(ExamplesFirst, TyperGroup):
+    """A command with commands of its own."""
+
+
+class GroupedCommand(ExamplesFirst, TyperCommand):
     """A command whose help has a heading for each `rich_help_panel`, after the flags that have none."""
 
     def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        num_rare = 0
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                is_argument = param.param_type_name == "argument"
-                heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
-                groups.setdefault(heading, []).append(record)
-        for heading, records in groups.items():
+            if record is None:
+                continue
+            if _is_rare(param) and ALL not in ctx.meta:
+                num_rare += 1
+                continue
+            is_argument = param.param_type_name == "argument"
+            heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+            groups.setdefault(heading, []).append(record)
+        if num_rare:
+            groups["Options"].append((ALL, f"Show {num_rare} flags more, which are rarely needed."))
+        for heading, records in sorted(groups.items(), key=lambda group: group[0] == RARELY):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+def group(words: str, epilog: str | None = None) -> typer.Typer:
+    """Returns a command that has commands of its own, and does nothing else. words: its help."""
+    more = {"no_args_is_help": True, "add_completion": False, "rich_markup_mode": None}
+    made = typer.Typer(cls=CommandGroup, help=words, epilog=epilog, **more)  # type: ignore[arg-type]
+    made.callback()(lambda: None)
+    return made
+
+
+def add(app: typer.Typer, command: Callable[..., Any], examples: str, summary: str, name: str | None = None) -> None:
+    """Adds a command to a group. summary: fits into a line of 80 columns, or is cut there."""
+    app.command(name=name or command.__name__, cls=GroupedCommand, epilog=examples, short_help=summary)(command)

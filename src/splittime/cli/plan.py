@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from splittime.simulate.data_sheet import Device
     from splittime.simulate.replica import AnyReplica
 
-CODES = "Exit codes: 0 done, 1 failed; or no rate keeps the SLO, 2 a usage or settings error, 130 Ctrl-C."
+CODES = (
+    "Exit codes: 0 done, 1 failed; or no rate keeps the SLO, 2 a usage or settings error, 4 nobody answers, 130 Ctrl-C."
+)
 EXAMPLES = f"""\b
 Examples:
   splittime plan run.sqlite --slo ttft_p99=500ms,itl_p99=50ms --rate 40
@@ -119,7 +121,8 @@ def _sources(given: PlanOptions) -> "list[tuple[str, str | KeptCalibration]]":
     """Returns each source as it was named, with its file, or with its calibration if it is a URL. Raises ConfigError if
     there is nothing to plan with."""
     _check_device(given)
-    from splittime.cli.kept import is_url, kept_calibration
+    from splittime.cli.kept import kept_calibration
+    from splittime.wire.target import is_url
 
     if not given.source and not given.device:
         kept = kept_calibration()
@@ -142,8 +145,8 @@ def _replicas(
     given: PlanOptions, sources: "Sequence[tuple[str, str | KeptCalibration]]"
 ) -> "list[tuple[str, AnyReplica]]":
     """Returns the servers to plan with, each with what it is called."""
-    from splittime.cli.kept import is_url
     from splittime.plan.sources import replica_in
+    from splittime.wire.target import is_url
 
     told = [words for words, _ in sources]
     names = [words if is_url(words) else Path(words).name for words in told]

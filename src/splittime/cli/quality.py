@@ -1,6 +1,6 @@
 """`splittime quality BASE CANDIDATE`: is the candidate as good as the base, within margins that were stated before?
 
-Exit codes, for a CI: 0 PASS, 1 FAIL, 2 no verdict (INCONCLUSIVE, or it could not be run as asked).
+Exit codes, for a CI: 0 PASS, 1 FAIL, 2 no verdict (INCONCLUSIVE, or it could not be run as asked), 4 nobody answers.
 """
 
 import sys
@@ -19,6 +19,7 @@ from splittime.cli.options import JsonFlag, argument, flag, switch, wide, with_o
 from splittime.cli.progress import bars, count_words, doing
 from splittime.core.whole_file import check_writable, write_whole
 from splittime.runner.config import QUANTIZATIONS, Kernels, KVCacheDtype
+from splittime.wire.target import base_of, is_url
 
 if TYPE_CHECKING:
     from splittime.lab.quality.report import Report
@@ -43,7 +44,8 @@ same. Perplexity ratio: the candidate's over the base's. Decoded: one token a
 step over the KV cache, as answers are. Margins are narrower for 8 bits.
 PASS: the whole interval is within the margin; FAIL: all of it is beyond;
 NOT JUDGED: a server tells too little for it.
-Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE or not done as asked, 130 Ctrl-C.
+Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE or not done as asked,
+4 nobody answers, 130 Ctrl-C.
 """
 
 _SIDES, _MARGINS = "How each is run", "Margins"
@@ -115,7 +117,7 @@ def _comparison(given: QualityOptions) -> "QualityComparison":
     margins = {name: getattr(given, f"margin_{name}") for name in Margins.__struct_fields__}
     base, candidate = (
         Competitor(
-            getattr(given, side),
+            _model(getattr(given, side)),
             {name: getattr(given, f"{side}_{name}") for name in ("quantization", "kv_cache_dtype", "dtype")},
         )
         for side in ("base", "candidate")
@@ -137,6 +139,10 @@ def _comparison(given: QualityOptions) -> "QualityComparison":
         tokenizer=given.tokenizer,
         api_key=given.api_key,
     )
+
+
+def _model(named: str) -> str:
+    return base_of(named) if is_url(named) else named
 
 
 @contextmanager

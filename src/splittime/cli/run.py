@@ -109,9 +109,7 @@ class RunWords(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    words: list[str] | None = argument(
-        "[MODEL] [PROMPT]", "The model in the package, unless another is named. - is stdin."
-    )
+    words: list[str] | None = argument("[MODEL] [PROMPT]", "As serve has it, and what to answer. - is standard input.")
     prompt: str | None = flag(None, "The prompt, whatever it looks like.", None, "--prompt", "-p")
     raw: bool = switch("--raw", "Continue the text, without the model's chat template.")
     max_tokens: int | None = flag(

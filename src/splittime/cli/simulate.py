@@ -12,9 +12,9 @@ from rich.table import Table
 
 from splittime.assemble import settings as settings_module
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
-from splittime.cli.kept import is_url, kept_calibration
+from splittime.cli.kept import kept_calibration
 from splittime.cli.options import (
-    EXIT_CODES,
+    ASKING_CODES,
     JsonFlag,
     argument,
     fails_clearly,
@@ -30,6 +30,7 @@ from splittime.cli.progress import loading
 from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
 from splittime.simulate.change import SIMULATED, UNSIMULATED, Change, PredictedFigure, in_blocks, require_simulated
+from splittime.wire.target import is_url
 
 if TYPE_CHECKING:
     from splittime.simulate.recorded import Recorded
@@ -48,7 +49,7 @@ Examples:
   splittime simulate run.sqlite --check                the same decisions?
   splittime simulate --rate 40 --input-tokens 500      of what was calibrated
 
-{EXIT_CODES} --check: 1 if they differ."""
+{ASKING_CODES} --check: 1 if they differ."""
 
 THOUSANDS = 100_000  # from here on they are told in thousands
 MOST_CHARS = 160  # of what was decided

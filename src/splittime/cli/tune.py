@@ -65,6 +65,7 @@ Exit codes:
   1    no change that could be kept meets the SLO; it says what was reached
   2    a usage or settings error
   3    no verdict: no time, nothing to predict from, or runs that differ a lot
+  4    nobody answers
   130  Ctrl-C
 """
 ENGINE_SETTINGS = {s.name: s for part in ("runner", "scheduler") for s in settings_of(settings_module.PARTS[part])}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
-from splittime.core.errors import ConfigError
+from splittime.core.errors import NobodyThere
 
 if TYPE_CHECKING:
     from splittime.cluster.gateways import ManagedGateways
@@ -29,6 +29,7 @@ Exit codes:
   0    ended by Ctrl-C or SIGTERM, or done
   1    failed
   2    a usage or config error
+  4    --status, --apply: no cluster runs
 """
 
 
@@ -81,7 +82,7 @@ def _running(folder: Path) -> Any:
     found = read_mark(folder / UP)
     if found is None:
         hint = "start it: splittime up --config FILE"
-        raise ConfigError(f"no cluster runs in {folder}", param="folder", value=str(folder), hint=hint)
+        raise NobodyThere(f"no cluster runs in {folder}", param="folder", value=str(folder), hint=hint)
     return found
 
 

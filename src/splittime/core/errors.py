@@ -9,6 +9,7 @@
         Refused           the same, by this server's admission, with the numbers that led to it
       UpstreamError       502/504  a server behind the gateway failed, or took too long; which one, and how
       EngineError         500  our fault; the engine stops admitting, drains and restarts
+        NobodyThere         -    of a command: nothing answers where it asked
       ConfigError         -    a setting is unknown or out of range; raised before anything starts
 
 `to_body()` is the OpenAI-compatible JSON body of each; `ErrorInfo` is the same as plain data, to cross a process.
@@ -178,6 +179,10 @@ class EngineError(SplittimeError):
     status = 500
     kind = "engine_error"
     code = "engine_error"
+
+
+class NobodyThere(EngineError):
+    code = "nobody_there"
 
 
 class UpstreamError(SplittimeError):

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from splittime.core.errors import ConfigError, EngineError, NotFound
+from splittime.core.errors import ConfigError, EngineError, NobodyThere, NotFound
 from splittime.wire.target import check_key
 
 TIMEOUT_S = 10.0
@@ -24,7 +24,7 @@ UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its f
 def get_json(url: str, api_key: str | None, nobody: str = NOBODY) -> Any:
     """Returns what a running server answers to a GET. nobody: the hint where none answers.
 
-    Raises `NotFound`, `ConfigError` (the key is refused) or `EngineError`, each with what a user can do.
+    Raises `NotFound`, `ConfigError` (the key is refused), `NobodyThere` or `EngineError`, each with what a user can do.
     """
     return _answered(urllib.request.Request(url), api_key, nobody)
 
@@ -52,10 +52,15 @@ def _answered(
             return read(response)
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (urllib.error.URLError, TimeoutError) as error:
         reason = getattr(error, "reason", error)
-        is_unknown = isinstance(reason, ssl.SSLCertVerificationError)
-        raise EngineError(f"cannot ask {url}: {reason}", hint=UNKNOWN_CERTIFICATE if is_unknown else nobody) from None
+        if isinstance(reason, ssl.SSLError):
+            hint = UNKNOWN_CERTIFICATE if isinstance(reason, ssl.SSLCertVerificationError) else nobody
+            raise EngineError(f"cannot ask {url}: {reason}", hint=hint) from None
+        why = getattr(reason, "strerror", None) or reason
+        raise NobodyThere(f"nothing answers at {url}: {why}", hint=nobody) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise EngineError(f"cannot ask {url}: {error}", hint=nobody) from None
 
 
 def foreign_server(url: str, status: int) -> NotFound:

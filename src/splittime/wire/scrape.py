@@ -14,7 +14,7 @@ from urllib.parse import urljoin, urlsplit
 import aiohttp
 import orjson
 
-from splittime.core.errors import ConfigError, EngineError
+from splittime.core.errors import ConfigError, EngineError, NobodyThere
 from splittime.present.terminal import clipped
 from splittime.wire.get_json import NOBODY, UNKNOWN_CERTIFICATE
 from splittime.wire.samples import Samples, parse
@@ -24,6 +24,7 @@ from splittime.wire.target import Target, check_key
 TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 16 * 2**20
 MAX_REDIRECTS = 5
+UNREACHED = (aiohttp.ClientConnectorError, TimeoutError)
 
 
 class Response(NamedTuple):
@@ -128,17 +129,18 @@ def _reason(error: Exception) -> str:
 
 
 async def ask_first(session: aiohttp.ClientSession, target: Target, path: str = "/v1/models") -> Response:
-    """The first question to a server. Raises `EngineError` if nothing can be done with what answers there, and
-    `ConfigError` for a key that it does not take."""
+    """The first question to a server. Raises `NobodyThere`; `EngineError` if nothing can be done with what answers
+    there; `ConfigError` for a key that it does not take."""
     base = target.base_url
     check_key(target.api_key)
     try:
         answer = await ask(session, target, path, TIMEOUT_S)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         why = f"no answer within {TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else clipped(_reason(error))
-        is_unknown = isinstance(error, aiohttp.ClientConnectorCertificateError)
-        hint = UNKNOWN_CERTIFICATE if is_unknown else NOBODY
-        raise EngineError(f"nothing answers at {base}: {why}", param="url", value=target.url, hint=hint) from None
+        hint = UNKNOWN_CERTIFICATE if isinstance(error, aiohttp.ClientConnectorCertificateError) else NOBODY
+        is_reached = isinstance(error, aiohttp.ClientSSLError) or not isinstance(error, UNREACHED)
+        kind = EngineError if is_reached else NobodyThere
+        raise kind(f"nothing answers at {base}: {why}", param="url", value=target.url, hint=hint) from None
     if is_redirect(answer):
         where = clipped(answer.headers["Location"])
         what = f"{base} answers with a redirect (status {answer.status}) to {where}"

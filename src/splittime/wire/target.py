@@ -1,14 +1,44 @@
 """Where the load goes and how a run is to be carried out: two values, made by the command line or by hand."""
 
+import re
 from enum import StrEnum
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from splittime.core.errors import ConfigError
 
 PORTS = {"http": 80, "https": 443}
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
+
+
+def is_url(source: str) -> bool:
+    """Whether this names a server, and no file: it has a scheme, or a port."""
+    return "://" in source or _HOST_AND_PORT.fullmatch(source) is not None
+
+
+def base_of(url: str) -> str:
+    """Returns a server's address with a scheme and without `/v1`, which some people give and some do not. Raises
+    `ConfigError` for what is no HTTP URL."""
+    parts = _parts(url)
+    return f"{parts.scheme}://{parts.netloc}{_path(parts)}"
+
+
+def _parts(url: str) -> SplitResult:
+    hint = "a server is named as in http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL: {error}", param="url", value=url, hint=hint) from None
+    if parts.scheme not in PORTS or not parts.hostname or port == 0 or any(map(str.isspace, url)):
+        raise ConfigError(f"{url!r} is no HTTP URL", param="url", value=url, hint=hint)
+    return parts
+
+
+def _path(parts: SplitResult) -> str:
+    return parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def check_key(key: str | None) -> None:
@@ -41,23 +71,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base_url(self) -> str:
-        """The server's address without `/v1`, which some people give and some do not, and with a scheme."""
-        url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
-        return url if "://" in url else f"http://{url}"
+        """As of `base_of`."""
+        return base_of(self.url)
 
     @property
     def address(self) -> Address:
         """Raises `ConfigError` for what is no HTTP URL."""
-        try:
-            parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{self.url!r} is no URL: {error}", param="url", value=self.url) from error
-        if parts.scheme not in PORTS or not parts.hostname:
-            hint = "a server is named as in http://127.0.0.1:8000"
-            raise ConfigError(f"{self.url!r} is no HTTP URL", param="url", value=self.url, hint=hint)
-        path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-        return Address(parts.scheme == "https", parts.hostname, port or PORTS[parts.scheme], path)
+        parts = _parts(self.url)
+        return Address(parts.scheme == "https", parts.hostname or "", parts.port or PORTS[parts.scheme], _path(parts))
 
 
 class Interleave(StrEnum):

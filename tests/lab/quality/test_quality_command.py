@@ -60,7 +60,6 @@ def test_two_halves_of_a_short_text_give_no_verdict(tmp_path):
     (("code", "code", "--text", "none.txt"), "no such text: none.txt"),
     (("code", "code", "--choices", "none.csv"), "cannot read none.csv"),
     (("code", "http://127.0.0.1:9", "--candidate-quantization", "int8"), "cannot be set of the server"),
-    (("code", "http://127.0.0.1:9", "--text", "pyproject.toml"), "cannot ask http://127.0.0.1:9"),
     (("http://127.0.0.1:9", "http://127.0.0.1:9"), "two servers need --tokenizer"),
     (("code", "code", "--margin-top1", "2", *FEW), "the margin of top1 is 2"),
 ])  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tables import VOCAB, Bytes, Table, drawn_texts, random_logits, silent
 
-from splittime.core.errors import ConfigError, EngineError, RequestError
+from splittime.core.errors import ConfigError, EngineError, NobodyThere, RequestError
 from splittime.lab.quality.gate import Gate, Tasks
 from splittime.lab.quality.margins import Margins
 from splittime.lab.quality.measures import compare
@@ -164,7 +164,7 @@ def test_servers_that_cannot_tell_are_named(served, answer, error, told):
 
 
 def test_nobody_there_is_told():
-    with pytest.raises(EngineError, match="cannot ask http://127") as caught:
+    with pytest.raises(NobodyThere, match="nothing answers at http://127") as caught:
         ServerModel("http://127.0.0.1:9", Spelling(), VOCAB)
     assert caught.value.info.hint == "is a server running there?"
 

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from splittime.core.errors import ConfigError, EngineError, RequestError
+from splittime.core.errors import ConfigError, EngineError, NobodyThere, RequestError
 from splittime.lab.quality.model import Sparse, chunks, pieces
 
+NOBODY = "is a server running there?"
 TIMEOUT_S = 600.0
 TOP = 20
 _BY_ID = "token_id:"
@@ -168,9 +169,11 @@ class ServerModel:
         except urllib.error.HTTPError as error:
             said = f"{self.url}{path} answered {error.code}: {_message(error)}"
             raise (RequestError(said) if error.code in (400, 422) else EngineError(said)) from None
+        except urllib.error.URLError as error:
+            why = getattr(error.reason, "strerror", None) or error.reason
+            raise NobodyThere(f"nothing answers at {self.url}{path}: {why}", hint=NOBODY) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise EngineError(f"cannot ask {self.url}{path}: {reason}", hint="is a server running there?") from None
+            raise EngineError(f"cannot ask {self.url}{path}: {error}", hint=NOBODY) from None
 
 
 def _field(told: Any, name: str) -> Any:
