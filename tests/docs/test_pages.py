@@ -94,6 +94,12 @@ def test_what_is_not_run_is_known():
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_what_the_default_model_is_called(page: str):
+    """It goes by what is installed: a page names the model itself, or asks /v1/models."""
+    assert "splittime-code" not in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_no_command_hides_in_a_block_that_is_not_run(page: str):
     text = (ROOT / page).read_text()
     fenced = [found["text"] for found in BLOCK.finditer(text) if found["language"] not in (*RUN, "yaml")]
