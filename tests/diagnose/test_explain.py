@@ -1,13 +1,12 @@
 """A request's life as text: fits 80 columns, sums to 100 %, says why it waited and who was in the longest step."""
 
-import io
 import re
 
 import books
 import msgspec
 import pytest
 from hypothesis import given, settings
-from rich.console import Console
+from test_against_median import plain
 from ward import Case, Ward, ids
 
 from splittime.diagnose.against_median import compare
@@ -20,12 +19,6 @@ from splittime.ledger.stages import Stage
 
 def kept(steps) -> Books:
     return make_books(None, [], steps, "a test")
-
-
-def plain(text) -> str:
-    out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(text)
-    return out.getvalue()
 
 
 def test_waterfall_of_a_plain_request():

@@ -52,6 +52,15 @@ async def kill(client: ProcessClient) -> None:
     await until(lambda: client.pid != pid)
 
 
+async def falling_asleep(client: ProcessClient) -> tuple[asyncio.Task, asyncio.Task]:
+    """Returns a request that runs for long, and the sleep that waits for it."""
+    running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
+    await until(lambda: client.stats().num_running == 1)
+    falling = asyncio.create_task(client.sleep(SleepAsk(1)))
+    await asyncio.sleep(0)
+    return running, falling
+
+
 async def test_asleep_and_back() -> None:
     async with sleepy() as client:
         before, _, _ = await collect(client, make_request("before", max_tokens=60))
@@ -104,10 +113,7 @@ async def test_a_caller_that_goes_away_changes_nothing() -> None:
 
 async def test_abort_ends_the_running_and_waking_calls_a_sleep_off() -> None:
     async with sleepy(step_ns=20_000_000) as client:
-        running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
-        await until(lambda: client.stats().num_running == 1)
-        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
-        await asyncio.sleep(0)
+        running, falling = await falling_asleep(client)
         assert (await client.wake()).changed
         with pytest.raises(Conflict) as called_off:
             await falling
@@ -174,10 +180,7 @@ async def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
 
 async def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awake() -> None:
     async with sleepy(step_ns=20_000_000) as client:
-        running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
-        await until(lambda: client.stats().num_running == 1)
-        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
-        await asyncio.sleep(0)
+        running, falling = await falling_asleep(client)
         await kill(client)
         with pytest.raises(EngineError):
             await falling
@@ -189,10 +192,7 @@ async def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awak
 
 async def test_stopping_answers_who_waits_for_sleep() -> None:
     async with sleepy(step_ns=20_000_000) as client:
-        running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
-        await until(lambda: client.stats().num_running == 1)
-        falling = asyncio.create_task(client.sleep(SleepAsk(1)))
-        await asyncio.sleep(0)
+        running, falling = await falling_asleep(client)
     with pytest.raises(EngineError, match="shutting down"):
         await asyncio.wait_for(falling, PATIENCE_S)
     assert (await asyncio.wait_for(running, PATIENCE_S))[1] is FinishReason.ERROR

@@ -359,26 +359,15 @@ async def test_a_kept_connection_that_was_closed_costs_nothing() -> None:
     assert len(served) == 10
 
 
-@pytest.mark.parametrize("said", [b"H", WHOLE, LENGTH[:-1]])
-async def test_of_which_a_byte_came_is_not_sent_again(said: bytes) -> None:
-    served = []
-
-    async def serve(reader, writer):
-        served.append(writer)
-        await answer_once(reader, writer)
-        await read_request(reader)
-        writer.write(said)
-        writer.close()
-
-    async with upstream(serve) as (connections, address):
-        assert await all_of(await ask(connections, address)) == b"abcdefg"
-        with pytest.raises(ConnectionError):
-            await all_of(await ask(connections, address))
-    assert len(served) == 1
-
-
-async def test_it_is_sent_again_once() -> None:
-    """A request that ends its server is no stale connection: over a new one it fails."""
+@pytest.mark.parametrize(
+    ("said", "after_s", "num_served"),
+    [(b"", 0.0, 2), (b"", 0.1, 1), (b"H", 0.0, 1), (WHOLE, 0.0, 1), (LENGTH[:-1], 0.0, 1)],
+    ids=["ends its server too", "worked at", "a byte", "a head", "half"],
+)
+async def test_what_fails_is_sent_again_once_if_nothing_was_done_for_it(monkeypatch, said, after_s, num_served):
+    """A request that ends its server, of which a byte came, or that was worked at, met no stale connection."""
+    if after_s:
+        monkeypatch.setattr(upstream_connections, "STALE_WITHIN_S", after_s / 2)
     served = []
 
     async def serve(reader, writer):
@@ -386,32 +375,15 @@ async def test_it_is_sent_again_once() -> None:
         if len(served) == 1:
             await answer_once(reader, writer)
         await read_request(reader)
-        writer.transport.abort()
+        await asyncio.sleep(after_s)
+        writer.write(said)
+        writer.close() if said else writer.transport.abort()
 
     async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         with pytest.raises(ConnectionError):
             await all_of(await ask(connections, address))
-    assert len(served) == 2
-
-
-async def test_a_request_that_was_worked_at_is_not_sent_again(monkeypatch):
-    """A server that dies over it, long after it was asked, was no stale connection."""
-    monkeypatch.setattr(upstream_connections, "STALE_WITHIN_S", 0.05)
-    served = []
-
-    async def serve(reader, writer):
-        served.append(writer)
-        await answer_once(reader, writer)
-        await read_request(reader)
-        await asyncio.sleep(0.1)
-        writer.transport.abort()
-
-    async with upstream(serve) as (connections, address):
-        assert await all_of(await ask(connections, address)) == b"abcdefg"
-        with pytest.raises(ConnectionError):
-            await all_of(await ask(connections, address))
-    assert len(served) == 1
+    assert len(served) == num_served
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError()])

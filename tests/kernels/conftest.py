@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels import api
+from splittime.kernels.choose import make_backend
 from splittime.kernels.native import library
 
 KV_TYPES = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16, torch.int8: library.INT8}
@@ -111,3 +112,10 @@ def isa(request, native):
     """The native kernels, on each instruction set that this processor has."""
     library.select_isa(request.param)
     return native
+
+
+@pytest.fixture(params=["native", "torch", "reference"])
+def ops(request):
+    if request.param == "native":
+        request.getfixturevalue("native")
+    return make_backend(request.param, torch.float32)

@@ -14,13 +14,6 @@ SHAPE = KvShape(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8)
 POSITION_BYTES = {torch.float32: 128, torch.bfloat16: 64, torch.int8: 48}  # keys and values of a position, and scales
 
 
-@pytest.fixture(params=["native", "torch", "reference"])
-def ops(request):
-    if request.param == "native":
-        request.getfixturevalue("native")
-    return make_backend(request.param, torch.float32)
-
-
 class Reads:
     """What was read since this was made."""
 

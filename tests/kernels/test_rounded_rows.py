@@ -23,13 +23,6 @@ every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-@pytest.fixture(params=["native", "torch", "reference"])
-def ops(request):
-    if request.param == "native":
-        request.getfixturevalue("native")
-    return make_backend(request.param, torch.float32)
-
-
 @pytest.fixture
 def native_ops(native):
     return make_backend("native", torch.float32)

@@ -32,13 +32,6 @@ SCHEMES = [
 ]
 
 
-@pytest.fixture(params=["native", "torch", "reference"])
-def ops(request):
-    if request.param == "native":
-        request.getfixturevalue("native")
-    return make_backend(request.param, torch.float32)
-
-
 def weight_of(ops, scheme, rows, columns=IN, order=None, seed=0):
     if scheme.name == "bfloat16":
         return ops.pack_linear([inputs(rows, columns, seed)], torch.ones(rows), scheme)

@@ -115,6 +115,17 @@ def test_a_slot_that_is_to_be_restored_from_is_not_taken_for_an_offload() -> Non
     memory.cache.check([lease])
 
 
+def wanted_back() -> tuple[Memory, Lease]:
+    """Returns a memory that both prompts went through, and a lease that the first is to be restored for."""
+    memory = made(num_slots=8)
+    for tokens in (FIRST, OTHER):
+        memory.cache.free(opened(memory, tokens)[0])
+    lease = Lease()
+    memory.cache.match(lease, FIRST)
+    assert memory.cache.reserve(lease, 16)
+    return memory, lease
+
+
 def test_a_match_that_comes_to_nothing_leaves_nothing_behind() -> None:
     memory = made()
     for tokens in (FIRST, OTHER):
@@ -130,12 +141,7 @@ def test_a_match_that_comes_to_nothing_leaves_nothing_behind() -> None:
 
 def test_a_block_given_away_before_its_restore_was_sent_has_nothing_to_keep() -> None:
     """Restored for one who went away at once, taken by another: the copy would come from a block never written."""
-    memory = made(num_slots=8)
-    for tokens in (FIRST, OTHER):
-        memory.cache.free(opened(memory, tokens)[0])
-    lease = Lease()
-    memory.cache.match(lease, FIRST)
-    assert memory.cache.reserve(lease, 16)
+    memory, lease = wanted_back()
     memory.cache.free(lease)
     memory.cache.check([])
     other = Lease()
@@ -149,12 +155,7 @@ def test_a_block_given_away_before_its_restore_was_sent_has_nothing_to_keep() ->
 
 
 def test_off_empties_it_but_for_what_is_on_its_way() -> None:
-    memory = made(num_slots=8)
-    for tokens in (FIRST, OTHER):
-        memory.cache.free(opened(memory, tokens)[0])
-    lease = Lease()
-    memory.cache.match(lease, FIRST)
-    assert memory.cache.reserve(lease, 16)
+    memory, lease = wanted_back()
     memory.cache.set_prefix_caching(False)
     memory.cache.check([lease])
     assert memory.cache.host is not None
@@ -193,12 +194,7 @@ def test_off_keeps_an_offload_whose_slot_is_to_be_restored_from() -> None:
 
 
 def test_switched_off_and_on_again_a_block_that_waits_for_its_content_is_not_kept() -> None:
-    memory = made(num_slots=8)
-    for tokens in (FIRST, OTHER):
-        memory.cache.free(opened(memory, tokens)[0])
-    lease = Lease()
-    memory.cache.match(lease, FIRST)
-    assert memory.cache.reserve(lease, 16)
+    memory, lease = wanted_back()
     memory.cache.set_prefix_caching(False)
     memory.cache.set_prefix_caching(True)
     memory.cache.free(lease)

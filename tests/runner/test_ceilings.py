@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_or_not import has_native_kernels
 
 from splittime.core import allowed
 from splittime.core.facts import Machine
@@ -14,7 +15,7 @@ from splittime.kernels.api import WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu.ops import CpuOps
 from splittime.kernels.native import peaks
-from splittime.kernels.native.library import LibraryMissing, library
+from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import ceilings, kept_json, machine
 from splittime.runner.ceilings import Gauge
 
@@ -29,14 +30,6 @@ def loops() -> tuple[peaks.Loop, ...]:
 
 
 BEYOND = (ceilings.BEYOND,) if loops() and peaks.can_forget() else ()
-
-
-def native_is_there() -> bool:
-    try:
-        library()
-    except LibraryMissing:
-        return False
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +85,7 @@ def test_a_piece_reads_one_part_and_a_pass_is_their_sum(monkeypatch):
     assert measured(one).read_bytes_per_s == pytest.approx((1 << 20) / 0.004)
 
 
-@pytest.mark.skipif(not native_is_there(), reason="no native kernels")
+@pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")
 @pytest.mark.parametrize("scheme", ["float32", "int8", "int4"])
 def test_native_kernels_are_measured_in_their_scheme(tmp_path, scheme):
     one = Gauge(make_backend("native", torch.float32), WeightScheme(scheme, 64 if scheme == "int4" else 0), 2, tmp_path)

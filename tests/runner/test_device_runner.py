@@ -39,13 +39,6 @@ ASKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    tiny_checkpoint.write(made)
-    return made
-
-
 def load(folder, kernels: str, **settings) -> TorchRunner:
     given = {"model_path": str(folder), "kernels": kernels, "max_num_seqs": 4, "num_threads": 1, **LIMITS, **settings}
     return load_torch_runner(RunnerConfig(**given))

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from test_grammars import ids, walked
 
 from benchmarks.scenarios.form_schemas import schemas
 from splittime.assemble.model_source import load_tokenizer, locate
@@ -57,16 +58,6 @@ def known() -> Grammars:
     made = Grammars(load_tokenizer(locate(None)).to_json, 4096, ForkLimits(cpu_s=0.4, memory_bytes=192 << 20))
     yield made
     made.close()
-
-
-def walked(known: Grammars, grammar: str) -> GrammarWalk | FarWalk:
-    """Returns a walk of a form that was compiled before, as the gate has it."""
-    known.compile(grammar)
-    return known.walk(grammar)
-
-
-def ids(text: str) -> list[int]:
-    return load_tokenizer(locate(None)).encode(text, add_special_tokens=False)
 
 
 def slot_of(known: Grammars, grammar: str, outputs: list[int], name: str = "r") -> Slot:

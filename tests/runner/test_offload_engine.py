@@ -2,7 +2,6 @@
 evicted gives the tokens and logprobs that it gives in a cache with room for all, and most of it is not computed."""
 
 import pytest
-import tiny_checkpoint
 import torch
 
 pytest.importorskip("triton")
@@ -27,13 +26,6 @@ BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 8 * 4  # layers, K and V, heads, tokens, head_
 RETURNING = ("a", "b", "a2", "b2")
 PROMPT = 18  # two full blocks, which are kept, and two tokens
 Answer = tuple[list[int], list[TokenLogprob]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    tiny_checkpoint.write(made)
-    return made
 
 
 def load(folder, num_blocks: int, num_host_slots: int, kernels: str = "triton", **settings) -> TorchRunner:

@@ -32,13 +32,6 @@ def load(folder, **settings) -> TorchRunner:
     return load_torch_runner(config)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    tiny_checkpoint.write(made)
-    return made
-
-
 def is_there(pid):
     """And not merely unburied."""
     try:

@@ -24,13 +24,6 @@ def load(folder, **settings) -> TorchRunner:
     return load_torch_runner(RunnerConfig(model_path=str(folder), **{"max_num_seqs": 4, **settings}))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    tiny_checkpoint.write(made)
-    return made
-
-
 @pytest.fixture
 def runner(folder):
     return load(folder)

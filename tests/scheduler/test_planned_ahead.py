@@ -1,6 +1,7 @@
 """What is planned while the step before still runs, and what a request is told of its own past."""
 
 import pytest
+from test_draft_rows import planned
 from test_scheduler import _with_prompt_logprobs, add, make_scheduler, shape, step
 
 from splittime.core.errors import Conflict
@@ -9,12 +10,6 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import PENDING, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
-
-
-def planned(scheduler: Scheduler, now_ns: int) -> StepPlan:
-    plan = scheduler.plan(now_ns)
-    assert plan is not None
-    return plan
 
 
 def committed(scheduler: Scheduler, plan: StepPlan, now_ns: int) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import known_replicas
 import msgspec
 import pytest
 from test_step_times import a_record
@@ -13,23 +14,12 @@ from splittime.ledger.stages import Stage
 from splittime.simulate import replica
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
-from splittime.simulate.cost import CostModel, Errors
 from splittime.simulate.figures import figures
 from splittime.simulate.replica import Approach
 from splittime.simulate.trace import traced_requests
 
 BASE_NS, TOKEN_NS, HANDING_NS = 3_000, 7, 400
-COSTS = CostModel(
-    device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0),
-    covariance=((0.0,) * 6,) * 6,
-    host=((0.0, 0.0, 0.0),) * 5,
-    move_ns=0.0,
-    buckets={},
-    most=(10**6,) * 6,
-    persistence=0.0,
-    errors=Errors(0.0, 0.0, 0.0),
-    num_steps=100,
-)
+COSTS = msgspec.structs.replace(known_replicas.COSTS, device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0))
 
 
 def served(tokens: int) -> ClosedAccount:

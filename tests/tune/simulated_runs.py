@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import known_replicas
 import msgspec
 
 from splittime.bench.book.records import Run, RunCheck
@@ -17,24 +18,13 @@ from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.asked import asked_requests
 from splittime.simulate.change import Change
-from splittime.simulate.cost import CostModel, Errors
 from splittime.simulate.replica import Approach, Replica
 from splittime.tune.goal import Goal
 from splittime.tune.measure import DrawnLoad, Measurer
 from splittime.tune.notebook import Notebook
 from splittime.wire.limits import ServerLimits
 
-COSTS = CostModel(
-    device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0),
-    covariance=((0.0,) * 6,) * 6,
-    host=((0.0, 0.0, 0.0),) * 5,
-    move_ns=0.0,
-    buckets={},
-    most=(10**6,) * 6,
-    persistence=0.0,
-    errors=Errors(0.0, 0.0, 0.0),
-    num_steps=100,
-)
+COSTS = msgspec.structs.replace(known_replicas.COSTS, device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0))
 HEALTHY = SchedulerConfig(max_model_len=1024, num_blocks=2048, block_size=16, max_num_seqs=64)
 LOAD = {"rate": 40.0, "duration_s": 2.5, "warm_up_s": 0.3, "input_tokens": "64", "output_tokens": "24", "seed": 3}
 MEASURED_ONLY = ("num_threads", "quantization", "kv_cache_dtype")
