@@ -71,6 +71,8 @@ def test_an_unknown_key_is_refused_with_the_nearest():
     assert error.info.hint == "did you mean max_in_flight?"
     assert refused("prot = 1\n" + UPSTREAM).info.hint == "did you mean port?"
     assert refused(UPSTREAM + "[queue]\nmax_request = 1\n").info.hint == "did you mean max_requests?"
+    assert refused(UPSTREAM + 'kind = "vllm"\n').info.hint.startswith("one of openai, splittime. openai: ")
+    assert refused("[[upstream]]\nname = 3\n").info.hint == "Its name in accounts and metrics."
 
 
 @pytest.mark.parametrize("name", sorted(NOT_BUILT))

@@ -82,7 +82,7 @@ def gateway(
     if context.invoked_subcommand is not None:
         return
     if config is None:
-        hint = "docs/guides/gateway.md has one to begin with"
+        hint = "splittime gateway --help has one to begin with"
         raise ConfigError("--config FILE is missing", param="config", hint=hint)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     told = read_config(config)

@@ -156,7 +156,7 @@ def evaluate(
 def _route(config: "GatewayConfig", model: str | None) -> "DifficultyConfig":
     names = [route.model for route in config.difficulty]
     if model is None and len(names) != 1:
-        hint = f"name one with --model: {', '.join(names)}" if names else "docs/guides/gateway-difficulty.md has one"
+        hint = f"name one with --model: {', '.join(names)}" if names else "give the config a [[difficulty]]"
         raise ConfigError(f"the config has {len(names)} [[difficulty]]", param="model", hint=hint)
     found = next((route for route in config.difficulty if model in (None, route.model)), None)
     if found is None:

@@ -18,12 +18,12 @@ from splittime.assemble.settings import BY_NAME, Settings, load
 from splittime.bench.own_server import as_typed
 from splittime.cluster.scaling import ScaleSettings
 from splittime.core.errors import ConfigError
-from splittime.core.settings import Doc
+from splittime.core.settings import Doc, meaning_of
 from splittime.gateway.config import CanaryConfig, Strictly
 from splittime.gateway.config_file import check_table
 from splittime.runner.config import RunnerConfig
 
-GUIDE = "docs/guides/cluster.md lists the keys"
+EMPTY = "name a file in TOML; an empty one will do to begin with"
 OWN_OF_REPLICAS = {  # settings of `serve` that cannot be the same for all, or that the cluster itself decides on
     **dict.fromkeys(("host", "port"), "each replica has a port of its own; [gateway] has the address for clients"),
     **dict.fromkeys(("api_key", "api_keys_file", "metrics_api_key"), "key_env in [replica] names the replicas' key"),
@@ -129,7 +129,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
-        raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=GUIDE) from error
+        raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=EMPTY) from error
     config = cluster_config(told)
     return Cluster(config, launch_of(config), _folder(path, config.folder))
 
@@ -224,10 +224,12 @@ def _check_together(config: ClusterConfig) -> None:
 def _refusal(message: str) -> ConfigError:
     unknown = _UNKNOWN.search(message)
     if not unknown:
-        return ConfigError(message.replace(" - at `$.", " - at `"), param="config", hint=GUIDE)
+        _, _, where = message.partition(" - at `$.")
+        path, _, key = where.rstrip("`").rpartition(".")
+        hint = meaning_of(TABLES.get(path, ClusterConfig), key)
+        return ConfigError(message.replace(" - at `$.", " - at `"), param="config", hint=hint)
     table: type[msgspec.Struct] = TABLES.get(unknown[2] or "") or ClusterConfig
-    known = [field.name for field in msgspec.structs.fields(table)]
-    near = difflib.get_close_matches(unknown[1], known, n=1)
+    near = difflib.get_close_matches(unknown[1], table.__struct_fields__, n=1)
     name = f"{unknown[2]}.{unknown[1]}" if unknown[2] else unknown[1]
-    hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    hint = f"did you mean {near[0]}?" if near else meaning_of(table, unknown[1])
     return ConfigError(f"{name}: no such key", code="unknown_key", param=name, hint=hint)

@@ -106,6 +106,14 @@ def settings_of(config: type[msgspec.Struct]) -> tuple[Setting, ...]:
     )
 
 
+def meaning_of(config: type[msgspec.Struct], name: str) -> str:
+    """Returns what a key may be and what it is for; of one that is not there, which there are."""
+    for setting in settings_of(config):
+        if setting.name == name:
+            return f"one of {', '.join(setting.choices)}. {setting.doc.help}" if setting.choices else setting.doc.help
+    return f"the keys here are {', '.join(config.__struct_fields__)}"
+
+
 def _default_of(field: msgspec.structs.FieldInfo) -> Any:
     """Returns what a field is where nobody gives it; NODEFAULT for one that must be given."""
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()

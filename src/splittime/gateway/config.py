@@ -26,7 +26,9 @@ class UpstreamConfig(Strictly, frozen=True, kw_only=True):
     url: Annotated[str, Doc("Its base URL, with or without /v1. Requests can name no other.")]
     owner: Annotated[str | None, Doc("Who answers for it: a team, an address. For `inventory`.")] = None
     models: Annotated[tuple[str, ...], Doc("The models it serves, by the names that requests use.")]
-    kind: Annotated[Kind, Doc("splittime: it keeps accounts, which are nested in the gateway's.")] = "openai"
+    kind: Annotated[
+        Kind, Doc("openai: any server with OpenAI's API; splittime: it keeps accounts, which are nested in ours.")
+    ] = "openai"
     key_env: Annotated[str | None, Doc("The environment variable that holds its API key.")] = None
     key_file: Annotated[str | None, Doc("The file that holds its API key.")] = None
     max_in_flight: Annotated[int, Doc("Requests that it is given at once, each answer counted; 0: none.", 0, 65536)] = (

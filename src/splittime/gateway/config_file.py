@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.settings import check
+from splittime.core.settings import check, meaning_of
 from splittime.core.small_file import read_small
 from splittime.gateway.budgets import check_budgets
 from splittime.gateway.config import (
@@ -93,7 +93,7 @@ def read_config(path: Path) -> GatewayConfig:
     try:
         told = tomllib.loads(read_small(path).decode())
     except (OSError, ValueError) as error:  # errors of TOML and of UTF-8 are ValueErrors
-        hint = "docs/guides/gateway.md has one to begin with"
+        hint = "splittime gateway --help has one to begin with"
         raise ConfigError(f"cannot read {path}: {error}", param="config", value=str(path), hint=hint) from error
     return config_of(told)
 
@@ -138,10 +138,10 @@ def _refusal(message: str) -> ConfigError:
         return _unknown_key(unknown[1], unknown[2] or "")
     if missing:
         name = _join(missing[2], missing[1])
-        return ConfigError(f"{name} is missing", param=name, hint="docs/guides/gateway.md lists every key")
-    param = located[2] if located else None
-    what = located[1] if located else message
-    return ConfigError(f"{param}: {what}", param=param, hint="docs/guides/gateway.md lists every key")
+        return ConfigError(f"{name} is missing", param=name, hint=meaning_of(_struct_of(missing[2] or ""), missing[1]))
+    what, param = located.groups() if located else (message, "")
+    path, _, key = _INDEX.sub("", param).rpartition(".")
+    return ConfigError(f"{param}: {what}", param=param, hint=meaning_of(_struct_of(path), key))
 
 
 def _unknown_key(name: str, path: str) -> ConfigError:
@@ -149,9 +149,9 @@ def _unknown_key(name: str, path: str) -> ConfigError:
     if name in NOT_BUILT:
         hint = f"take it out: {NOT_BUILT[name]}"
         return ConfigError(f"{full} is not built", code="not_built", param=full, hint=hint)
-    known = [field.name for field in msgspec.structs.fields(_struct_of(path))]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    table = _struct_of(path)
+    near = difflib.get_close_matches(name, table.__struct_fields__, n=1)
+    hint = f"did you mean {near[0]}?" if near else meaning_of(table, name)
     return ConfigError(f"{full}: no such key", code="unknown_key", param=full, hint=hint)
 
 

@@ -52,7 +52,7 @@ def read_labels(path: Path, param: str) -> LabelledFile:
     try:
         data = read_small(path, MAX_BYTES)
     except OSError as error:
-        hint = "docs/guides/gateway-difficulty.md says what stands in it"
+        hint = "JSONL: prompt, small_right and large_right a line"
         raise ConfigError(f"{param}: cannot read {path}: {error}", param=param, value=str(path), hint=hint) from error
     prompts = tuple(_prompts(data, param))
     if not LEAST_PROMPTS <= len(prompts) <= MAX_PROMPTS:
