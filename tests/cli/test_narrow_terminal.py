@@ -9,6 +9,7 @@ from splittime.assemble.settings import Settings, Value, load
 from splittime.bench.share import Progress
 from splittime.cli.announcement import PACKAGED, SMALL, StartTimeline, announce, configuration, curl
 from splittime.cli.bench_live import view
+from splittime.present.terminal import WordWriter
 
 PROGRESS = Progress(
     elapsed_s=100.0,
@@ -56,6 +57,18 @@ def test_each_name_is_said_once_and_with_its_origin():
         ("scheduler.num_threads", "3"),  # not what was resolved above
         ("port", "8001  (flag --port)"),
     ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_an_answer_that_comes_in_pieces_is_broken_between_its_words(size):
+    text = f"It is blue because {'x' * 25} scatters.\n\n- \x1b[31mso 天空 is blue"
+    out = io.StringIO()
+    words = WordWriter(out, 10)
+    for at in range(0, len(text), size):
+        words.write(text[at : at + size])
+    words.end()
+    lines = ["It is blue", "because ", f"{'x' * 25} ", "scatters.", "", "- \ufffd[31mso ", "天空 is ", "blue"]
+    assert out.getvalue().split("\n") == lines
 
 
 @pytest.mark.parametrize("needs_key", [False, True])

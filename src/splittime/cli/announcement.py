@@ -12,7 +12,7 @@ import orjson
 from splittime.assemble.model_source import MODEL_PACKAGES
 from splittime.assemble.settings import Settings
 from splittime.cli.options import talk
-from splittime.present.tables import UNLIMITED, Sentence
+from splittime.present.tables import Sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,8 +87,6 @@ def announce(
 ) -> None:
     """On standard error. has_chats: the model has a chat template."""
     console = talk()
-    if not console.is_terminal:
-        console.width = UNLIMITED
     console.print(f"\n{model} on {url}", style="bold", markup=False)
     if is_verbose:
         _say_rows(console, "resolved configuration", configuration(resolved, settings))

@@ -22,6 +22,7 @@ from splittime.assemble import settings as settings_module
 from splittime.cli.panels import RARELY, panel_of, place_of
 from splittime.core.errors import ConfigError, NobodyThere, RequestError, SplittimeError
 from splittime.core.settings import Setting, settings_of
+from splittime.present.tables import UNLIMITED, Sentence
 from splittime.present.terminal import plain
 
 TABLE_COLUMNS = 100
@@ -76,8 +77,11 @@ class CleanConsole(Console):
 
 
 def talk() -> Console:
-    """Returns where everything that is not data goes."""
-    return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
+    """Returns where everything that is not data goes. In a log a sentence is one line, however long."""
+    console = CleanConsole(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = UNLIMITED
+    return console
 
 
 def write_data(line: bytes) -> None:
@@ -185,9 +189,11 @@ def code_of(error: SplittimeError, failed: int | None = None) -> int:
 
 def say_error(error: SplittimeError) -> None:
     console = talk()
-    console.print(f"error: {error.info.message}", style="red", markup=False)
-    if error.info.hint:
-        console.print(f"hint:  {error.info.hint}", markup=False)
+    for head, words, style in (("error: ", error.info.message, "red"), ("hint:  ", error.info.hint or "", "")):
+        if "\n" in words:  # another program's last words
+            console.print(f"{head}{words}", style=style, markup=False)
+        elif words:
+            console.print(Sentence(words, style, head=head, indent=len(head)))
 
 
 def flag_of(setting: Setting, words: str | None = None, is_hidden: bool = False) -> inspect.Parameter:

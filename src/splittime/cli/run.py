@@ -18,6 +18,7 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
@@ -42,7 +43,7 @@ from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account_json import account_json
 from splittime.present.tables import Sentence
-from splittime.present.terminal import plain
+from splittime.present.terminal import WordWriter
 
 if TYPE_CHECKING:
     from splittime.llm import LLM, Output, Prompt
@@ -78,11 +79,18 @@ def asked(
 def stream(llm: "LLM", prompt: "Prompt", sampling: SamplingParams, is_shown: bool = True) -> "Output":
     """Writes the answer as it comes, and then its account as a bar. Raises `RequestError` if it ended in an error."""
     output = None
-    for piece in llm.stream(prompt, sampling):
-        if is_shown:
-            sys.stdout.write(plain(piece.text) if sys.stdout.isatty() else piece.text)
-            sys.stdout.flush()
-        output = piece.output or output
+    words = WordWriter(sys.stdout, get_terminal_size().columns) if sys.stdout.isatty() else None
+    try:
+        for piece in llm.stream(prompt, sampling):
+            if words is not None and is_shown:
+                words.write(piece.text)
+            elif is_shown:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            output = piece.output or output
+    finally:
+        if words is not None:
+            words.end()
     assert output is not None
     if output.error is not None:
         raise RequestError(output.error.message, hint=output.error.hint)
@@ -213,7 +221,7 @@ def chat(llm: "LLM", sampling: SamplingParams, raw: bool) -> None:
         import readline  # noqa: F401  (input() then has a history and an editor)
     has_turns = llm.tokenizer.has_chat_template and not raw
     kind = "a chat" if has_turns else "each line is continued by itself" + ("" if raw else ": it has no chat template")
-    talk().print(f"{llm.name}, {kind}. {HELP}", markup=False)
+    talk().print(Sentence(f"{llm.name}, {kind}. {HELP}"))
     if sampling.max_tokens is None:
         sampling = msgspec.structs.replace(sampling, max_tokens=llm.max_model_len // LEAST_ROOM)
     messages: list[dict[str, str]] = []
