@@ -126,7 +126,9 @@ def test_a_file_that_is_no_run_is_refused(folder):
 
 def test_report_shows_a_run_writes_csv_and_judges(folder):
     path = folder / "a.json"
-    assert "TTFT, response" in call("report", path).stdout
+    shown = call("report", path).stdout
+    assert "TTFT, response" in shown
+    assert max(map(len, shown.splitlines())) <= 80  # a pipe is a terminal of 80 columns
     written = call("report", path, "--csv", folder / "a.csv")
     assert (folder / "a.csv").read_text().startswith("index,")
     assert written.stdout == ""

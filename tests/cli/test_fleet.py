@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def called(*arguments: str):
-    return CliRunner().invoke(app, ["fleet", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
+    return CliRunner().invoke(app, ["fleet", *arguments], env={"NO_COLOR": "1"})
 
 
 def test_a_fleet_is_told_as_a_table_and_as_json(files):
@@ -43,6 +43,9 @@ def test_a_fleet_is_told_as_a_table_and_as_json(files):
     assert sum(figures["endings"].values()) == figures["requests"] > 360
     assert f"{figures['requests']:,}" in shown.stdout
     assert "good answers" in shown.stdout
+    assert "\u2588" * 10 in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "…" not in shown.stdout
     assert "at 2 an hour" in shown.stdout
     assert "surge" in shown.stdout
     assert sum(period["requests"] for period in figures["periods"]) == figures["requests"]

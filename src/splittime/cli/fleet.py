@@ -30,7 +30,7 @@ Examples:
 
 {EXIT_CODES}"""
 SHOWN_PERIODS = 20
-BAR_CELLS = 20
+BAR_CELLS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def _percentiles(times_ms: dict[str, float]) -> str:
 
 def _over_time(figures: "FleetFigures") -> Table:
     """Returns the fleet over time: a row for each part of the run, with a bar of its servers."""
-    table = Table(box=None, padding=(0, 1))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("from", "requests/s", "good", "ready", "starting", "asleep", "running", "waiting", "held"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")

@@ -25,7 +25,6 @@ from splittime.core.settings import Setting, settings_of
 from splittime.present.tables import UNLIMITED, Sentence
 from splittime.present.terminal import plain
 
-TABLE_COLUMNS = 100
 INTERRUPTED = 130
 NOBODY = 4
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 a usage or settings error, 130 Ctrl-C."
@@ -91,11 +90,8 @@ def write_data(line: bytes) -> None:
 
 
 def wide() -> Console:
-    """Standard output for tables that need 100 columns: a file or a pipe gets them."""
-    console = CleanConsole(highlight=False)
-    if not console.is_terminal:
-        console.width = max(TABLE_COLUMNS, console.width)
-    return console
+    """Standard output for tables. A file or a pipe is a terminal of 80 columns, or of COLUMNS."""
+    return CleanConsole(highlight=False)
 
 
 def with_settings(*parts: str, options: type | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
