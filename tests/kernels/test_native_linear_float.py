@@ -70,7 +70,7 @@ def pack(weight, scheme, cuts=()):
     edges = [0, *cuts, len(weight)]
     for begin, end in itertools.pairwise(edges):
         part = np.ascontiguousarray(weight[begin:end])
-        lib.st_pack(scheme, *weight.shape, 0, address(part), source_type(part), begin, end, address(blob))
+        lib.st_pack(scheme, *weight.shape, 0, 0, address(part), source_type(part), begin, end, address(blob))
     return blob
 
 

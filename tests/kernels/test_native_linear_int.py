@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from splittime.kernels.native import library as native
+from splittime.kernels.reference import rounding
 
 pytestmark = pytest.mark.sample(30)
 
@@ -16,7 +18,16 @@ except native.LibraryMissing as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 INT8, INT4 = native.INT8, native.INT4
-SCHEMES = [(INT8, 0), (INT8, 16), (INT8, 32), (INT4, 32), (INT4, 64), (INT4, 128)]
+TURNED = native.TURNED
+SCHEMES = [
+    (INT8, 0, 0),
+    (INT8, 0, TURNED),
+    (INT8, 16, 0),
+    (INT8, 32, 0),
+    (INT4, 32, TURNED),
+    (INT4, 64, 0),
+    (INT4, 128, 0),
+]
 SHAPES = [(1, 4), (17, 64), (172, 172), (259, 1100), (40, 8192)]
 BEST = native.selected_isa()
 
@@ -49,11 +60,11 @@ class Weight:
         return self.linear.out_features, self.linear.in_features
 
 
-def packed(scheme: int, weight: np.ndarray, group: int, dtype: int = native.FLOAT32) -> Weight:
+def packed(scheme: int, weight: np.ndarray, group: int, dtype: int = native.FLOAT32, extras: int = 0) -> Weight:
     out, columns = weight.shape
-    blob = aligned(LIB.st_packed_bytes(scheme, out, columns, group, 0))
-    LIB.st_pack(scheme, out, columns, group, address(weight), dtype, 0, out, address(blob))
-    return Weight(native.StLinear(scheme, out, columns, group, 0, address(blob), None), blob)
+    blob = aligned(LIB.st_packed_bytes(scheme, out, columns, group, extras))
+    LIB.st_pack(scheme, out, columns, group, extras, address(weight), dtype, 0, out, address(blob))
+    return Weight(native.StLinear(scheme, out, columns, group, extras, address(blob), None), blob)
 
 
 def packed_integers(
@@ -112,14 +123,22 @@ def activation_group(scheme: int, group: int, columns: int) -> int:
     return group or columns
 
 
+def turned(x: np.ndarray) -> np.ndarray:
+    return rounding.turned(torch.from_numpy(x)).numpy()
+
+
 def activations(rng: np.random.Generator, tokens: int, columns: int) -> np.ndarray:
     """With differences of size between tokens and columns, as models have them."""
     x = rng.normal(size=(tokens, columns)) * np.exp(rng.normal(size=(tokens, 1)) * 3) * np.exp(rng.normal(size=columns))
     return x.astype(np.float32)
 
 
-def assert_is_product(y: np.ndarray, x: np.ndarray, dense: np.ndarray, scheme: int, group: int) -> None:
+def assert_is_product(
+    y: np.ndarray, x: np.ndarray, dense: np.ndarray, scheme: int, group: int, extras: int = 0
+) -> None:
     """Of integers it is exact: what is left is the rounding of float32. And it is near the product of what x was."""
+    if extras & TURNED:
+        x, dense = turned(x), turned(dense)
     dense = dense.astype(np.float64)
     ints = rounded(x, activation_group(scheme, group, x.shape[1]))
     size = np.abs(ints) @ np.abs(dense).T + 1e-30
@@ -129,15 +148,15 @@ def assert_is_product(y: np.ndarray, x: np.ndarray, dense: np.ndarray, scheme: i
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_products_of_every_shape(isa: str, scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_products_of_every_shape(isa: str, scheme: int, group: int, extras: int) -> None:
     native.select_isa(isa)
     rng = np.random.default_rng(0)
     for out, columns in SHAPES:
-        weight = packed(scheme, rng.normal(size=(out, columns)).astype(np.float32), group)
+        weight = packed(scheme, rng.normal(size=(out, columns)).astype(np.float32), group, extras=extras)
         for tokens in (1, 2, 3, 4, 7, 8, 14, 37):
             x = activations(rng, tokens, columns)
-            assert_is_product(product(weight, x), x, unpacked(weight), scheme, group)
+            assert_is_product(product(weight, x), x, unpacked(weight), scheme, group, extras)
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
@@ -193,14 +212,16 @@ def test_packing_rounds_to_nearest(dtype: int) -> None:
     assert (unpacked(packed(INT4, given, 64, dtype)) == expected).all()
 
 
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_parts_fill_one_blob(scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_parts_fill_one_blob(scheme: int, group: int, extras: int) -> None:
     rng = np.random.default_rng(3)
     dense = rng.normal(size=(75, 96)).astype(np.float32)
-    whole = packed(scheme, dense, group)
+    whole = packed(scheme, dense, group, extras=extras)
     parts = aligned(len(whole.blob))
     for begin, end in ((32, 48), (0, 32), (48, 75)):
-        LIB.st_pack(scheme, 75, 96, group, address(dense[begin:end]), native.FLOAT32, begin, end, address(parts))
+        LIB.st_pack(
+            scheme, 75, 96, group, extras, address(dense[begin:end]), native.FLOAT32, begin, end, address(parts)
+        )
     assert (parts == whole.blob).all()
 
 
@@ -217,12 +238,12 @@ def test_packed_integers_come_back() -> None:
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int, extras: int) -> None:
     """Same bits among any number of tokens, at any place, on any number of threads."""
     native.select_isa(isa)
     rng = np.random.default_rng(5)
-    weight = packed(scheme, rng.normal(size=(100, 1088)).astype(np.float32), group)
+    weight = packed(scheme, rng.normal(size=(100, 1088)).astype(np.float32), group, extras=extras)
     x = activations(rng, 140, 1088)
     bias, residual = rng.normal(size=100).astype(np.float32), rng.normal(size=(140, 100)).astype(np.float32)
     weight.linear.bias = address(bias)
@@ -235,23 +256,23 @@ def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int) -> N
             assert (product(weight, x[some], residual=residual[some]) == alone[some]).all()
 
 
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_more_tokens_than_are_rounded_at_a_time(scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_more_tokens_than_are_rounded_at_a_time(scheme: int, group: int, extras: int) -> None:
     rng = np.random.default_rng(6)
-    weight = packed(scheme, rng.normal(size=(32, 128)).astype(np.float32), group)
+    weight = packed(scheme, rng.normal(size=(32, 128)).astype(np.float32), group, extras=extras)
     x = activations(rng, 1100, 128)
     LIB.st_set_threads(2)
     y = product(weight, x)
-    assert_is_product(y, x, unpacked(weight), scheme, group)
+    assert_is_product(y, x, unpacked(weight), scheme, group, extras)
     assert all((product(weight, x[i : i + 1]) == y[i]).all() for i in (0, 511, 512, 1099))
 
 
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_bias_residual_and_strides(scheme: int, group: int, tokens: int) -> None:
+def test_bias_residual_and_strides(scheme: int, group: int, extras: int, tokens: int) -> None:
     rng = np.random.default_rng(7)
     out, columns = 37, 172
-    weight = packed(scheme, rng.normal(size=(out, columns)).astype(np.float32), group)
+    weight = packed(scheme, rng.normal(size=(out, columns)).astype(np.float32), group, extras=extras)
     x = activations(rng, tokens, columns)
     plain = product(weight, x)
 
@@ -295,11 +316,11 @@ def test_largest_integers_do_not_overflow(isa: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_extreme_activations(isa: str, scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_extreme_activations(isa: str, scheme: int, group: int, extras: int) -> None:
     native.select_isa(isa)
     rng = np.random.default_rng(8)
-    weight = packed(scheme, rng.normal(size=(40, 300)).astype(np.float32), group)
+    weight = packed(scheme, rng.normal(size=(40, 300)).astype(np.float32), group, extras=extras)
     x = activations(rng, 9, 300)
     x[1] = 0
     x[2, 5] = 1e30
@@ -308,7 +329,7 @@ def test_extreme_activations(isa: str, scheme: int, group: int) -> None:
     good = product(weight, x)
     assert (good[1] == 0).all()
     assert np.isfinite(good).all()
-    assert_is_product(good[:3], x[:3], unpacked(weight), scheme, group)
+    assert_is_product(good[:3], x[:3], unpacked(weight), scheme, group, extras)
     for token, bad in ((0, np.nan), (5, np.inf), (8, -np.inf)):
         x[token, 299] = bad
         for columns in (slice(299, 300), slice(0, 300)):
@@ -320,10 +341,10 @@ def test_extreme_activations(isa: str, scheme: int, group: int) -> None:
         assert (product(weight, x) == good).all()
 
 
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES)
-def test_every_instruction_set_agrees(scheme: int, group: int) -> None:
+@pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+def test_every_instruction_set_agrees(scheme: int, group: int, extras: int) -> None:
     rng = np.random.default_rng(9)
-    weight = packed(scheme, rng.normal(size=(100, 600)).astype(np.float32), group)
+    weight = packed(scheme, rng.normal(size=(100, 600)).astype(np.float32), group, extras=extras)
     for tokens in (1, 4, 30):
         x = activations(rng, tokens, 600)
         size = np.abs(x) @ np.abs(unpacked(weight)).T

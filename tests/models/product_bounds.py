@@ -22,10 +22,15 @@ float32 would take a fifth more bytes for Q4_K and a ninth for the others, and a
 The native kernels round x too, x' = x + d, with t = max |x_j| / 127 over a token (int8) or a token and group and so
 |d_j| <= t / 2, which adds at most sum_j |d_j| |W'_ij| <= sum_g t_g / 2 sum_{j in g} |W'_ij|.
 
+A turned weight is W H, and its product that of x H, H being orthogonal: all of this holds for the turned ones. Turning
+adds up in float32, once for each doubling of a block, and so moves a row by at most 11 * 2^-24 of its length.
+
 Accumulating in float32 adds K units of 2^-24 times sum |x_j| times the sizes of what is added (|W'_ij|, or for integers
 |s (q - z)| + |m|, which are added up apart), for K columns. All of it is far above what is seen: errors of different
 columns have different signs, and the typical one is about sqrt(K) rather than K times one column's.
 """
+
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,7 +41,7 @@ from splittime.kernels.reference import rounding
 
 
 def weight_error(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """e_ij of above for weight [out, in] of floats: float32 [out, in]."""
+    """e_ij of above for weight [out, in] of floats (of the turned one, if it is): float32 [out, in]."""
     _, scales = rounding.quantize(weight, scheme)
     step = _spread(scales.abs(), weight.shape[1], scheme)
     if scheme.name == "int8":
@@ -47,6 +52,10 @@ def weight_error(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 def product_error(x: Tensor, weight: Tensor, scheme: WeightScheme, rounds_activations: bool) -> Tensor:
     """The largest |y' - y| there may be: x [T, in], weight [out, in] -> float32 [T, out]."""
+    if scheme.is_turned:
+        lengths = x.norm(dim=1)[:, None] * weight.norm(dim=1)
+        inner = product_error(*map(rounding.turned, (x, weight)), replace(scheme, is_turned=False), rounds_activations)
+        return inner + 22 * 2**-24 * lengths
     kept = rounding.dequantize(*rounding.quantize(weight, scheme), scheme).abs()
     bound = x.abs() @ weight_error(weight, scheme).T + _summing_error(x, kept)
     return bound + _activation_error(x, kept, scheme) if rounds_activations else bound

@@ -17,11 +17,11 @@ from splittime.kernels import plain
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.layer import PackedWeight
 from splittime.kernels.reference import rounding
+from splittime.kernels.reference.products import round_rows
 from splittime.kernels.reference.rounding import RebuiltWeight
 
 PACKING_ROWS_HINT = 16
 ZERO = 128
-LEAST = 1e-30  # a token of smaller activations is rounded to zeros
 MOST_COLUMNS = 2**31 // 127**2  # sums of products stay within 32 bits
 
 _onednn = torch.ops.onednn
@@ -29,14 +29,15 @@ _onednn = torch.ops.onednn
 
 @dataclass(frozen=True)
 class ByteWeight(PackedWeight):
-    """packed: opaque oneDNN tensor; scales: float32 [out]; zeros: int32 [out], all 0; bias: [out] or None; columns: as
-    in `Ops.pack_rounded`."""
+    """packed: opaque oneDNN tensor; scales: float32 [out]; zeros: int32 [out], all 0; bias: [out] or None; columns,
+    is_turned: as in `Ops.pack_rounded` and `WeightScheme`."""
 
     packed: Tensor
     scales: Tensor
     zeros: Tensor
     bias: Tensor | None
     columns: Tensor | None
+    is_turned: bool = False
 
 
 def rounds(scheme: WeightScheme) -> bool:
@@ -63,15 +64,9 @@ def has_byte_products() -> bool:
     return True
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> float32 integers -127..127 [T, in], and what they are multiplied with to be x, [T, 1]."""
-    wide = x.float()
-    most = wide.abs().amax(-1, keepdim=True)
-    return (wide * torch.where(most < LEAST, 0.0, 127 / most)).round_(), most / 127
-
-
 def lay_out(weight: RebuiltWeight) -> ByteWeight:
-    return replace(_packed(weight.values, weight.scales.flatten()), bias=weight.bias, columns=weight.columns)
+    kept = _packed(weight.values, weight.scales.flatten())
+    return replace(kept, bias=weight.bias, columns=weight.columns, is_turned=weight.scheme.is_turned)
 
 
 def _packed(values: Tensor, scales: Tensor) -> ByteWeight:
@@ -87,12 +82,12 @@ def _sums(bytes_: Tensor, weight: ByteWeight) -> Tensor:
 
 def product(x: Tensor, weight: ByteWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
-    integers, scales = rounded(x if weight.columns is None else x.index_select(1, weight.columns))
-    bytes_ = (integers + ZERO).to(torch.uint8)  # the layout is made for unsigned activations
+    integers, scales = round_rows(rounding.inputs(x, weight.columns, weight.is_turned), torch.int8)
+    bytes_ = (integers.short() + ZERO).to(torch.uint8)  # the layout is made for unsigned activations
     y = _sums(bytes_, weight)
     if len(x):
         plain.count_weight("int8", weight.packed, weight.scales)
-    y = (y * scales).to(x.dtype)
+    y = (y * scales[:, None]).to(x.dtype)
     if weight.bias is not None:
         y += weight.bias
     return y if residual is None else y.add_(residual)
@@ -102,5 +97,5 @@ def rebuilt_product(x: Tensor, weight: RebuiltWeight, residual: Tensor | None = 
     """As `product`, for weights in any scheme."""
     if not rounds(weight.scheme):
         return rounding.product(x, weight, residual)
-    integers, scales = rounded(x if weight.columns is None else x.index_select(1, weight.columns))
-    return rounding.product((integers * scales).to(x.dtype), replace(weight, columns=None), residual)
+    integers, scales = round_rows(rounding.inputs(x, weight.columns, weight.scheme.is_turned), torch.int8)
+    return rounding.product_of((integers * scales[:, None]).to(x.dtype), weight, residual)

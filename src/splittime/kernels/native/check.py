@@ -29,6 +29,7 @@ from splittime.kernels.native.library import (
     INT8,
     MINIMA,
     ROUNDED_ACTIVATIONS,
+    TURNED,
     StBatch,
     StKv,
     StLinear,
@@ -41,7 +42,7 @@ EMULATED = "amx_emulated"  # for tests
 OUT, IN, GROUP = 48, 704, 64  # columns: a whole chunk of the integer products, and a part of one
 PRODUCTS = (  # of the check: scheme, columns of a group, extras
     *((FLOAT32, 0, 0), (BFLOAT16, 0, 0), (BFLOAT16, 0, ROUNDED_ACTIVATIONS)),
-    *((INT8, 0, 0), (INT8, 16, 0), (INT4, GROUP, 0)),
+    *((INT8, 0, TURNED), (INT8, 16, 0), (INT4, GROUP, TURNED)),
 )
 RATED = ((BFLOAT16, 0), (BFLOAT16, ROUNDED_ACTIVATIONS), (INT8, 0))  # products that are timed: scheme and extras
 RATED_TOKENS, RATED_WIDTH, RATED_ROUNDS = 32, 512, 5
@@ -167,7 +168,7 @@ def _packed(scheme: int, group: int, extras: int, rows: int, columns: int) -> tu
     """Returns the memory of a packed random weight, which the caller keeps, and the weight."""
     weight = _drawn(scheme, rows, columns)
     raw, blob = _aligned(library().st_packed_bytes(scheme, rows, columns, group, extras))
-    library().st_pack(scheme, rows, columns, group, weight.ctypes.data, FLOAT32, 0, rows, blob)
+    library().st_pack(scheme, rows, columns, group, extras, weight.ctypes.data, FLOAT32, 0, rows, blob)
     return raw, StLinear(scheme, rows, columns, group, extras, blob)
 
 

@@ -16,10 +16,11 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 8
+INTERFACE_VERSION = 9
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
+TURNED = 8  # of weights of integers
 READ_KINDS = 7
 PRODUCTS = 4  # of a layer
 BLOB_ALIGNMENT = 64
@@ -119,7 +120,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_set_threads": (_I, (_I,)),
     "st_work_alone": (None, ()),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
-    "st_pack": (None, (_I, _I, _I, _I, _P, _I, _I, _I, _P)),
+    "st_pack": (None, (_I, _I, _I, _I, _I, _P, _I, _I, _I, _P)),
     "st_pack_rounded": (None, (_I, _I, _I, _I, _I, _P, _P, _P, _P, _I, _I, _P)),
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
     "st_unpack": (None, (_LINEAR, _P)),

@@ -153,7 +153,8 @@ def extras(scheme: WeightScheme) -> int:
     weights, whether activations are rounded too."""
     if scheme.name == "bfloat16":
         return native.ROUNDED_ACTIVATIONS if scheme.rounds_activations else 0
-    return native.MINIMA if scheme.has_minima else native.ZEROS if scheme.has_zeros else 0
+    of_groups = native.MINIMA if scheme.has_minima else native.ZEROS if scheme.has_zeros else 0
+    return of_groups | (native.TURNED if scheme.is_turned else 0)
 
 
 def packed_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int:
@@ -169,7 +170,7 @@ def pack_floats(parts: Sequence[Tensor], scheme: WeightScheme) -> Tensor:
         parts = [torch.cat(list(parts))]
     out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
     blob = memory.allocate(packed_bytes(out_features, in_features, scheme))
-    sizes, begin = (SCHEMES[scheme.name], out_features, in_features, scheme.group), 0
+    sizes, begin = (SCHEMES[scheme.name], out_features, in_features, scheme.group, extras(scheme)), 0
     for part in parts:
         rows, end = part.contiguous(), begin + len(part)
         library().st_pack(*sizes, rows.data_ptr(), DTYPES[rows.dtype], begin, end, blob.data_ptr())

@@ -91,8 +91,7 @@ class ReferenceOps(HostOps):
         if isinstance(packed, Stack):
             return packed.product(self.linear, x, residual)
         if isinstance(packed, RoundedWeight):
-            x = x if packed.columns is None else x[:, packed.columns]
-            y = _rounded_product(x, packed)
+            y = _rounded_product(rounding.inputs(x, packed.columns, packed.scheme.is_turned), packed)
         else:
             assert isinstance(packed, ReferenceWeight), "a weight of another backend"
             y = x @ packed.weight.T

@@ -7,6 +7,9 @@ The rules are those of `st_pack` (kernels/native/csrc/splittime.h), to the last 
     int4             a scale for each group of columns: s = float16(m / -8), m being the value of largest magnitude (the
                      first of equals), q = round(w / s) + 8 in 0..15, w ~ (q - 8) s
 
+Of a scheme that `is_turned`, rows are turned before they are rounded, and so are the activations (`turned`): what one
+column had alone is spread over a block of them, and no longer makes the step of all others coarse.
+
 A last group that the columns do not fill is a group all the same. Where s is 0 every integer is the one that means 0.
 What comes as integers (`pack_rounded`) may have zero points and minima; its scales and minima of groups are kept as
 float16, as in the native kernels. What comes as e4m3 stays e4m3, with float32 scales.
@@ -35,6 +38,7 @@ from splittime.kernels.rounded import INT4_ZERO
 
 CHUNK_ELEMENTS = 1 << 22  # rebuilt at a time: 16 MiB of float32
 INTEGER_SCHEMES = ("int8", "int4")
+TURNED = 512  # csrc/turn.inl has the same
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class RebuiltWeight(PackedWeight):
     columns: Tensor | None = None
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of the weight that the integers stand for, float32 [end - begin, in]."""
+        """Rows [begin, end) of the weight, turned if it is, that the integers stand for: float32 [end - begin, in]."""
         values = self.values[begin:end]
         if self.scheme.name == "int4":
             values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)[:, : self.in_features]
@@ -67,11 +71,33 @@ def divided(x: Tensor, number: float) -> Tensor:
     return x / torch.tensor(number, dtype=x.dtype, device=x.device)
 
 
+def inputs(x: Tensor, columns: Tensor | None, is_turned: bool) -> Tensor:
+    """x [T, in] -> what a weight's integers are multiplied by: in the order of its columns, and turned as they are."""
+    ordered = x if columns is None else x.index_select(1, columns)
+    return turned(ordered) if is_turned else ordered
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [.., in], of which blocks of columns are multiplied by the Hadamard matrix of their size over its root: of
+    `TURNED` columns, or the largest power of two that is left. Of the dtype of x. Twice turned is x."""
+    blocks, at, size = [], 0, TURNED
+    while at < x.shape[-1]:
+        size = min(size, 1 << (x.shape[-1] - at).bit_length() - 1)
+        block, apart = x[..., at : at + size].float(), 1
+        while apart < size:
+            first, second = block.unflatten(-1, (-1, 2, apart)).unbind(-2)
+            block = torch.stack((first + second, first - second), -2).flatten(-3)
+            apart *= 2
+        blocks.append(block * (1 / torch.tensor(float(size)).sqrt()))
+        at += size
+    return torch.cat(blocks, -1).to(x.dtype) if blocks else x
+
+
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [out, in] of any float dtype -> int8 [out, in] (of int4: 0..15) and scales, float32 [out, groups]."""
     if scheme.has_zeros or scheme.has_minima:
         raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
-    grouped = _groups(weight.float(), scheme)
+    grouped = _groups(turned(weight.float()) if scheme.is_turned else weight.float(), scheme)
     if scheme.name == "int8":
         scales = divided(grouped.abs().amax(-1), 127)
         low, high, zero = -127, 127, 0
@@ -117,9 +143,12 @@ def pack_rounded(parts: Iterable[RoundedRows], shape: LinearShape) -> RebuiltWei
 
 def product(x: Tensor, linear: RebuiltWeight, residual: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out], see `kernels.api.Ops.linear`."""
+    return product_of(inputs(x, linear.columns, linear.scheme.is_turned), linear, residual)
+
+
+def product_of(x: Tensor, linear: RebuiltWeight, residual: Tensor | None = None) -> Tensor:
+    """As `product`, of what `inputs` gives."""
     y = x.new_empty(x.shape[0], len(linear.scales))
-    if linear.columns is not None:
-        x = x.index_select(1, linear.columns)
     for begin, end in _chunks(len(linear.scales), linear.in_features):
         torch.mm(x, linear.rows(begin, end).to(x.dtype).t(), out=y[:, begin:end])
     if len(x):

@@ -64,6 +64,7 @@ def pack_linear(
 ) -> PackedWeight:
     """See `kernels.api.Ops.pack_linear`. dtype: of activations, and of the bias."""
     _check(scheme)
+    scheme = replace(scheme, is_turned=False)
     bias = None if bias is None else bias.to(device, dtype)
     out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
     if scheme.name in DENSE:

@@ -7,6 +7,8 @@
     w8a8           int8, and activations    int8                          dtype               float32         as stored
     fp8            e4m3, and activations    dtype                         dtype               float32         as stored
 
+* int8 is turned before it is rounded, wherever activations are rounded beside it (`WeightScheme.is_turned`): in real
+  models some inputs are a hundred times the others, beside which one step a row would be coarse.
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
   all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same.
 * A router chooses experts by comparing probabilities that may be close, and is a thousandth of the weights:
@@ -44,14 +46,14 @@ class WeightPlan:
 def choose(quantization: str | None, dtype: str, activation_dtype: str = "auto") -> WeightPlan:
     """quantization: None or one of `QUANTIZATIONS`; dtype: "float32" or "bfloat16", of what is not quantised;
     activation_dtype: "bfloat16" to round them to it before products with weights of bfloat16, but for the router's."""
-    plain, int8 = WeightScheme(dtype), WeightScheme("int8")
+    plain, int8 = WeightScheme(dtype), WeightScheme("int8", is_turned=True)
     if quantization is None:
         products = replace(plain, rounds_activations=dtype == activation_dtype == "bfloat16")
         return WeightPlan(products, products, plain)
     if quantization == "int8":
         return WeightPlan(int8, int8, plain)
     if quantization == "w8a8":
-        return WeightPlan(WeightScheme("int8", rounds_activations=True), int8, plain)
+        return WeightPlan(replace(int8, rounds_activations=True), int8, plain)
     if quantization == "fp8":
         return WeightPlan(WeightScheme("fp8", rounds_activations=True), plain, plain)
     return WeightPlan(WeightScheme("int4", INT4_GROUP), int8, plain)

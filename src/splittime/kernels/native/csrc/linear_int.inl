@@ -251,13 +251,15 @@ inline Activations activations_for(const StLinear &weight, const IntLayout &layo
 
 // x: one token's, in the order of the weight's columns when it has one.
 inline void round_token(const StLinear &weight, const Activations &a, int64_t token, const float *x) {
-  static thread_local Room<float> ordered;
+  static thread_local Room<float> room;
   const int64_t in = weight.in_features;
+  const bool turns = weight.scheme != ST_BFLOAT16 && weight.extras & ST_TURNED;
+  float *to = weight.columns || turns ? room.of(in) : nullptr;
   if (weight.columns) {
-    float *to = ordered.of(in);
     for (int64_t k = 0; k < in; k++) to[k] = x[weight.columns[k]];
     x = to;
   }
+  if (turns) turn(x, in, to), x = to;
   if (weight.scheme == ST_BFLOAT16)
     round_bfloat16(a, token, x, in);
   else if (is_by_row(weight.scheme, weight.group))

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "linear_int_groups.inl"
+#include "turn.inl"
 
 namespace ST_ISA {
 

@@ -10,7 +10,6 @@
 
 namespace ST_ISA {
 
-#define ST_UNROLL _Pragma("GCC unroll 16")
 
 #if LANES == 16
 typedef int8_t Wide;        // how an activation of an int8 product is kept

@@ -81,10 +81,10 @@ int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_feature
   return (int64_t)(out_features + PANEL - 1) / PANEL * words_of(scheme, in_features) * PANEL * 4;
 }
 
-void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight,
+void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras, const void *weight,
              int32_t dtype, int32_t row_begin, int32_t row_end, uint8_t *blob) {
   if (!is_float(scheme)) {
-    pack_int(scheme, out_features, in_features, group, weight, dtype, row_begin, row_end, blob);
+    pack_int(scheme, out_features, in_features, group, extras, weight, dtype, row_begin, row_end, blob);
     return;
   }
   const int64_t source_bytes = in_features * size_of(dtype) * PANEL;

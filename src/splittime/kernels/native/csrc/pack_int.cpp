@@ -10,6 +10,10 @@
 
 #include "halves.h"
 #include "pool.h"
+#define ST_ISA packing
+#define LANES 16
+#include "simd.h"
+#include "turn.inl"
 
 namespace {
 
@@ -74,9 +78,10 @@ INLINE void round_all(const float *values, int64_t count, float scale, int32_t z
 }
 
 // One row of `in` values, in groups of `group` (0: one group), as integers and scales.
-WIDE void round_row(int32_t scheme, int64_t in, int32_t group, const void *from, int32_t dtype, float *floats,
+WIDE void round_row(int32_t scheme, int64_t in, int32_t group, bool turns, const void *from, int32_t dtype, float *floats,
                     uint8_t *integers, float *scales) {
   to_float32(from, dtype, in, floats);
+  if (turns) packing::turn(floats, in, floats);
   const int64_t width = group ? group : in;
   for (int64_t at = 0; at < in; at += width) {
     const int64_t count = in - at < width ? in - at : width;
@@ -155,9 +160,9 @@ int64_t int_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_featur
   return layout.panels * layout.panel_bytes;
 }
 
-void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
-              int32_t row_begin, int32_t row_end, uint8_t *blob) {
-  const IntLayout layout = int_layout(scheme, out_features, in_features, group, 0);
+void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras, const void *weight,
+              int32_t dtype, int32_t row_begin, int32_t row_end, uint8_t *blob) {
+  const IntLayout layout = int_layout(scheme, out_features, in_features, group, extras);
   const int32_t first = row_begin / PANEL, last = (row_end + PANEL - 1) / PANEL;
   for_each(last - first, [&](int32_t item) {
     thread_local std::vector<float> floats, scales;
@@ -168,7 +173,7 @@ void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t
     for (int32_t n = 0; n < PANEL && (first + item) * PANEL + n < row_end; n++) {
       const int64_t row = (int64_t)item * PANEL + n;  // of `weight`, which starts at row_begin
       const char *from = (const char *)weight + row * in_features * size_of(dtype);
-      round_row(scheme, in_features, group, from, dtype, floats.data(), panel.row(n), scales.data());
+      round_row(scheme, in_features, group, extras & ST_TURNED, from, dtype, floats.data(), panel.row(n), scales.data());
       const int64_t groups = group ? (in_features + group - 1) / group : 1;
       for (int64_t g = 0; g < groups; g++) panel.set_scale(g, n, scales[g]);
     }
@@ -221,6 +226,7 @@ void unpack_int(const StLinear *linear, float *weight) {
         row[k] = (float)(integer_at(layout, scheme, panel, k, n) - zero) * scale;
         if (extras & ST_MINIMA) row[k] -= half_at(panel + layout.minima_at + 2 * at);
       }
+      if (extras & ST_TURNED) packing::turn(row, in, row);  // twice turned is as it was
     }
   });
 }

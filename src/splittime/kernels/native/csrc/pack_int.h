@@ -46,8 +46,8 @@ inline IntLayout int_layout(int32_t scheme, int32_t out_features, int32_t in_fea
 
 // st_packed_bytes, st_pack, st_pack_rounded and st_unpack for these two schemes.
 int64_t int_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras);
-void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
-              int32_t row_begin, int32_t row_end, uint8_t *blob);
+void pack_int(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras, const void *weight,
+              int32_t dtype, int32_t row_begin, int32_t row_end, uint8_t *blob);
 void pack_int_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
                       const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
                       int32_t row_begin, int32_t row_end, uint8_t *blob);

@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #endif
 
+#define ST_UNROLL _Pragma("GCC unroll 16")
+
 namespace ST_ISA {
 
 typedef float F32 __attribute__((vector_size(LANES * 4)));

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 8 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 9 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -26,9 +26,13 @@ enum { ST_ZEROS = 1, ST_MINIMA = 2 };
  * it. Without it they stay float32, whatever the processor. */
 enum { ST_ROUNDED_ACTIVATIONS = 4 };
 
+/* For weights of integers that st_pack rounds: rows of weights and of activations are turned before they are rounded
+ * (turn.inl), so that one large column does not make the steps of all others coarse. */
+enum { ST_TURNED = 8 };
+
 /* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_rounded.
  * group: columns that share a scale: of ST_INT4 a multiple of 32; of ST_INT8 a multiple of 16, or 0 for one scale a row.
- * extras: ST_ZEROS or ST_MINIMA; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0. bias: [out_features] or NULL.
+ * extras: ST_ZEROS or ST_MINIMA, or ST_TURNED; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0. bias: [out_features] or NULL.
  * columns: [in_features] or NULL, of integer weights: the j-th column multiplies x[columns[j]]. below: the weight whose
  * outputs follow this one's, or NULL; it has the same in_features and may have another scheme and other columns. */
 typedef struct StLinear {
@@ -116,8 +120,8 @@ int64_t st_packed_bytes(int32_t scheme, int32_t out_features, int32_t in_feature
  * float16, and the integer round(w / scale) + 8 clamped to 0..15.
  * row_begin, row_end: pack these rows of the weight only (row_begin a multiple of 16), so that parts made of several
  * tensors, or several threads, fill one blob; `weight` points at row_begin's first element. */
-void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const void *weight, int32_t dtype,
-             int32_t row_begin, int32_t row_end, uint8_t *blob);
+void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras, const void *weight,
+             int32_t dtype, int32_t row_begin, int32_t row_end, uint8_t *blob);
 
 /* Pack integers made elsewhere, rows [row_begin, row_end) as above, of a blob with these extras. values: [rows][in],
  * -128..127 for ST_INT8, 0..15 for ST_INT4. scales: [rows], or [rows][in / group rounded up], which is kept as float16.
@@ -130,11 +134,12 @@ void st_pack_rounded(int32_t scheme, int32_t out_features, int32_t in_features, 
 void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
                        const float *scales, const uint8_t *zeros, uint8_t *blob);
 
-/* The weight that a blob stands for, float32 [out][in], its columns in the order of the blob; not what is below it. */
+/* The weight that a blob stands for, float32 [out][in], its columns in the order of the blob, turned back where they were
+ * turned; not what is below it. */
 void st_unpack(const StLinear *linear, float *weight);
 
 /* y = x W^T + bias (+ residual [tokens][out], which may be y itself), out being all rows, also those below. Weights of
- * integers: x is rounded to int8 with one scale a token, of weights in groups with one scale a token and group. A
+ * integers: x is rounded (turned ones: turned first) to int8 with one scale a token, of weights in groups with one scale a token and group. A
  * token's result does not depend on the others, nor on their number, to the last bit. */
 void st_linear(const StLinear *linear, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                int64_t y_stride);
