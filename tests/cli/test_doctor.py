@@ -77,6 +77,9 @@ def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     result = invoke("doctor", str(path), "--limit", "5")
     assert result.exit_code == 3
     assert "requests served: only 5" in " ".join(result.stdout.split())
+    untold = result.stdout.partition("Could not be told\n")[2]
+    assert " more: requests served: only 5" in " ".join(untold.split())  # a few of many names
+    assert len(untold.splitlines()) < 12
     assert invoke("doctor", str(path), "--limit", "1").stdout.startswith("1 request, ")
 
 

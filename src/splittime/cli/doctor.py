@@ -53,6 +53,7 @@ NOBODY = (
 )
 _LINE = 80
 WHOLE_FROM = 1e5  # figures are told without a fraction
+MOST_NAMES = 6  # of rules that could not tell for one reason; --json has all
 MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
 
 EXAMPLES = """\b
@@ -279,13 +280,14 @@ def _where(finding: "Finding") -> str:
 
 
 def _untold(diagnosis: "Diagnosis") -> Text:
-    """What could not be told, the rules of one reason together."""
+    """What could not be told, the rules of one reason together: a few of many are named."""
     by_reason: dict[str, list[str]] = {}
     for abstention in diagnosis.abstentions:
         by_reason.setdefault(abstention.why, []).append(abstention.name)
     text = Text("\nCould not be told\n" if by_reason else "", style="bold not dim")
     for why, names in by_reason.items():
-        text.append(_wrapped(f"- {', '.join(names)}: {why}", "  ", "    "), style="dim not bold")
+        few = names if len(names) <= MOST_NAMES else [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
+        text.append(_wrapped(f"- {', '.join(few)}: {why}", "  ", "    "), style="dim not bold")
     return text
 
 
