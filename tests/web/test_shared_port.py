@@ -14,7 +14,8 @@ import pytest
 import uvloop
 
 from splittime.core.errors import ConfigError
-from splittime.web import http
+from splittime.web import connection as connections
+from splittime.web import http, serving
 from splittime.web.ports import check_port_is_free, check_port_is_shared, hold_shared_port
 from splittime.web.serving import _drain, listen, make_server
 
@@ -193,7 +194,9 @@ async def test_connections_that_are_at_work_end_with_their_answer():
             writer.close()
 
 
-async def test_an_idle_connection_is_closed_before_the_drain():
+async def test_an_idle_connection_is_closed_before_the_drain(monkeypatch):
+    for module in (connections, serving):
+        monkeypatch.setattr(module, "LEAVE_S", 0.1)
     config = configured()
     async with served(config) as (server, port, last):
         _, _, reader, writer = await answer(connected(config.host, port))
@@ -205,7 +208,8 @@ async def test_an_idle_connection_is_closed_before_the_drain():
         writer.close()
 
 
-async def test_one_who_has_not_started_leaves_when_it_has():
+async def test_one_who_has_not_started_leaves_when_it_has(monkeypatch):
+    monkeypatch.setattr(serving, "LEAVE_S", 0.0)
     config = configured()
     with hold_shared_port(config.host, 0) as held:
         port = held.getsockname()[1]
