@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import until_async
 from splittime.bench.alarm import Alarm, LoopTimer
 from splittime.bench.book.records import Ending
 from splittime.bench.client import body_of
@@ -20,7 +21,6 @@ from splittime.wire.pool import Pool
 from splittime.wire.sse import AnswerReader, EventLines, body_text
 from splittime.wire.target import Target
 from tests.bench.scripted import CHUNKED, chunk, client_of, event, scripted, whole
-from tests.bench.waiting import until
 
 MS = 1_000_000
 QUICK = Timings(ttft_ns=2 * MS, itl_ns=MS)
@@ -160,7 +160,7 @@ async def test_a_connection_closed_while_idle_is_replaced_before_anything_is_sen
 async def test_out_of_time():
     async with MockServer(Timings(ttft_ns=MS, itl_ns=1000 * MS)) as server:
         outcome = (await ask(server.url, planned(output_tokens=1000), timeout_s=0.1))[0]
-        await until(lambda: server.in_service == 0)  # the server noticed
+        await until_async(lambda: server.in_service == 0)  # the server noticed
     assert outcome.ending is Ending.TIMED_OUT
     assert "0.1 s" in outcome.error
     assert outcome.end_ns - outcome.picked_up_ns >= 100 * MS
@@ -174,7 +174,7 @@ async def test_hanging_up_as_planned():
             planned(1, output_tokens=2, cancel_after_ns=80_000 * MS),
             timeout_s=90,
         )
-        await until(lambda: server.in_service == 0)
+        await until_async(lambda: server.in_service == 0)
     assert hung_up.ending is Ending.CANCELLED
     assert hung_up.error is None
     assert hung_up.end_ns - hung_up.sent_ns >= 300 * MS
@@ -201,7 +201,7 @@ def test_more_at_once_than_any_default_limit():
         async with MockServer(Timings(ttft_ns=100_000 * MS, itl_ns=0)) as server:
             many = (planned(i, output_tokens=1) for i in range(150))
             asking = asyncio.create_task(ask(server.url, *many, together=True, timeout_s=100))
-            await until(lambda: server.in_service == 150)
+            await until_async(lambda: server.in_service == 150)
             asking.cancel()
             await asyncio.wait([asking])
             return server.most_in_service

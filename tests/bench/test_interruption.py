@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import until_async
 from splittime.bench import conductor, servers, workers
 from splittime.bench import run as run_module
 from splittime.bench.book.records import Ending
@@ -17,7 +18,6 @@ from splittime.bench.run import run_schedule
 from splittime.core.errors import EngineError
 from splittime.wire.target import RunOptions, Target
 from tests.bench.test_run import MS, at, endings, schedule_of
-from tests.bench.waiting import until
 
 QUICK = Timings(ttft_ns=MS, itl_ns=MS)
 HERE, TWO = RunOptions(), RunOptions(workers=2)
@@ -57,7 +57,7 @@ def interrupted(stop_when, schedule=LONG, options=HERE, timings=QUICK):
             stop = asyncio.Event()
             running = asyncio.create_task(run_schedule(schedule, [Target(url=server.url)], options, None, stop))
             if stop_when is not None:
-                await until(lambda: stop_when(server))
+                await until_async(lambda: stop_when(server))
             stop.set()
             return await running
 
@@ -151,7 +151,7 @@ async def test_a_stopped_run_waits_for_its_servers_but_not_for_long(monkeypatch)
     monkeypatch.setattr(servers, "close_arm", never)
     async with MockServer(QUICK) as server:
         running = asyncio.create_task(run_schedule(LONG, [Target(url=server.url)], None, None, stop))
-        await until(lambda: server.served >= 4)
+        await until_async(lambda: server.served >= 4)
         stop.set()
         run = await running
     assert "did not answer within 0.05 s" in run.arms[0].notes[-1]
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_ends_and_voids_the_run(pids, children):
     async def main():
         async with MockServer(QUICK) as server:
             running = asyncio.create_task(run_schedule(LONG, [Target(url=server.url)], TWO))
-            await until(lambda: server.served >= 4)
+            await until_async(lambda: server.served >= 4)
             os.kill(pids[1], signal.SIGKILL)
             return await running
 
@@ -243,7 +243,7 @@ def test_a_worker_leaves_the_stopping_to_the_run(pids, number):
         async with MockServer(QUICK) as server:
             stop = asyncio.Event()
             running = asyncio.create_task(run_schedule(LONG, [Target(url=server.url)], TWO, None, stop))
-            await until(lambda: server.served >= 4)
+            await until_async(lambda: server.served >= 4)
             assert {os.getsid(pid) for pid in pids.values()} == set(pids.values()), "what is sent to us is not for them"
             for pid in pids.values():
                 os.kill(pid, number)
@@ -283,11 +283,11 @@ def test_workers_end_with_the_run(tmp_path):
                 workers.sys.executable, script, server.url, tmp_path / "s.jsonl", stdout=-1, stderr=-1
             )
             pids = [int(await process.stdout.readline()) for _ in range(2)]
-            await until(lambda: server.served >= 4)
+            await until_async(lambda: server.served >= 4)
             process.kill()
             said = await process.stderr.read()  # until the last who holds it has ended
             await process.wait()
-            await until(lambda: not any(_lives(pid) for pid in pids))
+            await until_async(lambda: not any(_lives(pid) for pid in pids))
             return said
 
     assert b"Traceback" not in asyncio.run(main())
@@ -310,7 +310,7 @@ async def test_a_server_that_dies_in_the_load_is_told_request_by_request():
     schedule = schedule_of(*answered, *broken, at(4, None, session=1, turn=1))
     async with MockServer(QUICK) as server:
         running = asyncio.create_task(run_schedule(schedule, [Target(url=server.url)]))
-        await until(lambda: server.served >= 2 and server.in_service == 2)
+        await until_async(lambda: server.served >= 2 and server.in_service == 2)
         await server.stop()
         run = await running
     assert endings(run)[:2] == [Ending.COMPLETE] * 2

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from patience import until_async
 from splittime.bench import servers
 from splittime.bench.servers import connect_times, round_trips
 from splittime.wire.target import Address, Target
@@ -46,8 +47,7 @@ def test_each_connect_is_a_new_connection_without_a_request() -> None:
         async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             times_ns = await connect_times(Target(url=f"http://127.0.0.1:{port}"), 7)
-            while len(requests) < 7:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: len(requests) >= 7)
             return times_ns
 
     times_ns = asyncio.run(asyncio.wait_for(main(), 60))

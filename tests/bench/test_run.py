@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import until_async
 from splittime.bench.book.records import Ending, Phase, load_run, save
 from splittime.bench.jobs import jobs_of, split
 from splittime.bench.mock_server import MockServer, Timings
@@ -17,7 +18,7 @@ from splittime.core.errors import ConfigError
 from splittime.stats import saturation
 from splittime.wire.target import Interleave, RunOptions, Target
 from tests.bench.test_client import planned
-from tests.bench.waiting import Gathering, until
+from tests.bench.waiting import Gathering
 
 MS = 1_000_000
 QUICK = Timings(ttft_ns=5 * MS, itl_ns=MS)
@@ -45,7 +46,7 @@ def carried_out(schedule, *timings, options=None, on_progress=None, stop_when=No
         running = asyncio.create_task(run_schedule(schedule, targets, options, on_progress, stop))
         try:
             if stop_when is not None:
-                await until(lambda: running.done() or stop_when(servers[0]))
+                await until_async(lambda: running.done() or stop_when(servers[0]))
                 stop.set()
             return await asyncio.wait_for(running, WITHIN_S), servers
         finally:

@@ -1,15 +1,6 @@
 """Waiting for what must come, however slow the machine: for a state, never for a time."""
 
-import asyncio
-
 from splittime.bench.mock_server import MockServer, Timings
-
-
-async def until(condition, within_s=60.0):
-    """Fails rather than to wait for ever."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Gathering(MockServer):

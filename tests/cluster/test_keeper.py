@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from patience import until_async
 from splittime.cluster import keeper as keeper_module
 from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.keeper import FleetKeeper
@@ -101,12 +102,6 @@ def listed(folder) -> list[str]:
         return []
 
 
-async def until(what, limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not what():
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(keeper_module, "TICK_S", 0.02)
@@ -123,24 +118,24 @@ async def fleet(tmp_path, **table):
 
 async def test_replicas_follow_the_load_and_drain_before_they_end(tmp_path):
     async with fleet(tmp_path, scale=SCALE) as (replicas, _):
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 8)  # twice max_num_seqs
-        await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+        await until_async(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
         replicas.busy("r1", 1)
         replicas.busy("r2", 1)
-        await until(lambda: len(listed(tmp_path)) == 1)
+        await until_async(lambda: len(listed(tmp_path)) == 1)
         (going,) = {"r1", "r2"} - set(listed(tmp_path))
         await asyncio.sleep(1.5)
         assert replicas.ended == ["r3"], "it had nothing to do, and the other has a request"
         replicas.busy(going, 0)
-        await until(lambda: replicas.ended == ["r3", going])
+        await until_async(lambda: replicas.ended == ["r3", going])
 
 
 async def test_a_lost_replica_is_replaced(tmp_path):
     async with fleet(tmp_path, scale=SCALE) as (replicas, _):
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.dead["r1"] = "one\n\ntwo\nthree\nfour\n"
-        await until(lambda: listed(tmp_path) == ["r2"])
+        await until_async(lambda: listed(tmp_path) == ["r2"])
         assert replicas.ended == ["r1"]
         events = json.loads((tmp_path / "status.json").read_text())["events"]
         assert [(one["what"], one["name"]) for one in events] == [("start", "r1"), ("stop", "r1"), ("start", "r2")]
@@ -151,18 +146,18 @@ async def test_a_lost_replica_is_replaced(tmp_path):
 @pytest.mark.parametrize(("shares", "peers"), [(True, ["r1"]), (False, [])])
 async def test_one_that_starts_is_told_of_those_that_serve_where_they_share(tmp_path, shares, peers):
     async with fleet(tmp_path, scale={**SCALE, "max_replicas": 2}, replica={"shares_blocks": shares}) as (replicas, _):
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 5)
-        await until(lambda: listed(tmp_path) == ["r1", "r2"])
+        await until_async(lambda: listed(tmp_path) == ["r1", "r2"])
         assert replicas.peers == {"r1": [], "r2": peers}
 
 
 async def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
     async with fleet(tmp_path, scale={**SCALE, "warm_pool": 1, "max_replicas": 2}) as (replicas, _):
-        await until(lambda: replicas.asked == ["r2 sleep"])
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: replicas.asked == ["r2 sleep"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.busy("r1", 5)
-        await until(lambda: listed(tmp_path)[:2] == ["r1", "r2"])
+        await until_async(lambda: listed(tmp_path)[:2] == ["r1", "r2"])
         assert "r2 wake" in replicas.asked
         assert replicas.in_background == {"r1": False, "r2": True}
 
@@ -170,14 +165,14 @@ async def test_the_warm_pool_sleeps_and_is_woken(tmp_path):
 async def test_another_controller_goes_on_where_one_was_killed(tmp_path):
     async with small_replicas() as replicas:
         async with kept(tmp_path, replicas, scale=SCALE):
-            await until(lambda: listed(tmp_path) == ["r1"])
+            await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.start("r9", None)  # started, and not written down
         (tmp_path / "gateway-0.toml").unlink()
         async with kept(tmp_path, replicas, scale=SCALE) as keeper:
-            await until(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
+            await until_async(lambda: replicas.ended == ["r9"] and listed(tmp_path) == ["r1"])
             assert keeper.state.num_started == 1
             replicas.busy("r1", 8)
-            await until(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
+            await until_async(lambda: listed(tmp_path) == ["r1", "r2", "r3"])
             replicas.busy("r1", 0)
         async with kept(tmp_path, replicas, scale={**SCALE, "down_delay_s": 100.0}):
             await asyncio.sleep(0.5)
@@ -186,26 +181,26 @@ async def test_another_controller_goes_on_where_one_was_killed(tmp_path):
 
 async def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_changes_nothing(tmp_path):
     async with fleet(tmp_path, scale=SCALE) as (replicas, keeper):
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         path = tmp_path / "cluster.toml"
         top = f'folder = "{tmp_path}"\n'
         scale = "[scale]\nmin_replicas = 1\nmax_replicas = 3\nspare = 0\n"
         path.write_text("folder = 1\n")
         (tmp_path / REREAD).touch()
-        await until(lambda: "refused" in (tmp_path / "status.json").read_text())
+        await until_async(lambda: "refused" in (tmp_path / "status.json").read_text())
         path.write_text(f"gateways = 2\n{top}")
         (tmp_path / REREAD).touch()
-        await until(lambda: "cannot change while the cluster" in (tmp_path / "status.json").read_text())
+        await until_async(lambda: "cannot change while the cluster" in (tmp_path / "status.json").read_text())
         path.write_text(f"{top}[gateway]\nport = 8101\n")
         (tmp_path / REREAD).touch()
-        await until(lambda: "[gateway]: port cannot change" in (tmp_path / "status.json").read_text())
+        await until_async(lambda: "[gateway]: port cannot change" in (tmp_path / "status.json").read_text())
         path.write_text(f'{top}[replica]\nkey_env = "NOT_THERE"\n')
         (tmp_path / REREAD).touch()
-        await until(lambda: "the environment has no NOT_THERE" in (tmp_path / "status.json").read_text())
+        await until_async(lambda: "the environment has no NOT_THERE" in (tmp_path / "status.json").read_text())
         assert list(replicas.stats) == ["r1"]
         path.write_text(f"{top}[serve]\nmax_num_seqs = 5\n{scale}")
         (tmp_path / REREAD).touch()
-        await until(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
+        await until_async(lambda: list(replicas.stats) == ["r2"] and listed(tmp_path) == ["r2"])
         assert keeper.state.replicas["r2"].revision == keeper.state.revision
         assert replicas.in_background == {"r1": False, "r2": True}
         assert list(keeper.state.launches) == [keeper.state.revision]
@@ -217,7 +212,7 @@ async def test_another_revision_takes_the_place_of_the_first_and_a_bad_file_chan
 
 async def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_path):
     async def body(replicas, keeper) -> None:
-        await until(lambda: listed(tmp_path) == ["r2"])
+        await until_async(lambda: listed(tmp_path) == ["r2"])
         events = json.loads((tmp_path / "status.json").read_text())["events"]
         told = [("failed", ""), ("stop", "r1"), ("start", "r2")]
         assert [(one["what"], one["name"]) for one in events] == told
@@ -232,14 +227,14 @@ async def test_an_order_that_fails_is_told_and_what_it_was_to_start_is_lost(tmp_
 
 async def test_one_whose_engine_is_gone_or_that_was_put_to_sleep_is_not_asked_until_it_serves(tmp_path):
     async with fleet(tmp_path, scale={**SCALE, "max_replicas": 1}) as (replicas, _):
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.broken.add("r1")
-        await until(lambda: listed(tmp_path) == ["none-yet"])
+        await until_async(lambda: listed(tmp_path) == ["none-yet"])
         replicas.broken.clear()
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
         replicas.stats["r1"] = msgspec.structs.replace(replicas.stats["r1"], rest=Rest("asleep", 2))
-        await until(lambda: replicas.asked == ["r1 wake"])
-        await until(lambda: listed(tmp_path) == ["r1"])
+        await until_async(lambda: replicas.asked == ["r1 wake"])
+        await until_async(lambda: listed(tmp_path) == ["r1"])
 
 
 def test_names_go_on_behind_those_of_a_cluster_that_was_killed(tmp_path):

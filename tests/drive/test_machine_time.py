@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from patience import until
 from splittime.drive import host_time
 from splittime.drive.host_time import MachineTime
 
@@ -56,8 +57,7 @@ def test_what_others_run_is_theirs(ran, monkeypatch):
     before = ran()
     child = subprocess.Popen([sys.executable, "-c", BUSY + "\ninput()"], stdin=-1)
     busy()
-    while _ran_s(child.pid) < 0.9 * BUSY_S:
-        time.sleep(0.01)
+    until(lambda: _ran_s(child.pid) >= 0.9 * BUSY_S)
     after = ran()
     child.communicate(b"\n")
     assert after.others_ns - before.others_ns >= 0.5 * BUSY_S * 1e9

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from patience import until_async
 from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
@@ -160,8 +161,7 @@ async def test_changed_knobs_are_shown_at_once_and_outlive_the_engine() -> None:
         assert client.stats().knobs["enable_prefix_caching"] is False
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        while client.is_ready:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not client.is_ready)
         await wait_until_ready(client)
         await collect(client, make_request("later"))
         assert (client.stats().knobs["max_num_seqs"], client.stats().knobs["policy"]) == (3, "priority")
@@ -191,15 +191,13 @@ async def test_a_successor_that_cannot_be_started_is_tried_again(monkeypatch: py
         monkeypatch.setattr(client, "spawn", failing_spawn)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        while client.is_ready:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not client.is_ready)
         await asyncio.wait_for(wait_until_ready(client), 60)
         assert client.num_restarts == 3
 
 
 async def wait_until_ready(client: ProcessClient) -> None:
-    while not client.is_ready:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: client.is_ready)
 
 
 async def test_abort_frees_and_ends_once() -> None:
@@ -303,8 +301,7 @@ async def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.Mo
             await asyncio.sleep(0.02)
             pass_s(incarnation.SILENT_AFTER_S)
         pass_s(incarnation.HUNG_AFTER_S)
-        while client.num_restarts == 0:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: client.num_restarts != 0)
         await asyncio.wait_for(wait_until_ready(client), 60)
         assert client.num_restarts == 1
         tokens, _, _ = await collect(client, make_request("after"))

@@ -5,13 +5,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from test_process import collect, make_request
 
+from patience import until_async
 from splittime.core.errors import Conflict, EngineError, Overloaded, RequestError
 from splittime.core.request import FinishReason
 from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
@@ -38,24 +39,18 @@ async def sleepy(**settings: object) -> AsyncIterator[ProcessClient]:
         await asyncio.wait_for(client.stop(), PATIENCE_S)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def kill(client: ProcessClient) -> None:
     """And wait until its death was noticed."""
     pid = client.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: client.pid != pid)
+    await until_async(lambda: client.pid != pid)
 
 
 async def falling_asleep(client: ProcessClient) -> tuple[asyncio.Task, asyncio.Task]:
     """Returns a request that runs for long, and the sleep that waits for it."""
     running = asyncio.create_task(collect(client, make_request("running", max_tokens=5_000)))
-    await until(lambda: client.stats().num_running == 1)
+    await until_async(lambda: client.stats().num_running == 1)
     falling = asyncio.create_task(client.sleep(SleepAsk(1)))
     await asyncio.sleep(0)
     return running, falling
@@ -107,7 +102,7 @@ async def test_a_caller_that_goes_away_changes_nothing() -> None:
         await asyncio.sleep(0)
         falling.cancel()
         await running
-        await until(lambda: client.rest == Rest(ASLEEP, 1))
+        await until_async(lambda: client.rest == Rest(ASLEEP, 1))
         assert (await client.wake()).changed
 
 
@@ -173,7 +168,7 @@ async def test_an_engine_that_dies_while_it_wakes_is_asleep() -> None:
         await client.sleep(SleepAsk(2))
         with pytest.raises(EngineError, match="stays asleep"):
             await client.wake()
-        await until(lambda: client.pid is None)
+        await until_async(lambda: client.pid is None)
         assert client.rest == Rest(ASLEEP, 2)
         assert (await client.wake()).changed
 
@@ -185,7 +180,7 @@ async def test_an_engine_that_dies_before_it_slept_gets_a_successor_that_is_awak
         with pytest.raises(EngineError):
             await falling
         assert (await running)[1] is FinishReason.ERROR
-        await until(lambda: client.is_ready)
+        await until_async(lambda: client.is_ready)
         assert client.rest == Rest()
         assert (await collect(client, make_request("after")))[1] is FinishReason.LENGTH
 
@@ -243,7 +238,7 @@ async def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.
         pid = client.pid
         assert client._incarnation is not None
         client._incarnation.push.send(b"\xc1")
-        await until(lambda: client.pid != pid and client.is_ready)
+        await until_async(lambda: client.pid != pid and client.is_ready)
         assert (await collect(client, make_request("after")))[1] is FinishReason.LENGTH
     assert "a message to the engine cannot be taken in" in caplog.text
     assert "the engine is ready again after" in caplog.text

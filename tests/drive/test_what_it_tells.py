@@ -1,7 +1,6 @@
 """What an engine says of itself reaches its client: at the start, when it has measured, when a knob is turned, when it
 has collected garbage, and from a successor again."""
 
-import asyncio
 import gc
 import os
 import signal
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 from test_process import collect, make_request, running_client, wait_until_ready
 
+from patience import until_async
 from splittime.core.clock import SystemClock, VirtualClock
 from splittime.core.facts import Machine
 from splittime.drive import host_time, loop
@@ -28,13 +28,6 @@ from splittime.scheduler.scheduler import Scheduler
 from splittime.simulate.fake import FakeRunner
 
 MACHINE = Machine(cpu="fake", threads=1, measured_at_unix_ns=7)
-
-
-async def until(condition, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.01)
 
 
 def test_nothing_is_known_before_the_engine_is_ready() -> None:
@@ -55,15 +48,15 @@ async def test_facts_are_of_now() -> None:
         assert "import engine" in [part[0] for part in crank.start]
         await client.configure({"max_num_seqs": 3})
         assert client.facts().settings["max_num_seqs"] == 3
-        await until(lambda: client.facts().machine == MACHINE)
+        await until_async(lambda: client.facts().machine == MACHINE)
 
 
 async def test_a_successor_says_it_again() -> None:
     async with running_client(measures=True) as client:
-        await until(lambda: client.facts().machine is not None)
+        await until_async(lambda: client.facts().machine is not None)
         first = client.facts().process("engine")
         os.kill(client.pid, signal.SIGKILL)
-        await until(lambda: not client.is_ready)
+        await until_async(lambda: not client.is_ready)
         await wait_until_ready(client)
         second = client.facts().process("engine")
         assert client.facts().machine == MACHINE  # it still holds

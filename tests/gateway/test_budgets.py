@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from patience import until_async
 from splittime.core.errors import ConfigError, Refused
 from splittime.gateway import budgets, exchanges
 from splittime.gateway.budget_stores import BudgetFile
@@ -155,8 +156,7 @@ async def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monk
 
     monkeypatch.setattr(exchanges, "ThreadPoolExecutor", Between)
     kept.open()
-    while len(seen) < 3:
-        await asyncio.sleep(0.005)
+    await until_async(lambda: len(seen) >= 3)
     await kept.close()
     assert [one["a", "tokens_per_day"] for one in seen[:3]] == [1, 2, 3]
 
@@ -173,8 +173,7 @@ async def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_
     kept = TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON)))
     kept._exchanges = kept._exchanged_with(Slow(file))
     kept.open()
-    while not begun.is_set():
-        await asyncio.sleep(0.005)
+    await until_async(lambda: begun.is_set())
     kept.use("a", 40)
     closing = asyncio.create_task(kept.close())
     await asyncio.sleep(0.02)

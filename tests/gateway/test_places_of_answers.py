@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import until_async
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, QueueConfig, UpstreamConfig
 from splittime.gateway.fair_queue import FairQueue
@@ -162,8 +163,7 @@ async def test_a_tied_second_takes_as_many_places():
     text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
     async with gateway_before({"slow": slow, "quick": quick}, text) as (app, gateway):
         asking = asyncio.create_task(asked_of(app, stream=True, n=5))
-        while not quick.asked:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: quick.asked)
         places.extend((one.requests, one.in_flight.places) for one in gateway.router.upstreams)
         await asking
         assert [(one.requests, one.in_flight.places) for one in gateway.router.upstreams] == [(0, 0)] * 2

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from patience import until_async
 from splittime.core.errors import ConfigError, Refused
 from splittime.gateway import shared_counters, shared_limits, valkey_connection
 from splittime.gateway.budget_stores import BudgetsInValkey
@@ -62,28 +63,20 @@ async def exchanging(url: str, *quotas: Quota):
     gateways = [SharedLimits(url, lambda own=own: {"a": own}) for own in quotas]
     for gateway in gateways:
         gateway.open()
-    await until(lambda: all(gateway.is_shared for gateway in gateways))
+    await until_async(lambda: all(gateway.is_shared for gateway in gateways))
     yield
     for gateway in gateways:
         await gateway.close()
-
-
-async def until(holds) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to be")
 
 
 async def test_requests_and_tokens_count_at_every_gateway(empty):
     one, other = (quota(requests_per_minute=10, tokens_per_minute=1000) for _ in range(2))
     async with exchanging(empty, one, other):
         used(one, 6, 100)
-        await until(lambda: other._requests.level < 5)
+        await until_async(lambda: other._requests.level < 5)
         used(other, 5)
         assert refusal(other) == "requests_per_minute"
-        await until(lambda: refusal(one) == "requests_per_minute")
+        await until_async(lambda: refusal(one) == "requests_per_minute")
         assert -2 < one._requests.level < 0
         assert one._tokens.level == pytest.approx(900, abs=2), "no gateway takes its own use twice"
         assert other._tokens.level == pytest.approx(900, abs=20)
@@ -94,9 +87,9 @@ async def test_what_is_reserved_at_one_gateway_is_reserved_at_all(empty):
     async with exchanging(empty, one, other):
         use = one.enter(time.monotonic_ns())
         use.reserve(1000, time.monotonic_ns())
-        await until(lambda: refusal(other) == "tokens_per_minute")
+        await until_async(lambda: refusal(other) == "tokens_per_minute")
         use.settle(300, time.monotonic_ns())
-        await until(lambda: other._tokens.level > 600)
+        await until_async(lambda: other._tokens.level > 600)
         assert other._tokens.level == pytest.approx(700, abs=20)
         assert one._tokens.level == pytest.approx(700, abs=20)
 
@@ -117,12 +110,12 @@ async def test_a_store_that_is_emptied_gives_and_takes_nothing(empty):
     connection = ValkeyConnection(*address_of(empty, "limits_valkey"))
     async with exchanging(empty, one, other):
         used(one, 1, 300)
-        await until(lambda: other._tokens.level < 800)
+        await until_async(lambda: other._tokens.level < 800)
         connection.ask(b"FLUSHALL")
         await asyncio.sleep(0.1)
         assert other._tokens.level == pytest.approx(700, abs=20)
         used(one, 1, 200)
-        await until(lambda: other._tokens.level < 600)
+        await until_async(lambda: other._tokens.level < 600)
         assert one._tokens.level == pytest.approx(500, abs=20)
     connection.close()
 
@@ -134,14 +127,14 @@ async def test_what_others_use_is_seen_below_nothing_too(empty):
     async with exchanging(empty, one, other):
         use = one.enter(time.monotonic_ns())
         use.reserve(500, time.monotonic_ns())
-        await until(lambda: other._tokens.level < 600)
+        await until_async(lambda: other._tokens.level < 600)
         connection.ask(b"FLUSHALL")
         await asyncio.sleep(0.05)
         use.settle(0, time.monotonic_ns())
-        await until(lambda: connection.ask(b"HGET", shared_limits.HASH.encode(), b"tokens a") == b"-500")
+        await until_async(lambda: connection.ask(b"HGET", shared_limits.HASH.encode(), b"tokens a") == b"-500")
         await asyncio.sleep(0.05)
         used(other, 1, 200)
-        await until(lambda: one._tokens.level < 850)
+        await until_async(lambda: one._tokens.level < 850)
         assert one._tokens.level == pytest.approx(800, abs=20)
     connection.close()
 
@@ -162,12 +155,12 @@ async def test_a_tenant_that_comes_back_begins_anew_and_its_use_is_not_told_twic
     gateways = [SharedLimits(empty, lambda: {"a": mine[-1]}), SharedLimits(empty, lambda: {"a": other})]
     for gateway in gateways:
         gateway.open()
-    await until(lambda: all(gateway.is_shared for gateway in gateways))
+    await until_async(lambda: all(gateway.is_shared for gateway in gateways))
     used(mine[-1], 1, 200)
-    await until(lambda: other._tokens.level < 850)
+    await until_async(lambda: other._tokens.level < 850)
     mine.append(quota(tokens_per_minute=2000))
     used(mine[-1], 1, 100)
-    await until(lambda: other._tokens.level < 750)
+    await until_async(lambda: other._tokens.level < 750)
     await asyncio.sleep(0.05)
     assert other._tokens.level == pytest.approx(700, abs=30)
     assert mine[-1]._tokens.level == pytest.approx(1900, abs=30)
@@ -324,7 +317,7 @@ async def test_what_a_store_answers_ends_no_sharing(caplog):
 
     exchange = Exchanges(0.001, lambda: 1, send, lambda kept: None)
     exchange.begin("trouble")
-    await until(lambda: exchange.succeeded)
+    await until_async(lambda: exchange.succeeded)
     await exchange.end()
     assert caplog.text.count("trouble: unforeseen") == 1
 

@@ -12,6 +12,7 @@ import urllib.request
 from contextlib import contextmanager
 
 from benchmarks.server_process import free_port
+from patience import until
 
 from .conftest import gateway_of, upstream
 from .test_command import run
@@ -66,13 +67,6 @@ def asking(url: str):
 
 def num_accounts(gateway) -> int:
     return len(gateway.get("/ledger/requests?limit=1000")["accounts"])
-
-
-def until(is_so) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_gateway_that_drains_leaves_the_port_to_another(hostile, tmp_path):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
+from patience import until_async
 from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.sent_request import NoConnection
@@ -263,12 +264,10 @@ async def test_an_answer_that_is_taken_late_does_not_read_on_for_the_next_one() 
 
     async with upstream(serve) as (connections, address):
         early = await ask(connections, address)
-        while not early._is_whole:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: early._is_whole)
         late = await ask(connections, address)
         assert late._connection is early._connection
-        while late._num_unread <= MAX_UNREAD_BYTES:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: late._num_unread > MAX_UNREAD_BYTES)
         assert len(await early.piece(5)) == first
         unread = late._num_unread
         await asyncio.sleep(0.3)
@@ -292,8 +291,7 @@ async def test_an_answer_before_the_request_is_sent_ends_the_connection(said: by
         answer = await ask(connections, address, bytes(64 * 2**20))
         assert await all_of(answer) == b"abcdefg"
         assert answer._connection.transport.is_closing()
-        while answer._connection.is_open:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not answer._connection.is_open)
         released.set()
         assert await all_of(await ask(connections, address)) == b"abcdefg"
     assert len(served) == 2
@@ -329,8 +327,7 @@ async def test_an_address_that_nobody_asks_any_more_is_forgotten(monkeypatch) ->
     async with upstream(serve) as (connections, address):
         assert await all_of(await ask(connections, address)) == b"abcdefg"
         assert list(connections._idle) == [address]
-        while connections._idle:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not connections._idle)
         assert await all_of(await ask(connections, address)) == b"abcdefg"
 
 
@@ -397,8 +394,7 @@ async def test_who_gives_up_a_whole_answer_cuts_nobodys_connection(error) -> Non
 
     async with upstream(serve) as (connections, address):
         early = await ask(connections, address)
-        while not early._is_whole:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: early._is_whole)
         late = await ask(connections, address)
         early.end(error)
         assert await all_of(early) == b"abcdefg"

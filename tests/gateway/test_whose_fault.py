@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from patience import until_async
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
@@ -498,8 +499,7 @@ async def test_a_pause_that_ends_lets_who_waits_for_another_go_there(has_tenants
     async with gateway_before({"one": one, "two": two}, text, max_in_flight=1) as (app, _):
         head = of("a") if has_tenants else {}
         first = asyncio.create_task(asked(app, head))
-        while not two.asked:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: two.asked)
         one.said = whole(200, WHOLE)
         assert (await asyncio.wait_for(asked(app, head), 5)).status == 200
         assert (len(one.asked), len(two.asked), first.done()) == (2, 1, False)

@@ -17,6 +17,7 @@ import books
 import msgspec
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError, EngineError, ErrorInfo, NotFound, RequestError
 from splittime.ledger import sqlite_file
 from splittime.ledger.account import REFUSED
@@ -470,9 +471,9 @@ def test_the_file_keeps_the_latest_facts(tmp_path, monkeypatch):
     assert open_readonly(path).facts() is None  # nobody has told any
     told = [FACTS]
     ledger.describe_by(lambda: told[-1])
-    wait_for(lambda: open_readonly(path).facts() == FACTS)
+    until(lambda: open_readonly(path).facts() == FACTS)
     told.append(msgspec.structs.replace(FACTS, settings={"a": 2}))
-    wait_for(lambda: open_readonly(path).facts() == told[-1])
+    until(lambda: open_readonly(path).facts() == told[-1])
     time.sleep(0.3)
     ledger.close()
     assert sqlite3.connect(path).execute("SELECT count(*) FROM facts").fetchone() == (2,)  # only what is new
@@ -528,13 +529,6 @@ def test_a_file_of_a_later_format_is_left_alone(tmp_path):
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'facts'").fetchone() is None
-
-
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_a_file_has_one_writer_at_a_time_and_says_who(tmp_path):
@@ -839,7 +833,7 @@ def test_facts_are_asked_for_until_there_are_some_and_then_at_intervals(tmp_path
     asked, told = [], [None, None, None, FACTS]
     ledger = Ledger(tmp_path / "l.sqlite")
     ledger.describe_by(lambda: asked.append(1) or told[min(len(asked) - 1, 3)])
-    wait_for(lambda: open_readonly(tmp_path / "l.sqlite").facts() == FACTS)
+    until(lambda: open_readonly(tmp_path / "l.sqlite").facts() == FACTS)
     for i in range(5):
         ledger.add_step(books.step(i, i))
         assert ledger.flush()

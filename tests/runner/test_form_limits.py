@@ -17,6 +17,7 @@ import pytest
 from test_grammars import ids, walked
 
 from benchmarks.scenarios.form_schemas import schemas
+from patience import until
 from splittime.assemble.model_source import load_tokenizer, locate
 from splittime.core.background import NICER
 from splittime.core.errors import Overloaded, RequestError
@@ -150,8 +151,7 @@ def test_a_form_that_waits_for_a_processor_is_not_slow(known: Grammars) -> None:
     process = known._processes.start()
     process.compile(of_schema({"type": "integer"}))
     os.kill(process._pid, signal.SIGSTOP)
-    while any(") T " not in told.read_text() for told in Path(f"/proc/{process._pid}/task").glob("*/stat")):
-        time.sleep(0.001)
+    until(lambda: not any(") T " not in told.read_text() for told in Path(f"/proc/{process._pid}/task").glob("*/stat")))
     seen: list[int] = []
 
     def is_wanted() -> bool:

@@ -1,12 +1,11 @@
 """Lines that any client can cause are few, and say how many were left out."""
 
-import asyncio
 import contextlib
 import logging
 
 import pytest
 
-from patience import until
+from patience import until, until_async
 from splittime.web import serving
 
 from .test_attacks import connect
@@ -71,8 +70,7 @@ async def test_the_count_is_told_when_the_window_ends(monkeypatch, caplog) -> No
     spare = serving.LogLimit()
     for _ in range(9):
         spare.filter(record())
-    while not lines(caplog, "splittime.test"):
-        await asyncio.sleep(0.01)
+    await until_async(lambda: lines(caplog, "splittime.test"))
     assert lines(caplog, "splittime.test") == ["4 more lines like 'bad' were left out in 1 s"]
 
 

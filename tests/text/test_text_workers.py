@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from patience import until_async
 from splittime.core.background import NICER
 from splittime.core.errors import EngineError, Overloaded, RequestError, SplittimeError
 from splittime.core.forked import ForkLimits
@@ -155,8 +156,7 @@ async def test_small_texts_do_not_wait_for_large_ones() -> None:
         assert {task.cause for task in (*giants, *longs, small)} == {Cause.WORKER_START}
         await small.done
         assert not giants[-1].done.done()
-        while "giant" not in begun:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: "giant" in begun)
         second = workers.submit(Encode(("a" * 2_000_000,)))
         assert second.cause is Cause.TEXTS_BEFORE
         await longs[-1].done
@@ -169,8 +169,7 @@ async def test_small_texts_do_not_wait_for_large_ones() -> None:
 async def test_a_large_texts_worker_ends_with_it() -> None:
     async with some_workers() as workers:
         await workers.submit(Encode(("a" * 20_000,))).done
-        while workers.lanes[-2].workers:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not workers.lanes[-2].workers)
 
 
 async def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
@@ -180,8 +179,7 @@ async def test_what_nobody_wants_any_more_is_not_worked_on(monkeypatch) -> None:
         tasks: list[TextTask] = []
         for number in range(3):
             tasks.append(workers.submit(Encode(("a" * 3_000_000,)), lambda number=number: begun.append(number)))
-        while not begun:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: begun)
         os.kill(workers.lanes[-1].workers[0].pid, signal.SIGSTOP)
         for task in tasks[:2]:
             workers.drop(task, RuntimeError("gone"))
@@ -216,8 +214,7 @@ async def test_what_was_left_and_does_not_end_is_ended(monkeypatch) -> None:
         (worker,) = workers.lanes[0].workers
         os.kill(worker.pid, signal.SIGSTOP)
         workers.drop(workers.submit(CHAT), RuntimeError("gone"))
-        while is_alive(worker.pid):
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not is_alive(worker.pid))
         assert worker not in workers.lanes[0].workers
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
@@ -250,8 +247,7 @@ async def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int,
         assert os.getsid(worker.pid) == os.getsid(0)
         assert os.getpgid(worker.pid) == workers.parent.pid != os.getpgid(0)
         os.kill(worker.pid, signal.SIGSTOP)
-        while task.num_tries == 0:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: task.num_tries != 0)
         left_s = worker._alarm.when() - asyncio.get_running_loop().time() - text_worker.SILENT_S
         assert 0 <= 5.0 * 1.25**nicer - left_s < 4.0  # of the least that it gets beside a thread that serves
         os.kill(worker.pid, signal.SIGCONT)
@@ -338,8 +334,7 @@ async def test_what_a_worker_ran_is_its_parents_when_it_has_ended() -> None:
         with pytest.raises(RequestError):
             await workers.submit(Render(({"role": "user", "content": "evil"},))).done
         # the timer that ended it counts by ticks, more than it ran where others are at work
-        while (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") < 0.3 * LIMITS.cpu_s:
-            await asyncio.sleep(0.05)
+        await until_async(lambda: (ticks_of_all(pid) - before) / os.sysconf("SC_CLK_TCK") >= 0.3 * LIMITS.cpu_s)
 
 
 def ticks_of_all(pid: int) -> int:

@@ -5,13 +5,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from patience import until
 from splittime.bench.event_loop import ENDING, sigterm_interrupts
 from splittime.bench.own_server import as_typed
 from splittime.core.errors import ConfigError, Conflict, EngineError
@@ -33,13 +33,6 @@ def server() -> Iterator[Target]:
 
 def knobs(server: Target) -> dict:
     return get_json(f"{server.base_url}/knobs", None)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_settings_are_typed_as_flags() -> None:
@@ -148,7 +141,7 @@ def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_p
     command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: process.poll() is not None or knobs(server) != before)
+        until(lambda: process.poll() is not None or knobs(server) != before)
         process.send_signal(sign)
         assert "as before" in process.communicate(timeout=60)[1]
         assert process.returncode == 130
@@ -180,4 +173,4 @@ with OwnServers(None, {"num_threads": 1}).serving({}) as target:
             return False
         return True
 
-    wait_for(is_gone)
+    until(is_gone)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 
+from patience import until_async
 from splittime.core.errors import ConfigError
 from splittime.web import connection as connections
 from splittime.web import http, serving
@@ -72,8 +73,7 @@ async def served(config):
         own = listen(config)
         address = own.getsockname()
         serving = asyncio.create_task(server.serve(sockets=[own, shared]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: server.started)
         yield server, port, last
         connected(*address[:2]).close()
         server.should_exit = True
