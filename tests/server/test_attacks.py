@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import socket
 import time
 
 import msgspec
@@ -16,16 +15,8 @@ from splittime.web.edge import Edge, Names
 from splittime.web.http import receive_nothing
 from splittime.web.tenants import ApiKeys
 
-from .conftest import LiveServer, say
-
-
-def connect(server: LiveServer, *, receive_buffer: int | None = None) -> socket.socket:
-    client = socket.socket()
-    if receive_buffer:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.settimeout(60)
-    client.connect(("127.0.0.1", server.port))
-    return client
+from .conftest import say
+from .test_endings import connect
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nx-slow: "])

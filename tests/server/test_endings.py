@@ -32,6 +32,7 @@ def connect(live: LiveServer, receive_buffer: int | None = None) -> socket.socke
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(60)
     sock.connect(("127.0.0.1", live.port))
     return sock
 

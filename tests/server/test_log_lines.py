@@ -8,7 +8,7 @@ import pytest
 from patience import until, until_async
 from splittime.web import serving
 
-from .test_attacks import connect
+from .test_endings import connect
 
 STORM = 60
 

@@ -11,7 +11,7 @@ from splittime.web.edge import LAST, BoundedBody
 from splittime.web.http import TRANSPORT
 
 from .conftest import LiveServer
-from .test_attacks import connect
+from .test_endings import connect
 
 CHUNKED, LONG = "Transfer-Encoding: chunked", "Content-Length: 1000000"
 ROUTES = [
