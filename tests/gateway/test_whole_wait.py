@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from patience import until
+from patience import until, until_async
 from splittime.gateway import upstream_pulse
 from splittime.gateway.relay import Relay
 from splittime.gateway.routing.round_trips import RoundTrips
@@ -202,8 +202,7 @@ def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
         ends = await asyncio.gather(*(one.piece(0.2) for one in waiting), return_exceptions=True)
         for answer in waiting:
             pulse.leave(answer)
-        await asyncio.sleep(0.02)
-        assert pulse._asking is None  # nobody waits, nobody asks
+        await until_async(lambda: pulse._asking is None)  # nobody waits, nobody asks
         return [type(one).__name__ for one in ends]
 
     ends = asyncio.run(run())
