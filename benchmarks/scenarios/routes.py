@@ -84,28 +84,39 @@ def widened(file: Path, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    config, drawn = model.config, torch.Generator().manual_seed(0)
-    hidden = torch.randperm(config.hidden_size, generator=drawn)
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors[name] = tensor
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            del tensors[name]
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] = tensor[hidden]
-        else:
-            tensors[name] = tensor[..., hidden]
-    for layer in range(config.num_hidden_layers):
-        inner = torch.randperm(config.intermediate_size, generator=drawn)
-        gate, up, down = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-        tensors |= {gate: tensors[gate][inner], up: tensors[up][inner], down: tensors[down][:, inner]}
+    config, tensors = model.config, model.state_dict()
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    save_file(shuffled(tensors, config), folder / "model.safetensors")
     config.architectures = ["LlamaForCausalLM"]
     vars(config).pop("quantization_config", None)
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
+
+
+def shuffled(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Returns the same Llama with its channels in another order: hidden ones, and those of MLPs and of values."""
+    drawn = torch.Generator().manual_seed(0)
+    hidden, width = torch.randperm(config.hidden_size, generator=drawn), config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    found = {
+        name: tensor[hidden] if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor[..., hidden]
+        for name, tensor in tensors.items()
+    }
+    for layer in range(config.num_hidden_layers):
+        inner = torch.randperm(config.intermediate_size, generator=drawn)
+        places = torch.stack([torch.randperm(width, generator=drawn) for _ in range(kv_heads)])
+        values = (places + torch.arange(kv_heads)[:, None] * width).flatten()
+        read = places.repeat_interleave(heads // kv_heads, 0) + torch.arange(heads)[:, None] * width
+        rows = {"mlp.gate_proj": inner, "mlp.up_proj": inner, "self_attn.v_proj": values}
+        columns = {"mlp.down_proj": inner, "self_attn.o_proj": read.flatten()}
+        for names, dim in ((rows, 0), (columns, 1)):
+            for name, order in names.items():
+                full = f"model.layers.{layer}.{name}.weight"
+                found[full] = found[full].index_select(dim, order)
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def heldout_text() -> Iterator[str]:
