@@ -120,12 +120,6 @@ def test_plans_and_simulations_take_it_and_say_so(calibrated, url):
     assert "no calibration of this server is kept here" in nothing.stderr
 
 
-def test_nothing_listens_there():
-    done = called("calibrate", "--url", "http://127.0.0.1:9")
-    assert done.returncode == 1
-    assert "127.0.0.1:9" in done.stderr
-
-
 class Foreign(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_error(404)

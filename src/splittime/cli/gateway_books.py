@@ -272,7 +272,7 @@ def _found(config: Path, ledger: Path | None, lint: dict[str, Any] | None) -> "I
 def _table(found: "Inventory") -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("hop", "owner", "time-outs, s", "tries", "cap", "seen", "not set, and notes"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "hop")  # an address stays whole
     for hop in found.hops:
         missing = [", ".join(hop.not_set), *hop.notes]
         table.add_row(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
+from rich.table import Column, Table
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
 from splittime.core.errors import ConfigError
@@ -171,7 +171,8 @@ def _tell(found: "Evaluation") -> None:
     if found.in_labels:
         words = f"{found.in_labels} of them stand in the labels too: the threshold was chosen with them"
         talk().print(words, style="yellow", markup=False)
-    table = Table("", "threshold", "small", "cost", "worth", "gain over chance", box=None, pad_edge=False)
+    heads = ("threshold", "small", "cost", "worth", "gain over chance")
+    table = Table(Column("", no_wrap=True), *heads, box=None, pad_edge=False)
     for name, point in (("always small", found.always_small), ("always large", found.always_large)):
         table.add_row(name, "-", *_cells(point)[1:])
     table.add_row("best possible", "-", *_cells(found.best)[1:])
