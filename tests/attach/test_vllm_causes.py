@@ -19,7 +19,7 @@ from vllm_driver import Driver
 
 from splittime.attach import vllm_scheduler
 from splittime.attach.engine_books import UNKNOWN_AHEAD
-from splittime.attach.vllm_facts import facts_of
+from splittime.attach.versions import facts_of
 from splittime.attach.vllm_offline import OfflineAsyncScheduler
 from splittime.attach.vllm_scheduler import Bookkeeping
 from splittime.ledger.stages import Cause, Stage

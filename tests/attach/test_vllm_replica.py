@@ -20,9 +20,8 @@ from vllm.v1.engine.core import EngineCore
 from splittime.attach.settings import VllmSettings, changed
 from splittime.attach.simulators import VllmReplica, simulator_of
 from splittime.attach.versions import vllm_version
-from splittime.attach.vllm_engine import VllmEngine, by_plan
+from splittime.attach.vllm_engine import VllmEngine, by_plan, ready_ns, replay
 from splittime.attach.vllm_offline import PlannedStep, offline_request, offline_scheduler, sampled
-from splittime.attach.vllm_replay import ready_ns, replay
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts

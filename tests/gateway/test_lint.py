@@ -11,8 +11,7 @@ from splittime.cli.main import app
 from splittime.gateway.config import LintConfig
 from splittime.gateway.forwarded import forwarded
 from splittime.gateway.lint import sampler
-from splittime.gateway.lint.faults import PromptText, changing_prefix, faults_of, texts_of
-from splittime.gateway.lint.sampler import PromptLint
+from splittime.gateway.lint.sampler import PromptLint, PromptText, changing_prefix, faults_of, texts_of
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import Attempt, NestedStage
 from splittime.ledger.stages import Stage

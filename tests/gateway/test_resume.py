@@ -16,7 +16,7 @@ from benchmarks.server_process import free_port, wait_until_ready
 from patience import until
 from splittime.gateway.forwarded import forwarded
 from splittime.gateway.resume.request import TEXT, TOKEN_IDS, continued
-from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, prompt_of
+from splittime.gateway.resume.resumption import Splicer, StreamRecorder, StreamStory, prompt_of
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream

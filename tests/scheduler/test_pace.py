@@ -10,7 +10,7 @@ from test_scheduler import add, make_scheduler, shape
 from splittime.core.shares import KeyShare
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.pace import KeyPace
+from splittime.scheduler.planner import KeyPace
 from splittime.scheduler.scheduler import Scheduler
 
 

@@ -61,7 +61,7 @@ def _replay_vllm(recorded: Recorded) -> Divergence | None:
     from splittime.attach.simulators import keep_vllm_quiet
 
     keep_vllm_quiet()
-    from splittime.attach.vllm_replay import replay  # vLLM: seconds
+    from splittime.attach.vllm_engine import replay  # vLLM: seconds
 
     return replay(recorded)
 

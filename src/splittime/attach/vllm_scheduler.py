@@ -16,11 +16,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from splittime.attach import vllm_facts
 from splittime.attach.engine_books import BegunStep, DecidedPlan, EngineBooks
 from splittime.attach.mail import Sender, TakesMail, name_folder
 from splittime.attach.request_book import AskedRequest
-from splittime.attach.versions import require_known
+from splittime.attach.versions import engine_alone, facts_of, require_known
 from splittime.attach.vllm_causes import StatesCauses, is_in_flight
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import Cause
@@ -170,9 +169,9 @@ class Bookkeeping(ReadsPlans):
     def _st_open_mail(self) -> TakesMail:
         number = self.vllm_config.parallel_config.data_parallel_index
         try:
-            facts = vllm_facts.facts_of(self)
+            facts = facts_of(self)
         except Exception as error:
-            Sender(number, vllm_facts.engine_alone()).stop(reason_of(error))  # else nobody would be told
+            Sender(number, engine_alone()).stop(reason_of(error))  # else nobody would be told
             raise
         return Sender(number, facts, self._st_books.waiting_for)
 

@@ -71,7 +71,7 @@ class Opening(NamedTuple):
 
 
 class Synthetic:
-    """One turn each; `sessions` builds on the same openings."""
+    """One turn each; `SyntheticSessions` builds on the same openings."""
 
     def __init__(
         self, spec: LoadSpec, alphabet: Alphabet, salt: Salt, fitter: Fitter, usual: LengthRows | None = None

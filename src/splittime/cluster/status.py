@@ -12,7 +12,7 @@ from splittime.cluster.state import ClusterState
 
 if TYPE_CHECKING:
     from splittime.cluster.gateways import ManagedGateways
-    from splittime.cluster.rollout import Rollout
+    from splittime.cluster.keeper import Rollout
 
 
 class FleetEvent(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ MOST_REMEMBERED = 4096  # keys whose counters are kept
 
 class KeyShare:
     """What one key has had. unit: what its counter grows by for each that it is served. num_waiting, num_running: that
-    wait for something of it, and that were served and go on. spent_ns: of the time of steps (`scheduler.pace`)."""
+    wait for something of it, and that were served and go on. spent_ns: of the time of steps (`scheduler.planner`)."""
 
     __slots__ = ("counter", "name", "num_running", "num_waiting", "spent_ns", "turn", "unit", "weight")
 

@@ -1,1 +1,1 @@
-"""Text in prompts that serves nothing: `faults` of one request, and a `sampler` of those that pass."""
+"""Text in prompts that serves nothing: a `sampler` of those that pass, and its faults in `words`."""

@@ -1,18 +1,202 @@
-"""One request's part of it: what each of its attempts is asked, and whether there may be another after a break."""
+"""One request's part of it: what each of its attempts is asked, and whether there may be another after a break.
+
+A `StreamStory` is what a stream has told its client so far; a `Splicer` lets another upstream's chunks go on with it.
+Each chunk of a stream that may be continued is read. Its client sees it as the upstream wrote it, without the token ids
+that only the gateway asked for. Chunks of the second upstream get the first one's id, model and form (a chat's, if it
+was one), the first of them says `resumed`, and `usage` counts the answer as one.
+
+By text an answer's tokens are those that the upstream tells in each chunk, which it is asked for (`usage_asked`). Where
+it tells none they are estimated: a chunk is a token, unless it has several words.
+"""
 
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from splittime.gateway.answer_events import AnswerEditor
-from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.endpoints import CHAT
+from splittime.gateway.forwarded import BYTES_PER_TOKEN, ForwardedRequest
 from splittime.gateway.resume.request import TEXT, TOKEN_IDS, body_of, continued, most_tokens, telling, way_of, why_not
-from splittime.gateway.resume.story import Splicer, StreamRecorder, StreamStory, mark_of, prompt_of
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.attempts import FirstTokens
 from splittime.web.reading import BodySender, read_beside
+from splittime.wire.sse import EventLines
 
 BREAKS = ("upstream_died", "upstream_stalled")
 Asked = tuple[ForwardedRequest, AnswerEditor | None]  # of an upstream, and who reads its chunks: None for nobody
+MAX_TOKENS = 2**18  # of an answer that is remembered; a longer one is not continued
+MAX_CHARS = 2**22
+LONG_TOKEN_CHARS = 32  # no token of a text is longer, but for runs of one character
+HEAD = ("id", "object", "created", "model", "system_fingerprint")
+DONE = b"[DONE]"
+Fields = dict[str, Any]
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class StreamStory:
+    """way: `token_ids` or `text`. shows_ids: the client asked for token ids itself. prompt: None until it is told."""
+
+    def __init__(self, path: str, way: str, prompt: str | None, shows_ids: bool) -> None:
+        self.path, self.way, self.shows_ids = path, way, shows_ids
+        self.prompt_text = prompt
+        self.prompt_ids: list[int] | None = None if way == TOKEN_IDS else []
+        self.token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._num_chars = 0
+        self._before_tokens = self._told_tokens = 0  # of earlier upstreams; of this one, as it told
+        self._estimated_tokens = 0  # of its chunks since then
+        self.prompt_tokens: int | None = None  # as the first one told them
+        self.head: Fields = {}
+        self.is_ended = False  # a finish reason was told
+        self.is_lost = False  # it cannot be told any more where the stream stands
+        self._is_in_content = True  # a chat: what comes next is content, not reasoning
+
+    @property
+    def num_tokens(self) -> int:
+        """The answer's tokens so far; by `text` as they were told, or as estimated."""
+        if self.way == TOKEN_IDS:
+            return len(self.token_ids)
+        return self._before_tokens + self._told_tokens + self._estimated_tokens
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.head) and self.prompt_ids is not None and not self.is_lost and self._is_in_content
+
+    def go_on(self) -> None:
+        """What comes now is another upstream's."""
+        self._before_tokens, self._told_tokens, self._estimated_tokens = self.num_tokens, 0, 0
+
+    def note(self, chunk: Fields) -> None:
+        """A chunk that the client is about to have."""
+        self.head = self.head or {name: chunk[name] for name in HEAD if name in chunk}
+        for choice in chunk.get("choices") or ():
+            self._note_choice(choice)
+        self._note_told(chunk.get("usage"), chunk.get("timings"))
+
+    def _note_told(self, usage: object, timings: object) -> None:
+        told = usage if isinstance(usage, dict) else {}
+        tokens = told.get("completion_tokens")
+        if tokens is None and isinstance(timings, dict):  # of llama.cpp
+            tokens = timings.get("predicted_n")
+        if type(tokens) is int and tokens >= self._told_tokens:
+            self._told_tokens, self._estimated_tokens = tokens, 0
+        if self.prompt_tokens is None and not self._before_tokens and type(told.get("prompt_tokens")) is int:
+            self.prompt_tokens = told["prompt_tokens"]
+
+    def _note_choice(self, choice: Fields) -> None:
+        self.is_ended = self.is_ended or choice.get("finish_reason") is not None
+        if self.way == TOKEN_IDS:
+            self.prompt_ids = self.prompt_ids or choice.get("prompt_token_ids")
+            told = choice.get("token_ids") or []
+            self.token_ids += told
+            if told and self.path == CHAT:  # who goes on writes all as content
+                self._is_in_content = "text" in choice or "content" in (choice.get("delta") or {})
+            self.is_lost = self.is_lost or (not told and bool(choice.get("text"))) or len(self.token_ids) > MAX_TOKENS
+        elif text := choice.get("text"):
+            self._texts.append(text)
+            self._estimated_tokens += text_tokens(text)
+            self._num_chars += len(text)
+            self.is_lost = self.is_lost or self._num_chars > MAX_CHARS
+
+
+def text_tokens(text: str) -> int:
+    """Returns about how many tokens a chunk's text has: one, unless it has several words or is too long for one."""
+    words = len(text.split())
+    if words <= 1 and len(text) <= LONG_TOKEN_CHARS:
+        return 1
+    return max(words, len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+
+
+class StreamRecorder:
+    """Reads the chunks of the first upstream; gives what the client is to have, whole events only."""
+
+    def __init__(self, story: StreamStory) -> None:
+        self._story, self._lines = story, EventLines()
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._lines.is_too_long
+
+    def edit(self, piece: bytes) -> bytes:
+        """Returns the events that are now whole, as the client is to have them. A chunk that cannot be read is given
+        as it is, and its stream is not continued."""
+        return b"".join(b"data: %b\n\n" % self._event(data) for data in self._lines.feed(piece))
+
+    def edit_whole(self, body: bytes) -> bytes:
+        return body
+
+    def _event(self, data: bytes) -> bytes:
+        if data == DONE:
+            return data
+        try:
+            chunk = _decode(data)
+            self._story.note(chunk)
+            return msgspec.json.encode(self._shown(chunk))
+        except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError, TypeError):
+            self._story.is_lost = True
+            return data
+
+    def _shown(self, chunk: Fields) -> Fields:
+        if not self._story.shows_ids:
+            for choice in chunk.get("choices") or ():
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+        return chunk
+
+
+class Splicer(StreamRecorder):
+    """Reads the chunks of another upstream, which goes on after `before` tokens. mark: what the first of them says."""
+
+    def __init__(self, story: StreamStory, mark: Fields) -> None:
+        super().__init__(story)
+        story.go_on()
+        self._before, self._mark = story.num_tokens, mark
+
+    def _shown(self, chunk: Fields) -> Fields:
+        for choice in chunk.get("choices") or ():
+            choice.pop("prompt_token_ids", None)
+            if self._story.path == CHAT:
+                choice["delta"] = {"content": choice.pop("text", "")}
+        if chunk.get("usage"):
+            chunk["usage"] = self._whole_usage(chunk["usage"])
+        if chunk.get("error") is None:
+            chunk |= self._story.head
+        if self._mark:
+            chunk["resumed"], self._mark = self._mark, {}
+        return super()._shown(chunk)
+
+    def _whole_usage(self, usage: Fields) -> Fields:
+        """The first upstream's prompt, and the answer of both."""
+        told, before = usage.get("prompt_tokens", 0), self._before
+        prompt = told - before if told >= before else told  # else it was not counted as this one counts
+        if self._story.way == TEXT and self._story.prompt_tokens is not None:
+            prompt = self._story.prompt_tokens
+        output = usage.get("completion_tokens", 0) + before
+        usage |= {"prompt_tokens": prompt, "completion_tokens": output}
+        if "total_tokens" in usage:
+            usage["total_tokens"] = prompt + output
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            details["cached_tokens"] = min(details["cached_tokens"], prompt)
+        return usage
+
+
+def mark_of(story: StreamStory, upstream: str) -> Fields:
+    """Returns what the first chunk of another upstream says: who goes on, by what, and after how many tokens."""
+    return {"upstream": upstream, "by": story.way, "after_tokens": story.num_tokens}
+
+
+def prompt_of(story: StreamStory) -> str | list[int]:
+    """Returns the prompt from which another upstream goes on."""
+    if story.way == TEXT:
+        return f"{story.prompt_text or ''}{story.text}"
+    return [*(story.prompt_ids or ()), *story.token_ids]
 
 
 class Resumption:
