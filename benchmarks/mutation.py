@@ -33,7 +33,7 @@ PARTS = {
     "sampler": ("runner/sampler.py runner/penalties.py", "runner"),
     "kernels": ("kernels/rounded.py kernels/cpu kernels/native/packed.py kernels/native/ops.py", "kernels equivalence"),
     "server endings": ("server/visit.py server/group.py server/service.py", "server"),
-    "gateway": ("gateway web/paths.py", "gateway"),
+    "gateway": ("gateway", "gateway"),
     "joins of books": ("bench/join.py", "bench"),
 }  # fmt: skip
 AS_IN_CHECK = "not sweep and not timing"

@@ -36,7 +36,7 @@ from splittime.bench.draw import draw_for
 from splittime.bench.event_loop import run_loop
 from splittime.bench.run import run_schedule
 from splittime.bench.schedule import Schedule
-from splittime.cluster.bounds import max_in_flight
+from splittime.cluster.gateway_files import max_in_flight
 from splittime.cluster.simulated import figures
 from splittime.cluster.simulated.fleet import FleetRun
 from splittime.cluster.simulated.load import FleetLoad, FleetRequest

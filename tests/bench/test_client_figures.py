@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book import figures, requests
-from splittime.bench.book.definitions import DEFINITIONS
-from splittime.bench.book.rates import RateWindow, Trend, concurrency, drift, rate, rate_window
+from splittime.bench.book.rates import DEFINITIONS, RateWindow, Trend, concurrency, drift, rate, rate_window
 from splittime.bench.book.records import Ending, Phase
 from splittime.bench.book.series import (
     PER_REQUEST,

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import summary
+from splittime.bench.book.rates import DEFINITIONS
 from splittime.bench.book.records import Ending, RunCheck
 from splittime.bench.report.latencies import LEAST_MISSED, STATISTICS
 from splittime.bench.report.table import render

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splittime.attach import command, versions
-from splittime.attach.ledger_files import config_of, ledger_of
+from splittime.attach.command import config_of, ledger_of
 from splittime.attach.mail import FOLDER
 from splittime.cli import attach
 from splittime.cli.main import app

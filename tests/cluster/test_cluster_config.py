@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.cluster import ray_head
-from splittime.cluster.bounds import FIRST_FAILURES, MAX_ATTEMPTS
 from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
 from splittime.cluster.gateway_files import (
+    FIRST_FAILURES,
+    MAX_ATTEMPTS,
     ListedReplica,
     digest_of,
     gateway_config,

@@ -13,15 +13,14 @@ import pytest
 from aiohttp import web
 
 from splittime.cli import up as cli_up
-from splittime.cluster.bounds import LOST_S
 from splittime.cluster.config import Cluster, cluster_config, launch_of
+from splittime.cluster.gateway_files import LOST_S
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.gauges import ReplicaGauges, gauges_of
 from splittime.cluster.observed import ReplicaWatch
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.running import write_mark
-from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.cluster.state import ManagedReplica, ReplicaPhase, write_mark
 from splittime.cluster.up import UpCluster
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import Rest

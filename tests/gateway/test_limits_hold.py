@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from splittime.gateway.config_file import config_of
 from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.sent_request import NoConnection
 from splittime.gateway.upstream_answer import UpstreamAnswer
+from splittime.gateway.upstream_connections import NoConnection
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.versions.swap import GatewayVersions
 from splittime.gateway.visit import GatewayVisit

@@ -10,10 +10,10 @@ import uvloop
 from patience import until_async
 from splittime.gateway import upstream_connections
 from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.sent_request import NoConnection
 from splittime.gateway.upstream_answer import MAX_UNREAD_BYTES, UpstreamAnswer
 from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
+    NoConnection,
     UpstreamConnections,
 )
 from splittime.gateway.whole_answers import ask_whole

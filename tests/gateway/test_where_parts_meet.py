@@ -9,7 +9,7 @@ from splittime.gateway.config import BreakerConfig, DegradationConfig, QueueConf
 from splittime.gateway.degrade.lesser import lesser
 from splittime.gateway.fair_queue import FairQueue, now_ns
 from splittime.gateway.forwarded import MOST_TOKENS, forwarded
-from splittime.gateway.sign_of_life import SignOfLife
+from splittime.gateway.forwarding import SignOfLife
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.attempts import RouteDecision
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_scheduler import add, make_scheduler, step
 
 from splittime.core.request import FinishReason
-from splittime.scheduler import heap
+from splittime.scheduler import queue
 
 
 def test_a_deadline_does_not_end_a_later_request_of_the_same_name() -> None:
@@ -43,7 +43,7 @@ EVENTS = st.one_of(
 def test_whoever_is_due_ends_and_what_is_kept_is_bounded(script: list[tuple[str, int, int]]) -> None:
     """Many come at once, most of them go away, and their names come back with other deadlines."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "SWEEP_FROM", FEW)
+        patch.setattr(queue, "SWEEP_FROM", FEW)
         crowd(script)
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.scheduler import heap
-from splittime.scheduler.heap import MortalHeap
+from splittime.scheduler import queue
+from splittime.scheduler.queue import MortalHeap
 
 STEPS = st.lists(st.tuples(st.sampled_from(["push", "push", "kill", "pop", "sweep"]), st.integers(0, 30)), max_size=80)
 
@@ -14,7 +14,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["push", "push", "kill", "pop", "swee
 @given(STEPS)
 def test_the_least_of_the_living_is_first_and_the_dead_are_swept_out(script: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "SWEEP_FROM", 2)
+        patch.setattr(queue, "SWEEP_FROM", 2)
         alive: set[tuple[int, int]] = set()
         mortals: MortalHeap[tuple[int, int]] = MortalHeap(alive.__contains__)
         for number, (what, key) in enumerate(script):
@@ -42,9 +42,9 @@ def test_it_can_be_filled_anew() -> None:
 
 def test_the_dead_are_kept_until_they_are_the_most() -> None:
     mortals: MortalHeap[tuple[int]] = MortalHeap(lambda entry: entry[0] < 10)
-    mortals.fill([(key,) for key in range(20 + heap.SWEEP_FROM)])
+    mortals.fill([(key,) for key in range(20 + queue.SWEEP_FROM)])
     mortals.sweep(10)
-    assert mortals.num_kept == 20 + heap.SWEEP_FROM
+    assert mortals.num_kept == 20 + queue.SWEEP_FROM
     mortals.push((99,))
     mortals.sweep(10)
     assert mortals.num_kept == 10

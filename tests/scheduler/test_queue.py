@@ -9,7 +9,6 @@ from test_scheduler import add, make_scheduler, step
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler import heap
 from splittime.scheduler.cause_log import CauseLog
 from splittime.scheduler.queue import WaitingQueue
 from splittime.scheduler.state import RequestState
@@ -134,7 +133,7 @@ def test_crowds_come_and_go_and_the_queue_knows_whose_turn_it_was(script: list[t
     """In any order of rank: who is next and who is overtaken is what a slow count says, and the dead are swept out
     (here as soon as they are the most)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heap, "SWEEP_FROM", FEW)
+        patch.setattr("splittime.scheduler.queue.SWEEP_FROM", FEW)
         crowd(script)
 
 

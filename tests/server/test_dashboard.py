@@ -16,7 +16,7 @@ from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.server import routes_dashboard
 from splittime.server.dashboard import bins, files
-from splittime.web import short_turns
+from splittime.web import reading
 
 from .conftest import say
 
@@ -245,7 +245,7 @@ def test_the_interpreter_s_turns_are_as_long_as_before(launch) -> None:
     import sys
 
     before_s = sys.getswitchinterval()
-    assert before_s > short_turns.TURN_S
+    assert before_s > reading.TURN_S
     live = launch()
     look(live)
     assert live.get("/dashboard/requests/nobody")[0] == 404

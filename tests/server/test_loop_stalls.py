@@ -15,8 +15,8 @@ from patience import until
 from splittime.core.errors import ErrorInfo
 from splittime.server.visit import Visit
 from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
-from splittime.web import short_turns
-from splittime.web.short_turns import MOST_PUT_OFF_NS, LoopTurn
+from splittime.web import reading
+from splittime.web.reading import MOST_PUT_OFF_NS, LoopTurn
 from splittime.web.tenants import ANYBODY
 
 from .conftest import LiveServer, say
@@ -94,7 +94,7 @@ def test_a_slow_tokenizer_leaves_the_loop_and_a_quick_one_comes_back():
 def worked(monkeypatch):
     """Returns what has the loop's processor time go by, a third of a turn's."""
     spent_ns = [1]
-    monkeypatch.setattr(short_turns, "time", SimpleNamespace(thread_time_ns=lambda: spent_ns[0]))
+    monkeypatch.setattr(reading, "time", SimpleNamespace(thread_time_ns=lambda: spent_ns[0]))
 
     def work() -> None:
         spent_ns[0] += MOST_PUT_OFF_NS // 3 + 1

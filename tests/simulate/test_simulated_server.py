@@ -20,7 +20,7 @@ from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.door import Door
 from splittime.simulate.drafts import DraftsAt, RequestDrafts
-from splittime.simulate.host_parts import host_parts, is_queued
+from splittime.simulate.fit import host_parts, is_queued
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import replay
 from splittime.simulate.run import OF_THE_REQUEST, Delivery, SimulatedBooks, simulate

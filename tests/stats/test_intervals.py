@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.ledger import derive
-from splittime.stats.dependence import ranks, times, without_trend
 from splittime.stats.intervals import (
     MIN_FOR_LOW,
     MIN_INDEPENDENT,
@@ -16,10 +15,13 @@ from splittime.stats.intervals import (
     Spread,
     nearest_rank,
     one_each,
+    ranks,
     spread_of,
     t_quantile,
+    times,
     together,
     upward,
+    without_trend,
 )
 
 

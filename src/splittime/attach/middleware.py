@@ -10,9 +10,9 @@ import os
 from typing import Any
 
 from splittime.attach import mail
+from splittime.attach.command import ledger_of
 from splittime.attach.engine_client import watch
 from splittime.attach.joining import Joining
-from splittime.attach.ledger_files import ledger_of
 from splittime.attach.routes import AttachedBooks, BookRoutes
 from splittime.attach.visits import WatchedRequest
 from splittime.web import http

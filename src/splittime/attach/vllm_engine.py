@@ -48,7 +48,7 @@ from splittime.ledger.steps import StepRecord
 from splittime.scheduler.events import RequestOutput
 from splittime.simulate.costed import Answers, StepCosts
 from splittime.simulate.door import Door
-from splittime.simulate.host_parts import is_queued
+from splittime.simulate.fit import is_queued
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.replay import Divergence, first_divergence, require_whole
 from splittime.simulate.retaken import UnknownStep, time_of

@@ -76,7 +76,7 @@ def attach(
 
 def _ledger_config(**flags: str | int | None) -> "LedgerConfig":
     """Returns the settings of the file: flags over the environment, which vLLM's own command reads too."""
-    from splittime.attach.ledger_files import config_of
+    from splittime.attach.command import config_of
 
     given = {ENV_PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}
     return config_of({**os.environ, **given})

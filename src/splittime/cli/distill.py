@@ -18,8 +18,7 @@ from splittime.cli.progress import bars, doing
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from splittime.lab.distill.fidelity import Scores
-    from splittime.lab.distill.gain import DraftGain
+    from splittime.lab.distill.fidelity import DraftGain, Scores
     from splittime.lab.distill.head_run import HeadResult
     from splittime.lab.distill.run import Hooks, Result
     from splittime.lab.distill.trainer import State, Update
@@ -84,7 +83,7 @@ def distill(given: DistillOptions) -> None:
     with doing("reading"):
         from splittime.lab.distill import run as local  # brings torch
         from splittime.lab.distill.inputs import DistillRequest
-        from splittime.lab.distill.settings import DistillSettings
+        from splittime.lab.distill.job import DistillSettings
 
     settings = DistillSettings(**{field.name: getattr(given, field.name) for field in fields(DistillSettings)})
     sources = (given.teacher, given.student, given.text, given.held_out or ())

@@ -96,7 +96,7 @@ def compare_arms(
     control: "Sequence[ClosedAccount]", tried: "Sequence[ClosedAccount]", margin: float, confidence: float
 ) -> "Comparison":
     """Returns `bench compare`'s verdict on two sets of a gateway's accounts."""
-    from splittime.diagnose.compare_accounts import compare_accounts
+    from splittime.diagnose.compare import compare_accounts
 
     return compare_accounts(control, tried, margin, confidence)
 

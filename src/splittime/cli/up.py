@@ -77,7 +77,7 @@ def _print_urls(gateways: "ManagedGateways") -> None:
 
 
 def _running(folder: Path) -> Any:
-    from splittime.cluster.running import UP, read_mark
+    from splittime.cluster.state import UP, read_mark
 
     found = read_mark(folder / UP)
     if found is None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from splittime.cluster.config import Cluster, read_cluster
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.places import LocalPlaces, ReplicaPlaces
-from splittime.cluster.running import REPLICAS
-from splittime.cluster.state import taken_cluster
+from splittime.cluster.state import REPLICAS, taken_cluster
 from splittime.core.this_process import end_when_gone
 
 

@@ -1,6 +1,8 @@
 """The gateways' config files: what `[gateway]` says, with the replicas that serve as their upstreams.
 
 A gateway reads its file when it starts and on SIGHUP, so the file is the truth, whoever of both was killed.
+
+What `splittime up` holds its gateways and replicas to; `splittime fleet` has the same on paper.
 """
 
 import json
@@ -8,11 +10,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from splittime.cluster.bounds import max_in_flight, retry_bounds
 from splittime.cluster.config import ClusterConfig, ReplicaLaunch, UpstreamTimes
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
@@ -24,6 +25,27 @@ DEFAULT_PORT = 8100
 HOLD = {"name": "none-yet", "url": "http://127.0.0.1:9", "max_in_flight": 0}  # nobody: what comes waits
 SIGN_OF_LIFE_S = 1.0
 FILES_OF_ONE = (("ledger_file",), ("budget_file",), ("audit", "file"), ("cache", "file"))  # two cannot both write them
+LOST_S = 10.0  # without an answer to a question that takes a millisecond: a replica is lost
+FIRST_FAILURES = 5  # after which a gateway leaves a dead replica alone, by its breaker's default
+MAX_ATTEMPTS = 5  # of one request: replicas die side by side; so many die of a request that kills them
+
+
+class RetryBounds(TypedDict):
+    """What `[retries]` says where the cluster's config does not."""
+
+    max_attempts: int
+    spare: int
+
+
+def max_in_flight(max_num_seqs: int) -> int:
+    """Returns how many requests a replica is given at once: so many run, and as many wait to follow."""
+    return 2 * max_num_seqs
+
+
+def retry_bounds(max_num_seqs: int) -> RetryBounds:
+    """Returns bounds with room for a replica's end: all that it had without a byte of an answer is sent again, though
+    there may be few other requests."""
+    return {"max_attempts": MAX_ATTEMPTS, "spare": max_in_flight(max_num_seqs) + FIRST_FAILURES}
 
 
 class ListedReplica(NamedTuple):

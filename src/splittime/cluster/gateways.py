@@ -11,7 +11,7 @@ import aiohttp
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.gateway_files import ListedReplica, digest_of, gateway_config, operator_key, write_whole
 from splittime.cluster.gauges import GatewayGauges, ask, gateway_gauges
-from splittime.cluster.running import GatewayFiles, read_mark
+from splittime.cluster.state import GatewayFiles, read_mark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.versions.carried import check_change

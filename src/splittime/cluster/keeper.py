@@ -35,8 +35,7 @@ from splittime.cluster.gauges import ReplicaGauges, ask, replica_gauges
 from splittime.cluster.observed import ReplicaWatch, enter, names_by
 from splittime.cluster.places import ReplicaPlaces, key_of
 from splittime.cluster.replica_process import ReplicaSeen
-from splittime.cluster.running import KEPT_EVENTS, REREAD, STATUS
-from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase, StateFile
+from splittime.cluster.state import KEPT_EVENTS, REREAD, STATUS, ClusterState, ManagedReplica, ReplicaPhase, StateFile
 from splittime.cluster.status import FleetEvent, status_json
 from splittime.core.errors import SplittimeError
 from splittime.gateway.config import CanaryConfig
@@ -132,7 +131,7 @@ def compare_revisions(
     control: Sequence[ClosedAccount], tried: Sequence[ClosedAccount], margin: float, confidence: float
 ) -> "Comparison":
     """Returns `bench compare`'s verdict on the accounts of both revisions."""
-    from splittime.diagnose.compare_accounts import compare_accounts  # scipy: a second
+    from splittime.diagnose.compare import compare_accounts  # scipy: a second
 
     return compare_accounts(control, tried, margin, confidence)
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from splittime.cluster.bounds import LOST_S
 from splittime.cluster.controller import FleetReplica, FleetState
+from splittime.cluster.gateway_files import LOST_S
 from splittime.cluster.gauges import ReplicaGauges
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.state import ManagedReplica, ReplicaPhase

@@ -19,8 +19,18 @@ from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.replica_process import STARTED
-from splittime.cluster.running import KEPT_EVENTS, REREAD, STATE, STATUS, UP, GatewayFiles, read_mark, write_mark
-from splittime.cluster.state import ClusterState, StateFile
+from splittime.cluster.state import (
+    KEPT_EVENTS,
+    REREAD,
+    STATE,
+    STATUS,
+    UP,
+    ClusterState,
+    GatewayFiles,
+    StateFile,
+    read_mark,
+    write_mark,
+)
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.web.ports import hold_shared_port

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from splittime.cluster.running import write_mark
+from splittime.cluster.state import write_mark
 
 POLL_S = 0.1
 AGAIN_S = 1.0  # from the begin of a process until it is started again, at the least

@@ -21,8 +21,18 @@ from splittime.bench.book.rates import Trend, drift, rate_parts, rate_window, re
 from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS, is_good, output_tokens
 from splittime.bench.book.series import complete, in_time_order, per_request, series, token_arrivals
-from splittime.stats.dependence import MIN_REQUESTS, Array
-from splittime.stats.intervals import Interval, Pooled, Precision, Spread, nearest_rank, one_each, spread_of, together
+from splittime.stats.intervals import (
+    MIN_REQUESTS,
+    Array,
+    Interval,
+    Pooled,
+    Precision,
+    Spread,
+    nearest_rank,
+    one_each,
+    spread_of,
+    together,
+)
 
 POOLED = ("chunk_gap", "token_gap")
 

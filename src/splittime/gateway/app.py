@@ -27,8 +27,8 @@ from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web import http, serving
 from splittime.web.edge import OPEN_PATHS, Edge, Names
+from splittime.web.http import Handler, PathTable
 from splittime.web.page_files import PREFIX
-from splittime.web.paths import Handler, PathTable
 from splittime.web.tenants import tenant_of
 
 ALIVE = {"status": "ok"}

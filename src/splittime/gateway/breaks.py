@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from splittime.core.errors import DeadlineExceeded, UpstreamError
 from splittime.gateway.config import UpstreamConfig
-from splittime.gateway.sent_request import NoConnection
+from splittime.gateway.upstream_connections import NoConnection
 from splittime.gateway.upstream_pulse import UpstreamSilent
 from splittime.gateway.verdict import AnswerVerdict, Whose, failed
 

@@ -77,7 +77,7 @@ def cache_series(cache: "ResponseCache | None") -> dict[str, Series]:
 
 def _rates(cache: "ResponseCache") -> Series:
     """The rate itself is absent while nothing was compared: it is not known to be 0."""
-    from splittime.gateway.cache.shadow import wilson
+    from splittime.gateway.cache.service import wilson
 
     rates: Series = {}
     for kind in KINDS:

@@ -23,7 +23,6 @@ from splittime.gateway.breaks import AttemptBreaks, Deadline
 from splittime.gateway.decoded_answer import Answer, drain
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
-from splittime.gateway.failures import AttemptFailure, BrokenStream, Interrupted, UpstreamFailure
 from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
 from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
@@ -36,6 +35,10 @@ from splittime.gateway.verdict import (
     GOOD,
     AnswerVerdict,
     AttemptAsked,
+    AttemptFailure,
+    BrokenStream,
+    Interrupted,
+    UpstreamFailure,
     Whose,
     bad_answer,
     of_answer,

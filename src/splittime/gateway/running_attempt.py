@@ -6,7 +6,6 @@ It ends once, however many say so, and then its place is free, the breaker and t
 import time
 
 from splittime.core.errors import SplittimeError
-from splittime.gateway.failures import AttemptFailure, UpstreamFailure
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -14,7 +13,17 @@ from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.gateway.verdict import ANSWERED, GOOD, LEFT, OWN_LIMITS, AnswerVerdict, Whose, or_own
+from splittime.gateway.verdict import (
+    ANSWERED,
+    GOOD,
+    LEFT,
+    OWN_LIMITS,
+    AnswerVerdict,
+    AttemptFailure,
+    UpstreamFailure,
+    Whose,
+    or_own,
+)
 from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 
 from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
 from splittime.gateway.decoded_answer import Answer, begun
-from splittime.gateway.failures import BrokenStream, UpstreamFailure
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.usage_asked import REFUSED, UsageAsked
-from splittime.gateway.verdict import AttemptAsked, Whose, bad_answer
+from splittime.gateway.verdict import AttemptAsked, BrokenStream, UpstreamFailure, Whose, bad_answer
 
 now_ns = time.monotonic_ns
 

@@ -16,11 +16,11 @@ import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httptools
 
 from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.sent_request import NoConnection, request_bytes
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.wire.target import Address
 
@@ -28,6 +28,27 @@ KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an i
 STALE_WITHIN_S = 1.0  # longer than a message there and back
 MAX_HEAD_BYTES = 256 * 1024
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+IN_A_PATH = "/%:@!$&'()*+,;=~-._"  # and what a config has escaped already
+
+
+class NoConnection(ConnectionError):
+    """An upstream could not be reached. is_too_late: it did not answer in time."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.is_too_late = isinstance(error, TimeoutError)
+
+
+def request_bytes(method: str, address: Address, path: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    """headers: without line ends."""
+    authority = address.authority
+    if not authority.isascii():
+        authority = authority.encode("idna").decode()
+    lines = [f"{method} {quote(address.path + path, IN_A_PATH)} HTTP/1.1", f"host: {authority}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body is not None:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + (body or b"")
 
 
 def _now_s() -> float:

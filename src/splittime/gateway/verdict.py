@@ -36,6 +36,8 @@ BAD_REQUEST, BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 400, 502, 429, 504
 KEY_REFUSED = (401, 402, 403, 407)  # no client can mend that: the key, and who pays for it, is the gateway's
 OF_A_PROXY_TOO = (402, 403, 407)  # a firewall and a proxy answer so too, with a page or with words
 KEY_CODES = {"invalid_api_key", "api_key_invalid", "authentication_error", "account_deactivated", "insufficient_quota"}
+
+
 KEY_CODES |= {"billing_not_active", "billing_hard_limit_reached"}
 FLAGGED = frozenset({"content_policy_violation", "content_filter", "moderation_blocked"})
 NO_SUCH_PATH = (405, 501)
@@ -304,3 +306,30 @@ def of_late_head(asked: AttemptAsked, verdict: AnswerVerdict) -> AnswerVerdict:
     status, text = verdict.answer.status, body_text(verdict.answer.body)
     words = f"upstream {asked.upstream!r} answered {status} and no stream: {text}"
     return verdict._replace(error=UpstreamError(words, code=f"upstream_{status}"), answer=None)
+
+
+class AttemptFailure(Exception):
+    """verdict: what it says, and what the client is told."""
+
+    def __init__(self, verdict: AnswerVerdict) -> None:
+        self.verdict = verdict
+        super().__init__(self.error.info.message)
+
+    @property
+    def error(self) -> SplittimeError:
+        return self.verdict.error or UpstreamError("no answer", code=self.verdict.code or None)
+
+
+class UpstreamFailure(AttemptFailure):
+    """The attempt failed, and the client has seen nothing of it; another may be made. is_outright: nobody has had an
+    answer of the upstream since it was sent."""
+
+    is_outright = False
+
+
+class Interrupted(UpstreamFailure):
+    """The stream broke off, and the client has seen its beginning alone; another upstream may go on with it."""
+
+
+class BrokenStream(AttemptFailure):
+    """The answer ended before its end, after the client had the beginning; it has been told."""

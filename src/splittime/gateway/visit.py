@@ -22,12 +22,11 @@ from splittime.gateway.cache.turn import CacheTurn
 from splittime.gateway.degrade.lesser import Lesser, lesser, template_answer
 from splittime.gateway.endpoints import error_at_once, error_event, respond_error
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
-from splittime.gateway.forwarding import Forwarding
+from splittime.gateway.forwarding import Forwarding, SignOfLife
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
 from splittime.gateway.responses.held import bound
 from splittime.gateway.service import GatewayService
-from splittime.gateway.sign_of_life import SignOfLife
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http

@@ -10,8 +10,7 @@ from splittime.bench.book.records import Arm
 from splittime.core.errors import ConfigError
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, CostModel, bucket_of
-from splittime.simulate.fit import fit
-from splittime.simulate.host_parts import taken_ns
+from splittime.simulate.fit import fit, taken_ns
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.regression import clusters_of
 from splittime.simulate.replica import Replica, replica_of

@@ -15,7 +15,7 @@ import msgspec
 from splittime.bench.book.records import Outcome, Run
 from splittime.bench.book.requests import output_tokens, service_ns, service_ttft_ns, tpot_ns
 from splittime.core.errors import ConfigError
-from splittime.plan.judged import run_of
+from splittime.plan.rate_trial import run_of
 from splittime.plan.seen_steps import prompt_tokens_of
 from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change

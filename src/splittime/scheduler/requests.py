@@ -24,10 +24,9 @@ from splittime.kv.cache import KVCache
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.ahead import AheadSet
 from splittime.scheduler.config import SchedulerConfig
-from splittime.scheduler.counts import Counts
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.queue import WaitingQueue
-from splittime.scheduler.speculation import Speculation
+from splittime.scheduler.speculation import Counts, Speculation
 from splittime.scheduler.state import RequestState, end_output
 
 CAUSES = frozenset({Cause.GRAMMAR, Cause.LORA_SLOTS, Cause.KV_EXPORT, Cause.KV_TRANSFER, Cause.KV_IMPORT})

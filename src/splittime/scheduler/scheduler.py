@@ -24,8 +24,8 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.ahead import check_ahead
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
-from splittime.scheduler.heap import MortalHeap
 from splittime.scheduler.planner import Planner
+from splittime.scheduler.queue import MortalHeap
 from splittime.scheduler.requests import Requests, rank_of
 from splittime.scheduler.state import (
     DECODE,

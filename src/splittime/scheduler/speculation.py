@@ -18,16 +18,30 @@ accepted: the blocks behind go back, and none of them was in the prefix index.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from splittime.core.row_costs import RowCosts
 from splittime.core.step import Row, RowResult
 from splittime.kv.cache import KVCache
-from splittime.scheduler.counts import Counts
 from splittime.scheduler.state import RequestState
 
 MARGIN = 0.03
 MOST_UNTOLD = 64  # drafts of a step whose chance nobody tells, but for one a row: they are sure, and lengthen it
 MOST_DRAFTED_STEPS = 31  # then comes one without drafts: what those before took more is told by it
+
+
+@dataclass
+class Counts:
+    """`prefix_*` and `prompt_tokens` count a request at its first admission."""
+
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0  # of these
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    draft_tokens: int = 0  # verified
+    accepted_draft_tokens: int = 0  # of these, as the runner says
 
 
 class Speculation:

@@ -25,7 +25,7 @@ from splittime.server.visit import PrefillVisit, Visit
 from splittime.text.tokenizer import Tokenizer
 from splittime.web import http, serving
 from splittime.web.edge import Edge, Names
-from splittime.web.paths import PathTable
+from splittime.web.http import PathTable
 from splittime.web.serving import listen, make_server
 
 __all__ = ["PATHS", "App", "build_app", "listen", "make_server", "run", "serve"]

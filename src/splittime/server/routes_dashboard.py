@@ -3,7 +3,7 @@
 What is read of the ledger and of the requests in flight is taken in the event loop, in one turn, so that a record is in
 exactly one answer and a request is either open or closed; what is made of it, in a thread beside. That thread is one,
 whoever looks, and is started by the first look: a server that nobody looks at does nothing. It works in short turns
-(`web.short_turns`).
+(`web.reading`).
 An answer is bounded (`MAX_ROWS`, `MAX_STEPS`, `MAX_OPEN`) and says what it left out. The cursor is of this process: one
 from before a restart gets everything anew, with `reset`.
 """
@@ -34,7 +34,7 @@ from splittime.server.dashboard import bins, files, rows
 from splittime.server.service import Service
 from splittime.web import http
 from splittime.web.page_files import NO_STORE
-from splittime.web.short_turns import in_short_turns
+from splittime.web.reading import in_short_turns
 
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
 USUAL_STEPS = 200  # the latest, that say how much a thread is usually off the processor

@@ -42,7 +42,7 @@ from splittime.text.tokenizer import Tokenizer
 from splittime.text.workers import TextWorkers
 from splittime.web.http import Headers
 from splittime.web.quota import Quota
-from splittime.web.short_turns import LoopTurn
+from splittime.web.reading import LoopTurn
 from splittime.web.tenants import ANYBODY, ApiKeys, Tenant
 
 log = logging.getLogger("splittime.server")

@@ -20,7 +20,7 @@ from splittime.api.choice import Choice
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.web import http
-from splittime.web.short_turns import in_short_turns
+from splittime.web.reading import in_short_turns
 
 if TYPE_CHECKING:
     from splittime.server.visit import Visit

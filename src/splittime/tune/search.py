@@ -20,8 +20,8 @@ import msgspec
 
 from splittime.bench.schedule import Schedule
 from splittime.core.errors import ConfigError
-from splittime.plan.judged import run_of
 from splittime.plan.load import requests_of_schedule
+from splittime.plan.rate_trial import run_of
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import LATER, hours

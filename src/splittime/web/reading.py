@@ -3,9 +3,15 @@
 A short body is read here and now. A long one is read beside the event loop, in one thread, and the largest in another,
 so that no other waits behind them. Keys share each by the bytes that were read for them (`core.shares`): whoever sends
 a thousand bodies waits for itself. What of a key waits is bounded in bytes, and is let go when its sender leaves.
+
+Work that an event loop with a token to write need not wait for: beside it, the interpreter's lock is held for
+`TURN_S` at a time, not for Python's 5 ms; in it, what can be put off leaves the rest to a later turn of the loop.
 """
 
 import asyncio
+import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -15,7 +21,6 @@ from weakref import WeakKeyDictionary
 from splittime.core.errors import Refused
 from splittime.core.shares import KeyShares
 from splittime.web import http
-from splittime.web.short_turns import in_short_turns
 from splittime.web.told_tenant import Sharer
 
 SHORT_BYTES = 2**14  # of a body, read in at most 2 ms, be it all tools
@@ -23,6 +28,56 @@ GIANT_BYTES = 2**18
 MAX_WAITING_BYTES = 2**27  # of one key: 32 of the longest bodies
 
 Result = TypeVar("Result")
+TURN_S = 0.0005
+MOST_PUT_OFF_NS = 2_000_000  # of a processor, in a turn of the loop
+
+
+class _Turns:
+    """Has the interpreter change its turns while some thread is at such work."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_at_work, self._usual_s = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_at_work += 1
+            if self._num_at_work == 1:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(TURN_S)
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._num_at_work -= 1
+            if self._num_at_work == 0:
+                sys.setswitchinterval(self._usual_s)
+
+
+_TURNS = _Turns()
+
+
+def in_short_turns(work: Callable[..., Result], *args: object) -> Result:
+    """Returns what the work does."""
+    with _TURNS:
+        return work(*args)
+
+
+class LoopTurn:
+    """A turn of the event loop, shared by what can be put off, in the order in which it comes: where 64 answers end at
+    once, who comes need not wait for all their books."""
+
+    def __init__(self) -> None:
+        self._begin_ns: int | None = None
+
+    async def room(self) -> None:
+        """Returns in a turn that has room left."""
+        while (now_ns := time.thread_time_ns()) - (self._begin_ns or now_ns) >= MOST_PUT_OFF_NS:
+            await asyncio.sleep(0)
+        if self._begin_ns is None:
+            self._begin_ns = now_ns
+            asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        self._begin_ns = None
 
 
 class BodySender(NamedTuple):

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from schools import STUDENT
 
 from splittime.lab.distill import loss as losses
-from splittime.lab.distill.job import objective
+from splittime.lab.distill.job import DistillSettings, objective
 from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.loss import Distillation, LossParts, TextLoss, task_and_divergence
-from splittime.lab.distill.settings import DistillSettings
 
 SEEDS = st.integers(0, 2**32)
 TEMPERATURES = st.sampled_from([0.5, 1.0, 2.0, 7.0])

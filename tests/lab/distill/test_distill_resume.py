@@ -12,10 +12,9 @@ from schools import STUDENT, TEACHER, make_model, write_config, write_texts
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.lab.distill.inputs import DistillRequest
-from splittime.lab.distill.job import LAST_GOOD, DistillRun, Task
+from splittime.lab.distill.job import LAST_GOOD, DistillRun, DistillSettings, Task
 from splittime.lab.distill.loss import Distillation
 from splittime.lab.distill.run import Hooks, distill
-from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.student import StudentPlan, read_weights
 
 HERE = Path(__file__).parent

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from schools import STUDENT
 
 from splittime.lab.distill import trainer as trainers
-from splittime.lab.distill.job import objective
+from splittime.lab.distill.job import DistillSettings, objective
 from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.loss import TextLoss
 from splittime.lab.distill.optimizer import Optimizer, learning_rate_scale
-from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.trainer import State, Trainer, accumulate, make_workers
 from splittime.lab.distill.windows import Windows, context_at
 

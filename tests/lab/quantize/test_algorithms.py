@@ -8,8 +8,8 @@ from tiny import correlated
 
 from splittime.core.errors import ConfigError
 from splittime.lab.quantize import gptq
+from splittime.lab.quantize.forward import Gatherer, relative_error
 from splittime.lab.quantize.grid import Grid, round_to_nearest, round_values
-from splittime.lab.quantize.moments import Gatherer, relative_error
 from splittime.lab.quantize.treat import awq_clip, awq_scales, scores, semi_structured, smooth_scales, unstructured
 
 SYMMETRIC = Grid(4, 32, True, torch.float16)

@@ -30,8 +30,8 @@ import orjson
 from markupsafe import Markup
 
 from splittime.bench.book import requests as one
-from splittime.bench.book.definitions import DEFINITIONS
 from splittime.bench.book.figures import Summary, prompt_tokens, summary
+from splittime.bench.book.rates import DEFINITIONS
 from splittime.bench.book.records import Outcome, Run
 from splittime.bench.book.series import complete, in_time_order, per_request, series
 from splittime.bench.book.slo import judge

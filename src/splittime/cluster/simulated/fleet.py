@@ -16,13 +16,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from splittime.cluster.bounds import LOST_S
 from splittime.cluster.controller import Fleet, FleetAction, FleetController, FleetOrder, FleetReplica, FleetState
+from splittime.cluster.gateway_files import LOST_S
 from splittime.cluster.scaling import ScaleSettings
-from splittime.cluster.simulated.agenda import Agenda
 from splittime.cluster.simulated.gateways import TOLD_S, FleetGateway
 from splittime.cluster.simulated.load import FleetLoad, FleetRequest
-from splittime.cluster.simulated.servers import REVISION, FleetServer
+from splittime.cluster.simulated.servers import REVISION, Agenda, FleetServer
 from splittime.cluster.simulated.settings import FleetSettings, Scaling, share_of
 from splittime.simulate.replica import Replica
 from splittime.simulate.shape import StepShape

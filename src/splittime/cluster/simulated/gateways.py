@@ -9,10 +9,9 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from splittime.cluster.bounds import max_in_flight, retry_bounds
-from splittime.cluster.simulated.agenda import Agenda
+from splittime.cluster.gateway_files import max_in_flight, retry_bounds
 from splittime.cluster.simulated.load import FleetRequest
-from splittime.cluster.simulated.servers import FleetServer
+from splittime.cluster.simulated.servers import Agenda, FleetServer
 from splittime.cluster.simulated.settings import FleetSettings
 from splittime.core.errors import Refused
 from splittime.gateway.breaker import LeftOut

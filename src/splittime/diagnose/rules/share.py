@@ -18,8 +18,7 @@ import numpy
 
 from splittime.diagnose.finding import OF_REQUESTS, OF_TIME, Abstention
 from splittime.ledger.account import ClosedAccount
-from splittime.stats.dependence import MIN_REQUESTS
-from splittime.stats.intervals import spread_of, upward
+from splittime.stats.intervals import MIN_REQUESTS, spread_of, upward
 
 MIN_SHARE = 0.10  # below a tenth of the requests' time a cure cannot be told from noise in a re-measurement
 MIN_LOSERS = 5  # fewer are a few odd requests

@@ -31,7 +31,7 @@ from splittime.diagnose.words import RESTART
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS, prefix_list
 from splittime.ledger.steps import StepRecord
-from splittime.stats.dependence import MIN_REQUESTS
+from splittime.stats.intervals import MIN_REQUESTS
 
 HASHES = 1 << 8 * PREFIX_BYTES
 

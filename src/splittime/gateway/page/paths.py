@@ -25,7 +25,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.web import http
 from splittime.web.page_files import NO_STORE, PageFiles
-from splittime.web.short_turns import in_short_turns
+from splittime.web.reading import in_short_turns
 
 if TYPE_CHECKING:
     from splittime.gateway.service import GatewayService

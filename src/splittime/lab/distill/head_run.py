@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.lab.distill.gain import DraftGain, draft_gain
+from splittime.lab.distill.fidelity import DraftGain, draft_gain
 from splittime.lab.distill.head import DEPTHS, Head, HeadLoss
 from splittime.lab.distill.inputs import Inputs
-from splittime.lab.distill.job import DistillRun, Task
-from splittime.lab.distill.settings import DistillSettings
+from splittime.lab.distill.job import DistillRun, DistillSettings, Task
 from splittime.lab.distill.teacher import Teacher
 from splittime.lab.quality.documents import MIN_SCORED, DocumentTokens
 from splittime.models.weights.checkpoint import Checkpoint

@@ -12,8 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.lab.distill import student, text
 from splittime.lab.distill.fidelity import STUDENT, TEACHER
 from splittime.lab.distill.head import WORD
-from splittime.lab.distill.job import window_limit
-from splittime.lab.distill.settings import DistillSettings
+from splittime.lab.distill.job import DistillSettings, window_limit
 from splittime.lab.distill.student import StudentPlan
 from splittime.lab.distill.windows import refuse_short
 from splittime.lab.quality.documents import DocumentTokens, read_documents

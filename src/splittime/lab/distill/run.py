@@ -16,14 +16,21 @@ import numpy as np
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.lab.distill import fidelity, student, text
-from splittime.lab.distill.fidelity import STUDENT, TEACHER, BytesOf, FidelityDifference, Scores
-from splittime.lab.distill.gain import DraftGain, chances_of, draft_gain
+from splittime.lab.distill.fidelity import (
+    STUDENT,
+    TEACHER,
+    BytesOf,
+    DraftGain,
+    FidelityDifference,
+    Scores,
+    chances_of,
+    draft_gain,
+)
 from splittime.lab.distill.head import WORD
 from splittime.lab.distill.head_run import HeadResult, head_loss, head_result, head_task
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
-from splittime.lab.distill.job import DistillRun, OnCheckpoint, OnUpdate, Task
+from splittime.lab.distill.job import DistillRun, DistillSettings, OnCheckpoint, OnUpdate, Task
 from splittime.lab.distill.llama import parameter_count
-from splittime.lab.distill.settings import DistillSettings
 from splittime.lab.distill.teacher import Teacher
 from splittime.lab.distill.trainer import State
 from splittime.lab.quality.documents import DocumentTokens, plan, prefix_of

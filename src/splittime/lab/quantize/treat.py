@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from splittime.lab.quantize import gptq, layer_map
+from splittime.lab.quantize.forward import Moments, relative_error
 from splittime.lab.quantize.grid import Grid, Rounded, RoundedFloats, round_to_e4m3, round_to_nearest, round_values
 from splittime.lab.quantize.layer_map import INPUT_NORM, MLP_NORM, K, LinearGroup, Q, V
 from splittime.lab.quantize.layouts import LAYOUTS, pack
-from splittime.lab.quantize.moments import Moments, relative_error
 from splittime.lab.quantize.settings import WHOLE_ROW, QuantizeSettings
 from splittime.models.config import ModelConfig
 
