@@ -10,17 +10,16 @@
                     engine_client      what vLLM's own client of its engine is asked, and gives
                     joining            one account from a visit and the engine's book of it, into the ledger
                     routes             /ledger/..., the page
-                    ledger_files       the file of each ledger, and how much it keeps
     both            names              a request's name in the books: its id, however long that is
-                    versions           which releases of vLLM are known
+                    versions           which releases of vLLM are known, and the facts of one
                     vllm_plugin        names the folder of the sockets, in each process of vLLM's
 
     a start         command            vLLM's own command with two flags more (`vllm_command` where its package has
-                                       another name), for `splittime attach` and the servers of `tune`
+                                       another name), for `splittime attach` and the servers of `tune`; ledgers' files
     a ledger        settings           vLLM's knobs, as facts, flags and changes name them
                     simulators         whose scheduler decides when a ledger is run again
                     vllm_offline       vLLM's own scheduler without an engine, under a virtual clock
-                    vllm_engine        its loop; vllm_replica: such a server as a value; vllm_replay: the recorded steps
+                    vllm_engine        its loop, and the recorded steps once more
 
 Each process marks its part on the host's monotonic clock, which is one for all of them. Only `vllm_*` modules import
 vLLM; `visits`, `engine_client` and `routes` read the objects that it hands them. `tests/attach` runs all of it on the

@@ -15,22 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from splittime.cluster import state
 from splittime.cluster.config import Cluster
 from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.replica_process import STARTED
-from splittime.cluster.state import (
-    KEPT_EVENTS,
-    REREAD,
-    STATE,
-    STATUS,
-    UP,
-    ClusterState,
-    GatewayFiles,
-    StateFile,
-    read_mark,
-    write_mark,
-)
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.web.ports import hold_shared_port
@@ -54,7 +43,7 @@ class UpCluster:
         self._num_signals = 0
         self._told, self._tell_s = "", 0.0
         self._shared_port = ExitStack()  # holds it, if there is one: no other cluster gets it while a gateway is away
-        self._said: deque[tuple[float, str]] = deque(maxlen=KEPT_EVENTS)  # when whose last words were told
+        self._said: deque[tuple[float, str]] = deque(maxlen=state.KEPT_EVENTS)  # when whose last words were told
 
     def run(self, on_ready: Callable[[ManagedGateways], None] = lambda gateways: None) -> None:
         """on_ready: is told the gateways once they listen. Raises `EngineError` where they do not."""
@@ -64,7 +53,7 @@ class UpCluster:
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, self._on_end)
         try:
-            StateFile(folder).write(ClusterState.begun(self._cluster))
+            state.StateFile(folder).write(state.ClusterState.begun(self._cluster))
             self._start(folder)
             if not self._num_signals:
                 on_ready(ManagedGateways(self._cluster))
@@ -74,7 +63,7 @@ class UpCluster:
         finally:
             self._end()
             self._shared_port.close()
-            (folder / UP).unlink(missing_ok=True)
+            (folder / state.UP).unlink(missing_ok=True)
 
     def _on_end(self, sign: int, frame: object) -> None:
         self._num_signals += 1
@@ -82,7 +71,7 @@ class UpCluster:
     def _on_hangup(self, sign: int, frame: object) -> None:
         """The controller finds it, and so does the next one."""
         if self._cluster.folder.is_dir():
-            (self._cluster.folder / REREAD).touch()
+            (self._cluster.folder / state.REREAD).touch()
 
     # ---- begin
 
@@ -93,7 +82,7 @@ class UpCluster:
         if self._num_signals:
             return
         for number in range(config.gateways):
-            self._gateways.append(self._gateway(GatewayFiles(folder, number)))
+            self._gateways.append(self._gateway(state.GatewayFiles(folder, number)))
         keeping = [sys.executable, "-m", "splittime.cluster", str(self._path), str(folder), str(os.getpid())]
         self._controller = UpProcess(folder, "controller", [*keeping, ray_address])
         for process in (*self._gateways, self._controller):
@@ -118,7 +107,7 @@ class UpCluster:
             self._say(f"Ray at {address}")
         return address
 
-    def _gateway(self, files: GatewayFiles) -> UpProcess:
+    def _gateway(self, files: state.GatewayFiles) -> UpProcess:
         """Its file has no replica yet; what comes waits."""
         _, text = gateway_config(self._cluster.config, self._cluster.launch, files.number, ())
         write_whole(files.config, text.encode())
@@ -184,7 +173,7 @@ class UpCluster:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """Returns what the controller wrote last; None where there is nothing yet."""
     try:
-        return dict(json.loads((folder / STATUS).read_text()))
+        return dict(json.loads((folder / state.STATUS).read_text()))
     except (OSError, ValueError):
         return None
 
@@ -192,13 +181,13 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 def _claim(folder: Path) -> None:
     """Raises `ConfigError` where a cluster runs in this folder; else leaves nothing there of one that ran."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    running = read_mark(folder / UP)
+    running = state.read_mark(folder / state.UP)
     if running is not None:
         hint = "end it with Ctrl-C or SIGTERM, or set folder in one of the two configs"
         message = f"a cluster runs in {folder}, process {running.pid}"
         raise ConfigError(message, param="folder", value=str(folder), hint=hint)
-    for name in (STATE, STATUS, REREAD):
+    for name in (state.STATE, state.STATUS, state.REREAD):
         (folder / name).unlink(missing_ok=True)
     for mark in folder.glob("gateway-*.json"):
         mark.unlink()
-    write_mark(folder / UP, os.getpid())
+    state.write_mark(folder / state.UP, os.getpid())

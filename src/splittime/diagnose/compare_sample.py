@@ -21,18 +21,7 @@ from splittime.bench.book.rates import Trend, drift, rate_parts, rate_window, re
 from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS, is_good, output_tokens
 from splittime.bench.book.series import complete, in_time_order, per_request, series, token_arrivals
-from splittime.stats.intervals import (
-    MIN_REQUESTS,
-    Array,
-    Interval,
-    Pooled,
-    Precision,
-    Spread,
-    nearest_rank,
-    one_each,
-    spread_of,
-    together,
-)
+from splittime.stats import intervals
 
 POOLED = ("chunk_gap", "token_gap")
 
@@ -56,7 +45,7 @@ def pair(a: Side, b: Side) -> list[tuple[Outcome, Outcome]] | None:
         return None
     of_b = {outcome.index: outcome for outcome in b.measured}
     pairs = [(outcome, of_b[outcome.index]) for outcome in a.measured if outcome.index in of_b]
-    return pairs if len(pairs) >= MIN_REQUESTS else None
+    return pairs if len(pairs) >= intervals.MIN_REQUESTS else None
 
 
 class Contrast(NamedTuple):
@@ -65,7 +54,7 @@ class Contrast(NamedTuple):
 
     a: float
     b: float
-    spread: Spread | None
+    spread: intervals.Spread | None
     num_requests: int
 
 
@@ -76,7 +65,7 @@ def contrast(
     are_paired = pairs is not None and metric.name not in RATES
     samples = _paired(metric, pairs or (), limits) if are_paired else _apart(metric, a, b, limits)
     num_requests = min(pooled.num_requests for pooled in samples)
-    if num_requests < MIN_REQUESTS or not all(len(one.values) for one in samples):
+    if num_requests < intervals.MIN_REQUESTS or not all(len(one.values) for one in samples):
         return None
     first, second = (value(metric, pooled) for pooled in samples)
     if not metric.is_share and min(first, second) <= 0:
@@ -85,46 +74,48 @@ def contrast(
     return Contrast(first, second, _spread(*added, is_joint=pairs is not None), num_requests)
 
 
-def _spread(a: Array | None, b: Array | None, *, is_joint: bool) -> Spread | None:
+def _spread(a: intervals.Array | None, b: intervals.Array | None, *, is_joint: bool) -> intervals.Spread | None:
     if a is None or b is None:
         return None
-    return spread_of(b - a) if is_joint else together(spread_of(a), spread_of(b))
+    return (
+        intervals.spread_of(b - a) if is_joint else intervals.together(intervals.spread_of(a), intervals.spread_of(b))
+    )
 
 
-def _added(metric: Metric, pooled: Pooled, level: float) -> Array | None:
+def _added(metric: Metric, pooled: intervals.Pooled, level: float) -> intervals.Array | None:
     """What each request adds to the metric: to its logarithm, or to a share itself."""
     if metric.is_share:
-        added: Array = pooled.values - pooled.values.mean()
+        added: intervals.Array = pooled.values - pooled.values.mean()
         return added
-    precision = Precision(pooled)
+    precision = intervals.Precision(pooled)
     return precision.log_mean() if metric.percent is None else precision.log_percentile(metric.percent, level)
 
 
-def value(metric: Metric, pooled: Pooled) -> float:
+def value(metric: Metric, pooled: intervals.Pooled) -> float:
     if metric.percent is None:
         return float(pooled.values.mean())
-    return nearest_rank(pooled.values, [metric.percent])[0]
+    return intervals.nearest_rank(pooled.values, [metric.percent])[0]
 
 
-def _apart(metric: Metric, a: Side, b: Side, limits: Mapping[str, float]) -> tuple[Pooled, Pooled]:
+def _apart(metric: Metric, a: Side, b: Side, limits: Mapping[str, float]) -> tuple[intervals.Pooled, intervals.Pooled]:
     return sample(metric, a, limits), sample(metric, b, limits)
 
 
-def sample(metric: Metric, side: Side, limits: Mapping[str, float]) -> Pooled:
+def sample(metric: Metric, side: Side, limits: Mapping[str, float]) -> intervals.Pooled:
     """One side's values, in time order."""
     if metric.name in RATES:
         return _rate_sample(metric, side)
     measured = side.measured
     if metric.is_share:
-        return one_each(_marks(metric, _counted(measured), limits))
+        return intervals.one_each(_marks(metric, _counted(measured), limits))
     return series(complete(measured), metric.series)
 
 
-def _rate_sample(metric: Metric, side: Side) -> Pooled:
+def _rate_sample(metric: Metric, side: Side) -> intervals.Pooled:
     window = rate_window(side.run, side.arm)
     mine = [outcome for outcome in side.run.outcomes if outcome.arm == side.arm]
     events = token_arrivals(mine) if metric.name == "throughput" else request_ends(mine)
-    return one_each(rate_parts(*events, window))
+    return intervals.one_each(rate_parts(*events, window))
 
 
 def _counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -138,33 +129,33 @@ def _marks(metric: Metric, outcomes: Sequence[Outcome], limits: Mapping[str, flo
     return [float(is_good(outcome, mine)) for outcome in outcomes]
 
 
-def _paired(metric: Metric, pairs: Pairs, limits: Mapping[str, float]) -> tuple[Pooled, Pooled]:
+def _paired(metric: Metric, pairs: Pairs, limits: Mapping[str, float]) -> tuple[intervals.Pooled, intervals.Pooled]:
     """Returns both samples, from the pairs in which both sides have a value."""
     if metric.is_share:
         counted = [pair for pair in pairs if len(_counted(pair)) == 2]
         first, second = (_marks(metric, [pair[i] for pair in counted], limits) for i in (0, 1))
-        return one_each(first), one_each(second)
+        return intervals.one_each(first), intervals.one_each(second)
     whole = [pair for pair in pairs if len(complete(pair)) == 2 and _tells(metric, pair)]
     sides = [[pair[i] for pair in whole] for i in (0, 1)]
     if metric.series in POOLED:
         return series(sides[0], metric.series), series(sides[1], metric.series)
     a, b = (per_request(side, metric.series) for side in sides)
     both = ~(np.isnan(a) | np.isnan(b))
-    return one_each(a[both]), one_each(b[both])
+    return intervals.one_each(a[both]), intervals.one_each(b[both])
 
 
 def _tells(metric: Metric, pair: tuple[Outcome, Outcome]) -> bool:
     return metric.series != "token_gap" or all(len(o.chunk_tokens or ()) == len(o.chunk_ns) for o in pair)
 
 
-def ratio_interval(a: float, b: float, spread: Spread, level: float) -> Interval:
+def ratio_interval(a: float, b: float, spread: intervals.Spread, level: float) -> intervals.Interval:
     """Returns the interval of b / a."""
     return about(log(b / a), spread, level).exp()
 
 
-def about(middle: float, spread: Spread, level: float) -> Interval:
+def about(middle: float, spread: intervals.Spread, level: float) -> intervals.Interval:
     reach = spread.widening() * spread.reach(level)
-    return Interval(middle - reach, middle + reach)
+    return intervals.Interval(middle - reach, middle + reach)
 
 
 def out_of_reach(metric: Metric, found: Contrast, level: float) -> bool:
@@ -183,7 +174,7 @@ def too_few(metric: Metric, found: Contrast, level: float) -> str:
     return f"{found.num_requests} requests do not bound its p{metric.percent:g}; about {needed} would."
 
 
-def share_interval(found: Contrast, level: float) -> Interval:
+def share_interval(found: Contrast, level: float) -> intervals.Interval:
     """Returns the interval of the difference. A share of exactly 0 or 1 has no spread in the data, but -ln(tail)/n is
     still possible."""
     assert found.spread is not None
@@ -191,7 +182,7 @@ def share_interval(found: Contrast, level: float) -> Interval:
     possible = -log((1 - level) / 2) / found.spread.effective
     up = possible * ((found.b == 0) + (found.a == 1))
     down = possible * ((found.b == 1) + (found.a == 0))
-    return Interval((middle.low or 0.0) - down, (middle.high or 0.0) + up)
+    return intervals.Interval((middle.low or 0.0) - down, (middle.high or 0.0) + up)
 
 
 NOTED_DIFFERENCE = 0.01

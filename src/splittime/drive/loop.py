@@ -16,29 +16,20 @@ from typing import Protocol
 from splittime.core.errors import ConfigError, SplittimeError
 from splittime.core.facts import Machine
 from splittime.core.sleep import SleepReport
+from splittime.drive import messages
 from splittime.drive.crank import Crank
-from splittime.drive.messages import (
-    Abort,
-    AdapterLoaded,
-    BlocksArrived,
-    Configure,
-    ConfigureDone,
-    Export,
-    Exported,
-    Fail,
-    Hold,
-    MaskFound,
-    Measured,
-    Release,
-    Sleep,
-    SleepDone,
-    StepOutput,
-    Submit,
-    ToEngine,
-    Wake,
-)
 
-Send = Callable[[StepOutput | ConfigureDone | SleepDone | Measured | AdapterLoaded | Exported], None]
+Send = Callable[
+    [
+        messages.StepOutput
+        | messages.ConfigureDone
+        | messages.SleepDone
+        | messages.Measured
+        | messages.AdapterLoaded
+        | messages.Exported
+    ],
+    None,
+]
 QUIET_S = 0.1
 AWAITING_S = 0.001
 
@@ -52,19 +43,19 @@ class Arrivals(Protocol):
         """Return when something has arrived (True), or after the timeout."""
         ...
 
-    def take_all(self) -> Iterable[tuple[ToEngine, int]]: ...
+    def take_all(self) -> Iterable[tuple[messages.ToEngine, int]]: ...
 
 
 class Inbox:
     """Messages with their arrival times, from one receiving thread to the loop."""
 
     def __init__(self) -> None:
-        self._messages: deque[tuple[ToEngine, int]] = deque()
+        self._messages: deque[tuple[messages.ToEngine, int]] = deque()
         self._arrived = threading.Event()
         self.is_closed = False
         self._failure: SplittimeError | None = None
 
-    def put(self, message: ToEngine, received_ns: int) -> None:
+    def put(self, message: messages.ToEngine, received_ns: int) -> None:
         self._messages.append((message, received_ns))
         self._arrived.set()
 
@@ -82,7 +73,7 @@ class Inbox:
         """Return when something has arrived (True), or after the timeout."""
         return self._arrived.wait(timeout_s)
 
-    def take_all(self) -> list[tuple[ToEngine, int]]:
+    def take_all(self) -> list[tuple[messages.ToEngine, int]]:
         self._arrived.clear()
         if self._failure is not None:
             raise self._failure
@@ -120,45 +111,45 @@ def _wait(crank: Crank, arrivals: Arrivals, send: Send) -> None:
 
 def _tell_measured(machine: Machine | None, send: Send) -> None:
     if machine is not None:
-        send(Measured(machine))
+        send(messages.Measured(machine))
 
 
-def _handle(crank: Crank, message: ToEngine, received_ns: int, send: Send) -> None:
+def _handle(crank: Crank, message: messages.ToEngine, received_ns: int, send: Send) -> None:
     match message:
-        case Submit(request, held_for):
+        case messages.Submit(request, held_for):
             crank.submit(request, received_ns, held_for)
-        case Release(request_id):
+        case messages.Release(request_id):
             crank.release(request_id, received_ns)
-        case MaskFound(request_id):
+        case messages.MaskFound(request_id):
             crank.go_on(request_id)
-        case Fail(request_id, error):
+        case messages.Fail(request_id, error):
             crank.fail(request_id, error)
-        case Abort(request_id):
+        case messages.Abort(request_id):
             crank.abort(request_id)
-        case Hold(request_id, cause):
+        case messages.Hold(request_id, cause):
             crank.hold(request_id, cause)
-        case BlocksArrived(names, numbers):
+        case messages.BlocksArrived(names, numbers):
             crank.take_in(names, numbers)
-        case Export(call_id, ask):
-            send(Exported(call_id, crank.export(ask)))
-        case Configure(call_id, knobs):
+        case messages.Export(call_id, ask):
+            send(messages.Exported(call_id, crank.export(ask)))
+        case messages.Configure(call_id, knobs):
             try:
-                send(ConfigureDone(call_id, crank.configure(knobs)))
+                send(messages.ConfigureDone(call_id, crank.configure(knobs)))
             except ConfigError as error:
-                send(ConfigureDone(call_id, error=error.info))
-        case AdapterLoaded():
+                send(messages.ConfigureDone(call_id, error=error.info))
+        case messages.AdapterLoaded():
             send(message)
-        case Sleep(call_id, ask):
+        case messages.Sleep(call_id, ask):
             crank.sleep(ask, received_ns, lambda answer: send(_sleep_done(crank, call_id, answer)))
-        case Wake(call_id):
+        case messages.Wake(call_id):
             try:
                 send(_sleep_done(crank, call_id, crank.wake()))
             except SplittimeError as error:
                 send(_sleep_done(crank, call_id, error))
 
 
-def _sleep_done(crank: Crank, call_id: int, answer: SleepReport | SplittimeError) -> SleepDone:
+def _sleep_done(crank: Crank, call_id: int, answer: SleepReport | SplittimeError) -> messages.SleepDone:
     rest, stats = crank.residency.rest, crank.stats()
     if isinstance(answer, SplittimeError):
-        return SleepDone(call_id, rest, stats, error=answer.info)
-    return SleepDone(call_id, rest, stats, answer)
+        return messages.SleepDone(call_id, rest, stats, error=answer.info)
+    return messages.SleepDone(call_id, rest, stats, answer)

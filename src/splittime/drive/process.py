@@ -20,30 +20,12 @@ from splittime.core.errors import EngineError, Overloaded, SplittimeError
 from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import Request
 from splittime.core.sleep import AWAKE, WAKING, Rest, SleepAsk, SleepReport
+from splittime.drive import messages
 from splittime.drive.adapter_gate import KeptAdapters
 from splittime.drive.client import Calls, StreamItem, Streams
 from splittime.drive.head_start import WORKER
 from splittime.drive.incarnation import Incarnation, cause_of_death, failure
 from splittime.drive.known import KnownFacts, Sleeping
-from splittime.drive.messages import (
-    Abort,
-    AdapterLoaded,
-    Configure,
-    ConfigureDone,
-    Export,
-    Exported,
-    Fatal,
-    FromEngine,
-    LoadAdapter,
-    Loading,
-    Measured,
-    Ready,
-    SleepDone,
-    StepOutput,
-    Submit,
-    ToEngine,
-    UnloadAdapter,
-)
 from splittime.drive.residency import refusal, shutting_down, stays_asleep
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
@@ -67,7 +49,7 @@ class ProcessClient:
         command: list[str] | None,
         settings: bytes,
         on_record: Callable[[StepRecord], None] | None = None,
-        on_loading: Callable[[Loading], None] | None = None,
+        on_loading: Callable[[messages.Loading], None] | None = None,
     ) -> None:
         self._command = command or WORKER
         self._settings, self._on_record, self._on_loading = settings, on_record, on_loading or (lambda told: None)
@@ -78,8 +60,8 @@ class ProcessClient:
         self._stats = EngineStats(now_ns=time.monotonic_ns())
         self._num_steps_before = self._last_step_id = 0  # of engine processes before this one; told by this one
         self._incarnation: Incarnation | None = None
-        self._started: asyncio.Future[Ready] | None = None  # of who waits for a process to be ready
-        self._last_words: Fatal | None = None
+        self._started: asyncio.Future[messages.Ready] | None = None  # of who waits for a process to be ready
+        self._last_words: messages.Fatal | None = None
         self._died_ns: int | None = None  # when a predecessor did, until there is one that is ready
         self._is_stopping = self._was_ever_ready = False
         self._context: zmq.asyncio.Context | None = None
@@ -99,7 +81,7 @@ class ProcessClient:
             raise shutting_down()
         self._incarnation = Incarnation(self._command, self._settings)
 
-    async def start(self) -> Ready:
+    async def start(self) -> messages.Ready:
         """Start if need be, and return when the engine can serve. Raises EngineError if it cannot start at all."""
         self._loop, self._context = asyncio.get_running_loop(), zmq.asyncio.Context()
         self._started = self._loop.create_future()
@@ -132,14 +114,14 @@ class ProcessClient:
             raise refusal(self.rest)
         self._require_up()
         self._streams.open(request)
-        self._send(Submit(request))
+        self._send(messages.Submit(request))
 
     def stream(self, request_id: str) -> AsyncIterator[StreamItem]:
         return self._streams.read(request_id)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._streams and self.is_ready:
-            self._send(Abort(request_id))
+            self._send(messages.Abort(request_id))
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self._stats, rest=self.rest)
@@ -148,20 +130,20 @@ class ProcessClient:
         return self._known_facts.now(self._stats.knobs)
 
     async def configure(self, knobs: dict[str, Any], *, lasts: bool = True) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._call(lambda call_id: Configure(call_id, knobs))
+        answer: dict[str, Any] = await self._call(lambda call_id: messages.Configure(call_id, knobs))
         if lasts:
             self._changed_knobs |= knobs
         return answer
 
     async def load_adapter(self, adapter_id: str, folder: str) -> int:
-        num_parameters: int = await self._call(lambda call_id: LoadAdapter(call_id, adapter_id, folder))
+        num_parameters: int = await self._call(lambda call_id: messages.LoadAdapter(call_id, adapter_id, folder))
         self._adapters.folders[adapter_id] = folder
         return num_parameters
 
     def unload_adapter(self, adapter_id: str) -> None:
         self._adapters.folders.pop(adapter_id, None)
         if self.is_ready:
-            self._send(UnloadAdapter(adapter_id))
+            self._send(messages.UnloadAdapter(adapter_id))
 
     async def sleep(self, ask: SleepAsk) -> SleepReport:
         return await self._sleeping.sleep(ask)
@@ -172,10 +154,10 @@ class ProcessClient:
         return await self._sleeping.wake()
 
     async def export(self, ask: BlocksAsk) -> BlocksTold | None:
-        told: BlocksTold | None = await self._call(lambda call_id: Export(call_id, ask))
+        told: BlocksTold | None = await self._call(lambda call_id: messages.Export(call_id, ask))
         return told
 
-    async def _call(self, message: Callable[[int], ToEngine]) -> Any:
+    async def _call(self, message: Callable[[int], messages.ToEngine]) -> Any:
         """Send what `message` makes of a call's number, and await its answer."""
         self._require_up()
         number = self._calls.new_number()
@@ -186,36 +168,36 @@ class ProcessClient:
         if not self.is_ready:
             raise Overloaded("the engine is not running", status=503, code="engine_not_ready", retry_after_s=2.0)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         assert self._incarnation is not None
         self._incarnation.send(message)
 
     # ---- what the engine says -------------------------------------------------------------------------------------
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: messages.FromEngine) -> None:
         match message:
-            case StepOutput():
+            case messages.StepOutput():
                 self._take_step(message)
-            case Loading():
+            case messages.Loading():
                 self._on_loading(message)
-            case Ready():
+            case messages.Ready():
                 self._take_ready(message)
-            case Measured(machine):
+            case messages.Measured(machine):
                 self._known_facts.take_machine(machine)
-            case ConfigureDone():
+            case messages.ConfigureDone():
                 self._take_knobs(message)
-            case AdapterLoaded():
+            case messages.AdapterLoaded():
                 self._take_adapter(message)
-            case SleepDone():
+            case messages.SleepDone():
                 self._stats = message.stats
                 self._sleeping.take(message)
                 self._calls.settle(message.call_id, message.report, message.error)
-            case Exported(call_id, told):
+            case messages.Exported(call_id, told):
                 self._calls.settle(call_id, told, None)
-            case Fatal():
+            case messages.Fatal():
                 self._last_words = message
 
-    def _take_step(self, output: StepOutput) -> None:
+    def _take_step(self, output: messages.StepOutput) -> None:
         if self._num_steps_before:
             output = output.counted_on(self._num_steps_before)
         self._last_step_id = max(self._last_step_id, output.step_id)
@@ -225,12 +207,12 @@ class ProcessClient:
             self._on_record(output.record)
         self._streams.put(output)
 
-    def _take_ready(self, ready: Ready) -> None:
+    def _take_ready(self, ready: messages.Ready) -> None:
         assert self._incarnation is not None
         self._stats = ready.stats
         self._known_facts.take_ready(ready, self._incarnation.started_ns, self.num_restarts)
         if self._changed_knobs:  # they hold for a successor too; it hears of them before any request
-            self._send(Configure(self._calls.new_number(), self._changed_knobs))
+            self._send(messages.Configure(self._calls.new_number(), self._changed_knobs))
         if self._died_ns is not None and self.rest.state == AWAKE:
             log.warning("the engine is ready again after %.1f s", (time.monotonic_ns() - self._died_ns) / 1e9)
         for ask in self._adapters.read_again(self._calls.new_number):
@@ -241,13 +223,13 @@ class ProcessClient:
         if self._started is not None and not self._started.done():
             self._started.set_result(ready)
 
-    def _take_adapter(self, answer: AdapterLoaded) -> None:
+    def _take_adapter(self, answer: messages.AdapterLoaded) -> None:
         if not self._adapters.take(answer):
             self._calls.settle(answer.call_id, answer.num_parameters, answer.error)
         elif self._incarnation is not None:
             self._incarnation.is_up = not self._adapters.are_awaited
 
-    def _take_knobs(self, answer: ConfigureDone) -> None:
+    def _take_knobs(self, answer: messages.ConfigureDone) -> None:
         if answer.error is None:
             knobs, is_paused = answer.knobs, bool(answer.knobs.get("paused"))
             self._stats = msgspec.structs.replace(self._stats, knobs=knobs, is_paused=is_paused)
@@ -299,7 +281,7 @@ class ProcessClient:
             if self._is_stopping or self._succeed():
                 return
 
-    async def _start_anew(self) -> Ready:
+    async def _start_anew(self) -> messages.Ready:
         """For who wakes an engine that died in its sleep. Raises what keeps it asleep."""
         self._started = self._loop.create_future()
         self.num_restarts += not self._is_stopping

@@ -19,30 +19,8 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.settings import check, meaning_of
 from splittime.core.small_file import read_small
+from splittime.gateway import config as sections
 from splittime.gateway.budgets import check_budgets
-from splittime.gateway.config import (
-    AffinityConfig,
-    AuditConfig,
-    BreakerConfig,
-    CacheConfig,
-    CacheRoute,
-    CanaryConfig,
-    DegradationConfig,
-    DifficultyConfig,
-    EmbedderConfig,
-    EscalateConfig,
-    GatewayConfig,
-    LintConfig,
-    MetricsConfig,
-    QueueConfig,
-    RetryConfig,
-    RuleConfig,
-    TenantConfig,
-    TiedConfig,
-    TracingConfig,
-    UpstreamConfig,
-    VerifierConfig,
-)
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
 from splittime.gateway.routing.regions import check_regions
 from splittime.gateway.tied import check_tied
@@ -52,26 +30,26 @@ from splittime.web.ports import check_certificate
 from splittime.wire.target import Target
 
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
-    ("[[upstream]]", UpstreamConfig),
-    ("[[tenant]]", TenantConfig),
-    ("[[rule]]", RuleConfig),
-    ("[[difficulty]]", DifficultyConfig),
-    ("[difficulty.escalate]", EscalateConfig),
-    ("[queue]", QueueConfig),
-    ("[retries]", RetryConfig),
-    ("[tied]", TiedConfig),
-    ("[affinity]", AffinityConfig),
-    ("[breaker]", BreakerConfig),
-    ("[cache]", CacheConfig),
-    ("[[cache_route]]", CacheRoute),
-    ("[embedder]", EmbedderConfig),
-    ("[verifier]", VerifierConfig),
-    ("[[degradation]]", DegradationConfig),
-    ("[metrics]", MetricsConfig),
-    ("[tracing]", TracingConfig),
-    ("[lint]", LintConfig),
-    ("[canary]", CanaryConfig),
-    ("[audit]", AuditConfig),
+    ("[[upstream]]", sections.UpstreamConfig),
+    ("[[tenant]]", sections.TenantConfig),
+    ("[[rule]]", sections.RuleConfig),
+    ("[[difficulty]]", sections.DifficultyConfig),
+    ("[difficulty.escalate]", sections.EscalateConfig),
+    ("[queue]", sections.QueueConfig),
+    ("[retries]", sections.RetryConfig),
+    ("[tied]", sections.TiedConfig),
+    ("[affinity]", sections.AffinityConfig),
+    ("[breaker]", sections.BreakerConfig),
+    ("[cache]", sections.CacheConfig),
+    ("[[cache_route]]", sections.CacheRoute),
+    ("[embedder]", sections.EmbedderConfig),
+    ("[verifier]", sections.VerifierConfig),
+    ("[[degradation]]", sections.DegradationConfig),
+    ("[metrics]", sections.MetricsConfig),
+    ("[tracing]", sections.TracingConfig),
+    ("[lint]", sections.LintConfig),
+    ("[canary]", sections.CanaryConfig),
+    ("[audit]", sections.AuditConfig),
 )
 NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
@@ -94,7 +72,7 @@ _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|password|cookie|signature)(-|$)")
 
 
-def read_config(path: Path) -> GatewayConfig:
+def read_config(path: Path) -> sections.GatewayConfig:
     """Returns what the file says, checked. Raises `ConfigError`."""
     try:
         told = tomllib.loads(read_small(path).decode())
@@ -104,17 +82,17 @@ def read_config(path: Path) -> GatewayConfig:
     return config_of(told)
 
 
-def config_of(told: Mapping[str, Any]) -> GatewayConfig:
+def config_of(told: Mapping[str, Any]) -> sections.GatewayConfig:
     """Returns the config that a mapping describes, as TOML reads it. Raises `ConfigError`."""
     config = config_unread(told)
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     return config
 
 
-def config_unread(told: Mapping[str, Any]) -> GatewayConfig:
+def config_unread(told: Mapping[str, Any]) -> sections.GatewayConfig:
     """As `config_of`, and no file that it names is looked at: who tells it may not be of this host."""
     try:
-        config = msgspec.convert(told, GatewayConfig)
+        config = msgspec.convert(told, sections.GatewayConfig)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
     _check_bounds(config)
@@ -163,10 +141,10 @@ def _unknown_key(name: str, path: str) -> ConfigError:
 
 def _struct_of(path: str) -> type[msgspec.Struct]:
     tables, table = {name.strip("[]"): kind for name, kind in TABLES}, _INDEX.sub("", path).lstrip(".")
-    return tables.get(table) or tables.get(table.split(".")[0], GatewayConfig)
+    return tables.get(table) or tables.get(table.split(".")[0], sections.GatewayConfig)
 
 
-def _check_bounds(config: GatewayConfig) -> None:
+def _check_bounds(config: sections.GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
     check_table("", config)
@@ -191,7 +169,7 @@ def check_table(path: str, table: msgspec.Struct) -> None:
         raise ConfigError(message, param=param, value=info.value, limit=info.limit, hint=info.hint) from None
 
 
-def _check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
+def _check_upstreams(upstreams: Sequence[sections.UpstreamConfig]) -> None:
     if not upstreams:
         hint = '[[upstream]] with name = "a", url = "http://127.0.0.1:8000" and models = ["m"]'
         raise ConfigError("there is no [[upstream]]", param="upstream", hint=hint)
@@ -214,7 +192,7 @@ def _check_url(param: str, url: str) -> None:
         raise ConfigError(f"{param}: {error.info.message}", param=param, value=url, hint=hint) from None
 
 
-def check_cache(config: GatewayConfig) -> None:
+def check_cache(config: sections.GatewayConfig) -> None:
     """Raises `ConfigError` for a route of a model that nobody serves or that stands twice, or for two stores."""
     served = {model for upstream in config.upstream for model in upstream.models}
     served |= {route.model for route in config.difficulty}
@@ -235,7 +213,7 @@ def check_cache(config: GatewayConfig) -> None:
         raise ConfigError(message, param="cache.file", value=config.cache.file, hint="keep one of them")
 
 
-def _check_semantic(config: GatewayConfig, param: str) -> None:
+def _check_semantic(config: sections.GatewayConfig, param: str) -> None:
     """Raises `ConfigError` where one of the two that must agree on a like question is not there."""
     lacking = [f"[{name}]" for name in ("embedder", "verifier") if getattr(config, name) is None]
     if lacking:
@@ -244,7 +222,7 @@ def _check_semantic(config: GatewayConfig, param: str) -> None:
         raise ConfigError(message, param=param, hint=hint)
 
 
-def _check_verifier(config: GatewayConfig) -> None:
+def _check_verifier(config: sections.GatewayConfig) -> None:
     models = dict.fromkeys(model for upstream in config.upstream for model in upstream.models)
     if config.verifier is not None and config.verifier.model not in models:
         name, param = config.verifier.model, "verifier.model"
@@ -263,7 +241,7 @@ def _join(path: str | None, name: str) -> str:
     return f"{path.lstrip('.')}.{name}" if path else name
 
 
-def check_listening(config: GatewayConfig) -> None:
+def check_listening(config: sections.GatewayConfig) -> None:
     """Raises `ConfigError` for an address that needs a key and has none, keys without an operator's, and a shared port
     that cannot be."""
     if not is_loopback(config.host) and not config.tenant:
@@ -287,7 +265,7 @@ def _check_shared(shared: int, own: int) -> None:
         raise ConfigError(message, param="shared_port", value=shared, hint=hint)
 
 
-def check_routing(config: GatewayConfig) -> None:
+def check_routing(config: sections.GatewayConfig) -> None:
     """Raises `ConfigError` naming the first rule or alias that cannot be meant."""
     models = [model for upstream in config.upstream for model in upstream.models]
     for number, route in enumerate(config.difficulty):
@@ -307,7 +285,7 @@ def check_routing(config: GatewayConfig) -> None:
         _check_rule(f"rule[{number}]", rule, config)
 
 
-def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
+def _check_rule(path: str, rule: sections.RuleConfig, config: sections.GatewayConfig) -> None:
     upstreams = [one for one in config.upstream if not rule.upstreams or one.name in rule.upstreams]
     for name in rule.upstreams:
         _among(f"{path}.upstreams", name, [upstream.name for upstream in config.upstream])
@@ -328,7 +306,9 @@ def _check_rule(path: str, rule: RuleConfig, config: GatewayConfig) -> None:
         _check_header(f"{path}.headers.{name}", name, value)
 
 
-def _check_difficulty(path: str, route: DifficultyConfig, config: GatewayConfig, models: Sequence[str]) -> None:
+def _check_difficulty(
+    path: str, route: sections.DifficultyConfig, config: sections.GatewayConfig, models: Sequence[str]
+) -> None:
     """Raises `ConfigError` unless its name is its own and both of its models are some upstream's."""
     param, is_twice = f"{path}.model", [one.model for one in config.difficulty].count(route.model) > 1
     if not route.model or route.model in models or is_twice:
@@ -366,7 +346,7 @@ def _among(param: str, name: str, known: Sequence[str]) -> None:
         raise ConfigError(f"{param} names {name!r}, which is not there", param=param, value=name, hint=hint)
 
 
-def check_ladder(config: GatewayConfig) -> None:
+def check_ladder(config: sections.GatewayConfig) -> None:
     """Raises `ConfigError`."""
     models = {model for upstream in config.upstream for model in upstream.models}
     for number, stage in enumerate(config.degradation):
@@ -378,7 +358,7 @@ def check_ladder(config: GatewayConfig) -> None:
             raise ConfigError(message, param=param, value=value, limit=lighter.enter_wait_s, hint="order them by it")
 
 
-def _check_stage(stage: DegradationConfig, path: str, models: set[str]) -> None:
+def _check_stage(stage: sections.DegradationConfig, path: str, models: set[str]) -> None:
     if sum(one is not None for one in (stage.max_tokens, stage.model, stage.answer)) != 1:
         message = f"{path} needs one of max_tokens, model and answer"
         raise ConfigError(message, param=path, hint="a stage does one thing; those before it go on")

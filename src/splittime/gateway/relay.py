@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable
 
+from splittime.gateway import verdict as verdicts
 from splittime.gateway.answer_events import DONE, WholeEvents, ignored, readable
 from splittime.gateway.breaks import AttemptBreaks, Deadline
 from splittime.gateway.decoded_answer import Answer, drain
@@ -30,22 +31,6 @@ from splittime.gateway.typed_events import events_of
 from splittime.gateway.upstream_call import UpstreamCall
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.verdict import (
-    ANSWERED,
-    GOOD,
-    AnswerVerdict,
-    AttemptAsked,
-    AttemptFailure,
-    BrokenStream,
-    Interrupted,
-    UpstreamFailure,
-    Whose,
-    bad_answer,
-    of_answer,
-    of_begin,
-    of_event,
-    of_late_head,
-)
 from splittime.web import http
 from splittime.wire.sse import MAX_EVENT_BYTES, EventLines
 
@@ -95,10 +80,10 @@ class Relay:
         self.blocked_ns, self.is_answered = 0, False
         self.ended_ns: int | None = None
         self.has_begun, self.has_given = has_begun or resumption.is_continuing, resumption.is_continuing
-        self.verdict: AnswerVerdict = GOOD
-        self.failed_by: Whose | None = None
+        self.verdict: verdicts.AnswerVerdict = verdicts.GOOD
+        self.failed_by: verdicts.Whose | None = None
         is_timed = deadline.is_clients or SLO_HEADER in headers
-        self._asked = AttemptAsked(upstream.name, self.path, self.model, is_timed=is_timed)
+        self._asked = verdicts.AttemptAsked(upstream.name, self.path, self.model, is_timed=is_timed)
         self._mask, self._breaks = KeyMask(upstream.key), AttemptBreaks(upstream.config, deadline)
         self._call = UpstreamCall(
             connections,
@@ -111,7 +96,7 @@ class Relay:
             max_answer_bytes=max_answer_bytes,
         )
         self._opened: tuple[Answer, bytes] | None = None
-        self._whole_verdict: AnswerVerdict | None = None
+        self._whole_verdict: verdicts.AnswerVerdict | None = None
         self._is_judged = False  # a stream has begun well
         self._held = b""  # events of a stream that has not begun: another upstream may still have the client
 
@@ -124,9 +109,9 @@ class Relay:
                 self._whole_verdict = await self._judged(response, first)
             else:
                 self._opened = response, await self._until_event(response, first)
-        except AttemptFailure as failure:
+        except verdicts.AttemptFailure as failure:
             response.close()
-            raise UpstreamFailure(failure.verdict) from failure
+            raise verdicts.UpstreamFailure(failure.verdict) from failure
 
     def tell_nobody(self) -> None:
         """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
@@ -172,27 +157,29 @@ class Relay:
         while not (found := lines.feed(self._mask.masked(piece))):
             piece = await self._call.next(response)
             if not piece or len(first) > MAX_EVENT_BYTES:
-                raise BrokenStream(self._breaks.died())
+                raise verdicts.BrokenStream(self._breaks.died())
             first += piece
         self._note_begun(first)
-        if (verdict := of_begin(self._asked, found[0])) is not None:
-            raise BrokenStream(verdict)
+        if (verdict := verdicts.of_begin(self._asked, found[0])) is not None:
+            raise verdicts.BrokenStream(verdict)
         return first
 
     async def _stream(self, response: Answer, piece: bytes) -> None:
         try:
             if not self._request.is_stream:
-                raise BrokenStream(bad_answer(self._asked, "answered with a stream, and none was asked for"))
+                raise verdicts.BrokenStream(
+                    verdicts.bad_answer(self._asked, "answered with a stream, and none was asked for")
+                )
             while piece:
                 self._note_begun(piece)
                 if await self._pass_on(response, self._editor.edit(piece)):
                     return
                 piece = await self._call.next(response)
             await self._end_without_done(response)
-        except BrokenStream as broken:
+        except verdicts.BrokenStream as broken:
             await self._break_off(broken)
 
-    async def _break_off(self, broken: BrokenStream) -> None:
+    async def _break_off(self, broken: verdicts.BrokenStream) -> None:
         """Raises what it comes to; a stream that nobody goes on with is told its end first."""
         verdict, code = broken.verdict, broken.verdict.code
         if not self.has_given:
@@ -203,19 +190,19 @@ class Relay:
             await self._end()
             return
         if self._resumption.may_go_on(code):
-            raise Interrupted(verdict) from broken
+            raise verdicts.Interrupted(verdict) from broken
         if code in BREAKS and self._resumption.reason:
-            broken = BrokenStream(self._breaks.not_resumed(verdict, self._resumption.reason))
+            broken = verdicts.BrokenStream(self._breaks.not_resumed(verdict, self._resumption.reason))
         self._on_read(self)
         await self._give(error_event(self.path, broken.error.info))
         await self._end()
         raise broken
 
-    async def _tell_refusal(self, verdict: AnswerVerdict) -> None:
+    async def _tell_refusal(self, verdict: verdicts.AnswerVerdict) -> None:
         """The first event is an error: give it where it is about the request, as the answer that it should have been.
         Raises `UpstreamFailure` otherwise."""
         if not verdict.is_given:
-            raise UpstreamFailure(verdict)
+            raise verdicts.UpstreamFailure(verdict)
         await self._whole(verdict)
 
     async def _pass_on(self, response: Answer, events: bytes) -> bool:
@@ -225,7 +212,7 @@ class Relay:
         if self.events.num_events > before:
             self._upstream.in_flight.note_heard(now_ns())
         if self._editor.is_too_long:
-            raise BrokenStream(bad_answer(self._asked, "sent an event without an end"))
+            raise verdicts.BrokenStream(verdicts.bad_answer(self._asked, "sent an event without an end"))
         self._require_good_begin()
         if self.events.is_done:
             self._on_read(self)
@@ -244,10 +231,10 @@ class Relay:
         return self.events.is_done
 
     @property
-    def _of_empty(self) -> AnswerVerdict | None:
+    def _of_empty(self) -> verdicts.AnswerVerdict | None:
         """Returns the verdict on a stream that has ended and said nothing; None for any other."""
         is_empty = self._asked.has_choices and self.events.is_empty and not self.resumed_after
-        return bad_answer(self._asked, "ended a stream in which it had said nothing") if is_empty else None
+        return verdicts.bad_answer(self._asked, "ended a stream in which it had said nothing") if is_empty else None
 
     def _require_good_begin(self) -> None:
         """Raises `BrokenStream` where an error or the end comes before the answer, or the first event is none."""
@@ -255,9 +242,9 @@ class Relay:
         if self._is_judged or first is None:
             return
         if events.error is not None and events.is_error_first:
-            raise BrokenStream(of_event(self._asked, events.error, events.error_data))
-        if (verdict := of_begin(self._asked, first) or self._of_empty) is not None:
-            raise BrokenStream(verdict)
+            raise verdicts.BrokenStream(verdicts.of_event(self._asked, events.error, events.error_data))
+        if (verdict := verdicts.of_begin(self._asked, first) or self._of_empty) is not None:
+            raise verdicts.BrokenStream(verdict)
         if events.has_begun:
             self._is_judged = self.has_given = True
             self._upstream.breaker.note_begun()
@@ -269,7 +256,7 @@ class Relay:
         if tail and await self._pass_on(response, tail):
             return
         if not self._asked.has_choices or self.events.read().finish_reason is None:
-            raise BrokenStream(self._breaks.died())
+            raise verdicts.BrokenStream(self._breaks.died())
         await self._pass_on(response, DONE_EVENT)
 
     async def _begin(self, response: Answer) -> None:
@@ -287,30 +274,30 @@ class Relay:
         self.blocked_ns += lasted_ns if lasted_ns > CLIENT_WAIT_NS else 0
 
     async def _end(self) -> None:
-        if self.events.error is not None and self.verdict.whose is GOOD.whose:
-            self.verdict = of_event(self._asked, self.events.error, self.events.error_data)
+        if self.events.error is not None and self.verdict.whose is verdicts.GOOD.whose:
+            self.verdict = verdicts.of_event(self._asked, self.events.error, self.events.error_data)
         self.is_answered = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ended_ns = now_ns()
 
     # ---- an answer that is no stream
 
-    async def _judged(self, response: Answer, first: bytes) -> AnswerVerdict:
+    async def _judged(self, response: Answer, first: bytes) -> verdicts.AnswerVerdict:
         """Returns the verdict on an answer that the client shall have. Raises `UpstreamFailure`."""
         body = await self._call.read(response, first)
         passed = self._mask.passed(response, body)
-        verdict = of_answer(self._asked, passed)
+        verdict = verdicts.of_answer(self._asked, passed)
         self.events.take_whole(passed.body)
         if not verdict.is_given:
-            raise UpstreamFailure(verdict)
+            raise verdicts.UpstreamFailure(verdict)
         return verdict
 
-    async def _whole(self, verdict: AnswerVerdict) -> None:
+    async def _whole(self, verdict: verdicts.AnswerVerdict) -> None:
         assert verdict.answer is not None, "it is given"
         self.status, self.verdict = verdict.answer.status, verdict
         edited = verdict.answer._replace(body=self._editor.edit_whole(verdict.answer.body))
         if self.has_begun:
-            raise UpstreamFailure(of_late_head(self._asked, verdict))
+            raise verdicts.UpstreamFailure(verdicts.of_late_head(self._asked, verdict))
         self.has_given = True
         self._on_read(self)
         await self.give_answer(edited)
@@ -318,7 +305,7 @@ class Relay:
     async def give_answer(self, answer: PassedAnswer) -> None:
         """Give a whole answer to the client; returns when the system has taken it."""
         self.has_begun = True
-        body = self._mark.in_body(answer.body) if answer.status in ANSWERED else answer.body
+        body = self._mark.in_body(answer.body) if answer.status in verdicts.ANSWERED else answer.body
         headers = [*answer.headers, *self._answer_headers(), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
         if body:

@@ -6,6 +6,7 @@ It ends once, however many say so, and then its place is free, the breaker and t
 import time
 
 from splittime.core.errors import SplittimeError
+from splittime.gateway import verdict as verdicts
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.resume.resumption import Resumption
@@ -13,17 +14,6 @@ from splittime.gateway.routing.escalation import AskedAnew
 from splittime.gateway.routing.prefix_table import SeenPrefix
 from splittime.gateway.service import GatewayService
 from splittime.gateway.upstreams import Routed
-from splittime.gateway.verdict import (
-    ANSWERED,
-    GOOD,
-    LEFT,
-    OWN_LIMITS,
-    AnswerVerdict,
-    AttemptFailure,
-    UpstreamFailure,
-    Whose,
-    or_own,
-)
 from splittime.ledger.attempts import CANCELLED, TIED_LOST, UNSURE
 
 now_ns = time.monotonic_ns
@@ -71,7 +61,7 @@ class RunningAttempt:
         `UpstreamFailure`, and has ended then."""
         try:
             await self.relay.open()
-        except UpstreamFailure as failure:
+        except verdicts.UpstreamFailure as failure:
             self._end_failed(failure)
             raise
 
@@ -83,13 +73,13 @@ class RunningAttempt:
             await self.relay.run()
             verdict = self.relay.verdict  # that of a refusal which is the request's own has an answer
             self.end(verdict.code if verdict.answer is None else "", verdict)
-        except AttemptFailure as failure:
+        except verdicts.AttemptFailure as failure:
             error = failure.with_traceback(None).error  # whose frames may have it
             self._end_failed(failure)
-            if isinstance(failure, UpstreamFailure):
+            if isinstance(failure, verdicts.UpstreamFailure):
                 raise
         except AskedAnew as asked:
-            self.end(asked.verdict, GOOD if asked.verdict == UNSURE else LEFT)
+            self.end(asked.verdict, verdicts.GOOD if asked.verdict == UNSURE else verdicts.LEFT)
             raise
         finally:
             self.end(CANCELLED)
@@ -101,29 +91,29 @@ class RunningAttempt:
         self.end(ending)
 
     def _begun(self) -> None:
-        is_answer = self.relay.status is None or self.relay.status in ANSWERED
+        is_answer = self.relay.status is None or self.relay.status in verdicts.ANSWERED
         if is_answer and not (self._has_begun or self.is_ended):
             self._has_begun = True
             self.routed.upstream.waits.begun(self._tokens, now_ns())
 
-    def _end_failed(self, failure: AttemptFailure) -> None:
+    def _end_failed(self, failure: verdicts.AttemptFailure) -> None:
         code, successes = failure.error.info.code, self.routed.upstream.breaker.num_successes
         self.relay.failed_by = failure.verdict.whose
-        if isinstance(failure, UpstreamFailure):
+        if isinstance(failure, verdicts.UpstreamFailure):
             failure.is_outright = failure.verdict.is_upstreams and successes == self._successes
-        self.end(code, or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))
+        self.end(code, verdicts.or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))
 
-    def end(self, ending: str, verdict: AnswerVerdict = LEFT) -> None:
+    def end(self, ending: str, verdict: verdicts.AnswerVerdict = verdicts.LEFT) -> None:
         """ending: "" for an answer, or else a code."""
         if self.is_ended:
             return
         self.is_ended = True
         self.relay.tell_nobody()
         upstream, at_ns = self.routed.upstream, now_ns()
-        is_silent = self.relay.first_byte_ns is None and verdict.code in OWN_LIMITS
+        is_silent = self.relay.first_byte_ns is None and verdict.code in verdicts.OWN_LIMITS
         may_hang = is_silent and not self._gateway.lag.was_late(self.begin_ns)
         if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s):
-            verdict = verdict._replace(whose=Whose.HEALTH, is_answered=True)
+            verdict = verdict._replace(whose=verdicts.Whose.HEALTH, is_answered=True)
         if not self._is_stream:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:
@@ -131,7 +121,7 @@ class RunningAttempt:
         upstream.hear(verdict, self.relay.path, self.relay.model, at_ns, self._tenant)
         if verdict.is_against:
             self._gateway.affinity.note_failed(self._prefix, upstream.name)
-        elif verdict.whose is Whose.NOBODY:
+        elif verdict.whose is verdicts.Whose.NOBODY:
             self._gateway.affinity.note_answered(self._prefix, upstream.name)
         self._account.keep_attempt(
             self.routed,

@@ -28,19 +28,7 @@ from numpy.typing import NDArray
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.cost import (
-    LIMITED,
-    MOST_TIMES,
-    Basis,
-    CostModel,
-    Errors,
-    OutOfRange,
-    Pace,
-    PaceOf,
-    ShapeBucket,
-    basis_of,
-    bucket_of,
-)
+from splittime.simulate import cost
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 from splittime.simulate.sound_ledger import require_sound_steps
@@ -102,8 +90,8 @@ def _gap_ns(record: StepRecord, after: StepRecord | None) -> float:
 class Fit(NamedTuple):
     """A model, and how fast the machine was when the steps ran that it was fitted on."""
 
-    model: CostModel
-    pace: Pace
+    model: cost.CostModel
+    pace: cost.Pace
 
 
 class StepTable(NamedTuple):
@@ -113,7 +101,7 @@ class StepTable(NamedTuple):
 
     begins_ns: list[int]
     shapes: list[StepShape]
-    basis: Basis
+    basis: cost.Basis
     device_ns: Array
     parts_ns: Array
     total_ns: Array
@@ -137,12 +125,12 @@ def fit(records: Sequence[StepRecord], facts: ServerFacts | None = None) -> Fit:
     return Fit(msgspec.structs.replace(model, errors=errors), pace)
 
 
-def pace_of(model: CostModel, records: Sequence[StepRecord]) -> float | None:
+def pace_of(model: cost.CostModel, records: Sequence[StepRecord]) -> float | None:
     """Returns how many times as long as the model says these steps took, in the middle; None where the model knows too
     few of them."""
     ratios = []
     for record, took_ns in zip(records, taken_ns(records), strict=True):
-        with suppress(OutOfRange):
+        with suppress(cost.OutOfRange):
             ratios.append(took_ns / max(1, _without_moves(model.step_time(shape_of_record(record)))))
     return float(np.median(ratios)) if len(ratios) >= MIN_STEPS else None
 
@@ -152,7 +140,7 @@ def _steps(records: Sequence[StepRecord], facts: ServerFacts | None) -> StepTabl
     return StepTable(
         [record.begin_ns for record in records],
         shapes,
-        basis_of(records, None if facts is None else facts.cost),
+        cost.basis_of(records, None if facts is None else facts.cost),
         np.array([record.device_ns for record in records], float),
         np.array(host_parts(records), float),
         np.array(taken_ns(records), float),
@@ -167,7 +155,7 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     host_columns = np.array([basis.host_features(shape) for shape in steps.shapes])
     *host, gaps = (_host_line(host_columns, part) for part in steps.parts_ns.T)
     gaps, gap_noise = _gaps(host_columns, steps.parts_ns.T[-1], gaps)
-    plain = CostModel(
+    plain = cost.CostModel(
         device=tuple(line.coefficients.tolist()),
         covariance=tuple(map(tuple, line.covariance.tolist())),
         basis=basis,
@@ -176,37 +164,39 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
         gap_noise=gap_noise,
         move_ns=steps.move_ns,
         buckets={},
-        most=tuple(max(getattr(shape, name) for shape in steps.shapes) for name in LIMITED),
+        most=tuple(max(getattr(shape, name) for shape in steps.shapes) for name in cost.LIMITED),
         persistence=0.0,
-        errors=Errors(0.0, 0.0, 0.0),
+        errors=cost.Errors(0.0, 0.0, 0.0),
         num_steps=len(steps.shapes),
         about={} if facts is None else {"model": facts.model, "version": facts.version},
     )
     ratios = steps.total_ns / np.maximum(_totals(plain, steps.shapes), 1.0)  # taken, over what the lines say
     buckets = buckets_of(steps.shapes, ratios)
-    pace = _pace(steps, ratios / [buckets[bucket_of(shape)].factor for shape in steps.shapes])
+    pace = _pace(steps, ratios / [buckets[cost.bucket_of(shape)].factor for shape in steps.shapes])
     ratios /= [pace.at(begin_ns, shape) for begin_ns, shape in zip(steps.begins_ns, steps.shapes, strict=True)]
     model = msgspec.structs.replace(plain, buckets=buckets_of(steps.shapes, ratios), persistence=persistence_of(ratios))
     return Fit(model, pace)
 
 
-def _pace(steps: StepTable, ratios: Array) -> Pace:
+def _pace(steps: StepTable, ratios: Array) -> cost.Pace:
     decodes = np.array([shape.tokens == shape.decode_rows for shape in steps.shapes])
     begins_ns = np.array(steps.begins_ns)
     kinds = {"decode": decodes, "prompts": ~decodes}
-    return Pace(**{name: _pace_of(begins_ns[some], ratios[some], PACE_STEPS[name]) for name, some in kinds.items()})
+    return cost.Pace(
+        **{name: _pace_of(begins_ns[some], ratios[some], PACE_STEPS[name]) for name, some in kinds.items()}
+    )
 
 
-def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> PaceOf:
+def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> cost.PaceOf:
     """Returns the pace of these steps, from one stretch of so many to the next."""
     if not len(ratios):
-        return PaceOf()
+        return cost.PaceOf()
     stretches = np.array_split(np.arange(len(ratios)), max(1, len(ratios) // num_steps))
     factors = tuple(_steady_mean(ratios[some]) for some in stretches)
-    return PaceOf(tuple(int(begins_ns[some[0]]) for some in stretches), factors)
+    return cost.PaceOf(tuple(int(begins_ns[some[0]]) for some in stretches), factors)
 
 
-def _unsure(basis: Basis, columns: Array, line: Line) -> tuple[str, ...]:
+def _unsure(basis: cost.Basis, columns: Array, line: Line) -> tuple[str, ...]:
     """Returns the quantities whose own part of a step is not known."""
     share = np.sqrt(np.diag(line.covariance)) * columns.mean(axis=0) / max((columns @ line.coefficients).mean(), 1.0)
     return tuple(name for name, one in zip(basis.names, share.tolist(), strict=True) if one > UNSURE)
@@ -219,7 +209,7 @@ def _host_line(columns: Array, values: Array) -> tuple[float, ...]:
     return tuple(line_of(columns[known], values[known]).coefficients.tolist())
 
 
-def _totals(model: CostModel, shapes: Sequence[StepShape]) -> Array:
+def _totals(model: cost.CostModel, shapes: Sequence[StepShape]) -> Array:
     return np.array([_without_moves(model.step_time(shape)) for shape in shapes], float)
 
 
@@ -227,14 +217,14 @@ def _without_moves(time: StepTime) -> int:
     return time.step_ns - time.moves_ns
 
 
-def buckets_of(shapes: Sequence[StepShape], ratios: Array) -> dict[str, ShapeBucket]:
+def buckets_of(shapes: Sequence[StepShape], ratios: Array) -> dict[str, cost.ShapeBucket]:
     members: dict[str, list[float]] = defaultdict(list)
     for shape, ratio in zip(shapes, ratios.tolist(), strict=True):
-        members[bucket_of(shape)].append(ratio)
+        members[cost.bucket_of(shape)].append(ratio)
     return {name: _bucket(np.array(values), ratios) for name, values in members.items()}
 
 
-def _bucket(values: Array, all_ratios: Array) -> ShapeBucket:
+def _bucket(values: Array, all_ratios: Array) -> cost.ShapeBucket:
     """A bucket of few steps takes its noise from all."""
     trust = len(values) / (len(values) + SHRINK)
     factor = math.exp(trust * math.log(max(_steady_mean(values), 1e-3)))
@@ -242,7 +232,7 @@ def _bucket(values: Array, all_ratios: Array) -> ShapeBucket:
     mean, longest = _steady_mean(source), max(PAUSE * float(np.median(source)), float(np.quantile(source, RARE)))
     pauses = _quantiles(np.maximum(source - longest, 0.0)) / mean
     noise = tuple((_quantiles(np.minimum(source, longest)) / mean).tolist())
-    return ShapeBucket(len(values), factor, noise, tuple(pauses.tolist()) if pauses.any() else ())
+    return cost.ShapeBucket(len(values), factor, noise, tuple(pauses.tolist()) if pauses.any() else ())
 
 
 def _quantiles(values: Array) -> Array:
@@ -262,7 +252,7 @@ def _gaps(columns: Array, gaps_ns: Array, line: tuple[float, ...]) -> tuple[tupl
         return line, ()
     mean = float(gaps_ns[known].sum() / predicted.sum())
     noise = _quantiles(gaps_ns[known] / predicted)
-    return tuple(one * mean for one in line), tuple(np.minimum(noise / noise.mean(), MOST_TIMES).tolist())
+    return tuple(one * mean for one in line), tuple(np.minimum(noise / noise.mean(), cost.MOST_TIMES).tolist())
 
 
 def _steady_mean(values: Array) -> float:
@@ -278,19 +268,19 @@ def persistence_of(ratios: Array) -> float:
     return min(max(correlation, 0.0), 0.99)
 
 
-def _held_out(steps: StepTable, facts: ServerFacts | None, model: CostModel) -> Errors:
+def _held_out(steps: StepTable, facts: ServerFacts | None, model: cost.CostModel) -> cost.Errors:
     clusters = clusters_of(len(steps.shapes))
     seen, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
-    half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(LIMITED))
+    half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(cost.LIMITED))
     predicted, taken = _totals(half, [steps.shapes[index] for index in unseen]), steps.total_ns[unseen]
-    return Errors(
+    return cost.Errors(
         median_relative=float(np.median(np.abs(predicted / taken - 1))),
         mean_relative=float(predicted.sum() / taken.sum() - 1),
         drift=float(np.std([math.log(_pace_in(steps, model, some)) for some in clusters])),
     )
 
 
-def _pace_in(steps: StepTable, model: CostModel, some: Array) -> float:
+def _pace_in(steps: StepTable, model: cost.CostModel, some: Array) -> float:
     """Returns what these steps took, over what the model expects."""
     expected = _totals(model, [steps.shapes[index] for index in some]).sum()
     return float(steps.total_ns[some].sum() / max(expected, 1.0))

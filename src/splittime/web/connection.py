@@ -34,19 +34,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from splittime.web.http import (
-    LINGER_BYTES,
-    LINGER_S,
-    START_NS,
-    TRANSPORT,
-    UNSEEN_NS,
-    AnswerAtOnce,
-    AtOnce,
-    Headers,
-    Scope,
-    content_length,
-    header,
-)
+from splittime.web import http
 from splittime.web.places import Places
 from splittime.web.tenants import ANYBODY, TENANT
 
@@ -82,7 +70,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *args: Any, head_s: float, stall_s: float, at_once: AnswerAtOnce, places: Places, **more: Any
+        self, *args: Any, head_s: float, stall_s: float, at_once: http.AnswerAtOnce, places: Places, **more: Any
     ) -> None:
         super().__init__(*args, **more)
         self._head_s, self._stall_s, self._at_once, self._places = head_s, stall_s, at_once, places
@@ -120,7 +108,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._room = MAX_HEAD_BYTES
         self._unset_keepalive_if_required()  # it may have come in one piece with a request that was answered at once
-        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+        self.scope["extensions"] = {http.TRANSPORT: self.transport}  # type: ignore[dict-item]
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_s, self.transport.abort)
 
@@ -134,8 +122,8 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._refusal = self._refused()
         if self._refusal is not None:
             raise ValueError("the parser reads no further, and tells `data_received`")
-        self.scope[START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
-        self.scope[UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
+        self.scope[http.START_NS] = time.monotonic_ns()  # type: ignore[literal-required]
+        self.scope[http.UNSEEN_NS] = unseen_ns(self.transport.get_extra_info("socket"))  # type: ignore[literal-required]
         answer = self._at_once(self._head()) if self._may_answer_at_once() else None
         if answer is not None:
             self._answer(answer)
@@ -160,8 +148,11 @@ class ConnectionProtocol(HttpToolsProtocol):
         return None
 
     def _has_body(self) -> bool:
-        scope = cast(Scope, self.scope)
-        return header(scope, b"transfer-encoding") is not None or header(scope, b"content-length") not in (None, "0")
+        scope = cast(http.Scope, self.scope)
+        return http.header(scope, b"transfer-encoding") is not None or http.header(scope, b"content-length") not in (
+            None,
+            "0",
+        )
 
     # ---- answers at once
 
@@ -171,13 +162,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         is_open = not (self.flow.write_paused or self.transport.is_closing())
         return is_free and is_open and not self._upgrades
 
-    def _head(self) -> Scope:
+    def _head(self) -> http.Scope:
         """The scope, with what `at_once` asks for. A path that needs more than these lines is not answered at once."""
         self.scope["method"] = self.parser.get_method().decode("ascii")
         self.scope["path"] = self.root_path + self.url.decode("latin-1")
-        return cast(Scope, self.scope)
+        return cast(http.Scope, self.scope)
 
-    def _answer(self, answer: AtOnce) -> None:
+    def _answer(self, answer: http.AtOnce) -> None:
         """Write it; from here on the request's body is read past."""
         self._ends = not (self._keeps_alive() and self._is_worth_skipping())
         fields = [*self.server_state.default_headers, *answer.headers]
@@ -191,7 +182,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.cycle = ANSWERED  # type: ignore[assignment]
         self._skip()
 
-    def _write(self, status: int, fields: Headers, body: bytes) -> None:
+    def _write(self, status: int, fields: http.Headers, body: bytes) -> None:
         lines = b"".join([b"%b: %b\r\n" % pair for pair in fields])
         self.transport.write(b"".join((STATUS_LINE[status], lines, b"\r\n", body)))
 
@@ -200,12 +191,12 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _is_worth_skipping(self) -> bool:
         """Is what comes before the connection's next request short, and sure to come?"""
-        scope = cast(Scope, self.scope)
-        if self.expect_100_continue or header(scope, b"transfer-encoding") is not None:
+        scope = cast(http.Scope, self.scope)
+        if self.expect_100_continue or http.header(scope, b"transfer-encoding") is not None:
             return False
-        return (content_length(scope) or 0) <= MAX_SKIPPED_BYTES
+        return (http.content_length(scope) or 0) <= MAX_SKIPPED_BYTES
 
-    def skip_body(self, scope: Scope) -> None:
+    def skip_body(self, scope: http.Scope) -> None:
         """Read past what is still to come of a request's body, whose answer is all there but its end. Whoever waits for
         the body hears when it is over, or the connection is."""
         if scope is self.scope and self.cycle.more_body:
@@ -213,7 +204,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _skip(self) -> None:
         self._num_skipped = 0
-        self._skip_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._skip_timer = self.loop.call_later(http.LINGER_S, self.transport.abort)
 
     def on_body(self, body: bytes) -> None:
         self._room += len(body) * FRAMING_BYTES
@@ -221,7 +212,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             super().on_body(body)
             return
         self._num_skipped += len(body)
-        if self._num_skipped > LINGER_BYTES:
+        if self._num_skipped > http.LINGER_BYTES:
             self.transport.abort()
 
     def on_message_complete(self) -> None:
@@ -243,7 +234,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _wait(self) -> None:
         """The next request may come, or another connection in place of this one."""
-        holder = cast(Scope, self.scope).get(TENANT, ANYBODY)
+        holder = cast(http.Scope, self.scope).get(TENANT, ANYBODY)
         self._places.wait(self, is_known=holder is not ANYBODY)
 
     # ---- endings

@@ -18,20 +18,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from splittime.bench.book import metrics
 from splittime.bench.book.figures import Summary, summary
 from splittime.bench.book.lateness import off_ns
-from splittime.bench.book.metrics import (
-    HIGHER_IS_BETTER,
-    NS_PER_UNIT,
-    RATES,
-    SHARES,
-    known_metrics,
-    parse_metric,
-    shown,
-    shown_ns,
-    unknown_metric,
-    value_of,
-)
 from splittime.bench.book.records import Ending, Run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS
 from splittime.core.errors import ConfigError
@@ -83,8 +72,8 @@ def limits_of(slo: Mapping[str, float], run_slo: Mapping[str, float]) -> dict[st
 
 
 def _check_name(name: str) -> None:
-    if name not in PER_REQUEST_LIMITS and name not in known_metrics():
-        raise unknown_metric(name, "slo", tuple(PER_REQUEST_LIMITS))
+    if name not in PER_REQUEST_LIMITS and name not in metrics.known_metrics():
+        raise metrics.unknown_metric(name, "slo", tuple(PER_REQUEST_LIMITS))
 
 
 def _parse_value(name: str, text: str) -> float:
@@ -94,16 +83,16 @@ def _parse_value(name: str, text: str) -> float:
     number, unit = float(match[1]), match[2]
     if not math.isfinite(number):
         raise _refused(f"{name}: {text} is too large a number", text, f"for example {EXAMPLE}")
-    if name in SHARES:
+    if name in metrics.SHARES:
         return _share(name, number, unit)
-    if name in RATES:
+    if name in metrics.RATES:
         if unit not in ("", "/s"):
             raise _refused(f"{name}: {unit!r} is no unit of a rate", text, f"a number per second: {name}=100")
         return number
-    if unit not in NS_PER_UNIT:
+    if unit not in metrics.NS_PER_UNIT:
         what = f"{unit!r} is no unit of time" if unit else f"{text!r} has no unit"
-        raise _refused(f"{name}: {what}", text, f"units are {', '.join(NS_PER_UNIT)}: {name}=300ms")
-    return number * NS_PER_UNIT[unit]
+        raise _refused(f"{name}: {what}", text, f"units are {', '.join(metrics.NS_PER_UNIT)}: {name}=300ms")
+    return number * metrics.NS_PER_UNIT[unit]
 
 
 def _share(name: str, number: float, unit: str) -> float:
@@ -139,14 +128,14 @@ def judge(found: Summary, slo: Mapping[str, float]) -> list[SloResult]:
 def still_missed(run: Run, result: SloResult) -> bool:
     """Returns whether a term is missed also with all of the client's own lateness taken off. Of goodput and rates
     nobody can tell."""
-    if result.ok or result.value is None or result.name in HIGHER_IS_BETTER:
+    if result.ok or result.value is None or result.name in metrics.HIGHER_IS_BETTER:
         return False
-    return result.value - off_ns(run, 0, parse_metric(result.name)) > result.limit
+    return result.value - off_ns(run, 0, metrics.parse_metric(result.name)) > result.limit
 
 
 def _result(found: Summary, name: str, limit: float, is_named: bool) -> SloResult:
-    value = value_of(found, name)
-    ok = value is not None and (value >= limit if name in HIGHER_IS_BETTER else value <= limit)
+    value = metrics.value_of(found, name)
+    ok = value is not None and (value >= limit if name in metrics.HIGHER_IS_BETTER else value <= limit)
     sentence = _sentence(found, name, limit, value, ok)
     if not is_named:
         sentence += f" (The limit where none is named; {name}=... sets another.)"
@@ -156,19 +145,19 @@ def _result(found: Summary, name: str, limit: float, is_named: bool) -> SloResul
 def _sentence(found: Summary, name: str, limit: float, value: float | None, ok: bool) -> str:
     if value is None:
         return f"{name} is not known: no request that could tell it was answered whole."
-    relation = ("at least" if ok else "below") if name in HIGHER_IS_BETTER else ("at most" if ok else "above")
+    relation = ("at least" if ok else "below") if name in metrics.HIGHER_IS_BETTER else ("at most" if ok else "above")
     clock = " from the intended start" if name.startswith(("ttft", "e2e")) else ""
     of = ""
     if name == "error_rate":
         of = f" ({found.errors} of {found.counted} intended)"
     elif name == "goodput" and found.goodput:
         of = f" ({found.goodput.good} of {found.goodput.intended} intended with {_limits_words(found.goodput.limits)})"
-    return f"{name}{clock} is {shown(name, value)}, {relation} {shown(name, limit)}{of}."
+    return f"{name}{clock} is {metrics.shown(name, value)}, {relation} {metrics.shown(name, limit)}{of}."
 
 
 def _limits_words(limits: Mapping[str, float]) -> str:
     """`ttft at most 300ms, tpot at most 40ms`."""
-    return ", ".join(f"{name} at most {shown_ns(limit)}" for name, limit in limits.items())
+    return ", ".join(f"{name} at most {metrics.shown_ns(limit)}" for name, limit in limits.items())
 
 
 def falls_short(run: Run, slo: Mapping[str, float]) -> bool:

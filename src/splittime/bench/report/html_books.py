@@ -16,26 +16,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from splittime.bench import join
 from splittime.bench.book.figures import prompt_tokens
 from splittime.bench.book.records import Outcome, Run
 from splittime.bench.book.requests import response_ns
 from splittime.bench.book.series import complete
-from splittime.bench.join import (
-    ALL,
-    CAUSE_ORDER,
-    CLIENT_BEFORE,
-    E2E,
-    LINE_ORDER,
-    NETWORK,
-    RESIDUAL,
-    TTFT,
-    UNSEEN,
-    Book,
-    BookLine,
-    JoinedBooks,
-    Key,
-    client_lines,
-)
 from splittime.bench.join_view import MEANING
 from splittime.bench.own_book import by_request
 from splittime.bench.report.text import digits, listed, ms, percent
@@ -49,13 +34,13 @@ MIN_SHARE = 0.0005  # of a bar; less is not drawn
 BEFORE_ENGINE = (Stage.RECEIVE, Stage.TOKENIZE, Stage.ADMIT, Stage.HANDOFF)
 FIRST, STREAM = "until the first chunk", "from the first chunk to the end"
 
-Timed = tuple[Key, int]  # and its duration in ns
+Timed = tuple[join.Key, int]  # and its duration in ns
 
 
 class BarPiece(NamedTuple):
     """left, width: % of the row's room."""
 
-    key: Key
+    key: join.Key
     classes: str
     words: str
     left: float
@@ -87,35 +72,35 @@ class Bars(NamedTuple):
     verdict: str = ""
 
 
-def key_classes(key: Key) -> str:
+def key_classes(key: join.Key) -> str:
     stage, cause = key
-    if stage in CLIENT_BEFORE:
+    if stage in join.CLIENT_BEFORE:
         return "ink client"
     if stage in (FIRST, STREAM):
         return "ink " + ("first" if stage == FIRST else "stage-decode")
     return f"ink stage-{stage}" + (f" cause-{cause}" if cause else "")
 
 
-def place(key: Key) -> tuple[int, int]:
+def place(key: join.Key) -> tuple[int, int]:
     """Returns where a key stands in a list: in the order of a request's life."""
     stage, cause = key
-    return (*CLIENT_BEFORE, FIRST, STREAM, *LINE_ORDER).index(stage), CAUSE_ORDER.index(cause)
+    return (*join.CLIENT_BEFORE, FIRST, STREAM, *join.LINE_ORDER).index(stage), join.CAUSE_ORDER.index(cause)
 
 
-def group_name(key: Key) -> str:
+def group_name(key: join.Key) -> str:
     """Short parts that share a colour share a name."""
     stage = key[0]
-    if stage in CLIENT_BEFORE:
+    if stage in join.CLIENT_BEFORE:
         return "client"
     return "before the engine" if stage in BEFORE_ENGINE else key_name(key)
 
 
-def key_name(key: Key) -> str:
+def key_name(key: join.Key) -> str:
     stage, cause = (word and word.replace("_", " ") for word in key)
     return f"{stage}: {cause}" if cause else str(stage)
 
 
-def key_meaning(key: Key) -> str:
+def key_meaning(key: join.Key) -> str:
     """A whole sentence."""
     stage, cause = key
     text = MEANING.get(stage, stage) if cause is None else CAUSE_MEANING[Cause(cause)]
@@ -147,7 +132,7 @@ def _merged(timed: Iterable[Timed]) -> list[Timed]:
 def _in_slots(timed: Iterable[Timed], slot_ns: float) -> Iterable[Timed]:
     """Runs of pieces that are each shorter than a slot become one piece, once they fill it, of whichever kind had most
     of it. Durations are kept: the pieces sum to what they did."""
-    waiting: dict[Key, int] = {}
+    waiting: dict[join.Key, int] = {}
     for key, ns in _merged((key, ns) for key, ns in timed if ns > 0):
         waiting[key] = waiting.get(key, 0) + ns
         if sum(waiting.values()) >= slot_ns:
@@ -166,12 +151,12 @@ def duration_words(ns: float) -> str:
     return f"{digits(ns / 1e9)} s" if abs(ns) >= 1e9 else f"{ms(ns)} ms"
 
 
-def time_went(joined: JoinedBooks) -> list[Bars]:
-    titles = {TTFT: "Until the first token", E2E: "Until the end"}
+def time_went(joined: join.JoinedBooks) -> list[Bars]:
+    titles = {join.TTFT: "Until the first token", join.E2E: "Until the end"}
     return [_book_bars(joined, figure, title) for figure, title in titles.items() if joined.book(figure)]
 
 
-def _book_bars(joined: JoinedBooks, figure: str, title: str) -> Bars:
+def _book_bars(joined: join.JoinedBooks, figure: str, title: str) -> Bars:
     found = [book for book in joined.books if book.figure == figure]
     shown = found if len(found) > 2 else found[:1]
     high_ns = from_zero([book.mean_ns for book in shown], 1.0).high
@@ -179,13 +164,13 @@ def _book_bars(joined: JoinedBooks, figure: str, title: str) -> Bars:
     return Bars(title, axis(high_ns), bars, seen(bars), _verdict(found[0]))
 
 
-def _book_bar(book: Book, high_ns: float) -> Bar:
+def _book_bar(book: join.Book, high_ns: float) -> Bar:
     timed = [((line.stage, line.cause), round(line.mean_ns)) for line in book.lines]
-    name = "all" if book.bucket == ALL else book.bucket
+    name = "all" if book.bucket == join.ALL else book.bucket
     return Bar(name, f"{book.count:,}", duration_words(book.mean_ns), pieces(timed, high_ns))
 
 
-def _verdict(book: Book) -> str:
+def _verdict(book: join.Book) -> str:
     held = "within" if book.is_within_goal else "OVER"
     return (
         f"The two books differ by {ms(book.residual_abs_mean_ns)} ms in the mean of its absolute value (p99 "
@@ -193,28 +178,28 @@ def _verdict(book: Book) -> str:
     )
 
 
-def part_lines(joined: JoinedBooks) -> list[BarLine]:
+def part_lines(joined: join.JoinedBooks) -> list[BarLine]:
     """Every part of TTFT and of E2E in figures, mean, p99 and share of each; the sums last."""
-    books = [joined.book(figure) for figure in (TTFT, E2E)]
+    books = [joined.book(figure) for figure in (join.TTFT, join.E2E)]
     lines = [{(line.stage, line.cause): line for line in book.lines} if book else {} for book in books]
     keys = sorted(set().union(*lines), key=place)
     rows = [(key, [its.get(key) for its in lines]) for key in keys]
     made = [
         BarLine(key_classes(key), key_name(key), key_meaning(key), (*_cells(found[0]), *_cells(found[1])))
         for key, found in rows
-        if key[0] in (NETWORK, RESIDUAL) or any(line is not None and line.share for line in found)
+        if key[0] in (join.NETWORK, join.RESIDUAL) or any(line is not None and line.share for line in found)
     ]
     sums = [cell for book in books for cell in ((ms(book.mean_ns), ms(book.p99_ns), "100 %") if book else ("",) * 3)]
     return [*made, BarLine("", "sum", "", tuple(sums))]
 
 
-def _cells(line: BookLine | None) -> tuple[str, str, str]:
+def _cells(line: join.BookLine | None) -> tuple[str, str, str]:
     return ("", "", "") if line is None else (ms(line.mean_ns), ms(line.p99_ns), percent(line.share))
 
 
-def largest_part(joined: JoinedBooks) -> str:
+def largest_part(joined: join.JoinedBooks) -> str:
     """A sentence on what the mean request waited for most, until its first token."""
-    whole = joined.book(TTFT)
+    whole = joined.book(join.TTFT)
     if whole is None or not whole.mean_ns:
         return ""
     line = max(whole.lines, key=lambda found: found.share)
@@ -224,14 +209,14 @@ def largest_part(joined: JoinedBooks) -> str:
     return f"{part} was {name}: {key_meaning(key)[:1].lower()}{key_meaning(key)[1:]}"
 
 
-def left_out(joined: JoinedBooks) -> str:
+def left_out(joined: join.JoinedBooks) -> str:
     """Returns who is in the client's book alone, and why; empty if nobody."""
-    reasons = joined.left_out.get(E2E, {})
+    reasons = joined.left_out.get(join.E2E, {})
     counts = [f"{count:,} {reason}" for reason, count in reasons.items()]
     return f"Of {joined.intended:,} measured requests, not in both books: {listed(counts)}." if counts else ""
 
 
-def slowest(run: Run, arm: int, joined: JoinedBooks) -> Bars | None:
+def slowest(run: Run, arm: int, joined: join.JoinedBooks) -> Bars | None:
     """None if no request was complete."""
     whole = [o for o in complete(run.measured(arm)) if o.sent_ns is not None and (response_ns(o) or 0) > 0]
     worst = sorted(whole, key=lambda o: -(response_ns(o) or 0))[:SLOWEST]
@@ -262,8 +247,10 @@ def _from_both(choices: Sequence[ClosedAccount], lines: Iterable[tuple[str, str 
     durations = {(stage, cause): ns for stage, cause, ns in lines}
     last = max(choices, key=lambda account: account.end_ns)
     middle = [((i.stage.value, i.cause.value if i.cause else None), i.duration_ns) for i in last.intervals]
-    before = [((name, None), durations.get((name, None), 0)) for name in (*CLIENT_BEFORE, NETWORK, UNSEEN)]
-    return [*before, *middle, ((RESIDUAL, None), durations.get((RESIDUAL, None), 0))]
+    before = [
+        ((name, None), durations.get((name, None), 0)) for name in (*join.CLIENT_BEFORE, join.NETWORK, join.UNSEEN)
+    ]
+    return [*before, *middle, ((join.RESIDUAL, None), durations.get((join.RESIDUAL, None), 0))]
 
 
 def _from_outside(outcome: Outcome) -> list[Timed]:
@@ -271,7 +258,7 @@ def _from_outside(outcome: Outcome) -> list[Timed]:
     assert outcome.end_ns is not None
     first_ns = outcome.chunk_ns[0] if outcome.chunk_ns else outcome.end_ns
     return [
-        *client_lines(outcome, outcome.sent_ns).items(),
+        *join.client_lines(outcome, outcome.sent_ns).items(),
         ((FIRST, None), first_ns - outcome.sent_ns),
         ((STREAM, None), outcome.end_ns - first_ns),
     ]

@@ -11,17 +11,7 @@ from itertools import pairwise
 from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.client import (
-    MIN_CHUNKS,
-    MIN_SPREAD_NS,
-    Pair,
-    failed_checks,
-    joined,
-    of_outcomes,
-    pairs,
-    spread_ns,
-    streamed,
-)
+from splittime.diagnose.rules import client
 from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, POSSIBLE, median, ms, worst
 from splittime.diagnose.rules.share import MIN_SHARE, Share
 from splittime.ledger.account import ClosedAccount
@@ -53,29 +43,31 @@ def _written_gaps(account: ClosedAccount) -> list[int]:
 @rule("run")
 def buffering_proxy(books: Books) -> Answer:
     """Something between the two collects chunks and passes them on in bursts: TTFT is up, and gaps are gone."""
-    both = [pair for pair in pairs(books) if spread_ns(pair.account.token_written_ns) >= MIN_SPREAD_NS]
+    both = [
+        pair for pair in client.pairs(books) if client.spread_ns(pair.account.token_written_ns) >= client.MIN_SPREAD_NS
+    ]
     if len(both) >= MIN_PAIRS:
         return _buffered_by_both(both)
-    outcomes = [o for o in streamed(books) if _first_share(o) >= LATE_TTFT and _burst_share(o) >= BURST_SHARE]
-    if both or len(outcomes) < max(MIN_PAIRS, len(streamed(books)) / 2) or failed_checks(books):
+    outcomes = [o for o in client.streamed(books) if _first_share(o) >= LATE_TTFT and _burst_share(o) >= BURST_SHARE]
+    if both or len(outcomes) < max(MIN_PAIRS, len(client.streamed(books)) / 2) or client.failed_checks(books):
         return None  # the client's clock alone is no witness where its own checks failed: it may have read late
     lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
-    share = of_outcomes(lost, streamed(books))
+    share = client.of_outcomes(lost, client.streamed(books))
     if not share.is_worth_it:
         return share.unsure()
-    return _buffered(len(outcomes), len(streamed(books)), lost, share, facts, POSSIBLE)
+    return _buffered(len(outcomes), len(client.streamed(books)), lost, share, facts, POSSIBLE)
 
 
-def _buffered_by_both(both: Sequence[Pair]) -> Answer:
+def _buffered_by_both(both: Sequence[client.Pair]) -> Answer:
     held = [pair for pair in both if is_buffered(pair) and pair.between_ns < LATE_END * pair.late_ns]
     if is_start_held(held):
         return None  # `slow_way`
     late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
-    share = of_outcomes(late, [pair.outcome for pair in both])
+    share = client.of_outcomes(late, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
         return share.unsure() if len(held) >= len(both) / 2 else None
-    spreads = [spread_ns(p.outcome.chunk_ns) / spread_ns(p.account.token_written_ns) for p in held]
+    spreads = [client.spread_ns(p.outcome.chunk_ns) / client.spread_ns(p.account.token_written_ns) for p in held]
     facts = (
         Fact("first chunk later than the server wrote it, median", ms(median(late.values()) or 0), "ms"),
         Fact("first to last chunk at the client, of the server's", f"{median(spreads) or 0:.0%}"),
@@ -83,15 +75,15 @@ def _buffered_by_both(both: Sequence[Pair]) -> Answer:
     return _buffered(len(held), len(both), late, share, facts, CERTAIN)
 
 
-def is_buffered(pair: Pair) -> bool:
+def is_buffered(pair: client.Pair) -> bool:
     """The chunks come closer together than they were written."""
-    spread = spread_ns(pair.outcome.chunk_ns) / spread_ns(pair.account.token_written_ns)
+    spread = client.spread_ns(pair.outcome.chunk_ns) / client.spread_ns(pair.account.token_written_ns)
     gap, server_gap = median(_gaps(pair.outcome.chunk_ns)), median(_written_gaps(pair.account))
     in_bursts = gap is not None and server_gap is not None and gap < BUFFERED_GAP * server_gap
     return spread < BUFFERED_SPREAD or in_bursts
 
 
-def is_start_held(late: Sequence[Pair]) -> bool:
+def is_start_held(late: Sequence[client.Pair]) -> bool:
     """Something lets the answers begin after a time, whatever was written by then. A buffer lets go when it is full or
     when the answer ends: it collects what comes later too, or is late by as much as the answer took to write."""
     if len(late) < MIN_PAIRS:
@@ -103,7 +95,7 @@ def is_start_held(late: Sequence[Pair]) -> bool:
     return is_past_the_end and _wander(pair.late_ns for pair in late) < _wander(ends)
 
 
-def _flows_after_the_first(pair: Pair) -> bool:
+def _flows_after_the_first(pair: client.Pair) -> bool:
     """The first chunks came in one burst, and later ones as they were written."""
     gaps, server_gap = _gaps(pair.outcome.chunk_ns), median(_written_gaps(pair.account))
     in_first = next((i for i, gap in enumerate(gaps) if gap >= BURST_GAP_NS), len(gaps))
@@ -161,8 +153,8 @@ def in_ack(duration_ns: int) -> bool:
 @rule("run", root_of=("buffering_proxy",))
 def nagle(books: Books) -> Answer:
     """Small writes wait about 40 ms for an acknowledgement: Nagle's algorithm against delayed ACK."""
-    both = pairs(books)
-    outcomes = [pair.outcome for pair in both] or streamed(books)
+    both = client.pairs(books)
+    outcomes = [pair.outcome for pair in both] or client.streamed(books)
     if len(outcomes) < MIN_PAIRS:
         return None
     late = [pair.late_ns for pair in both]
@@ -173,7 +165,7 @@ def nagle(books: Books) -> Answer:
     if max(first, of_gaps) < ACK_SHARE or _server_has_it(both) or (not both and not _some_in_bursts(outcomes)):
         return None
     lost = dict(_acknowledged_ns(outcomes, both if first >= ACK_SHARE else ()))
-    share = of_outcomes(lost, outcomes, MIN_SHARE / 2)  # 40 ms, where felt at all, are felt in every answer
+    share = client.of_outcomes(lost, outcomes, MIN_SHARE / 2)  # 40 ms, where felt at all, are felt in every answer
     if not share.is_worth_it:
         return share.unsure()
     return Finding(
@@ -201,18 +193,18 @@ def nagle(books: Books) -> Answer:
     )
 
 
-def _all_at_the_end(both: Sequence[Pair]) -> bool:
+def _all_at_the_end(both: Sequence[client.Pair]) -> bool:
     """The first chunks came when the last ones had been written: a buffer's doing, however long that took."""
-    after_last = [abs(pair.late_ns - spread_ns(pair.account.token_written_ns)) for pair in both]
+    after_last = [abs(pair.late_ns - client.spread_ns(pair.account.token_written_ns)) for pair in both]
     return (median(after_last) or 0.0) <= PAST_END_NS
 
 
-def _server_share(both: Sequence[Pair]) -> float:
+def _server_share(both: Sequence[client.Pair]) -> float:
     gaps = [gap for pair in both for gap in _written_gaps(pair.account) if gap >= FELT_GAP_NS]
     return sum(map(in_ack, gaps)) / len(gaps) if gaps else 0.0
 
 
-def _server_has_it(both: Sequence[Pair]) -> bool:
+def _server_has_it(both: Sequence[client.Pair]) -> bool:
     """The server itself makes a token every 40 ms or so."""
     return _server_share(both) > ACK_ELSEWHERE
 
@@ -222,7 +214,7 @@ def _some_in_bursts(outcomes: Sequence[Outcome]) -> bool:
     return sum(gap < BURST_GAP_NS for gap in gaps) >= len(gaps) / 3
 
 
-def _acknowledged_ns(outcomes: Sequence[Outcome], both: Sequence[Pair]) -> Iterator[tuple[str, float]]:
+def _acknowledged_ns(outcomes: Sequence[Outcome], both: Sequence[client.Pair]) -> Iterator[tuple[str, float]]:
     """What each request lost: its first chunk's 40 ms, and half of each held gap (a chunk comes at any time in it)."""
     first = {pair.outcome.request_id: pair.late_ns for pair in both if in_ack(pair.late_ns)}
     for outcome in outcomes:
@@ -237,7 +229,7 @@ MIN_LATE_NS = 2_000_000  # a loopback, two clocks and a busy client explain less
 @rule("run", "accounts")
 def slow_way(books: Books) -> Answer:
     """Between client and server each request takes longer than both of them have it: something on the way holds it."""
-    both = joined(books)
+    both = client.joined(books)
     late_ns = median(pair.late_ns for pair in both) or 0.0
     if len(both) < MIN_PAIRS or late_ns < MIN_LATE_NS or in_ack(int(late_ns)):
         return None
@@ -247,7 +239,7 @@ def slow_way(books: Books) -> Answer:
     trips = sorted(books.served.round_trip_ns) if books.served is not None else []
     trip_ns = trips[len(trips) // 2] if trips else 0
     lost = {pair.outcome.request_id: float(_late_both_ns(pair, is_held)) for pair in both}
-    share = of_outcomes(lost, [pair.outcome for pair in both])
+    share = client.of_outcomes(lost, [pair.outcome for pair in both])
     if not share.is_worth_it:
         return share.unsure()
     is_far = trip_ns >= late_ns / 4
@@ -280,11 +272,11 @@ def slow_way(books: Books) -> Answer:
     )
 
 
-def _in_bursts(both: list[Pair]) -> list[Pair]:
-    return [pair for pair in both if len(pair.outcome.chunk_ns) >= MIN_CHUNKS and pair.late_ns >= MIN_LATE_NS]
+def _in_bursts(both: list[client.Pair]) -> list[client.Pair]:
+    return [pair for pair in both if len(pair.outcome.chunk_ns) >= client.MIN_CHUNKS and pair.late_ns >= MIN_LATE_NS]
 
 
-def _late_both_ns(pair: Pair, is_start_held: bool) -> int:
+def _late_both_ns(pair: client.Pair, is_start_held: bool) -> int:
     """What both the first chunk and the end were late by, less what lay in the server's socket; of a held start what
     the first chunk was late by, since later ones wait for nothing."""
     late_ns = pair.late_ns if is_start_held else min(pair.late_ns, pair.between_ns)

@@ -7,18 +7,8 @@ from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.reported import Reported, inside, with_states
+from splittime.diagnose.rules import reported_queue
 from splittime.diagnose.rules.evidence import LIKELY, POSSIBLE, median, worst
-from splittime.diagnose.rules.reported_queue import (
-    FULL,
-    Held,
-    is_full,
-    is_preempting,
-    most,
-    needed_tokens,
-    share_of,
-    slow_to_begin,
-    used,
-)
 from splittime.diagnose.rules.share import Share, ratio
 
 FEW_AT_ONCE = 2.0  # requests of the longest kind in the whole cache
@@ -32,7 +22,7 @@ def reported_kv(books: Books) -> Answer:
         return found
     if all(state.kv_usage is None for state in found.states):
         return Abstention(why=found.lacks("the use of its KV cache"))
-    share = share_of(found, Held.KV)
+    share = reported_queue.share_of(found, reported_queue.Held.KV)
     if share.is_worth_it:
         return _full(found, share)
     longest = books.served.max_model_len if books.served is not None else None
@@ -59,20 +49,23 @@ def _small(found: Reported, size: int, longest: int) -> Finding:
 
 
 def _full(found: Reported, share: Share) -> Finding:
-    waiting = [state for state in found.states if state.waiting and is_full(found, state)]
-    size, need = found.kv_tokens, median(filter(None, (needed_tokens(found, state) for state in waiting)))
+    waiting = [state for state in found.states if state.waiting and reported_queue.is_full(found, state)]
+    size, need = (
+        found.kv_tokens,
+        median(filter(None, (reported_queue.needed_tokens(found, state) for state in waiting))),
+    )
     fits = "" if size is None or not need else f"; the next prompt needs {need:.0f} tokens of its {size:.0f}"
     return Finding(
         claim=f"{found.kind} says that requests wait in it for {share.value:.0%} of the time they spend there, while "
         f"its KV cache has no room for the next{fits}.",
         evidence=(
             Fact("KV cache, whole", "not told" if size is None else size, "tokens"),
-            Fact("in use while they wait, median", used(waiting)),
+            Fact("in use while they wait, median", reported_queue.used(waiting)),
             Fact("needed by the next in the queue, median", "not told" if need is None else need, "tokens"),
             Fact("samples with no room for it", f"{len(waiting)} of {len(found.states)}"),
-            Fact("running at most", most(found.states), "requests"),
+            Fact("running at most", reported_queue.most(found.states), "requests"),
         ),
-        request_ids=slow_to_begin(found.outcomes),
+        request_ids=reported_queue.slow_to_begin(found.outcomes),
         **share.as_fields,
         confidence=LIKELY if size is not None and need else POSSIBLE,
         confidence_from="its gauge and the size that it tells, against the prompts that were waiting"
@@ -94,7 +87,7 @@ def reported_preemptions(books: Books) -> Answer:
     preemptions = found.grew(found.words.preemptions)
     if preemptions is None:
         return Abstention(why=found.lacks("how many requests it throws out of its KV cache"))
-    if not is_preempting(found):
+    if not reported_queue.is_preempting(found):
         return None
     full = [inside(s) if (s.kv_usage or 0.0) >= _nearly_full(found) else 0.0 for s in found.states]
     share = ratio(full, [inside(state) for state in found.states])
@@ -106,7 +99,7 @@ def reported_preemptions(books: Books) -> Answer:
 def _nearly_full(found: Reported) -> float:
     """Two blocks short of all: below, nobody is thrown out. Where blocks are not told, `FULL`."""
     size, block = found.kv_tokens, found.block_tokens
-    return min(FULL, 1 - 2 * block / size) if size and block else FULL
+    return min(reported_queue.FULL, 1 - 2 * block / size) if size and block else reported_queue.FULL
 
 
 def _preempted(found: Reported, preemptions: float, requests: float, share: Share) -> Finding:
