@@ -30,8 +30,7 @@ from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import NOT_BUILT, TABLES
 from splittime.gateway.metrics import GATEWAY_METRICS
 from splittime.ledger import derive
-from splittime.ledger.export.histogram import EDGES_NS
-from splittime.ledger.export.metrics import METRICS, MetricSpec
+from splittime.ledger.export.metrics import EDGES_NS, METRICS, MetricSpec
 from splittime.ledger.export.vllm import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
 

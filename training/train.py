@@ -27,10 +27,8 @@ from tokenizers import Tokenizer
 
 from splittime.lab.distill.llama import Llama, parameter_count
 from splittime.lab.distill.loss import TextLoss
-from splittime.lab.distill.optimizer import Optimizer
+from splittime.lab.distill.trainer import LONGEST, Optimizer, Trainer, Windows, context_at, make_workers
 from splittime.lab.distill.trainer import State as Progressed
-from splittime.lab.distill.trainer import Trainer, make_workers
-from splittime.lab.distill.windows import LONGEST, Windows, context_at
 from training.corpus import Document, load_corpus
 from training.export import PACKAGED, REPOSITORY, export_folder, replace_file, replace_text
 from training.model import SHAPES

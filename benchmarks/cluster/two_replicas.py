@@ -45,7 +45,7 @@ from splittime.ledger.derive import percentiles
 from splittime.plan.sources import replica_in
 from splittime.simulate.draws import hours, interval
 from splittime.simulate.replica import Replica
-from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
 
 LIMIT_S = 600.0

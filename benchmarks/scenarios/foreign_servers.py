@@ -42,7 +42,7 @@ from splittime.diagnose.books import Books, books_from_run
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.words import WORDS
-from splittime.wire.limits import server_limits
+from splittime.wire.scrape import server_limits
 from splittime.wire.target import RunOptions, Target
 
 THREADS = 2

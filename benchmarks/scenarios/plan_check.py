@@ -28,7 +28,7 @@ from splittime.core.errors import ConfigError
 from splittime.plan.capacity import Capacity, capacity
 from splittime.plan.sources import replica_in, replica_of_runs
 from splittime.simulate.replica import Replica
-from splittime.wire.limits import server_limits
+from splittime.wire.scrape import server_limits
 from splittime.wire.target import RunOptions, Target
 
 SETTINGS = ("--num-threads", "1", "--max-num-seqs", "16")

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from benchmarks.report import RESULTS, file_result
 from splittime import LLM, SamplingParams
 from splittime.assemble.model_source import locate
-from splittime.lab.quantize import layer_map, source, treat
+from splittime.lab.quantize import layer_map, treat
 from splittime.lab.quantize.calibration import Calibration
 from splittime.lab.quantize.forward import Sequences, begin_states
 from splittime.lab.quantize.job import quantize
@@ -65,7 +65,7 @@ def arms(group: int) -> dict[str, tuple[QuantizeSettings, tuple[str, ...]]]:
 class Scorer:
     """Nats of each document of some windows under weights that are given layer by layer."""
 
-    def __init__(self, base: source.QuantizeSource, windows: Windows) -> None:
+    def __init__(self, base: layer_map.QuantizeSource, windows: Windows) -> None:
         self.base, self.windows = base, windows
         self.sequences = Sequences(base.config, windows.shape[1] - 1)
 
@@ -86,7 +86,7 @@ class Scorer:
 
 
 def checkpoint_weights(
-    folder: Path, base: source.QuantizeSource, settings: QuantizeSettings
+    folder: Path, base: layer_map.QuantizeSource, settings: QuantizeSettings
 ) -> list[dict[str, torch.Tensor]]:
     """What the tensors of a checkpoint stand for, float32, by layer and name."""
     stored = load_file(folder / "model.safetensors")
@@ -207,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # others work on this machine; as `quantize` does for small layers
     folder = locate(None if options.model == "code" else options.model)
-    base, tokenizer = source.QuantizeSource(folder), Tokenizer.load(folder)
+    base, tokenizer = layer_map.QuantizeSource(folder), Tokenizer.load(folder)
     if options.model == "code":
         text, name = python_files(tokenizer, options.length, options.documents), "held-out Python files"
     else:

@@ -48,7 +48,7 @@ from benchmarks.scenarios.guarded import MODEL, OPERATOR, Command, Stack, ledger
 from benchmarks.scenarios.innocents import black_hole, start, told_by
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.ring import weight_bytes
-from splittime.ledger.sqlite_open import ACCOUNT_TABLES
+from splittime.ledger.sqlite_read import ACCOUNT_TABLES
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 

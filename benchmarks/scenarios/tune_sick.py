@@ -42,7 +42,7 @@ from splittime.tune.notebook import Notebook, Tuned
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuner
 from splittime.tune.verify import middle
-from splittime.wire.limits import server_limits
+from splittime.wire.scrape import server_limits
 from splittime.wire.target import RunOptions, Target
 
 SHORT = {"input_tokens": "100", "output_tokens": "60", "rate": 16.0}

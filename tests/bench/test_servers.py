@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from splittime.bench.book.records import Arm
 from splittime.bench.servers import ServerGauges, close_arm, open_arm, sample
 from splittime.core.errors import ConfigError, EngineError
-from splittime.wire.limits import server_limits
+from splittime.wire.scrape import server_limits
 from splittime.wire.target import Target
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -24,7 +24,7 @@ from benchmarks.scenarios.storm import (
     written,
 )
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.sqlite_open import ACCOUNT_TABLES
+from splittime.ledger.sqlite_read import ACCOUNT_TABLES
 from splittime.ledger.store import Ledger
 
 QUIET = {name: {"p50": 10.0, "p99": 20.0, "max": 30.0} for name in ("ttft", "gap", "short", "form")}

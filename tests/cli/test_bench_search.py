@@ -14,7 +14,7 @@ from splittime.bench.book.records import Arm, Ending, Outcome, Run, RunCheck, lo
 from splittime.bench.mock_answer import Timings
 from splittime.cli import bench_exit, bench_search
 from splittime.core.errors import EngineError
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 
 CAPACITY = 40.0
 MS = 1_000_000

@@ -16,8 +16,7 @@ from splittime.cli import up as cli_up
 from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.gateway_files import LOST_S
 from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.gauges import ReplicaGauges, gauges_of
-from splittime.cluster.observed import ReplicaWatch
+from splittime.cluster.observed import ReplicaGauges, ReplicaWatch, gauges_of
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
 from splittime.cluster.state import ManagedReplica, ReplicaPhase, write_mark

@@ -6,7 +6,7 @@ import zipfile
 
 from splittime.diagnose.incident.bundle import pack
 from splittime.diagnose.incident.gather import Wanted, from_server
-from splittime.wire.get_json import get_json, get_text
+from splittime.wire.target import get_json, get_text
 
 from .conftest import gateway_of, upstream
 

@@ -5,8 +5,7 @@ from hashlib import sha256
 
 import pytest
 
-from splittime.web.tenants import Tenant
-from splittime.web.told_tenant import NOT_BELIEVED, TOLD_TENANT, notices_of_head
+from splittime.web.tenants import NOT_BELIEVED, TOLD_TENANT, Tenant, notices_of_head
 
 from .hostile import WHOLE, whole
 from .in_process import PATIENT, Saying, asked, gateway_before

@@ -9,6 +9,7 @@ import uvloop
 
 from patience import until_async
 from splittime.gateway import upstream_connections
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.upstream_answer import MAX_UNREAD_BYTES, UpstreamAnswer
 from splittime.gateway.upstream_connections import (
@@ -16,7 +17,6 @@ from splittime.gateway.upstream_connections import (
     NoConnection,
     UpstreamConnections,
 )
-from splittime.gateway.whole_answers import ask_whole
 from splittime.wire.target import Address
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream; charset=utf-8\r\nX-A: 1\r\nx-a: 2\r\n"

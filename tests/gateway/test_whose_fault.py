@@ -10,9 +10,9 @@ import pytest
 from patience import until_async
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
+from splittime.gateway.decoded_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from splittime.gateway.health_checks import lives
-from splittime.gateway.passed_answer import KeyMask, PassedAnswer, pause_of
 from splittime.gateway.responses.held import HeldResponse
 from splittime.gateway.routing.round_trips import RoundTrips
 from splittime.gateway.told_error import told_error

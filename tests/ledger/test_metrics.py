@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import ASLEEP, Rest, SleepReport
 from splittime.ledger.account import Account
-from splittime.ledger.export.histogram import EDGES_NS, Histogram
-from splittime.ledger.export.metrics import METRICS, MetricSpec
+from splittime.ledger.export.metrics import EDGES_NS, METRICS, Histogram, MetricSpec
 from splittime.ledger.export.prometheus import STEP_PARTS, PrometheusExporter
 from splittime.ledger.export.vllm import ALIASES, request_amounts
 from splittime.ledger.facts import ServerFacts

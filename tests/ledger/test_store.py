@@ -24,7 +24,7 @@ from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.ring import ACCOUNT_BYTES, weight_bytes
 from splittime.ledger.sqlite_file import FileWriter
-from splittime.ledger.sqlite_open import require_free
+from splittime.ledger.sqlite_read import require_free
 from splittime.ledger.store import Ledger, Ran, open_readonly
 
 

@@ -15,7 +15,7 @@ from deploy.generate import ALERTS, FOLDER, GROUPS, outdated
 from deploy.slo_alerts import FIRST_TOKEN_S, recordings
 from splittime.cli.main import app
 from splittime.gateway.config import TenantConfig
-from splittime.ledger.export.histogram import EDGES_NS
+from splittime.ledger.export.metrics import EDGES_NS
 
 from .promql import OF_PROMETHEUS, TARGET_LABELS, exported, labels_of, named
 

@@ -11,9 +11,8 @@ from known_replicas import CONFIG, REPLICA
 from splittime.bench.book.records import Outcome, Run
 from splittime.core.errors import ConfigError
 from splittime.plan.load import requests_for
-from splittime.plan.own_runs import checked_by_runs
 from splittime.plan.rate_trial import run_of
-from splittime.plan.seen_steps import read_steps
+from splittime.plan.seen_steps import checked_by_runs, read_steps
 from splittime.plan.sources import replica_of_runs
 from splittime.simulate.change import Change
 from splittime.simulate.cost import LIMITED, REACH

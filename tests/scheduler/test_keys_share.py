@@ -14,8 +14,7 @@ from splittime.core.step import RowResult
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.turns import TURN_TOKENS, Holdings, one_slot
-from splittime.web.tenants import Tenant
-from splittime.web.told_tenant import sharer_of, told_tenant
+from splittime.web.tenants import Tenant, sharer_of, told_tenant
 
 
 def flood(scheduler: Scheduler, count: int, tenant: str = "greedy", max_tokens: int = 50, **fields) -> None:

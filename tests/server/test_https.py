@@ -17,9 +17,8 @@ from patience import until
 from splittime.core.errors import ConfigError, EngineError
 from splittime.server.config import ServerConfig
 from splittime.web import serving
-from splittime.wire.get_json import get_json
 from splittime.wire.scrape import ask_first
-from splittime.wire.target import Target
+from splittime.wire.target import Target, get_json
 
 from .conftest import say
 from .test_endings import raw_request

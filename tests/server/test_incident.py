@@ -9,7 +9,7 @@ import pytest
 from splittime.core.errors import ConfigError, EngineError
 from splittime.diagnose.incident.bundle import pack
 from splittime.diagnose.incident.gather import Wanted, from_server
-from splittime.wire.get_json import get_json, get_text
+from splittime.wire.target import get_json, get_text
 
 from .conftest import say
 

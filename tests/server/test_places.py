@@ -6,7 +6,7 @@ import pytest
 
 from patience import until
 from splittime.web import serving
-from splittime.web.places import Places
+from splittime.web.connection import Places
 
 from .conftest import say
 from .test_endings import connect

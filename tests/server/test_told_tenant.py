@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.web.told_tenant import NOT_BELIEVED, TOLD_TENANT
+from splittime.web.tenants import NOT_BELIEVED, TOLD_TENANT
 
 from .conftest import LiveServer, say
 

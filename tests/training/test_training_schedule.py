@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from splittime.lab.distill.optimizer import learning_rate_scale, orthogonalise
-from splittime.lab.distill.windows import STAGES, Windows, context_at
+from splittime.lab.distill.trainer import STAGES, Windows, context_at, learning_rate_scale, orthogonalise
 from training.evaluate import overlapping_windows
 from training.train import Options, State, parse
 

@@ -22,7 +22,7 @@ from splittime.simulate.replica import Approach, Replica
 from splittime.tune.goal import Goal
 from splittime.tune.measure import DrawnLoad, Measurer
 from splittime.tune.notebook import Notebook
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 
 COSTS = msgspec.structs.replace(known_replicas.COSTS, device=(1e6, 0.0, 2e5, 2e4, 10.0, 0.0))
 HEALTHY = SchedulerConfig(max_model_len=1024, num_blocks=2048, block_size=16, max_num_seqs=64)

@@ -28,7 +28,7 @@ from splittime.tune.measure import (
     run_until_interrupted,
 )
 from splittime.tune.servers import OwnServers
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 from splittime.wire.target import Target
 
 GOAL = Goal(slo=parse_slo("ttft_p99=1s"))

@@ -13,7 +13,7 @@ from splittime.simulate.recorded import Recorded
 from splittime.simulate.what_if import requests_of
 from splittime.tune import traffic
 from splittime.tune.traffic import RecordedLoad, busiest
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 
 LIMITS = ServerLimits(vocab_size=4096, max_model_len=256, block_size=16)
 

@@ -18,8 +18,7 @@ from splittime.core.errors import ConfigError, Conflict, EngineError
 from splittime.tune import servers
 from splittime.tune.notebook import MeasuredRun, Notebook
 from splittime.tune.servers import OwnServers, RunningServer
-from splittime.wire.get_json import get_json
-from splittime.wire.target import Target
+from splittime.wire.target import Target, get_json
 
 SICK = {"max_num_seqs": 1, "num_threads": 1}
 LOAD = ["--rate", "40", "--input-tokens", "16", "--output-tokens", "30", "--duration", "2s", "--warm-up", "0s"]

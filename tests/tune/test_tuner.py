@@ -22,7 +22,7 @@ from splittime.tune.measure import DrawnLoad, TimeBudget, VoidRun
 from splittime.tune.notebook import Notebook, Tuned, TuneTrial
 from splittime.tune.tuner import Gate, Tuner, prescribed
 from splittime.tune.verify import LOOKS
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 
 GOAL = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))
 NEVER_DONE = Goal(slo=parse_slo("ttft_p99=10s"), seeks="e2e_mean")  # the SLO is kept, and more can always be had

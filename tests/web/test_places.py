@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from splittime.web import places as module
-from splittime.web.places import KEPT_FILES, MOST_FILES, Places, places_of_process
+from splittime.web import connection as module
+from splittime.web.connection import KEPT_FILES, MOST_FILES, Places, places_of_process
 
 
 class Connection:

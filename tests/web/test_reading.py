@@ -11,7 +11,7 @@ from splittime.core.errors import Refused
 from splittime.web import reading
 from splittime.web.http import Disconnected
 from splittime.web.reading import GIANT_BYTES, MAX_WAITING_BYTES, SHORT_BYTES, BodySender, read_beside
-from splittime.web.told_tenant import Sharer
+from splittime.web.tenants import Sharer
 
 LONG = SHORT_BYTES + 1
 

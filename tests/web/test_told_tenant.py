@@ -5,8 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.errors import RequestError
-from splittime.web.tenants import ANYBODY, Tenant
-from splittime.web.told_tenant import ALL_ALIKE, NOT_BELIEVED, TOLD_TENANT, notices_of_head, sharer_of, told_tenant
+from splittime.web.tenants import (
+    ALL_ALIKE,
+    ANYBODY,
+    NOT_BELIEVED,
+    TOLD_TENANT,
+    Tenant,
+    notices_of_head,
+    sharer_of,
+    told_tenant,
+)
 
 OPERATOR = Tenant(name="gateway", is_operator=True, weight=4.0)
 ORDINARY = Tenant(name="shop", weight=3.0)

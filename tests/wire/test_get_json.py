@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splittime.core.errors import ConfigError, NobodyThere, NotFound
-from splittime.wire.get_json import get_json
+from splittime.wire.target import get_json
 
 URL = "http://127.0.0.1:9/ledger/facts"
 

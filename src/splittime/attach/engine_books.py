@@ -10,7 +10,7 @@ of a step that was planned while another ran, from that one's end to its own res
 The requests of an engine that wait, and why, without touching each of 10,000 at each plan.
 
 All that stand behind the point where the scheduler's loop stopped wait for the same: they share one history
-(`scheduler.cause_log`), and each copies its stretch of it into its account when it leaves. Beside it stands alone who
+(`scheduler.queue`), and each copies its stretch of it into its account when it leaves. Beside it stands alone who
 has a cause of its own: the first, whoever waits for something of its own, and who has come since the last plan.
 """
 
@@ -24,7 +24,7 @@ from splittime.attach.names import name_of
 from splittime.attach.request_book import WAITING, AskedRequest, EndedBook, EngineBook, FirstTokenBook
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
-from splittime.scheduler.cause_log import CauseLog, leave_log
+from splittime.scheduler.queue import CauseLog, leave_log
 
 UNKNOWN = ("launch_ns", "sample_ns", "cpu_wait_ns", "off_cpu_ns", "unseen_ns")
 UNKNOWN_AHEAD = ("plan_ns", "commit_ns")  # of an engine that plans ahead: they lie beside the step, in `device_ns`

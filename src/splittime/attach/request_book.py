@@ -7,7 +7,7 @@ import msgspec
 
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.cause_log import CauseLog
+from splittime.scheduler.queue import CauseLog
 
 WAITING = (Stage.QUEUE, Stage.PREEMPTED)
 

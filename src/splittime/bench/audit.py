@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from splittime.bench import sockets
-from splittime.bench.book.lateness import start_lag_ns
+from splittime.bench.book.metrics import start_lag_ns
 from splittime.bench.book.records import Ending, Outcome, Phase, Run, RunCheck
 from splittime.bench.book.requests import chunk_gaps_ns
 from splittime.bench.share import Vitals

@@ -39,7 +39,7 @@ from splittime.bench.starts import Starts, draw_starts
 from splittime.bench.traces import Trace, read_trace
 from splittime.bench.workload import Content, Conversation, Opening, Synthetic, TraceWorkload, Workload
 from splittime.core.errors import ConfigError
-from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import Target
 
 NS_PER_MS = 1e6

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from splittime.bench.book.figures import Summary, summary
-from splittime.bench.book.lateness import failed_by_lateness, void_for_more
-from splittime.bench.book.metrics import shown, value_of
+from splittime.bench.book.metrics import failed_by_lateness, shown, value_of, void_for_more
 from splittime.bench.book.records import Run, save
 from splittime.bench.book.slo import SloResult, judge, limits_of, still_missed
 from splittime.bench.draw import draw_for
@@ -26,7 +25,7 @@ from splittime.bench.share import OnProgress
 from splittime.bench.spec import spec_of
 from splittime.bench.spec_rules import check
 from splittime.core.errors import ConfigError, SplittimeError
-from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
 
 FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_p99", "request_rate", "throughput", "error_rate")

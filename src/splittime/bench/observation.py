@@ -23,7 +23,7 @@ from splittime.bench.run import run_schedule
 from splittime.bench.spec import LoadSpec
 from splittime.core.errors import NotFound
 from splittime.wire.dialects import DIALECTS
-from splittime.wire.limits import server_limits
+from splittime.wire.scrape import server_limits
 from splittime.wire.target import RunOptions, Target
 
 LISTEN_S, WATCH_S, PROBE_S = 2.0, 10.0, 8.0

@@ -22,7 +22,7 @@ import msgspec
 
 from splittime.bench import servers
 from splittime.bench.audit import audit
-from splittime.bench.book.lateness import lags_by_statistic
+from splittime.bench.book.metrics import lags_by_statistic
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run
 from splittime.bench.conductor import Conductor, before_the_load, unless
 from splittime.bench.jobs import jobs_of

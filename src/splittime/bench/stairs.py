@@ -30,9 +30,8 @@ from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
-from splittime.wire.get_json import OUTSIDE, foreign_server
 from splittime.wire.scrape import ask_first
-from splittime.wire.target import RunOptions, Target
+from splittime.wire.target import OUTSIDE, RunOptions, Target, foreign_server
 
 FACTS = "/ledger/facts"
 TIMES = 2  # that all stairs are climbed

@@ -54,7 +54,7 @@ def attach(
 ) -> None:
     """Start vLLM's own server with exact accounts, stated causes and the page. It decides as it would without."""
     from splittime.attach.command import command_of
-    from splittime.ledger.sqlite_open import require_free
+    from splittime.ledger.sqlite_read import require_free
 
     ledger = _ledger_config(
         ledger_file=None if ledger_file is None else str(ledger_file),

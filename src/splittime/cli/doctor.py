@@ -36,8 +36,7 @@ from splittime.cli.options import (
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
-from splittime.wire.get_json import get_json
-from splittime.wire.target import base_of, is_url
+from splittime.wire.target import base_of, get_json, is_url
 
 if TYPE_CHECKING:
     from splittime.diagnose.books import Books

@@ -12,8 +12,7 @@ from rich.text import Text
 from splittime.cli.options import ASKING_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.ledger.account_json import account_json
-from splittime.wire.get_json import get_json
-from splittime.wire.target import base_of
+from splittime.wire.target import base_of, get_json
 
 if TYPE_CHECKING:
     from splittime.diagnose.critical_path import CriticalPath

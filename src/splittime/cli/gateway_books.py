@@ -26,8 +26,7 @@ from splittime.cli.options import (
 )
 from splittime.cli.panels import add, group
 from splittime.core.errors import ConfigError
-from splittime.wire.get_json import get_json, patch_json
-from splittime.wire.target import base_of
+from splittime.wire.target import base_of, get_json, patch_json
 
 if TYPE_CHECKING:
     from splittime.diagnose.comparison import Comparison

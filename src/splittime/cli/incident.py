@@ -130,8 +130,7 @@ def _named(sources: list[str]) -> list[str]:
 
 def _evidence(source: str, wanted: "Wanted", api_key: str | None) -> "Evidence":
     from splittime.diagnose.incident.gather import from_ledger, from_server
-    from splittime.wire.get_json import get_json, get_text
-    from splittime.wire.target import base_of, is_url
+    from splittime.wire.target import base_of, get_json, get_text, is_url
 
     if not is_url(source):
         return from_ledger(Path(source), wanted)

@@ -9,8 +9,7 @@ from splittime import __version__
 from splittime.cli.options import talk
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
-from splittime.wire.get_json import get_json
-from splittime.wire.target import base_of
+from splittime.wire.target import base_of, get_json
 
 if TYPE_CHECKING:
     from splittime.plan.kept import KeptCalibration

@@ -10,7 +10,7 @@ import aiohttp
 
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.gateway_files import ListedReplica, digest_of, gateway_config, operator_key, write_whole
-from splittime.cluster.gauges import GatewayGauges, ask, gateway_gauges
+from splittime.cluster.observed import GatewayGauges, ask, gateway_gauges
 from splittime.cluster.state import GatewayFiles, read_mark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig

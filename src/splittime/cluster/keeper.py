@@ -31,12 +31,19 @@ from splittime.cluster.config import Cluster, ReplicaLaunch, read_cluster
 from splittime.cluster.controller import Fleet, FleetAction, FleetController, FleetDecision, FleetOrder
 from splittime.cluster.gateway_files import ListedReplica, write_whole
 from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.gauges import ReplicaGauges, ask, replica_gauges
-from splittime.cluster.observed import ReplicaWatch, enter, names_by
+from splittime.cluster.observed import (
+    FleetEvent,
+    ReplicaGauges,
+    ReplicaWatch,
+    ask,
+    enter,
+    names_by,
+    replica_gauges,
+    status_json,
+)
 from splittime.cluster.places import ReplicaPlaces, key_of
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.state import KEPT_EVENTS, REREAD, STATUS, ClusterState, ManagedReplica, ReplicaPhase, StateFile
-from splittime.cluster.status import FleetEvent, status_json
 from splittime.core.errors import SplittimeError
 from splittime.gateway.config import CanaryConfig
 from splittime.gateway.versions.canary import CanaryDecision

@@ -1,14 +1,33 @@
-"""From what replicas' processes and gauges say to what the controller is told of them."""
+"""From what replicas' processes and gauges say to what the controller is told of them. It is
+asked over HTTP, bounded in time and bytes, and None where nobody says it.
 
+A replica is as full as the fuller of its two bounds: tokens of its KV cache that running requests hold and waiting
+prompts will, and requests beside `max_num_seqs`.
+
+`status.json` tells of a running cluster: written at each look, read by `splittime up --status`.
+"""
+
+import asyncio
+import ssl
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from splittime.cluster.controller import FleetReplica, FleetState
+import aiohttp
+import msgspec
+import orjson
+
+from splittime.cluster.config import ReplicaLaunch
+from splittime.cluster.controller import FleetDecision, FleetReplica, FleetState
 from splittime.cluster.gateway_files import LOST_S
-from splittime.cluster.gauges import ReplicaGauges
 from splittime.cluster.replica_process import ReplicaSeen
-from splittime.cluster.state import ManagedReplica, ReplicaPhase
+from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase
+from splittime.core.engine_stats import EngineStats
+from splittime.core.sleep import AWAKE
+
+if TYPE_CHECKING:
+    from splittime.cluster.gateways import ManagedGateways
+    from splittime.cluster.keeper import Rollout
 
 NAP_S = 120.0  # to fall asleep
 COMING = (ReplicaPhase.STARTING, ReplicaPhase.WARMING, ReplicaPhase.WAKING)
@@ -20,6 +39,91 @@ FLEET_STATES = {
     ReplicaPhase.DRAINING: FleetState.DRAINING,
     ReplicaPhase.SLEEPING: FleetState.ASLEEP,
 }
+TIMEOUT_S = 2.0
+MAX_BYTES = 64 * 2**20  # of accounts; the gauges have some hundred
+
+
+class ReplicaGauges(NamedTuple):
+    """tokens: that run and wait there; capacity_tokens: that it has room for. is_ready: its engine can be asked."""
+
+    tokens: int
+    capacity_tokens: int
+    is_awake: bool
+    is_ready: bool = True
+
+
+class GatewayGauges(NamedTuple):
+    """held_tokens: of requests that wait there for a replica. digest: of the config that it has."""
+
+    held_tokens: int
+    digest: str
+
+
+async def replica_gauges(
+    session: aiohttp.ClientSession, url: str, launch: ReplicaLaunch, key: str | None
+) -> ReplicaGauges | None:
+    told = await ask(session, "GET", f"{url}/stats", key)
+    try:
+        if not told:
+            return None
+        gauges = gauges_of(msgspec.convert(told["engine"], EngineStats), launch)
+        return gauges._replace(is_ready=bool(told["server"]["is_engine_ready"]))
+    except (KeyError, TypeError, msgspec.ValidationError):
+        return None
+
+
+def gauges_of(stats: EngineStats, launch: ReplicaLaunch) -> ReplicaGauges:
+    """Returns the load of a replica, in tokens of its capacity."""
+    room = stats.blocks_total * launch.block_size
+    capacity = launch.replica.capacity_tokens or room
+    held = stats.blocks_used * launch.block_size + stats.waiting_prompt_tokens
+    requests = stats.num_running + stats.num_waiting
+    filled = max(held / room if room else 0.0, requests / launch.max_num_seqs)
+    tokens = held if launch.replica.capacity_tokens else round(filled * capacity)
+    return ReplicaGauges(max(tokens, requests), capacity, stats.rest.state == AWAKE)
+
+
+async def gateway_gauges(
+    session: aiohttp.ClientSession, url: str, key: str | None, trust: ssl.SSLContext
+) -> GatewayGauges | None:
+    told = await ask(session, "GET", f"{url}/stats", key, trust=trust)
+    try:
+        queue = told["queue"] if told else {}
+        held = max(int(queue["tokens"]), int(queue["requests"]))
+        return GatewayGauges(held, str(told["config"]).partition(":")[2]) if told else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    key: str | None,
+    timeout_s: float = TIMEOUT_S,
+    trust: ssl.SSLContext | bool = True,
+) -> dict[str, Any] | None:
+    """Returns the answer's JSON object; None for any other answer than 200, and where none comes in time. trust: whose
+    certificates are taken; True: those of this machine's authorities."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with session.request(method, url, headers=headers, allow_redirects=False, ssl=trust) as response:
+                body = await _body(response) if response.status == 200 else b"null"
+                told = orjson.loads(body)
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_BYTES:
+            response.close()
+            return b"null"
+    return bytes(body)
 
 
 class Nap(NamedTuple):
@@ -94,3 +198,56 @@ def enter(replica: ManagedReplica, phase: ReplicaPhase) -> None:
 
 def names_by(replicas: Mapping[str, ManagedReplica], phase: ReplicaPhase) -> list[str]:
     return [name for name, one in replicas.items() if one.phase is phase]
+
+
+class FleetEvent(msgspec.Struct, frozen=True):
+    """What was done, or decided. what: an action, failed, promoted, rolled_back or refused. words: the last lines of a
+    replica that has ended by itself."""
+
+    at_unix_s: float
+    what: str
+    name: str
+    revision: str
+    why: str
+    words: str = ""
+
+
+def status_json(
+    state: ClusterState,
+    watches: Mapping[str, ReplicaWatch],
+    gateways: "ManagedGateways",
+    rollout: "Rollout",
+    decision: FleetDecision,
+    events: Sequence[FleetEvent],
+    at_s: float,
+) -> bytes:
+    """Returns the status as JSON. at_s: on the clock of the watches."""
+    told = {
+        "at_unix_s": round(time.time(), 3),
+        "revision": state.revision,
+        "trial": state.trial and {"revision": state.trial, **(rollout.stats() or {})},
+        "wanted": decision.wanted,
+        "needed": decision.needed,
+        "gateways": [
+            {"url": one.url, "is_alive": one.is_alive, "held_tokens": one.gauges.held_tokens if one.gauges else None}
+            for one in gateways.seen
+        ],
+        "replicas": [_replica(name, state, watches, at_s) for name in state.replicas],
+        "events": events,
+    }
+    return msgspec.json.format(msgspec.json.encode(told))
+
+
+def _replica(name: str, state: ClusterState, watches: Mapping[str, ReplicaWatch], at_s: float) -> dict[str, Any]:
+    one, watch = state.replicas[name], watches.get(name)
+    gauges = None if watch is None else watch.gauges
+    return {
+        "name": name,
+        "phase": str(one.phase),
+        "revision": one.revision,
+        "url": one.url,
+        "since_s": round(time.time() - one.since_unix_s, 1),
+        "tokens": None if gauges is None else gauges.tokens,
+        "capacity_tokens": None if gauges is None else gauges.capacity_tokens,
+        "is_lost": watch is not None and watch.is_lost(at_s),
+    }

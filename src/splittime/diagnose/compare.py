@@ -11,7 +11,7 @@ default that is the mean response time: every delay of a request is in it, none 
 a fixed concurrency it is the throughput's inverse (Little's law), and some hundred requests estimate it, where a p99 of
 their TTFT rests on a few of them. A void run makes everything INCONCLUSIVE, unless what voids it is the client's own
 lateness alone: then, and where it is only noted, a verdict stands if it would be the same with all that lateness taken
-off either side (`bench.book.lateness`).
+off either side (`bench.book.metrics`).
 
 How the interval is made:
     paired     one run of two servers, or two runs of one schedule: each request on both sides, so that what they share
@@ -35,8 +35,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from splittime.bench.book.lateness import failed_by_lateness, off_ns
-from splittime.bench.book.metrics import Metric, parse_metric
+from splittime.bench.book.metrics import Metric, failed_by_lateness, off_ns, parse_metric
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, load_run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS
 from splittime.bench.book.slo import SloResult, check_slo

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splittime.bench.book.lateness import failed_by_lateness, void_for_more
-from splittime.bench.book.metrics import RATES, Metric
+from splittime.bench.book.metrics import RATES, Metric, failed_by_lateness, void_for_more
 from splittime.bench.book.rates import Trend, drift, rate_parts, rate_window, request_ends
 from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS, is_good, output_tokens

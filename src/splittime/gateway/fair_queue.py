@@ -10,10 +10,10 @@ of them together: within its tenant's part of them nobody is given a place befor
 one that is larger than that is passed by others for as long as they come.
 
 The queue is bounded in requests and in tokens, of which one request counts `MOST_OF_QUEUE` of the bound at the most: no
-estimate fills the queue alone. Before it is full, newcomers of a tenant that has most of its own part
-are refused by chance (`shedding`). When it is full all the same a newcomer is refused, unless its tenant has less of
-the queue, by weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not
-keep the others out of it.
+estimate fills the queue alone. Before it is full, newcomers of a tenant that has most of its own part are refused by
+chance (`tenant_share`). When it is full all the same a newcomer is refused, unless its tenant has less of the queue, by
+weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep the others
+out of it.
 """
 
 import asyncio
@@ -24,8 +24,15 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
 from splittime.gateway.routing.prefix_table import SeenPrefix
-from splittime.gateway.shedding import chance, part_of, retry_after_s
-from splittime.gateway.tenant_share import Lacking, QueuedRequest, TenantShare, oldest_ns
+from splittime.gateway.tenant_share import (
+    Lacking,
+    QueuedRequest,
+    TenantShare,
+    chance,
+    oldest_ns,
+    part_of,
+    retry_after_s,
+)
 from splittime.gateway.upstreams import Routed, Router
 
 now_ns = time.monotonic_ns

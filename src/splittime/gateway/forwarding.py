@@ -38,7 +38,7 @@ from splittime.gateway.verdict import Interrupted, UpstreamFailure, Whose
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 from splittime.web.reading import BodySender
-from splittime.web.told_tenant import Sharer
+from splittime.web.tenants import Sharer
 
 now_ns = time.monotonic_ns
 HEAD: http.Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]

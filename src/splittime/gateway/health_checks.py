@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.sent_headers import ANTHROPIC_KEY, key_headers
 from splittime.gateway.told_error import decoded, told_error
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import KEY_REFUSED
-from splittime.gateway.whole_answers import ask_whole
 
 PATH = "/v1/models"
 PERIOD_S = 0.1  # between two looks at which are to be asked

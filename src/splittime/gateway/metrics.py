@@ -18,8 +18,7 @@ from splittime.gateway.verdict import AGAINST
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import TIED_LOST, Attempt
-from splittime.ledger.export.histogram import Histogram
-from splittime.ledger.export.metrics import MetricSpec
+from splittime.ledger.export.metrics import Histogram, MetricSpec
 from splittime.ledger.steps import StepRecord
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.upstream_connections import UpstreamConnections
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.whole_answers import ask_whole
-from splittime.wire.samples import parse
+from splittime.wire.dialects.dialect import parse
 
 log = logging.getLogger("splittime.gateway")
 

@@ -21,10 +21,9 @@ from collections.abc import Callable
 from splittime.gateway import verdict as verdicts
 from splittime.gateway.answer_events import DONE, WholeEvents, ignored, readable
 from splittime.gateway.breaks import AttemptBreaks, Deadline
-from splittime.gateway.decoded_answer import Answer, drain
+from splittime.gateway.decoded_answer import EVENT_STREAM, Answer, KeyMask, PassedAnswer, drain, is_stream
 from splittime.gateway.degrade.lesser import MarkedAnswer
 from splittime.gateway.endpoints import error_event
-from splittime.gateway.passed_answer import EVENT_STREAM, KeyMask, PassedAnswer, is_stream
 from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
 from splittime.gateway.sent_headers import SLO_HEADER
 from splittime.gateway.typed_events import events_of

@@ -3,12 +3,11 @@ server of ours is told whose request it is: the tenant whose key came, whatever 
 
 import time
 
+from splittime.gateway.decoded_answer import USER_AGENT
 from splittime.gateway.endpoints import OF_ANTHROPIC
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.whole_answers import USER_AGENT
 from splittime.web import http
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import told_tenant
+from splittime.web.tenants import tenant_of, told_tenant
 
 now_ns = time.monotonic_ns
 TRACE_HEADERS = (b"traceparent", b"tracestate")

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.endpoints import CHAT
 from splittime.gateway.forwarded import ForwardedRequest, forwarded
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.whole_answers import ask_whole
 from splittime.web import http
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import told_tenant
+from splittime.web.tenants import tenant_of, told_tenant
 from splittime.wire.sse import AnswerReader
 
 if TYPE_CHECKING:

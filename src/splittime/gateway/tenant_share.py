@@ -1,12 +1,84 @@
-"""What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams."""
+"""What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams.
 
+Before it is full it refuses by chance, and the more surely the more of its share a tenant holds. A queue
+that takes everything until it is full and nothing then is a cliff: whoever comes late is refused whosever the queue is,
+or another's request that has waited must go. So each tenant has a part of the queue as its weight is among the tenants
+that are active now, and from `shed_from` of that part on its newcomers are refused with a chance that rises evenly to
+one at the whole part: random early detection (Floyd and Jacobson 1993), for each tenant. What a tenant asks beyond its
+part is thus refused when its head has been read, and nobody's place is taken by it.
+
+One draw decides for a request, however often it is looked at.
+"""
+
+import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from splittime.gateway.routing.prefix_table import SeenPrefix
-from splittime.gateway.shedding import GrantRate
 from splittime.gateway.upstreams import Routed
+
+FORGET_S = 10.0  # in which a rate forgets all but 1/e
+LEAST_SEEN_S = 0.5  # for a rate to be told
+LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+
+
+class Sharing(Protocol):
+    """What is asked of a tenant's share."""
+
+    weight: float
+
+    @property
+    def is_active(self) -> bool: ...
+
+
+def part_of(own: Sharing, all_shares: Iterable[Sharing]) -> float:
+    """Returns the part of the queue that is this tenant's: its weight among those active, itself included."""
+    weights = sum(share.weight for share in all_shares if share.is_active and share is not own)
+    return own.weight / (own.weight + weights)
+
+
+def chance(filled: float, shed_from: float) -> float:
+    """Returns the chance with which a newcomer is refused. filled: how much of its part its tenant holds."""
+    if filled <= shed_from:
+        return float(filled >= 1.0)
+    return min(1.0, (filled - shed_from) / (1.0 - shed_from)) if shed_from < 1.0 else 1.0
+
+
+class GrantRate:
+    """Tokens a second that go from a tenant's queue to upstreams, of late, over the time in which it had more to give:
+    a tenant that asks for nothing is not slow. The tokens are estimates, as those that wait are. What was seen is
+    forgotten in pauses too: it would refuse all who could show otherwise."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._kept_ns = 0  # up to when it was forgotten
+        self._since_ns: int | None = None  # the latest grant, while there is more
+
+    def note(self, tokens: int, now_ns: int, *, has_more: bool) -> None:
+        """A request of the queue was granted. has_more: another of its tenant waits behind it."""
+        self._forget(now_ns)
+        if self._since_ns is not None:
+            self._tokens += tokens
+            self._seconds += (now_ns - self._since_ns) / 1e9
+        self._since_ns = now_ns if has_more else None
+
+    def _forget(self, now_ns: int) -> None:
+        kept = math.exp((self._kept_ns - now_ns) / 1e9 / FORGET_S)
+        self._tokens, self._seconds, self._kept_ns = self._tokens * kept, self._seconds * kept, now_ns
+
+    def per_s(self, now_ns: int) -> float | None:
+        """Returns None while too little was seen."""
+        if self._since_ns is None:
+            self._forget(now_ns)
+        return self._tokens / self._seconds if self._seconds >= LEAST_SEEN_S else None
+
+
+def retry_after_s(waiting_tokens: int, per_s: float | None) -> float:
+    """Returns when to come back: when what waits of this tenant now has been served, as it is served now."""
+    if per_s is None:
+        return LEAST_RETRY_S
+    return min(MOST_RETRY_S, max(LEAST_RETRY_S, waiting_tokens / per_s))
 
 
 class Grant(Protocol):

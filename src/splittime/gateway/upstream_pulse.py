@@ -10,9 +10,9 @@ server without that path lives too, and so does one that takes its time: it has 
 
 import asyncio
 
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.whole_answers import ask_whole
 from splittime.wire.target import Address
 
 PATH = "/health"

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.errors import RequestError, SplittimeError, UpstreamError
+from splittime.gateway.decoded_answer import JSON, PassedAnswer, pause_of
 from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
-from splittime.gateway.passed_answer import JSON, PassedAnswer, pause_of
 from splittime.gateway.told_error import TIME_IS_OVER, ToldError, decoded, refusal_of, says_no_such_path, told_error
 from splittime.wire.sse import body_text
 

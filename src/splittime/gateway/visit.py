@@ -32,8 +32,7 @@ from splittime.ledger.stages import Stage
 from splittime.web import http
 from splittime.web.quota import QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import Sharer
+from splittime.web.tenants import Sharer, tenant_of
 
 now_ns = time.monotonic_ns
 SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope

@@ -5,7 +5,7 @@ moment, also after kill -9, and then lacks at most the last batch; what is beyon
 deleted, oldest first. The file holds at most `max_bytes` and a batch; beside it lies what is not folded in (`-wal`).
 While the disk takes nothing, records wait in the queue, and are written when there is room again.
 The server's facts are asked for every `FACTS_INTERVAL_S` and at the end, and kept when they differ from the last.
-A path that cannot be written, or that another process writes (`sqlite_open`), is a `ConfigError` at once; a disk that
+A path that cannot be written, or that another process writes (`sqlite_read`), is a `ConfigError` at once; a disk that
 fails later, or is too slow, is logged once for each outage, and serving goes on. One that fails is tried by one record.
 `num_unwritten`: records that cannot be written at all, and those that still wait at the end.
 
@@ -31,8 +31,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop
 from splittime.ledger.ring import weight_bytes
-from splittime.ledger.sqlite_open import ACCOUNT_TABLES, OwnFile
-from splittime.ledger.sqlite_read import LedgerFile, to_step
+from splittime.ledger.sqlite_read import ACCOUNT_TABLES, LedgerFile, OwnFile, to_step
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")

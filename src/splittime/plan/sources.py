@@ -18,7 +18,7 @@ request that comes to an idle server. The scheduler's settings are guesses, give
     num_blocks               `REACH` times what was held at once, and a block that is not full yet for each request:
                              nobody sees from outside when a cache is full
 
-`plan.own_runs` checks the replica: the runs themselves are simulated, and compared with what was measured.
+`plan.seen_steps` checks the replica: the runs themselves are simulated, and compared with what was measured.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,16 @@ from splittime.bench.book.requests import output_tokens
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
 from splittime.core.whole_file import SQLITE
-from splittime.plan.own_runs import answered, checked_by_runs
-from splittime.plan.seen_steps import Seen, StepsRead, merged, most_at_once, prompt_tokens_of, read_steps
+from splittime.plan.seen_steps import (
+    Seen,
+    StepsRead,
+    answered,
+    checked_by_runs,
+    merged,
+    most_at_once,
+    prompt_tokens_of,
+    read_steps,
+)
 from splittime.simulate.change import MAX_BLOCKS
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet

@@ -22,7 +22,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
 
 if TYPE_CHECKING:
-    from splittime.scheduler.cause_log import CauseLog
+    from splittime.scheduler.queue import CauseLog
 
 DECODE = Stage.DECODE  # looked up once: Python 3.11 calls a function for each look at a member of an enumeration
 

@@ -17,8 +17,7 @@ from splittime.text.worker import FramedWork, TextTask
 from splittime.web import http
 from splittime.web.quota import Quota, QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import sharer_of
+from splittime.web.tenants import sharer_of, tenant_of
 
 now_ns = time.monotonic_ns
 

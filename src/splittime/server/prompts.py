@@ -39,7 +39,7 @@ from splittime.text.tokenizer import Tokenizer
 from splittime.text.worker import FramedWork, TextTask, framed
 from splittime.text.workers import SHORT_CHARS
 from splittime.web.http import Disconnected
-from splittime.web.told_tenant import Sharer
+from splittime.web.tenants import Sharer
 
 ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
 now_ns = time.monotonic_ns

@@ -22,8 +22,7 @@ from splittime.server.translation import TranslatedAnswer, TranslatedVisit
 from splittime.server.visit import GivenBody
 from splittime.web import http
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import sharer_of
+from splittime.web.tenants import sharer_of, tenant_of
 
 
 async def create(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

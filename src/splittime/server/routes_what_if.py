@@ -23,8 +23,7 @@ from splittime.simulate.change import Change
 from splittime.simulate.recorded import question
 from splittime.web import http
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import sharer_of
+from splittime.web.tenants import sharer_of, tenant_of
 
 if TYPE_CHECKING:
     from splittime.diagnose.excerpt import Excerpt

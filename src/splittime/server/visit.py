@@ -35,8 +35,7 @@ from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
 from splittime.web.quota import QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import tenant_of
-from splittime.web.told_tenant import Sharer, notices_of_head, sharer_of
+from splittime.web.tenants import Sharer, notices_of_head, sharer_of, tenant_of
 
 now_ns = time.monotonic_ns
 

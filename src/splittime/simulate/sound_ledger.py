@@ -40,7 +40,7 @@ class _About(msgspec.Struct):
 
 
 class _AboutRuns(_About, kw_only=True):
-    """What a model of runs that were seen from outside says of itself (`plan.own_runs`)."""
+    """What a model of runs that were seen from outside says of itself (`plan.seen_steps`)."""
 
     off: dict[str, float]
     runs: int

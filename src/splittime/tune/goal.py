@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from splittime.bench.book.figures import summary
-from splittime.bench.book.lateness import failed_by_lateness, void_for_more
-from splittime.bench.book.metrics import HIGHER_IS_BETTER, parse_metric, value_of
+from splittime.bench.book.metrics import HIGHER_IS_BETTER, failed_by_lateness, parse_metric, value_of, void_for_more
 from splittime.bench.book.records import Ending, Run
 from splittime.bench.book.slo import SloResult, check_slo, check_terms, judge, limits_of, still_missed
 

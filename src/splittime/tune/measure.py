@@ -24,7 +24,7 @@ from splittime.tune.knobs import words
 from splittime.tune.notebook import Notebook
 from splittime.tune.search import Say
 from splittime.tune.servers import OwnServers, Servers
-from splittime.wire.limits import ServerLimits, server_limits
+from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
 
 

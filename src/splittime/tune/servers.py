@@ -21,8 +21,7 @@ from splittime.bench.event_loop import ENDING
 from splittime.bench.own_server import as_typed, own_server, vllm_server
 from splittime.core.errors import ConfigError, Conflict, EngineError, SplittimeError
 from splittime.tune.knobs import KNOBS
-from splittime.wire.get_json import get_json, patch_json
-from splittime.wire.target import Target
+from splittime.wire.target import Target, get_json, patch_json
 
 VLLM_ONLY = ("long_prefill_token_threshold",)
 

@@ -18,7 +18,7 @@ from splittime.simulate.recorded import Recorded, latest_run
 from splittime.simulate.trace import TracedRequest
 from splittime.simulate.what_if import requests_of
 from splittime.tune.knobs import KNOBS
-from splittime.wire.limits import ServerLimits
+from splittime.wire.scrape import ServerLimits
 
 MIN_REQUESTS = 20
 WARM_UP_SHARE = 0.1

@@ -23,19 +23,24 @@ A head that two readers would read in two ways is refused, and nothing behind it
 No account could say of itself how long a request had lain in its socket before its head was read. The kernel knows:
 `tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a few ms coarse. It
 costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
+
+A process may have so many files open, and whoever comes when there are no more is shut out.
+So a connection that waits for a request gives its place to a newcomer where all are taken: the one that has waited
+longest, and of those first that have never shown a key. Who says nothing so keeps nobody out, and who is at work keeps
+its place.
 """
 
 import asyncio
+import resource
 import socket
 import struct
 import time
 from collections import deque
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from splittime.web import http
-from splittime.web.places import Places
 from splittime.web.tenants import ANYBODY, TENANT
 
 LEAST_TLS_BYTES = 1  # with 0 uvloop's TLS asks for a pause at each write, and never goes on
@@ -49,6 +54,60 @@ TCP_INFO = getattr(socket, "TCP_INFO", None)
 LAST_DATA_RECV = struct.Struct("=I")
 LAST_DATA_RECV_AT = 8 + 11 * 4  # struct tcp_info, linux/tcp.h: 8 bytes of state, then 32-bit numbers, of which the 12th
 LEAST_UNSEEN_MS = 8  # two of the kernel's ticks: less may be none
+MOST_FILES = 2**16
+KEPT_FILES = 64  # for what a process has open beside connections
+PART = 3 / 4  # of the rest: a gateway has connections to upstreams too
+
+
+class GivesWay(Protocol):
+    """A connection."""
+
+    def give_way(self) -> None:
+        """End it at once."""
+        ...
+
+
+class Places:
+    """most: connections that there may be."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_open = most, 0
+        self._strangers: dict[GivesWay, None] = {}  # that wait, longest first
+        self._known: dict[GivesWay, None] = {}
+
+    def enter(self, one: GivesWay) -> None:
+        self._num_open += 1
+        if self._num_open > self._most:
+            first = next(iter(self._strangers or self._known), None)
+            if first is not None:
+                self.begin(first)
+                first.give_way()
+        self.wait(one, is_known=False)
+
+    def wait(self, one: GivesWay, *, is_known: bool) -> None:
+        """Says that this one has no request at work from now on. is_known: it has shown a key."""
+        self.begin(one)
+        (self._known if is_known else self._strangers)[one] = None
+
+    def begin(self, one: GivesWay) -> None:
+        """Says that this one has a request at work."""
+        self._strangers.pop(one, None)
+        self._known.pop(one, None)
+
+    def leave(self, one: GivesWay) -> None:
+        self._num_open -= 1
+        self.begin(one)
+
+
+def places_of_process() -> Places:
+    """Returns as many as the system gives, of which a process has fewer until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    open_at_once = most if soft == resource.RLIM_INFINITY else soft
+    return Places(max(1, int((open_at_once - KEPT_FILES) * PART)))
 
 
 class Answered:

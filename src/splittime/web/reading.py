@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from splittime.core.errors import Refused
 from splittime.core.shares import KeyShares
 from splittime.web import http
-from splittime.web.told_tenant import Sharer
+from splittime.web.tenants import Sharer
 
 SHORT_BYTES = 2**14  # of a body, read in at most 2 ms, be it all tools
 GIANT_BYTES = 2**18

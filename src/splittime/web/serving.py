@@ -30,8 +30,7 @@ from typing import Any, Protocol, cast
 import uvicorn
 
 from splittime.web import http
-from splittime.web.connection import CLOSE, LEAVE_S, ConnectionProtocol
-from splittime.web.places import places_of_process
+from splittime.web.connection import CLOSE, LEAVE_S, ConnectionProtocol, places_of_process
 from splittime.web.ports import bound
 
 ACCEPTS_PER_TURN = 16

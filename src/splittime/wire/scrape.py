@@ -4,6 +4,8 @@ A server that lacks a path, answers something else or does not answer in time gi
 absent, and whoever asked says so in a note. Only `ask` touches the network. It reads at most `max_bytes` of an answer,
 and follows redirects on the server itself only: the load follows none, so one that leads away, or round in a circle,
 is handed back as it is, and `ask_first` names it.
+
+What a server says of its own limits, to be asked before a schedule is drawn for it.
 """
 
 import asyncio
@@ -12,19 +14,21 @@ from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+import msgspec
 import orjson
 
 from splittime.core.errors import ConfigError, EngineError, NobodyThere
 from splittime.present.terminal import clipped
-from splittime.wire.get_json import NOBODY, UNKNOWN_CERTIFICATE
-from splittime.wire.samples import Samples, parse
+from splittime.wire.dialects import DIALECTS
+from splittime.wire.dialects.dialect import Samples, labels, parse
 from splittime.wire.sse import body_text
-from splittime.wire.target import Target, check_key
+from splittime.wire.target import NOBODY, UNKNOWN_CERTIFICATE, Target, check_key
 
 TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 16 * 2**20
 MAX_REDIRECTS = 5
 UNREACHED = (aiohttp.ClientConnectorError, TimeoutError)
+KEEP_BOOKS = ("splittime", "vllm")  # who may have a ledger: vLLM where our books are attached to it
 
 
 class Response(NamedTuple):
@@ -155,3 +159,62 @@ async def ask_first(session: aiohttp.ClientSession, target: Target, path: str = 
         what = f"{base} refuses the API key" + (f": {text}" if text else "")
         raise ConfigError(what, param="api_key", hint="Give the server's key: --api-key, or SPLITTIME_API_KEY.")
     return answer
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not told is None. block_size: of the prefix cache. takes_ids: prompts may be token ids."""
+
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    takes_ids: bool = True
+
+    def corrected(self, vocab_size: int | None, max_model_len: int | None) -> "ServerLimits":
+        """Returns the limits as somebody who knows the server better says them; None leaves one as it is."""
+        given = {"vocab_size": vocab_size, "max_model_len": max_model_len}
+        return msgspec.structs.replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+async def server_limits(target: Target) -> ServerLimits:
+    """Raises `EngineError` if nothing answers there or its model is not loaded yet, `ConfigError` for a wrong key."""
+    async with aiohttp.ClientSession() as session:
+        answer = await ask_first(session, target)
+        if answer.status == 503:
+            what = f"{target.url} is not ready: {body_text(answer.body) or 'status 503'}"
+            raise EngineError(what, param="url", value=target.url, hint="Ask again when its model is loaded.")
+        card = _first_card(answer.json)
+        owner = card.get("owned_by")
+        facts = await get_json(session, target, "/ledger/facts") if owner in KEEP_BOOKS else None
+        info = await get_json(session, target, "/info") if not card else None
+        block_size = _whole(_dict(_dict(facts).get("settings")).get("block_size")) or await _told_block(session, target)
+    meta, settings = _dict(card.get("meta")), _dict(_dict(facts).get("settings"))
+    return ServerLimits(
+        vocab_size=_whole(settings.get("vocab_size") or card.get("vocab_size") or meta.get("n_vocab")),
+        max_model_len=_whole(card.get("max_model_len") or meta.get("n_ctx") or _dict(info).get("max_total_tokens")),
+        block_size=block_size,
+        takes_ids="max_total_tokens" not in _dict(info),  # TGI
+    )
+
+
+async def _told_block(session: aiohttp.ClientSession, target: Target) -> int | None:
+    """Returns the block size of a server that tells it among the labels of its metrics."""
+    answer = await get(session, target, "/metrics")
+    samples = answer.samples if answer is not None else {}
+    for dialect in DIALECTS.values():
+        known = labels(samples, dialect.cache_config).get(dialect.block_label, "") if dialect.cache_config else ""
+        if known.isdecimal() and int(known) > 0:
+            return int(known)
+    return None
+
+
+def _first_card(listed: Any) -> dict[str, Any]:
+    cards = _dict(listed).get("data")
+    return _dict(cards[0]) if isinstance(cards, list) and cards else {}
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -6,8 +6,7 @@ import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.gateway.cache.kept import KeptAnswer, KeptPiece
-from splittime.gateway.cache.stores import PART, Purge, SqliteAnswers
-from splittime.gateway.cache.valkey import BEGUN, ValkeyAnswers
+from splittime.gateway.cache.stores import BEGUN, PART, Purge, SqliteAnswers, ValkeyAnswers
 from splittime.gateway.valkey_connection import address_of
 
 from ..conftest import gateway_of

@@ -4,10 +4,10 @@ import pytest
 import torch
 from schools import TEACHER, make_model
 
-from splittime.lab.distill import teacher as teachers
+from splittime.lab.distill import head
+from splittime.lab.distill.head import Teacher
 from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.student import read_weights
-from splittime.lab.distill.teacher import Teacher
 from splittime.runner import machine
 
 TOKENS = torch.randint(TEACHER.vocab_size, (5, 40), generator=torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def test_logits_are_those_of_the_training_model(tmp_path):
 def test_how_windows_are_grouped_changes_nothing(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "teacher", TEACHER)
     together = Teacher.load(folder, 64, 1).hidden(TOKENS)
-    monkeypatch.setattr(teachers, "GROUP_TOKENS", 1)
+    monkeypatch.setattr(head, "GROUP_TOKENS", 1)
     apart = Teacher.load(folder, 64, 1)
     assert apart.runner.resolved.num_blocks * apart.runner.resolved.block_size < TOKENS.numel()
     torch.testing.assert_close(apart.hidden(TOKENS), together, rtol=1e-5, atol=1e-5)

@@ -10,9 +10,16 @@ from splittime.lab.distill import trainer as trainers
 from splittime.lab.distill.job import DistillSettings, objective
 from splittime.lab.distill.llama import Llama
 from splittime.lab.distill.loss import TextLoss
-from splittime.lab.distill.optimizer import Optimizer, learning_rate_scale
-from splittime.lab.distill.trainer import State, Trainer, accumulate, make_workers
-from splittime.lab.distill.windows import Windows, context_at
+from splittime.lab.distill.trainer import (
+    Optimizer,
+    State,
+    Trainer,
+    Windows,
+    accumulate,
+    context_at,
+    learning_rate_scale,
+    make_workers,
+)
 
 STEPS, CONTEXT, COUNT = 3, 16, 4
 

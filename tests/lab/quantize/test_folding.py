@@ -6,8 +6,8 @@ from tiny import BIASED, EXPERTS, QWEN3, make_model, make_text
 
 from splittime.lab.quantize import treat
 from splittime.lab.quantize.forward import Sequences, begin_states
+from splittime.lab.quantize.layer_map import QuantizeSource
 from splittime.lab.quantize.settings import QuantizeSettings
-from splittime.lab.quantize.source import QuantizeSource
 from splittime.lab.quantize.treat import Treatment
 
 SCHEMES = [QuantizeSettings(scheme="awq", group_size=32), QuantizeSettings(scheme="w8a8", smooth=0.7)]

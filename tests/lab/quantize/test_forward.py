@@ -6,7 +6,7 @@ from tiny import BIASED, EXPERTS, QWEN3, make_model, make_text
 
 from splittime import LLM, SamplingParams
 from splittime.lab.quantize.forward import Sequences, begin_states
-from splittime.lab.quantize.source import QuantizeSource
+from splittime.lab.quantize.layer_map import QuantizeSource
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
 

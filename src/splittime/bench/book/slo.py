@@ -20,7 +20,7 @@ import msgspec
 
 from splittime.bench.book import metrics
 from splittime.bench.book.figures import Summary, summary
-from splittime.bench.book.lateness import off_ns
+from splittime.bench.book.metrics import off_ns
 from splittime.bench.book.records import Ending, Run
 from splittime.bench.book.requests import PER_REQUEST_LIMITS
 from splittime.core.errors import ConfigError

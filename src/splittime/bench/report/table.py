@@ -21,8 +21,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from splittime.bench.book.figures import Summary, summary
-from splittime.bench.book.lateness import failed_by_lateness, off_ns
-from splittime.bench.book.metrics import parse_metric
+from splittime.bench.book.metrics import failed_by_lateness, off_ns, parse_metric
 from splittime.bench.book.rates import DEFINITIONS, Drift, Trend
 from splittime.bench.book.records import Ending, Phase, Run, RunCheck
 from splittime.bench.book.slo import judge, limits_of

@@ -11,7 +11,7 @@ from splittime.core.errors import DeadlineExceeded
 from splittime.gateway.answer_events import AnswerEvents
 from splittime.gateway.cache.flight import Flight
 from splittime.gateway.cache.kept import DONE, KeptAnswer
-from splittime.gateway.passed_answer import PassedAnswer
+from splittime.gateway.decoded_answer import PassedAnswer
 from splittime.gateway.request_account import RequestAccount
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from splittime.gateway.breaker import LeftAlone
 from splittime.gateway.config import BreakerConfig, EmbedderConfig
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.whole_answers import ask_whole
 from splittime.wire.target import Target
 
 MAX_LOOKED_AT = 16  # of the nearest, until one is found that may be given

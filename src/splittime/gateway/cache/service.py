@@ -307,7 +307,7 @@ class ResponseCache:
 
 def _store(config: GatewayConfig) -> AnswerStore:
     if config.cache.valkey is not None:
-        from splittime.gateway.cache.valkey import ValkeyAnswers
+        from splittime.gateway.cache.stores import ValkeyAnswers
 
         return ValkeyAnswers(config.cache.valkey)
     return SqliteAnswers(config.cache.file, config.cache.max_bytes)

@@ -8,15 +8,14 @@ import time
 
 from splittime.core.errors import NotFound, RequestError, SplittimeError, UpstreamError
 from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
+from splittime.gateway.decoded_answer import KeyMask, PassedAnswer, read_whole
 from splittime.gateway.endpoints import RESPONSES
-from splittime.gateway.passed_answer import KeyMask, PassedAnswer
 from splittime.gateway.responses.held import keeper_of
 from splittime.gateway.sent_headers import sent_headers
 from splittime.gateway.service import GatewayService
 from splittime.gateway.told_error import decoded
 from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import ANSWERED, GOOD, AnswerVerdict, AttemptAsked, bad_answer, of_answer
-from splittime.gateway.whole_answers import read_whole
 from splittime.web import http
 from splittime.web.tenants import tenant_of
 

@@ -13,9 +13,9 @@ from functools import partial
 import msgspec
 
 from splittime.gateway.config import TracingConfig
+from splittime.gateway.decoded_answer import ask_whole
 from splittime.gateway.tracing.spans import export_body, is_sampled, num_spans, spans_of
 from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.whole_answers import ask_whole
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.wire.target import Target

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from splittime.lab.distill.fidelity import DraftGain, draft_gain
-from splittime.lab.distill.head import DEPTHS, Head, HeadLoss
+from splittime.lab.distill.head import DEPTHS, Head, HeadLoss, Teacher
 from splittime.lab.distill.inputs import Inputs
 from splittime.lab.distill.job import DistillRun, DistillSettings, Task
-from splittime.lab.distill.teacher import Teacher
 from splittime.lab.quality.documents import MIN_SCORED, DocumentTokens
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.load import EMBEDDING

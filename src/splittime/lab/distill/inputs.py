@@ -14,7 +14,7 @@ from splittime.lab.distill.fidelity import STUDENT, TEACHER
 from splittime.lab.distill.head import WORD
 from splittime.lab.distill.job import DistillSettings, window_limit
 from splittime.lab.distill.student import StudentPlan
-from splittime.lab.distill.windows import refuse_short
+from splittime.lab.distill.trainer import refuse_short
 from splittime.lab.quality.documents import DocumentTokens, read_documents
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.fields import read_json

@@ -21,10 +21,8 @@ from splittime.core.errors import ConfigError, EngineError
 from splittime.lab.distill import student
 from splittime.lab.distill.llama import Llama, Shape
 from splittime.lab.distill.loss import Distillation, Objective, Teaching, TextLoss
-from splittime.lab.distill.optimizer import Optimizer
 from splittime.lab.distill.student import StudentPlan
-from splittime.lab.distill.trainer import State, Trainer, Update, make_workers
-from splittime.lab.distill.windows import LONGEST, Windows, context_at
+from splittime.lab.distill.trainer import LONGEST, Optimizer, State, Trainer, Update, Windows, context_at, make_workers
 from splittime.lab.quantize import tensor_file
 
 CHECKPOINT, LAST_GOOD = "last.pt", "last-good"

@@ -26,12 +26,11 @@ from splittime.lab.distill.fidelity import (
     chances_of,
     draft_gain,
 )
-from splittime.lab.distill.head import WORD
+from splittime.lab.distill.head import WORD, Teacher
 from splittime.lab.distill.head_run import HeadResult, head_loss, head_result, head_task
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
 from splittime.lab.distill.job import DistillRun, DistillSettings, OnCheckpoint, OnUpdate, Task
 from splittime.lab.distill.llama import parameter_count
-from splittime.lab.distill.teacher import Teacher
 from splittime.lab.distill.trainer import State
 from splittime.lab.quality.documents import DocumentTokens, plan, prefix_of
 from splittime.lab.quality.local import LocalModel

@@ -23,9 +23,9 @@ from splittime.core.errors import ConfigError
 from splittime.lab.quantize import layer_map, result, treat
 from splittime.lab.quantize.calibration import Calibration
 from splittime.lab.quantize.forward import IN_MEMORY_BYTES, Moments, Sequences, begin_states
+from splittime.lab.quantize.layer_map import QuantizeSource
 from splittime.lab.quantize.layouts import LAYOUTS, SUFFIXES, unpack
 from splittime.lab.quantize.settings import QuantizeSettings
-from splittime.lab.quantize.source import QuantizeSource
 from splittime.lab.quantize.treat import Treatment
 from splittime.lab.quantize.work import Work
 

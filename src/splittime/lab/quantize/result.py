@@ -14,9 +14,9 @@ from typing import Any
 
 from splittime import __version__
 from splittime.lab.quantize import gptq, layer_map, tensor_file
+from splittime.lab.quantize.layer_map import QuantizeSource
 from splittime.lab.quantize.layouts import LAYOUTS
 from splittime.lab.quantize.settings import WHOLE_ROW, QuantizeSettings
-from splittime.lab.quantize.source import QuantizeSource
 from splittime.lab.quantize.tensor_file import TensorEntry
 from splittime.lab.quantize.work import Work
 from splittime.models.config import ModelConfig

@@ -1,6 +1,6 @@
 """The ledger on `/metrics`: histograms fed by subscription, gauges read from the engine at each scrape.
 
-Histograms are our own (`histogram.py`); counters and gauges go by prometheus_client. `METRICS` lists our names,
+Histograms are our own (`metrics.py`); counters and gauges go by prometheus_client. `METRICS` lists our names,
 `vllm.ALIASES` the same figures under vLLM's; `vllm.alias_series` fills those of them that are counters and gauges.
 """
 
@@ -16,8 +16,7 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.sleep import SleepReport
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.export.histogram import Histogram
-from splittime.ledger.export.metrics import METRICS, MetricSpec
+from splittime.ledger.export.metrics import METRICS, Histogram, MetricSpec
 from splittime.ledger.export.vllm import ALIASES, ENGINE, TOKENS, alias_series, request_amounts
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger

@@ -14,8 +14,7 @@ from splittime.core.engine_stats import EngineStats
 from splittime.core.request import FinishReason
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.export.histogram import DURATIONS, Edges
-from splittime.ledger.export.metrics import MetricSpec
+from splittime.ledger.export.metrics import DURATIONS, Edges, MetricSpec
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause, Stage
 
