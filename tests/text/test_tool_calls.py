@@ -7,6 +7,8 @@ from pathlib import Path
 import llguidance
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
@@ -335,6 +337,61 @@ CASES += [
     ("openai", "<|channel|>final<|mess", "", []),
 ]
 
+NOW, MIX = ("now", "{}"), ("mix", '{"count": 1}')
+CASES += [  # as models write them all the same: members in any order or left out, marks left out, other families' forms
+    ("hermes", '<tool_call>{"arguments": {"count": 1}, "name": "mix"}</tool_call> x', " x", [MIX]),
+    (
+        "hermes",
+        '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "mix", "arguments": "{\\"count\\": 1}"}',
+        "",
+        [NOW, MIX],
+    ),
+    ("hermes", "<tool_call>\n{'name': 'mix', 'arguments': {'count': 1}}\n</tool_call>", "", [MIX]),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "mix", "arguments": {"count": 1}}}', "", [MIX]),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>x', '{"name": 3, "arguments": {}}x', []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>x', '{"name": "now", "arguments": [1]}x', []),
+    ("hermes", "<tool_call>{name: now}</tool_call>x", "{name: now}x", []),
+    ("hermes", 'a <tool_call> is a mark. <tool_call>{"name": "now", "arguments": {}}', "a  is a mark. ", [NOW]),
+    ("llama3_json", '{"function": "mix", "parameters": {"count": 1}}', "", [MIX]),
+    ("llama3_json", '{"name": "now", "parameters": null}', "", [NOW]),
+    ("llama3_json", '{"parameters": {"count": 1}, "name": "mix"} x', " x", [MIX]),
+    ("llama3_json", '[{"name": "now", "parameters": {}}, {"name": "mix", "parameters": {"count": 1}}]', "", [NOW, MIX]),
+    ("llama3_json", '```json\n{"name": "now", "parameters": {}}\n```', "", [NOW]),
+    ("llama3_json", 'I will. {"name": "mix", "parameters": {"count": 1}}', "I will. ", [MIX]),
+    ("llama3_json", 'if (x) { y } {"name": "now", "parameters": {}}', "if (x) { y } ", [NOW]),
+    ("llama3_json", '<function=mix>{"count": 1}</function> x', " x", [MIX]),
+    ("llama3_json", "a <function=b> <function", "a <function=b> <function", []),
+    (
+        "llama3_json",
+        '{"steps": [{"name": "now", "parameters": {}}]}',
+        '{"steps": [{"name": "now", "parameters": {}}]}',
+        [],
+    ),
+    ("llama3_json", '{"name": "Ada", "parameters": "{}"}', '{"name": "Ada", "parameters": "{}"}', []),
+    ("llama3_json", '{"parameters": {}, "name": "Ada"} x {', '{"parameters": {}, "name": "Ada"} x {', []),
+    ("llama3_json", ' [1, {"a": 2}]', ' [1, {"a": 2}]', []),
+    ("qwen3_coder", '<tool_call>\n{"name": "mix", "arguments": {"count": 1}}\n</tool_call>x', "x", [MIX]),
+    ("qwen3_coder", "<function=mix>\n<parameter=count>\n1\n</parameter>\n</function>\n</tool_call>", "", [MIX]),
+    ("qwen3_coder", "a <function=b> c", "a <function=b> c", []),
+    ("qwen3_coder", "<function=b>\n<function=now>\n</function>\n</tool_call>", "<function=b>\n", [NOW]),
+    ("qwen3_coder", '<tool_call>\n<function="mix">\n<parameter="count">\n1\n</parameter>\n</function>', "", [MIX]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=mix><parameter=count>1<parameter=is_on>\ntrue\n</function></tool_call>x",
+        "x",
+        [("mix", '{"count": 1, "is_on": true}')],
+    ),
+    ("glm45", "<tool_call>mix\n<arg_key>count</arg_key>\n<arg_value>1</arg_value>\n", "", [MIX]),
+    ("glm45", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
+    ("kimi_k2", "<|tool_call_begin|>f()<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}", "f()", [NOW]),
+    ("pythonic", "mix(count=1)", "", [MIX]),
+    ("pythonic", "mix(count=1), now() and more", "and more", [MIX, NOW]),
+    ("pythonic", "mixture", "mixture", []),
+    ("pythonic", "mix", "mix", []),
+    ("pythonic", "See [a](b): [mix(count=1), now()]", "See [a](b): ", [MIX, NOW]),
+    ("pythonic", "[1, [now]] [", "[1, [now]] [", []),
+]
+
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
 def test_an_answer_is_read_the_same_wherever_it_is_cut(family: str, text: str, content: str, calls: list) -> None:
@@ -342,6 +399,37 @@ def test_an_answer_is_read_the_same_wherever_it_is_cut(family: str, text: str, c
     for at in range(len(text)):
         assert parsed(family, text[:at], text[at:]) == (content, calls), at
     assert parsed(family, *text) == (content, calls)
+
+
+SNIPPETS = (
+    '"',
+    "'",
+    "{",
+    "}",
+    "[",
+    "]",
+    "(",
+    ")",
+    "\n",
+    "\\",
+    "<",
+    '{"name": "now"',
+    "<function=mix>",
+    "mix(",
+    "```json",
+    "; ",
+)
+DAMAGE = st.tuples(st.floats(0, 1), st.integers(0, 6), st.sampled_from(("", *SNIPPETS)))
+
+
+@given(st.sampled_from(CASES), st.lists(DAMAGE, max_size=4), st.floats(0, 1))
+def test_a_damaged_answer_is_read_the_same_wherever_it_is_cut(case: tuple, damages: list, cut: float) -> None:
+    family, text = case[:2]
+    for place, size, snippet in damages:
+        at = int(place * len(text))
+        text = text[:at] + snippet + text[at + size :]
+    at = int(cut * len(text))
+    assert parsed(family, text) == parsed(family, text[:at], text[at:]) == parsed(family, *text)
 
 
 @pytest.mark.parametrize("family", ["gemma4", "pythonic", "qwen3_coder"])

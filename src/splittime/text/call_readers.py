@@ -24,7 +24,12 @@ _TYPE = re.compile(r'"type"\s*:\s*"function"\s*,\s*')  # which some write first
 _NAMED: tuple[str, ...] = ('"name"',)
 _MEMBERS = (("{",), _NAMED, (":",), (), (",",), ('"arguments"', '"parameters"'), (":",))  # (): the name
 _NAME = re.compile(r"[\w.-]+")
+_QUOTED_NAME = re.compile(r"""(["']?)([\w.-]+)""")
 _WORD = re.compile(r'[^,:{}\[\]<"]+')
+_TAG = re.compile(r"<function=([\w.-]*)(>\s*(\{)?)?")  # before the arguments alone, as some Llamas write it
+_TAG_END = "</function>"
+_FIRST_MEMBERS = ('{"name":', '{"function":', '{"type":"function"', '{"arguments":', '{"parameters":')
+_FIRST_NAME = re.compile(r"""\{\s*["'](?:name|function)["']\s*:\s*(?:(["'])([^"']*)(["']?)|$)""")
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*')
 _CLOSES = {"{": "}", "[": "]"}
 _NUMBER = re.compile(r":\d*")
@@ -76,10 +81,10 @@ def read_name(text: str, family: ToolFamily) -> CallHead | None:
         return CallHead(0, "")
     if rest == text and family.before_name and not family.is_numbered:
         return None
-    named = _NAME.match(rest.lstrip())
+    named = _QUOTED_NAME.match(rest.lstrip())
     if named is None:
-        return None
-    rest = rest.lstrip()[named.end() :]
+        return CallHead(0, "") if rest.strip() in ("'", '"') else None
+    rest = rest.lstrip()[named.end() :].removeprefix(named[1])
     numbered = _NUMBER.match(rest) if family.is_numbered else None
     if numbered is not None:
         rest = rest[numbered.end() :]
@@ -94,7 +99,24 @@ def read_name(text: str, family: ToolFamily) -> CallHead | None:
     begins = family.style is Style.NAMED and rest.lstrip().startswith("{")
     is_whole = after != rest or not family.after_name.strip() or begins
     number = "" if numbered is None else numbered[0][1:]
-    return CallHead(len(text) - len(after), named[0], number) if is_whole else None
+    return CallHead(len(text) - len(after), named[2], number) if is_whole else None
+
+
+def call_of(written: str) -> tuple[str, str] | None:
+    """Returns the name, and the arguments as JSON, of a call that is one object, its members in any order, as JSON or
+    Python has it; None where it is no call. It may lack arguments, and they may stand in a text."""
+    value = value_of(JsonPieces().push(written, is_end=True)[0], None)
+    if isinstance(value, str):
+        value = python_value_of(written)
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        return None
+    name = next((value[key] for key in ("name", "function") if isinstance(value.get(key), str)), None)
+    given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
+    if isinstance(given, str):
+        given = python_value_of(given) if given.strip() else None
+    return None if name is None or not isinstance(given or {}, dict) else (name, _json(given or {}))
 
 
 class CallReader:
@@ -171,18 +193,69 @@ class ObjectReader(CallReader):
 
 
 class MemberReader(ObjectReader):
-    """For a call that is an object with the name and then the arguments."""
+    """For a call that is an object with the name and then the arguments, which are given as they come. One whose
+    members are others, or stand in another order, is read when it is whole."""
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family, tools)
         self._around = JsonPieces(depth=1)
+        self._nesting, self._num_scanned = PythonNesting(), 0
+        self._end = family.end
+
+    def _head(self, text: str) -> str | None:
+        rest = super()._head(text)
+        may_be_call = self._may_be_call(text) if self.is_none else None
+        if may_be_call is not None:
+            self.is_none, self._state = not may_be_call, self._whole
+            return text
+        self.is_none = self.is_none and len(text) >= MOST_HEAD_CHARS
+        return rest
 
     def _read_head(self, text: str) -> CallHead | None:
-        return read_members(text)
+        tag = _TAG.match(text) if self._family.is_bare else None
+        if tag is None:
+            return read_members(text)
+        if tag[3] is None:
+            return CallHead(0, "") if tag.end() == len(text) else None
+        self._end = _TAG_END
+        return CallHead(tag.start(3), tag[1])
+
+    def _may_be_call(self, text: str) -> bool | None:
+        """Returns whether an object may be a call, by its first member; None while that is not known."""
+        head = text[:MOST_HEAD_CHARS].lstrip()
+        named = _FIRST_NAME.match(head)
+        if named is not None and not named[3]:  # it is not whole
+            return None
+        if named is not None and named[2] not in self._tools and not self._may_be_unknown(named[2]):
+            return False
+        begun = "".join(head.split()).replace("'", '"')
+        if any(begun.startswith(first) for first in _FIRST_MEMBERS):
+            return True
+        return None if any(first.startswith(begun) for first in _FIRST_MEMBERS) else False
+
+    def _whole(self, text: str) -> str | None:
+        for at in range(self._num_scanned, len(text)):
+            self._nesting.take(text[at])
+            if self._nesting.is_outside and text[at] == "}":
+                return self._call(text, at + 1)
+        self._num_scanned, self.is_none = len(text), self._is_end
+        return None
+
+    def _call(self, text: str, size: int) -> str:
+        found = call_of(text[:size])
+        if found is None or not (found[0] in self._tools or self._may_be_unknown(found[0])):
+            self.is_none = True
+            return text
+        (self.name, self.arguments), self.is_over = found, True
+        return text[size:]
 
     def _close(self, text: str) -> str | None:
         """Reads to the brace of the call itself; where a mark ends it, that is enough."""
-        if self._family.end:
+        if self._end == _TAG_END:
+            rest = behind(text, _TAG_END)
+            self.is_over = rest is not None
+            return rest
+        if self._end:
             self.is_over = True
             return None
         _, rest = self._around.push(text, is_end=self._is_end)
@@ -218,6 +291,9 @@ class TaggedReader(CallReader):
             self.arguments += "{}" if self._is_first else "}"
             self.is_over = True
             return None if end == last_word(self._family.end) else after  # its last word is looked for behind this one
+        if self._is_end and not self._is_first and not text.strip():  # the model has left out the end
+            self.arguments, self.is_over = self.arguments + "}", True
+            return None
         rest = behind(text, self._family.before_key)
         if rest is None or after is None or not text.strip():
             return None
@@ -232,7 +308,7 @@ class TaggedReader(CallReader):
         found = self._behind_key(text[at:]) if at >= 0 else None
         if found is None:
             return None
-        key, (rest, own_types) = text[:at].strip(), found
+        key, (rest, own_types) = text[:at].strip().strip("\"'"), found
         schema = self._tools.get(self.name or "", {})
         properties = schema.get("properties")
         of_key = properties.get(key, {}) if isinstance(properties, Mapping) else {}
@@ -262,13 +338,18 @@ class TaggedReader(CallReader):
         return text.removeprefix("\n") if self._has_breaks else text
 
     def _value(self, text: str) -> str | None:
-        at = text.find(self._value_end)
+        at = min((place for mark in self._ends() if (place := text.find(mark)) >= 0), default=-1)
         if at < 0:
             return self._some_text(text)
         written = text[:at].removesuffix("\n") if self._has_breaks else text[:at]
         self.arguments += inner(written) + '"' if is_text(self._types) else _json(value_of(written, self._types))
         self._state = self._arguments
-        return text[at + len(self._value_end) :]
+        return text[at:].removeprefix(self._value_end)
+
+    def _ends(self) -> tuple[str, ...]:
+        """Returns what ends a value. Where it is no text, its own mark may be missing."""
+        others = (trigger(self._family.before_key), trigger(self._family.end))
+        return (self._value_end,) if is_text(self._types) else (self._value_end, *others)
 
     def _some_text(self, text: str) -> str | None:
         """A text is given as it comes, but for what may be its end mark; any other value when it is whole."""

@@ -6,6 +6,7 @@ name is whole; its arguments follow as the model writes them (`text.call_readers
 no mark told a call from a text, and no tool's name was read, the text is the answer.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ READERS: Mapping[Style, type[CallReader]] = {
     Style.QUOTED: QuotedReader,
 }
 _BETWEEN = "; ,\n"  # two calls: more than any family writes
+_TAG_BEGIN = "<function="
+_BARE_BEGIN = {"": re.compile(rf"\{{|{_TAG_BEGIN}"), "[": re.compile(r"\[")}  # of a call without a mark, by `opens`
+_BARE_BETWEEN = re.compile(r"[\s;,\[\]]*(?:`{1,3}(?:j(?:s(?:on?)?)?)?)?[\s\[]*")  # before such a call, and behind it
 PIECE_CHARS = 1024  # of a long text, read at once: what is left of it is copied for each part that is read
 
 
@@ -46,18 +50,18 @@ class ToolParser:
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._family, self._tools = family, tools
-        self._firsts = [trigger(mark) for mark in (family.opens, family.begin) if mark.strip()] or [""]
+        self._named = trigger(family.before_name) if family.before_name.startswith("<") else ""
+        self._firsts = [trigger(mark) for mark in (family.opens, family.begin, self._named) if mark.strip()] or [""]
         self._end, self._last = last_word(family.end), last_word(family.closes or family.end)
         self._text, self._undecided = "", Undecided()  # what has come and is not decided yet
         self._kept = ""  # what has been read, and is content if no call follows
         self._state: Callable[[bool], bool] = self._in_content
-        self._reader = self._new_reader()
-        self._is_first = True  # nothing but white space came before
+        self._reader = READERS[family.style](family, tools)
+        self._is_fresh = True  # nothing but what stands between calls has come, since the last or at all
+        self._is_text = False  # all that comes
+        self._num_refused = 0  # of the undecided characters, in which no call begins
         self._blank: list[str] = []  # white space behind a call, which is content only before more of it
         self.num_calls = 0
-
-    def _new_reader(self) -> CallReader:
-        return READERS[self._family.style](self._family, self._tools)
 
     def push(self, text: str, *, is_end: bool = False) -> ParsedText:
         """Returns what this piece makes sure. is_end: no other piece follows."""
@@ -86,18 +90,40 @@ class ToolParser:
         return False
 
     def _before_bare_calls(self, is_end: bool) -> bool:
-        """A family without marks: an answer that begins as calls do is calls, and so is what begins so behind one."""
-        opens = self._family.opens
-        bare = self._text.lstrip(_BETWEEN if self.num_calls and not opens else " \n")
-        if bare.startswith(opens or "{") and self._is_first:
-            self._kept, self._text = opens, bare[len(opens) :]
-            self._state = self._in_calls if opens else self._begin_call
-            return True
-        if bare:
-            self._is_first = False
-        if bare or (is_end and not self.num_calls):
-            self._say(self._text)
-            self._text = ""
+        """A family without marks: what begins as calls do may be calls, wherever it stands. An answer that begins as an
+        object and is no call is a text to its end."""
+        name, bracket, _ = self._text.lstrip().partition("(")
+        if self._family.opens and self._is_fresh and not self.num_calls and name:  # the list's bracket is missing
+            if bracket and name in self._tools:
+                self._state = self._begin_call
+                return True
+            if not bracket and not is_end and any(tool.startswith(name) for tool in self._tools):
+                return False
+        begin = None if self._is_text else _BARE_BEGIN[self._family.opens].search(self._text, self._num_refused)
+        if begin is None:
+            return self._before_none(is_end)
+        before = self._text[: begin.start()]
+        is_between = self._is_between(before)
+        if not is_between:
+            self._say(before)
+            self._is_fresh = False
+        self._kept, self._text = before if is_between else "", self._text[len(before) :]
+        self._num_refused, self._state = 0, self._begin_call
+        if self._family.opens:
+            self._kept, self._text, self._state = self._kept + self._text[:1], self._text[1:], self._in_calls
+        return True
+
+    def _is_between(self, before: str) -> bool:
+        return self._is_fresh and not self._num_refused and _BARE_BETWEEN.fullmatch(before) is not None
+
+    def _before_none(self, is_end: bool) -> bool:
+        """Nothing that has come begins a call."""
+        held = 0 if is_end or self._is_text or self._family.opens else overlap(self._text, _TAG_BEGIN)
+        before = self._text[: len(self._text) - held]
+        if self._is_between(before) and (self.num_calls or not is_end):
+            return False
+        self._say(before)
+        self._text, self._num_refused, self._is_fresh = self._text[len(before) :], 0, False
         return False
 
     def _at_mark(self, is_end: bool) -> bool:
@@ -105,6 +131,9 @@ class ToolParser:
         rest = behind(self._text, self._family.opens or self._family.begin)
         if rest is None:
             return False
+        if rest == self._text and self._named and rest.startswith(self._named):
+            self._state = self._begin_bare_call  # all marks before the name are missing
+            return True
         if rest == self._text and len(self._firsts) > 1 and rest.startswith(self._firsts[1]):
             self._state = self._in_calls  # the mark around all calls is missing
             return True
@@ -133,11 +162,21 @@ class ToolParser:
         if self._kept:
             return self._no_call()
         self._text, self._state = rest, self._in_content
-        self._is_first = False
         return True
 
     def _begin_call(self, is_end: bool) -> bool:
-        self._reader, self._state = self._new_reader(), self._in_call
+        """Where arguments stand between marks, some models write an object all the same."""
+        family, bare = self._family, self._text.lstrip()
+        if family.style is Style.TAGGED and not bare and not is_end:
+            return False
+        style = Style.MEMBER if family.style is Style.TAGGED and bare.startswith("{") else family.style
+        self._reader, self._state = READERS[style](family, self._tools), self._in_call
+        return True
+
+    def _begin_bare_call(self, is_end: bool) -> bool:
+        """Only of a tool that there is: the text may speak of calls."""
+        family = self._family._replace(is_bare=True)
+        self._reader, self._state = READERS[family.style](family, self._tools), self._in_call
         return True
 
     def _in_call(self, is_end: bool) -> bool:
@@ -162,37 +201,38 @@ class ToolParser:
 
     def _no_call(self) -> bool:
         """Returns what came, which is content after all."""
+        is_at_begin = bool(self._named) and self._text.startswith(self._named)
+        self._num_refused = len(self._kept) + (not self._family.opens) if self._family.is_bare else int(is_at_begin)
+        self._is_text = self._is_fresh and not self.num_calls and not self._family.opens
         self._text, self._kept = self._kept + self._text, ""
-        self._is_first, self._state = False, self._in_other
+        self._is_fresh, self._state = False, self._in_other
         return True
 
     def _in_other(self, is_end: bool) -> bool:
-        """In something that is marked as a call and is none."""
-        if self._family.is_bare or not self._last:
+        """In something that is marked as a call and is none: up to its end mark, or to where another call begins."""
+        marks = [mark for mark in (*self._firsts, self._last) if mark]
+        if self._family.is_bare:
             self._state = self._in_content
             return True
-        return self._skip_to(self._last, is_end, is_content=True)
-
-    def _after_call(self, is_end: bool) -> bool:
-        if self._end:
-            return self._skip_to(self._end, is_end, is_content=False)
-        self._state = self._in_calls if self._family.opens else self._in_content
+        places = [at for mark in marks if (at := self._text.find(mark, self._num_refused)) >= 0]
+        self._num_refused = 0
+        if not places:
+            self._say_up_to_mark(marks, is_end)
+            return False
+        at = min(places)
+        self._say(self._text[:at])
+        self._text, self._state = self._text[at:].removeprefix(self._last), self._in_content
         return True
 
-    def _skip_to(self, mark: str, is_end: bool, *, is_content: bool) -> bool:
-        """Go to behind the mark; what is before it is content, or nothing."""
-        at = self._text.find(mark)
-        if at >= 0:
-            if is_content:
-                self._say(self._text[:at])
-            self._text = self._text[at + len(mark) :]
-            self._state = self._in_calls if self._family.opens and not is_content else self._in_content
-            return True
-        if is_content:
-            self._say_up_to_mark([mark], is_end)
-        else:
-            self._text = self._text[len(self._text) - overlap(self._text, mark) :]
-        return False
+    def _after_call(self, is_end: bool) -> bool:
+        self._is_fresh = True
+        at = self._text.find(self._end)
+        if at < 0:
+            self._text = self._text[len(self._text) - overlap(self._text, self._end) :]
+            return False
+        self._text = self._text[at + len(self._end) :]
+        self._state = self._in_calls if self._family.opens else self._in_content
+        return True
 
     def _say_up_to_mark(self, marks: Sequence[str], is_end: bool) -> None:
         """Give out all but an end that may be the beginning of a mark."""
