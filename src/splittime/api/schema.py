@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from splittime.api.limits import KeepLast
 from splittime.core.sampling import MAX_BAD_WORDS
+from splittime.text.chat_forms import ROLES
 
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORD_CHARS = 64
@@ -234,7 +235,7 @@ class GivenCall(Strict, kw_only=True):
 
 
 class Message(Strict, kw_only=True):
-    role: str
+    role: Annotated[str, Meta(description="Or one that the model's template knows.", extra_json_schema={"enum": ROLES})]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: Annotated[str | None, Meta(description="For the templates that write it.")] = None

@@ -84,8 +84,8 @@ def as_template_reads(body: ChatBody, marks: AnswerMarks) -> tuple[dict[str, Any
 
 
 def _as_told(given: Any) -> dict[str, Any]:
-    made = {"name": given.function.name, "description": given.function.description or ""}
-    return made | {"parameters": given.function.parameters or ANY_OBJECT}
+    described = {} if given.function.description is None else {"description": given.function.description}
+    return {"name": given.function.name, **described, "parameters": given.function.parameters or ANY_OBJECT}
 
 
 def _checked(body: ChatBody) -> list[Tool]:

@@ -47,13 +47,14 @@ now_ns = time.monotonic_ns
 
 class TokenizedPrompt(NamedTuple):
     """given: as the client sent it; a chat's as token ids, and one that may have been cut. whole_len: its tokens
-    before that. render_ns: as in `TextDone`."""
+    before that. render_ns, left_out: as in `TextDone`."""
 
     token_ids: tuple[int, ...]
     hashes: PromptHashes
     given: str | tuple[int, ...]
     whole_len: int
     render_ns: int = 0
+    left_out: tuple[str, ...] = ()
 
     def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
@@ -148,8 +149,8 @@ class Prompts:
         """Raises what the client must be told, or `Disconnected` after `drop`."""
         done = await self._tokenized(deadline_ns)
         each = zip(done.ids, self._whole_texts or done.ids, done.whole_lens, strict=True)
-        took_ns = done.render_ns
-        return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len, took_ns) for ids, given, whole_len in each]
+        made = done.render_ns, done.left_out
+        return [TokenizedPrompt(ids, prompt_hashes(ids), given, whole_len, *made) for ids, given, whole_len in each]
 
     async def _tokenized(self, deadline_ns: int | None) -> TextDone:
         if self.work is None:
@@ -286,10 +287,10 @@ def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param:
 
 def notices_of(ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[int], model: ModelInfo) -> list[str]:
     """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, that texts
-    were cut, and that no file says how its embeddings are made."""
-    notices, wanted, least = pooling_notices(ask), ask.sampling.max_tokens, min(budgets)
+    were cut, what of a chat was left out, and that no file says how its embeddings are made."""
+    notices, wanted, least = [*pooling_notices(ask), *prompts[0].left_out], ask.sampling.max_tokens, min(budgets)
     if wanted is not None and least < wanted:
-        notices = [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
+        notices += [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
     cut = [(prompt.whole_len, len(prompt.token_ids)) for prompt in prompts if prompt.whole_len > len(prompt.token_ids)]
     if not cut:
         return notices

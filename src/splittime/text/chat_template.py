@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from splittime.core.errors import ConfigError, RequestError
+from splittime.text.chat_forms import ROLES, ChatForms, described
 from splittime.text.foreign_code import too_costly
 
 MARK = "\ue000end of what is to be continued\ue000 "
@@ -68,6 +69,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         environment = _environment()
+        self._forms = ChatForms(self._probed)
         self._taken_names = OWN_NAMES | environment.globals.keys() | self._special_tokens.keys()
         try:
             self._template = environment.from_string(source)
@@ -112,19 +114,37 @@ class ChatTemplate:
             )
         return dict(variables)
 
+    def _probed(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        given = {"tools": tools, "documents": None, "add_generation_prompt": True}
+        return self._template.render({**self._special_tokens, **given, "messages": list(messages)})
+
     def _as_known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a developer's message as the system's where the template would write nothing of a developer."""
+        """Returns a developer's message as the system's where the template knows no developer."""
         is_known = message.get("role") != "developer" or "developer" in self.source
         return message if is_known else {**message, "role": "system"}
 
+    def _require_role(self, index: int, role: Any) -> None:
+        """A role that neither the API nor the template knows would be left out, or taken for another."""
+        if role not in ROLES and f"{role}" not in self.source:
+            hint = f"one of {', '.join(ROLES)}, or one that the model's chat template knows"
+            said = f"messages[{index}] has the role {str(role)[:64]!r}, which is none"
+            raise RequestError(
+                said, param=f"messages[{index}].role", value=str(role)[:64], limit=list(ROLES), hint=hint
+            )
+
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        told = [self._as_known(message) for message in messages]
+        for index, message in enumerate(messages):
+            self._require_role(index, message.get("role"))
+        told = list(self._forms.as_written([self._as_known(message) for message in messages]))
         variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": told}
         try:
             return self._template.render(variables)
         except MemoryError:
             raise too_costly() from None
         except Exception as error:  # whatever it does: Jinja calls methods of the values that it is given
+            tools = described(options.get("tools") or ())
+            if tools != list(options.get("tools") or ()):
+                return self._render(messages, {**options, "tools": tools})
             said = "it calls itself without end" if isinstance(error, RecursionError) else str(error)
             raise _refusal(said) from error
 

@@ -18,6 +18,7 @@ import msgspec
 
 from splittime.core import forked
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
+from splittime.text.chat_forms import left_out
 from splittime.text.foreign_code import is_panic, num_bytes
 from splittime.text.last_tokens import KeptTokens, encoded
 from splittime.text.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ TextWork = Encode | Render | RenderEach | Decode
 class TextDone(msgspec.Struct, frozen=True, tag=True):
     """ids: of each text, unless they are in `answer`, a JSON object of up to 40 MB that lies where it came. whole_lens:
     how many tokens each text had before it was cut. num_bytes: of the texts that were tokenised. render_ns: how long a
-    template took to write a chat."""
+    template took to write a chat. left_out: in words, what it wrote nothing of."""
 
     ids: tuple[tuple[int, ...], ...] = ()
     whole_lens: tuple[int, ...] = ()
@@ -105,6 +106,7 @@ class TextDone(msgspec.Struct, frozen=True, tag=True):
     text: str = ""
     answer: memoryview = memoryview(b"")
     render_ns: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 class Tokens(msgspec.Struct):
@@ -138,8 +140,10 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             begin_ns = monotonic_ns()
             text = tokenizer.render_chat(work.messages, **work.options)
             render_ns = monotonic_ns() - begin_ns
+            told = left_out(work.messages, work.options.get("tools"), text)
             try:
-                return msgspec.structs.replace(_encoded(work, (text,), tokenizer), render_ns=render_ns)
+                done = _encoded(work, (text,), tokenizer)
+                return msgspec.structs.replace(done, render_ns=render_ns, left_out=told)
             except RequestError as error:
                 error.info = msgspec.structs.replace(error.info, param="messages")
                 raise
