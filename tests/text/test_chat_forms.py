@@ -5,7 +5,7 @@ import json
 import pytest
 
 from splittime.core.errors import RequestError
-from splittime.text.chat_forms import MOST_LEFT_OUT, left_out
+from splittime.text.chat_forms import MOST_LEFT_OUT, _into_user, _joined, _one_by_one, left_out
 from splittime.text.chat_template import ChatTemplate
 
 SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -35,6 +35,7 @@ def call(name: str, call_id: str = "c00000001", **arguments) -> dict:
 
 
 SYSTEM, USER, ANSWER, ASKS = turn("system", "S"), turn("user", "U"), turn("assistant", "A"), turn("user", "V")
+LATE = turn("system", "late")
 CALLED, GAVE = turn("assistant", "", tool_calls=[call("f", a=1)]), turn("tool", "R", tool_call_id="c00000001", name="f")
 BOTH = turn("assistant", "T", tool_calls=[call("f", a=1), call("g", "c00000002")])
 AND_GAVE = turn("tool", "Q", tool_call_id="c00000002", name="g")
@@ -47,7 +48,7 @@ AND_GAVE = turn("tool", "Q", tool_call_id="c00000002", name="g")
         (WITH_CALLS, [USER, CALLED, GAVE], '<user>U<assistant>(f {"a": 1} c00000001)<tool>R'),
         (SAID, [turn("developer", "D"), USER], "<system>D<user>U"),
         (ALTERNATE, [turn("developer", "D"), USER], "<user>D\n\nU"),
-        (FIRST_SYSTEM, [SYSTEM, USER, ANSWER, SYSTEM, ASKS], "<system>S<user>U<assistant>A<user>S<user>V"),
+        (FIRST_SYSTEM, [SYSTEM, USER, ANSWER, LATE, ASKS], "<system>S<user>U<assistant>A<user>late<user>V"),
         (ALTERNATE, [SYSTEM, USER, ANSWER, SYSTEM, ASKS], "<user>S\n\nU<assistant>A<user>S\n\nV"),
         (ALTERNATE, [USER, ASKS, ANSWER, ANSWER, USER], "<user>U\n\nV<assistant>A\n\nA<user>U"),
         (
@@ -81,6 +82,51 @@ def test_a_template_is_told_what_it_writes(template: str, chat: list[dict], writ
     assert left_out(chat, None, written) == ()
 
 
+KNOWS = WITH_CALLS.replace(
+    "<{{",
+    "{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'tool' %}"
+    "{{ raise_exception('no') }}{% endif %}<{{",
+)
+
+
+def test_a_conversation_that_is_written_whole_is_as_it_came() -> None:
+    """Though there are others of its form that the template refuses."""
+    chat = [USER, CALLED, GAVE, ANSWER, ASKS]
+    assert ChatTemplate(KNOWS, {}).render(chat) == ChatTemplate(WITH_CALLS, {}).render(chat)
+    assert "<tool_response>" in ChatTemplate(KNOWS, {}).render([USER, CALLED, GAVE, ASKS])
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "written"),
+    [
+        ("ab", "ba", "f r2 g r1"),
+        ((None, None), (None, None), "f r1 g r2"),
+        ("aa", "aa", "f r1 g r2"),
+        ("ab", "a", None),
+    ],
+)
+def test_a_result_stands_behind_its_call(ids: tuple, results: tuple, written: str | None) -> None:
+    calls = [
+        {key: value for key, value in call(name, each).items() if value} for name, each in zip("fg", ids, strict=True)
+    ]
+    gave = [turn("tool", f"r{number}", tool_call_id=each) for number, each in enumerate(results, 1)]
+    before = [USER, turn("assistant", "", tool_calls=[call("f", "x")]), turn("tool", "r1", tool_call_id="x")]
+    chat = [*before, turn("assistant", "", tool_calls=calls, reasoning_content="hm"), *gave]
+    told = _one_by_one(chat)
+    assert told[: len(before)] == before
+    flat = [each["content"] or each["tool_calls"][0]["function"]["name"] for each in told[len(before) :]]
+    assert " ".join(flat) == written if written else told == chat
+    assert sum(each.get("reasoning_content") == "hm" for each in told) == 1
+
+
+def test_what_is_joined_keeps_names_and_thoughts_and_order() -> None:
+    thinks = [turn("assistant", text, reasoning_content=thought) for text, thought in (("A", "a"), ("", "b"))]
+    assert _joined("assistant", thinks) == [turn("assistant", "A", reasoning_content="a\n\nb")]
+    named = [turn("user", "U", name="alice"), turn("user", "V", name="bob")]
+    assert _joined("user", named) == named
+    assert _into_user([USER, ANSWER, turn("developer", "D"), ASKS]) == [USER, ANSWER, turn("developer", "D"), ASKS]
+
+
 def test_ids_that_a_template_refuses_are_others_of_its_form() -> None:
     chat = [
         USER,
@@ -98,7 +144,16 @@ def test_what_no_way_saves_is_the_templates_own_refusal() -> None:
         refuses.render([SYSTEM, USER, CALLED, GAVE])
 
 
-@pytest.mark.parametrize(("template", "is_known"), [(SAID, False), (SAID + "{# observer #}", True)])
+def test_long_conversations_are_looked_through_once() -> None:
+    """A quadratic way would take minutes."""
+    chat = [turn("tool", f'result {number} "é\n' * 20, tool_call_id="x") for number in range(4000)]
+    written = "".join(json.dumps(each["content"], ensure_ascii=False) for each in chat)
+    assert left_out(chat, None, written) == ()
+    assert len(left_out(chat, None, written[: len(written) // 2])) == MOST_LEFT_OUT
+    assert len(_joined("tool", _one_by_one([turn("assistant", "", tool_calls=[call("f")] * 2), *chat]))) == 2
+
+
+@pytest.mark.parametrize(("template", "is_known"), [(SAID, False), (SAID + "{# 'observer' #}", True)])
 def test_a_role_that_nobody_knows_is_refused_by_its_place(template: str, is_known: bool) -> None:
     chat = [USER, turn("observer", "O")]
     if is_known:
@@ -122,6 +177,10 @@ def test_what_is_left_out_is_told_by_its_place() -> None:
     assert left_out([USER], tools, "U") == (
         "the model's chat template leaves out the tools: the model was offered none",
     )
+    assert left_out([turn("assistant", "<think>no</think> yes")], None, "yes") == ()
+    wrote = turn("assistant", "", tool_calls=[call("f", path="a", text='é "\n'), call("f", path="b")])
+    assert left_out([wrote], None, r'f {"path": "a", "text": "é \"\n"} f {"path": "b"}') == ()
+    assert left_out([wrote], None, "f a e")[0].endswith("the call of f in messages[0]")
     assert len(left_out([turn("user", f"{n} text") for n in range(9)], None, "")) == MOST_LEFT_OUT
 
 

@@ -390,6 +390,41 @@ CASES += [  # as models write them all the same: members in any order or left ou
     ("pythonic", "mix", "mix", []),
     ("pythonic", "See [a](b): [mix(count=1), now()]", "See [a](b): ", [MIX, NOW]),
     ("pythonic", "[1, [now]] [", "[1, [now]] [", []),
+    *(
+        ("pythonic", text, text, [])
+        for text in (
+            "mix(query) looks things up.",
+            "mix() is a function.",
+            "See [mix(q)](http://x) for details.",
+            "    return [mix(y) for y in x]",
+            "[1, [now]] [mix(",
+        )
+    ),
+    *(
+        ("llama3_json", text, text, [])
+        for text in (
+            '{"name": "mix", "description": "finds pages", "author": "me"}',
+            '{"function": "mix", "complexity": "O(n)"}',
+            '```json\n[{"name": "mix", "description": "d", "parameters": {}}]\n```',
+            'Write <function=mix> {"count": 1} </function> to call it.',
+        )
+    ),
+    (
+        "qwen3_coder",
+        "To call, write <function=mix> then parameters.",
+        "To call, write <function=mix> then parameters.",
+        [],
+    ),
+    ("qwen3_coder", "<function=now>\n</function>\n<function=now></function>\nbye", "bye", [NOW, NOW]),
+    ("qwen3_coder", "<tool_call><function=now></function><tool_call><function=now></function>", "", [NOW, NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now"}\nbye', "bye", [NOW, NOW]),
+    ("hermes", '<tool_call>{"id": "1", "name": "mix", "arguments": {"count": 1}}</tool_c', "", [MIX]),
+    (
+        "glm45",
+        "<tool_call>mix<arg_key>count</arg_key><arg_value>1</arg_value><tool_call>now</tool_call>",
+        "",
+        [MIX, NOW],
+    ),
 ]
 
 
@@ -624,3 +659,12 @@ def test_what_follows_a_comma_for_long_is_not_held_back() -> None:
 def test_a_tagged_call_that_goes_on_as_json_is_no_call_without_arguments() -> None:
     text = '<tool_call>\n<function=f{"a": 1}</function>\n</tool_call>'
     assert [arguments for _, arguments in parsed("qwen3_coder", text)[1]] != ["{}"]
+
+
+@pytest.mark.parametrize("begin", ['{"parameters": {"text": "', '{"name": "now", "text": "'])
+def test_an_object_without_a_mark_is_not_held_back_for_long(begin: str) -> None:
+    parser, given = ToolParser(FAMILIES["llama3_json"], SCHEMAS), 0
+    for _ in range(1000):
+        given += len(parser.push(begin + "x" * 99).content)
+        begin = ""
+    assert given > 80_000

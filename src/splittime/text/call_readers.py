@@ -15,6 +15,7 @@ from splittime.text.json_pieces import JsonPieces
 from splittime.text.marks import behind, last_word, overlap, trigger
 from splittime.text.tool_families import Style, ToolFamily
 
+MOST_BARE_CHARS = 2**14  # of an object without a mark whose arguments come first
 MOST_HEAD_CHARS = 1024  # of a call, up to its arguments; of an argument, up to its value (python)
 _POSITIONAL = re.compile(r"""[\s,]*(?:["'\[{(]|[^\s=(),]+(?:\s+[^\s=]|[(),]))""")  # a value without a name
 _TEXT, _ANY_BUT_TEXT = frozenset({"string"}), frozenset({"array", "boolean", "integer", "null", "number", "object"})
@@ -28,7 +29,8 @@ _QUOTED_NAME = re.compile(r"""(["']?)([\w.-]+)""")
 _WORD = re.compile(r'[^,:{}\[\]<"]+')
 _TAG = re.compile(r"<function=([\w.-]*)(>\s*(\{)?)?")  # before the arguments alone, as some Llamas write it
 _TAG_END = "</function>"
-_FIRST_MEMBERS = ('{"name":', '{"function":', '{"type":"function"', '{"arguments":', '{"parameters":')
+_FIRST_MEMBERS = ('{"id":', '{"name":', '{"function":', '{"type":"function"', '{"arguments":', '{"parameters":')
+_CALL_MEMBERS = {"name", "function", "type", "id", "arguments", "parameters"}
 _FIRST_NAME = re.compile(r"""\{\s*["'](?:name|function)["']\s*:\s*(?:(["'])([^"']*)(["']?)|$)""")
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*')
 _CLOSES = {"{": "}", "[": "]"}
@@ -102,15 +104,16 @@ def read_name(text: str, family: ToolFamily) -> CallHead | None:
     return CallHead(len(text) - len(after), named[2], number) if is_whole else None
 
 
-def call_of(written: str) -> tuple[str, str] | None:
+def call_of(written: str, *, has_mark: bool) -> tuple[str, str] | None:
     """Returns the name, and the arguments as JSON, of a call that is one object, its members in any order, as JSON or
-    Python has it; None where it is no call. It may lack arguments, and they may stand in a text."""
+    Python has it; None where it is no call. It may lack arguments, and they may stand in a text. has_mark: a mark says
+    that it is a call, whatever other members it has."""
     value = value_of(JsonPieces().push(written, is_end=True)[0], None)
     if isinstance(value, str):
         value = python_value_of(written)
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not (has_mark or value.keys() <= _CALL_MEMBERS):
         return None
     name = next((value[key] for key in ("name", "function") if isinstance(value.get(key), str)), None)
     given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
@@ -238,11 +241,12 @@ class MemberReader(ObjectReader):
             self._nesting.take(text[at])
             if self._nesting.is_outside and text[at] == "}":
                 return self._call(text, at + 1)
-        self._num_scanned, self.is_none = len(text), self._is_end
+        self._num_scanned = len(text)
+        self.is_none = self._is_end or (self._family.is_bare and len(text) > MOST_BARE_CHARS)
         return None
 
     def _call(self, text: str, size: int) -> str:
-        found = call_of(text[:size])
+        found = call_of(text[:size], has_mark=not self._family.is_bare)
         if found is None or not (found[0] in self._tools or self._may_be_unknown(found[0])):
             self.is_none = True
             return text
@@ -274,9 +278,11 @@ class TaggedReader(CallReader):
         self._types: frozenset[str] | None = None  # of the value that is read
 
     def _read_head(self, text: str) -> CallHead | None:
-        """Where no mark stands beside the name, one that is no tool's is followed by an argument's mark, or the end."""
+        """Where no mark stands beside the name, one that is no tool's is followed by an argument's mark, or the end.
+        So is any name that no mark stands before."""
         head = super()._read_head(text)
-        if not head or not head.size or self._family.after_name.strip() or head.name in self._tools:
+        is_sure = self._family.after_name.strip() or (head is not None and head.name in self._tools)
+        if not head or not head.size or (is_sure and not self._family.is_bare):
             return head
         rest = text[head.size :]
         found = [behind(rest, mark) for mark in (self._family.before_key, trigger(self._family.end))]
@@ -295,7 +301,11 @@ class TaggedReader(CallReader):
             self.arguments, self.is_over = self.arguments + "}", True
             return None
         rest = behind(text, self._family.before_key)
-        if rest is None or after is None or not text.strip():
+        begun = behind(text, self._family.begin) if self._family.begin.strip() else text
+        if rest is None or after is None or begun is None or not text.strip():
+            return None
+        if begun != text:  # another call: the model has left out the end
+            self.arguments, self.is_over = self.arguments + ("{}" if self._is_first else "}"), True
             return None
         if rest == text:  # neither: it says something else, which is skipped
             at = text.find("<", len(text) - len(text.lstrip()) + 1)
@@ -384,13 +394,23 @@ class PythonNesting:
 
 
 class PythonReader(CallReader):
-    """For `f(a="x", b=[1])`; each argument is given when it is whole."""
+    """For `f(a="x", b=[1])`; each argument is given when it is whole. is_strict: it is no call unless it begins with an
+    argument's name, as prose and code seldom do."""
+
+    is_strict = False
 
     def __init__(self, family: ToolFamily, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(family._replace(after_name="("), tools)
         self._is_first = True
         self._is_skipped, self._written = False, list[str]()  # the value that is read, and what came of it
         self._nesting = PythonNesting()
+
+    def _read_head(self, text: str) -> CallHead | None:
+        head = super()._read_head(text)
+        if not self.is_strict or head is None or not head.size or _KEYWORD.match(text, head.size):
+            return head
+        is_none = _POSITIONAL.match(text, head.size) or ")" in text[head.size :]
+        return None if is_none else CallHead(0, "")
 
     def _arguments(self, text: str) -> str | None:
         bare = text.lstrip(" \n\t,")

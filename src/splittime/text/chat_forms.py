@@ -1,17 +1,17 @@
-"""What a chat template would leave out of a conversation, put so that it writes it; and what it leaves out still.
+"""What a chat template leaves out of a conversation; and the conversation put so that it leaves out less.
 
 Templates drop what they do not know, or refuse it: a developer's or a second system message, a text beside a call, a
-second call, results, ids of another form, two turns of one role. Which of it a template writes is found by rendering:
-for each form that a conversation has there is a short one with words that stand nowhere else (`FORMS`). Where one of
-them is missing, the first of the form's ways under which all are written is taken, or none if there is none.
-A template that writes a form is given it as it came.
+second call, results, ids of another form, two turns of one role. A conversation of which that is so is put another way.
+Which way is found by rendering: for each form that it has there is a short one with words that stand nowhere else
+(`FORMS`). Where one of them is missing, the first way under which all are written is taken, or none if there is none.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 Turn = Mapping[str, Any]
@@ -21,6 +21,7 @@ Render = Callable[[Chat, Sequence[Turn] | None], str]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_LEFT_OUT = 4  # told of one conversation
+MOST_SCANNED = 2**26  # characters, for what is left out of it
 _NAME = "look_up"
 _WORD = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}, "required": ["word"]}
 _TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "looks up", "parameters": _WORD}}]
@@ -53,25 +54,38 @@ def _with_roles(role: str, where: Callable[[int, Turn], bool], chat: Chat) -> Ch
 
 
 def _into_user(chat: Chat) -> Chat:
-    """Puts the first system message before the user's first text."""
+    """Puts a system message that comes first before the user's first text."""
     at = next((index for index, turn in enumerate(chat) if turn["role"] == "user"), None)
-    if at is None:
+    if at is None or chat[0]["role"] != "system":
         return chat
-    told = {**chat[at], "content": f"{chat[0]['content']}\n\n{chat[at]['content']}"}
-    return [*chat[1:at], told, *chat[at + 1 :]]
+    return [*chat[1:at], {**chat[at], "content": f"{chat[0]['content']}\n\n{chat[at]['content']}"}, *chat[at + 1 :]]
 
 
-def _joined(chat: Chat) -> Chat:
-    """Joins texts of one role that follow one another."""
-    found: list[Turn] = []
+def _follows(role: str, before: Turn, turn: Turn) -> bool:
+    """Returns whether two texts of this role follow one another, of nobody else."""
+    is_text = not before.get("tool_calls") and not turn.get("tool_calls")
+    return before["role"] == turn["role"] == role and is_text and before.get("name") == turn.get("name")
+
+
+def _has_run(role: str, chat: Chat) -> bool:
+    return any(_follows(role, before, turn) for before, turn in pairwise(chat))
+
+
+def _joined(role: str, chat: Chat) -> Chat:
+    """Joins texts of this role that follow one another, and what was thought before them."""
+    runs: list[list[Turn]] = []
     for turn in chat:
-        before = found[-1] if found else None
-        is_text = before is not None and not turn.get("tool_calls") and not before.get("tool_calls")
-        if before is not None and is_text and turn["role"] == before["role"] in ("user", "assistant", "system"):
-            found[-1] = {**before, "content": f"{before['content']}\n\n{turn['content']}"}
+        if runs and _follows(role, runs[-1][-1], turn):
+            runs[-1].append(turn)
         else:
-            found.append(turn)
-    return found
+            runs.append([turn])
+    return [_as_one(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _as_one(run: Sequence[Turn]) -> Turn:
+    thoughts = "\n\n".join(turn["reasoning_content"] for turn in run if turn.get("reasoning_content"))
+    more = {"reasoning_content": thoughts} if thoughts else {}
+    return {**run[0], "content": "\n\n".join(filter(None, (turn["content"] for turn in run))), **more}
 
 
 def _with_calls(change: Callable[[Mapping[str, Any]], Mapping[str, Any]], chat: Chat) -> Chat:
@@ -113,32 +127,37 @@ def _results_as_texts(chat: Chat) -> Chat:
 
 def _one_by_one(chat: Chat) -> Chat:
     """Has each call in a turn of its own, with its result behind it."""
-    found: list[Turn] = []
-    for index, turn in enumerate(chat):
-        calls = turn.get("tool_calls") or ()
-        behind = chat[index + 1 :]
-        num_results = next((at for at, each in enumerate(behind) if each["role"] != "tool"), len(behind))
-        results = {each.get("tool_call_id"): each for each in behind[:num_results]}
-        if len(calls) < 2 or {call.get("id") for call in calls} != results.keys():
-            found += [turn] if turn not in found or turn["role"] != "tool" else []
+    found, index = list[Turn](), 0
+    while index < len(chat):
+        turn, index = chat[index], index + 1
+        calls, end = turn.get("tool_calls") or (), index
+        while len(calls) > 1 and end < len(chat) and chat[end]["role"] == "tool":
+            end += 1
+        if len(calls) < 2 or end - index != len(calls):
+            found.append(turn)
             continue
-        for number, call in enumerate(calls):
-            found += [{**turn, "content": "" if number else turn["content"], "tool_calls": [call]}, results[call["id"]]]
+        other = {"role": turn["role"], "content": ""}
+        for number, (call, result) in enumerate(zip(calls, _by_call(calls, chat[index:end]), strict=True)):
+            found += [{**(other if number else turn), "tool_calls": [call]}, result]
+        index = end
     return found
 
 
+def _by_call(calls: Sequence[Mapping[str, Any]], results: Sequence[Turn]) -> Sequence[Turn]:
+    """Returns the results in the order of their calls; as they came, where ids do not say whose each is."""
+    by_id, ids = {each.get("tool_call_id"): each for each in results}, [call.get("id") for call in calls]
+    is_known = len(by_id) == len(calls) and set(ids) == by_id.keys()
+    return [by_id[each] for each in ids] if is_known else results
+
+
 def _apart(chat: Chat) -> Chat:
-    """Has the text beside calls in a turn before them."""
+    """Has the text beside calls in a turn before them, with what was thought."""
     found: list[Turn] = []
     for turn in chat:
         if turn.get("tool_calls") and turn["content"]:
-            text = {key: value for key, value in turn.items() if key != "tool_calls"}
-            found += [
-                text,
-                {key: value for key, value in {**turn, "content": ""}.items() if key != "reasoning_content"},
-            ]
-        else:
-            found.append(turn)
+            found.append({key: value for key, value in turn.items() if key != "tool_calls"})
+            turn = {"role": turn["role"], "content": "", "tool_calls": turn["tool_calls"]}
+        found.append(turn)
     return found
 
 
@@ -179,6 +198,17 @@ _ANSWER, _ANSWERED = _turn("assistant", "qz3"), _turn("assistant", "qz4")
 _SYSTEM, _LONG_ID = _turn("system", "qz5"), "call_602906a60a92"
 _AS_SYSTEM = partial(_with_roles, "system", lambda index, turn: turn["role"] == "developer")
 _AS_USER = partial(_with_roles, "user", _is_within)
+
+
+def _with_users_joined(way: Way, chat: Chat) -> Chat:
+    return _joined("user", way(chat))
+
+
+def _tells_results_apart(chat: Chat) -> bool:
+    return any(before["role"] == "tool" and turn["role"] == "user" for before, turn in pairwise(chat))
+
+
+_AS_TEXTS = (_calls_as_texts, _results_as_texts, partial(_with_users_joined, _results_as_texts))
 FORMS = (
     Form(
         lambda chat: any(turn["role"] == "developer" for turn in chat),
@@ -188,31 +218,24 @@ FORMS = (
     Form(
         lambda chat: any(map(_is_within, range(len(chat)), chat)),
         (_USER, _ANSWER, _SYSTEM, _LATER),
-        (_AS_USER, lambda chat: _joined(_AS_USER(chat))),
+        (_AS_USER, partial(_with_users_joined, _AS_USER)),
     ),
-    Form(lambda chat: chat[:1] != [] and chat[0]["role"] == "system", (_SYSTEM, _USER), (_into_user,)),
+    Form(lambda chat: any(turn["role"] == "system" for turn in chat[:1]), (_SYSTEM, _USER), (_into_user,)),
     Form(_has_long_ids, (_USER, _calls("", "qz7", ids=(_LONG_ID,)), _result("qz8", _LONG_ID)), (_short_ids,)),
     Form(
         partial(_has_calls, 1),
-        (_USER, _calls("", "qz7"), _result("qz8"), _LATER),
-        (
-            partial(_with_calls, _arguments_as_text),
-            _calls_as_texts,
-            _results_as_texts,
-            lambda chat: _joined(_results_as_texts(chat)),
-        ),
+        (_USER, _calls("", "qz7"), _result("qz8")),
+        (partial(_with_calls, _arguments_as_text), *_AS_TEXTS),
     ),
+    Form(_tells_results_apart, (_USER, _calls("", "qz7"), _result("qz8"), _LATER), _AS_TEXTS),
     Form(
         partial(_has_calls, 2),
         (_USER, _calls("", "qz7", "qz9"), _result("qz8"), _result("qz0", "aaaaaaaa2")),
         (_one_by_one,),
     ),
     Form(_has_text_and_call, (_USER, _calls("qz9", "qz7"), _result("qz8")), (_apart,)),
-    Form(
-        lambda chat: len(_joined(chat)) < len(chat),
-        (_USER, _turn("user", "qz9"), _ANSWER, _ANSWERED, _LATER),
-        (_joined,),
-    ),
+    Form(partial(_has_run, "user"), (_USER, _LATER), (partial(_joined, "user"),)),
+    Form(partial(_has_run, "assistant"), (_USER, _ANSWER, _ANSWERED, _LATER), (partial(_joined, "assistant"),)),
 )
 
 
@@ -237,7 +260,7 @@ class ChatForms:
         return chat
 
     def _saving_way(self, index: int) -> Way | None:
-        probe = self._up_to(index, list(FORMS[index].probe))
+        probe = self._up_to(index, FORMS[index].probe)
         if self._writes(probe) or not self._writes([_USER]):
             return None
         return next((way for way in FORMS[index].ways if self._writes(way(probe))), None)
@@ -245,6 +268,8 @@ class ChatForms:
     def _writes(self, chat: Chat) -> bool:
         try:
             written = self._render(chat, _TOOLS if _has_calls(1, chat) else None)
+        except MemoryError:
+            raise
         except Exception:  # whatever it does: it may refuse, or stumble over what it does not know
             return False
         return all(word in written for word in _PROBED.findall(json.dumps(chat)))
@@ -253,31 +278,55 @@ class ChatForms:
 # ---- what is left out
 
 
-def left_out(chat: Chat, tools: Sequence[Turn] | None, written: str) -> tuple[str, ...]:
+class _Sought:
+    """Looks for texts in what is written, in their order, as they are or as JSON has them. What would take too long to
+    look for counts as found."""
+
+    def __init__(self, written: str) -> None:
+        self._written, self._at, self._signs = written, 0, ""
+        self._form, self._left = 0, MOST_SCANNED  # the form of the text that was found last, and how far to look still
+
+    def has(self, text: str) -> bool:
+        forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+        for form in (self._form, 0, 1, 2):
+            begin = self._written.find(forms[form], self._at) if self._left > 0 else self._at
+            self._left -= (begin if begin >= 0 else len(self._written)) - self._at
+            if begin >= 0:
+                self._at, self._form = begin + (len(forms[form]) if self._left > 0 else 0), form
+                return True
+        self._left -= 4 * len(self._written)
+        self._signs = self._signs or _NO_SIGN.sub("", self._written)
+        return any(each in self._written or _NO_SIGN.sub("", each) in self._signs for each in set(forms))
+
+
+def left_out(chat: Chat, tools: Sequence[Turn] | None, written: str, *, with_reasoning: bool = True) -> tuple[str, ...]:
     """Returns, in words, what of a conversation is not in the prompt's text: a few of them, if there are many."""
-    found: list[str] = []
-    signs, at = "", 0
+    found, sought = list[str](), _Sought(written)
     if tools and not any(str(tool["function"]["name"]) in written for tool in tools):
-        found.append("the model's chat template leaves out the tools: the model was offered none")
-    for what, text in _parts(chat):
-        if len(found) == MOST_LEFT_OUT:
-            break
-        begin = written.find(text, at)
-        if begin >= 0:
-            at = begin + len(text)
-        elif text not in written:
-            signs = signs or _NO_SIGN.sub("", written)
-            if not any(_NO_SIGN.sub("", each) in signs for each in (text, json.dumps(text))):
-                found.append(f"the model's chat template leaves out {what}")
-    return tuple(found)
+        found.append("the tools: the model was offered none")
+    for what, text in _parts(chat, with_reasoning=with_reasoning):
+        if len(found) < MOST_LEFT_OUT and text and (not found or what != found[-1]) and not sought.has(text):
+            found.append(what)
+    return tuple(f"the model's chat template leaves out {what}" for what in found)
 
 
-def _parts(chat: Chat) -> Sequence[tuple[str, str]]:
-    found = []
+def _parts(chat: Chat, *, with_reasoning: bool) -> Iterator[tuple[str, str]]:
     for index, turn in enumerate(chat):
         place = f"messages[{index}]"
-        texts = ((f"the reasoning of {place}", "reasoning_content"), (f"the text of {place}", "content"))
-        found += [(what, str(turn.get(name) or "").strip()) for what, name in texts]
+        if with_reasoning:
+            yield f"the reasoning of {place}", str(turn.get("reasoning_content") or "").strip()
+        yield f"the text of {place}", str(turn.get("content") or "").rpartition("</think>")[2].strip()
         for call in turn.get("tool_calls") or ():
-            found.append((f"the call of {call['function']['name']} in {place}", str(call["function"]["name"])))
-    return [each for each in found if each[1]]
+            name = str(call["function"]["name"])
+            for text in (name, *_texts_in(call["function"]["arguments"])):
+                yield f"the call of {name} in {place}", text
+
+
+def _texts_in(arguments: Any) -> Iterator[str]:
+    waiting = [arguments]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            yield part.strip()
+        elif isinstance(part, Mapping | list):
+            waiting += reversed([*(part.values() if isinstance(part, Mapping) else part)])

@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.text.chat_forms import ROLES, ChatForms, described
+from splittime.text.chat_forms import ROLES, ChatForms, described, left_out
 from splittime.text.foreign_code import too_costly
 
 MARK = "\ue000end of what is to be continued\ue000 "
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     def _require_role(self, index: int, role: Any) -> None:
         """A role that neither the API nor the template knows would be left out, or taken for another."""
-        if role not in ROLES and f"{role}" not in self.source:
+        if role not in ROLES and not any(f"{quote}{role}{quote}" in self.source for quote in "\"'" if role):
             hint = f"one of {', '.join(ROLES)}, or one that the model's chat template knows"
             said = f"messages[{index}] has the role {str(role)[:64]!r}, which is none"
             raise RequestError(
@@ -133,20 +133,38 @@ class ChatTemplate:
             )
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Returns what the template writes of the messages as they came, unless it refuses them or leaves something
+        out of which it writes more when they are put another way."""
         for index, message in enumerate(messages):
             self._require_role(index, message.get("role"))
-        told = list(self._forms.as_written([self._as_known(message) for message in messages]))
-        variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": told}
+        told = [self._as_known({**message, "content": message.get("content") or ""}) for message in messages]
+        text, refusal = self._tried(told, options)
+        num_lost = 0 if text is None else len(left_out(told, None, text, with_reasoning=False))
+        if text is None or num_lost:
+            other, _ = self._tried(self._forms.as_written(told), options)
+            if other is not None and (
+                not num_lost or len(left_out(told, None, other, with_reasoning=False)) < num_lost
+            ):
+                return other
+        if text is None:
+            raise refusal or too_costly()
+        return text
+
+    def _tried(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str | None, RequestError | None]:
+        """Returns what the template writes, or why it does not."""
+        variables = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": list(messages)}
         try:
-            return self._template.render(variables)
+            return self._template.render(variables), None
         except MemoryError:
             raise too_costly() from None
         except Exception as error:  # whatever it does: Jinja calls methods of the values that it is given
-            tools = described(options.get("tools") or ())
-            if tools != list(options.get("tools") or ()):
-                return self._render(messages, {**options, "tools": tools})
+            tools = list(options.get("tools") or ())
+            if described(tools) != tools:
+                return self._tried(messages, {**options, "tools": described(tools)})
             said = "it calls itself without end" if isinstance(error, RecursionError) else str(error)
-            raise _refusal(said) from error
+            return None, _refusal(said)
 
 
 def _refusal(why: str, param: str = "messages") -> RequestError:

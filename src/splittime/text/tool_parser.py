@@ -25,6 +25,7 @@ _BETWEEN = "; ,\n"  # two calls: more than any family writes
 _TAG_BEGIN = "<function="
 _BARE_BEGIN = {"": re.compile(rf"\{{|{_TAG_BEGIN}"), "[": re.compile(r"\[")}  # of a call without a mark, by `opens`
 _BARE_BETWEEN = re.compile(r"[\s;,\[\]]*(?:`{1,3}(?:j(?:s(?:on?)?)?)?)?[\s\[]*")  # before such a call, and behind it
+_WORD = re.compile(r"\w")
 PIECE_CHARS = 1024  # of a long text, read at once: what is left of it is copied for each part that is read
 
 
@@ -60,6 +61,7 @@ class ToolParser:
         self._is_fresh = True  # nothing but what stands between calls has come, since the last or at all
         self._is_text = False  # all that comes
         self._num_refused = 0  # of the undecided characters, in which no call begins
+        self._is_strict = False  # the next call stands where prose or code may
         self._blank: list[str] = []  # white space behind a call, which is content only before more of it
         self.num_calls = 0
 
@@ -94,8 +96,8 @@ class ToolParser:
         object and is no call is a text to its end."""
         name, bracket, _ = self._text.lstrip().partition("(")
         if self._family.opens and self._is_fresh and not self.num_calls and name:  # the list's bracket is missing
-            if bracket and name in self._tools:
-                self._state = self._begin_call
+            if bracket and name in self._tools and not self._num_refused:
+                self._state, self._is_strict = self._begin_call, True
                 return True
             if not bracket and not is_end and any(tool.startswith(name) for tool in self._tools):
                 return False
@@ -107,8 +109,11 @@ class ToolParser:
         if not is_between:
             self._say(before)
             self._is_fresh = False
+            if begin[0] == _TAG_BEGIN:  # prose speaks of it
+                self._text, self._num_refused = self._text[len(before) :], len(begin[0])
+                return True
         self._kept, self._text = before if is_between else "", self._text[len(before) :]
-        self._num_refused, self._state = 0, self._begin_call
+        self._num_refused, self._state, self._is_strict = 0, self._begin_call, not is_between
         if self._family.opens:
             self._kept, self._text, self._state = self._kept + self._text[:1], self._text[1:], self._in_calls
         return True
@@ -171,6 +176,9 @@ class ToolParser:
             return False
         style = Style.MEMBER if family.style is Style.TAGGED and bare.startswith("{") else family.style
         self._reader, self._state = READERS[style](family, self._tools), self._in_call
+        if isinstance(self._reader, PythonReader):
+            self._reader.is_strict = self._is_strict
+        self._is_strict = False
         return True
 
     def _begin_bare_call(self, is_end: bool) -> bool:
@@ -225,12 +233,17 @@ class ToolParser:
         return True
 
     def _after_call(self, is_end: bool) -> bool:
+        """Behind a call: what stands before its end mark is nothing. Where another call begins first, or no mark comes,
+        the model has left it out."""
         self._is_fresh = True
-        at = self._text.find(self._end)
-        if at < 0:
-            self._text = self._text[len(self._text) - overlap(self._text, self._end) :]
+        marks = [self._end, *filter(None, self._firsts)] if self._end else [""]
+        places = [at for mark in marks if (at := self._text.find(mark)) >= 0]
+        if not places and not is_end:
             return False
-        self._text = self._text[at + len(self._end) :]
+        word = _WORD.search(self._text)  # a bracket or white space is still of the call
+        at = min(places) if places else word.start() if word else len(self._text)
+        ending = 0 if places else max(overlap(self._text, mark) for mark in marks)
+        self._text = self._text[at : max(at, len(self._text) - ending)].removeprefix(self._end)
         self._state = self._in_calls if self._family.opens else self._in_content
         return True
 
