@@ -48,6 +48,7 @@ AND_GAVE = turn("tool", "Q", tool_call_id="c00000002", name="g")
         (WITH_CALLS, [USER, CALLED, GAVE], '<user>U<assistant>(f {"a": 1} c00000001)<tool>R'),
         (SAID, [turn("developer", "D"), USER], "<system>D<user>U"),
         (ALTERNATE, [turn("developer", "D"), USER], "<user>D\n\nU"),
+        (ALTERNATE, [SYSTEM, turn("developer", "D"), USER], "<user>S\n\nD\n\nU"),
         (FIRST_SYSTEM, [SYSTEM, USER, ANSWER, LATE, ASKS], "<system>S<user>U<assistant>A<user>late<user>V"),
         (ALTERNATE, [SYSTEM, USER, ANSWER, SYSTEM, ASKS], "<user>S\n\nU<assistant>A<user>S\n\nV"),
         (ALTERNATE, [USER, ASKS, ANSWER, ANSWER, USER], "<user>U\n\nV<assistant>A\n\nA<user>U"),

@@ -54,11 +54,13 @@ def _with_roles(role: str, where: Callable[[int, Turn], bool], chat: Chat) -> Ch
 
 
 def _into_user(chat: Chat) -> Chat:
-    """Puts a system message that comes first before the user's first text."""
-    at = next((index for index, turn in enumerate(chat) if turn["role"] == "user"), None)
-    if at is None or chat[0]["role"] != "system":
+    """Puts the system messages that come first before the user's first text."""
+    count = next((index for index, turn in enumerate(chat) if turn["role"] != "system"), 0)
+    at = next((index for index, turn in enumerate(chat) if turn["role"] == "user"), 0)
+    if not count or not at:
         return chat
-    return [*chat[1:at], {**chat[at], "content": f"{chat[0]['content']}\n\n{chat[at]['content']}"}, *chat[at + 1 :]]
+    text = "\n\n".join(turn["content"] for turn in (*chat[:count], chat[at]))
+    return [*chat[count:at], {**chat[at], "content": text}, *chat[at + 1 :]]
 
 
 def _follows(role: str, before: Turn, turn: Turn) -> bool:
