@@ -94,7 +94,7 @@ def test_a_body_is_read_past_and_the_next_request_is_answered(launch) -> None:
     ],
 )
 def test_a_body_that_is_not_worth_reading_ends_the_connection(launch, monkeypatch, request_bytes: bytes) -> None:
-    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     with full(launch) as live, client(live) as (connection, answers):
         connection.sendall(request_bytes)
         status, headers, _ = read_answer(answers)
@@ -104,7 +104,7 @@ def test_a_body_that_is_not_worth_reading_ends_the_connection(launch, monkeypatc
 
 
 def test_one_who_never_sends_the_body_is_not_waited_for(launch, monkeypatch) -> None:
-    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     with full(launch) as live, client(live) as (connection, answers):
         connection.sendall(post(length=500, body=b"x"))
         status, headers, _ = read_answer(answers)
