@@ -47,7 +47,7 @@ def dribble(server: LiveServer, client: socket.socket, piece: bytes) -> None:
 def test_a_body_by_the_byte_does_not_hold_its_connection(
     launch, monkeypatch, method: str, path: str, status: int, length: str
 ) -> None:
-    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config={"max_body_bytes": 10})
     until(lambda: not server.server.server_state.connections)
     client = connect(server)
@@ -62,7 +62,7 @@ def test_a_body_by_the_byte_does_not_hold_its_connection(
 
 @pytest.mark.parametrize("config", [{"api_key": ("secret",)}, {}], ids=["no key", "another's name"])
 def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) -> None:
-    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.2)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.2)
     server = launch(config=config)
     client = connect(server)
     asked = head("POST", "/v1/completions", LONG)
@@ -74,8 +74,8 @@ def test_nor_does_one_of_who_may_not_come_in(launch, monkeypatch, config: dict) 
 @pytest.mark.parametrize("path", ["/metrics", "/health"])
 def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
     """As much as the two systems hold and the bound; here far less than what is sent in the time."""
-    monkeypatch.setattr("splittime.web.connection.LINGER_S", 60.0)
-    monkeypatch.setattr("splittime.web.connection.LINGER_BYTES", 100_000)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 60.0)
+    monkeypatch.setattr("splittime.web.http.LINGER_BYTES", 100_000)
     server = launch()
     client = connect(server)
     client.sendall(head("GET", path, "Content-Length: 100000000000"))
@@ -87,7 +87,7 @@ def test_little_of_it_is_read(launch, monkeypatch, path: str) -> None:
 
 
 def test_a_body_that_ends_soon_leaves_the_connection_to_the_next_request(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.web.connection.LINGER_BYTES", 500_000)
+    monkeypatch.setattr("splittime.web.http.LINGER_BYTES", 500_000)
     server = launch(config={"api_key": ("secret",)})
     client = connect(server)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_the_answer_to_a_body_too_long_arrives_whole(launch, connection: str) ->
 
 
 def test_a_body_that_takes_too_long_ends_its_connection(launch, monkeypatch) -> None:
-    monkeypatch.setattr("splittime.web.connection.LINGER_S", 0.05)
+    monkeypatch.setattr("splittime.web.http.LINGER_S", 0.05)
     server = launch(config={"body_timeout_s": 0.2})
     until(lambda: not server.server.server_state.connections)
     for path in ("/v1/completions", "/tokenize", "/sleep"):
