@@ -29,6 +29,12 @@ def test_help_lists_each_flag_once_under_its_heading(command):
     assert shown.index("\nModel:\n") < shown.index("--max-model-len N") < shown.index("\nMemory:\n")
 
 
+def test_help_all_may_stand_behind_a_groups_own_flags():
+    shown = CliRunner().invoke(app, ["gateway", "--config", "x.toml", "--help-all"])
+    assert shown.exit_code == 0
+    assert shown.stdout == CliRunner().invoke(app, ["gateway", "--help-all"]).stdout
+
+
 @pytest.mark.parametrize("command", ["serve", "run", "config show", "tune", "simulate", "bench run", "plan"])
 def test_flags_that_are_rarely_needed_wait_for_help_all(command):
     shown, whole = (CliRunner().invoke(app, [*command.split(), asked]).stdout for asked in ("-h", "--help-all"))

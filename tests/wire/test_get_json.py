@@ -2,15 +2,18 @@
 
 import io
 import json
+import socket
 import urllib.error
 import urllib.request
 from email.message import Message
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from splittime.core.errors import ConfigError, NobodyThere, NotFound
-from splittime.wire.target import get_json
+from splittime.core.errors import ConfigError, EngineError, NobodyThere, NotFound
+from splittime.wire import target
+from splittime.wire.target import get_json, is_url
 
 URL = "http://127.0.0.1:9/ledger/facts"
 
@@ -36,6 +39,25 @@ def test_where_nobody_answers_there_is_a_hint() -> None:
     with pytest.raises(NobodyThere, match=f"nothing answers at {URL}") as error:
         get_json(URL, None)
     assert str(error.value.info.hint).startswith("Is the server running there?")
+
+
+def test_who_answers_late_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts start a server again where nobody is: one that is slow must not look so."""
+    monkeypatch.setattr(target, "TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        with pytest.raises(EngineError, match=r"cannot ask .*timed out") as error:
+            get_json(f"http://127.0.0.1:{slow.getsockname()[1]}", None)
+        assert type(error.value) is EngineError
+
+
+def test_what_has_a_port_is_a_server_unless_a_file_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = ("host:80", "127.0.0.1:80/v1", "[::1]:80", "http://host", "run:5", "run.json", "[::1]", "C:run")
+    assert [is_url(each) for each in named] == [True] * 5 + [False] * 3
+    (tmp_path / "run:5").touch()
+    assert not is_url("run:5")
 
 
 def test_a_key_that_no_header_can_have_is_not_told() -> None:

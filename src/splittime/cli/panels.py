@@ -4,6 +4,7 @@ Typer's own headings are drawn as tables, which cut long flags short; `GroupedCo
 """
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -126,7 +127,8 @@ class ExamplesFirst:
     epilog: str | None
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        own = args[:1] if hasattr(self, "commands") else args[: args.index("--")] if "--" in args else args
+        ends = {"--", *getattr(self, "commands", ())}
+        own = [*takewhile(lambda word: word not in ends, args)]
         if ALL in own:
             ctx.meta[ALL] = True
             args = ["--help"]

@@ -41,7 +41,7 @@ class WeightScheme:
     product is one of 8-bit numbers. The torch backend always does so with such int8, the native one with all integers,
     the others where it is set, and a card with fp8 unless it is an expert's. Of "bfloat16", native: x is rounded to
     bfloat16, on every processor alike; where it is not set x stays float32. `Ops.product_dtype` tells which.
-    is_turned, of integers that we round ourselves: a backend that rounds activations beside them turns both before
+    is_turned, of integers that we round ourselves: a CPU's backend that rounds activations too turns both before
     (`kernels.reference.rounding.turned`). The product is that of the weight all the same, with smaller errors.
     """
 

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -19,7 +20,7 @@ import msgspec
 from splittime.core.errors import ConfigError, EngineError, NobodyThere, NotFound
 
 PORTS = {"http": 80, "https": 443}
-_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
+_HOST_AND_PORT = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.%]+\]):\d+(/\S*)?")
 TIMEOUT_S = 10.0
 NOBODY = "Is the server running there? Give its base address, such as http://127.0.0.1:8000."
 OUTSIDE = (
@@ -30,8 +31,8 @@ UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its f
 
 
 def is_url(source: str) -> bool:
-    """Whether this names a server, and no file: it has a scheme, or a port."""
-    return "://" in source or _HOST_AND_PORT.fullmatch(source) is not None
+    """Whether this names a server, and no file: it has a scheme, or a port where no file is called so."""
+    return "://" in source or (_HOST_AND_PORT.fullmatch(source) is not None and not Path(source).exists())
 
 
 def base_of(url: str) -> str:
@@ -176,8 +177,8 @@ def _answered(
             return read(response)
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from None
-    except (urllib.error.URLError, TimeoutError) as error:
-        reason = getattr(error, "reason", error)
+    except urllib.error.URLError as error:
+        reason = error.reason
         if isinstance(reason, ssl.SSLError):
             hint = UNKNOWN_CERTIFICATE if isinstance(reason, ssl.SSLCertVerificationError) else nobody
             raise EngineError(f"cannot ask {url}: {reason}", hint=hint) from None

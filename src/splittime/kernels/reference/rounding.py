@@ -82,14 +82,16 @@ def turned(x: Tensor) -> Tensor:
     `TURNED` columns, or the largest power of two that is left. Of the dtype of x. Twice turned is x."""
     blocks, at, size = [], 0, TURNED
     while at < x.shape[-1]:
-        size = min(size, 1 << (x.shape[-1] - at).bit_length() - 1)
-        block, apart = x[..., at : at + size].float(), 1
+        left = x.shape[-1] - at
+        size = min(size, 1 << left.bit_length() - 1)
+        whole = left // size * size  # all blocks of a size at once
+        block, apart = x[..., at : at + whole].float(), 1
         while apart < size:
             first, second = block.unflatten(-1, (-1, 2, apart)).unbind(-2)
             block = torch.stack((first + second, first - second), -2).flatten(-3)
             apart *= 2
         blocks.append(block * (1 / torch.tensor(float(size)).sqrt()))
-        at += size
+        at += whole
     return torch.cat(blocks, -1).to(x.dtype) if blocks else x
 
 

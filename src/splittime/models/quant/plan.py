@@ -7,7 +7,7 @@
     w8a8           int8, and activations    int8                          dtype               float32         as stored
     fp8            e4m3, and activations    dtype                         dtype               float32         as stored
 
-* int8 is turned before it is rounded, wherever activations are rounded beside it (`WeightScheme.is_turned`): in real
+* int8 is turned before it is rounded where a CPU rounds activations beside it (`WeightScheme.is_turned`): in real
   models some inputs are a hundred times the others, beside which one step a row would be coarse.
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
   all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same.
