@@ -16,6 +16,7 @@ from splittime.api.responses import ResponsesBody
 from splittime.api.schema import ChatBody, CompletionBody, ForeignFields
 from splittime.core.sampling import SamplingParams
 from splittime.server.config import ServerConfig
+from splittime.text.chat_template import OWN_NAMES
 
 from .conftest import LiveServer, say
 from .fake_engine import FakeEngine
@@ -165,6 +166,7 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
         assume(not own)  # that a hop does not lie in itself is told in words
         assume(num_choices(body) <= live.config.max_choices)  # so is this
         assume(not asks_for_more_than_it_may_have(body))  # and this
+        assume(not OWN_NAMES & (body.get("chat_template_kwargs") or {}).keys())  # and that these names are taken
         assume(body.get("truncate_prompt_tokens") != -1 or not body.keys() & {"max_tokens", "max_completion_tokens"})
         statuses.add(case.call_and_validate(base_url=live.url, timeout=60).status_code)
 
