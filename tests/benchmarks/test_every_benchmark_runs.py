@@ -80,6 +80,7 @@ WHY_NOT = {
     "scenarios.vllm_doctor": "needs vLLM, installed in a folder",
     "scenarios.vllm_forecast": "needs vLLM, installed in a folder",
     "scenarios.vllm_price": "needs vLLM, installed in a folder",
+    "scenarios.templates": "needs a folder of chat templates; tests/text has small ones",
     "scenarios.doctor": "makes each illness for half a minute; tests/diagnose holds its rules",
     "scenarios.quantize_memory": "measures the memory of a model of 0.6B or more; tests/lab/quantize has small ones",
     "scenarios.reversals": "is run by tests/gpu, on a card or small",

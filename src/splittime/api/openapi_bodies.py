@@ -205,8 +205,12 @@ def _tighten(components: Schema) -> None:
         for name, field in schema["properties"].items():
             if field.get("x-effect") in ("none", "hint"):
                 schema["properties"][name] = {"type": "null", "description": field["description"]}
-        for name, least in (("max_tokens", 0), ("max_completion_tokens", 1)):
-            if name in schema["properties"]:
-                schema["properties"][name]["minimum"] = least
+        bounds = {
+            "max_tokens": {"minimum": 0},
+            "max_completion_tokens": {"minimum": 1},
+            "top_p": {"exclusiveMinimum": 0},
+        }
+        for name in bounds.keys() & schema["properties"].keys():
+            schema["properties"][name].update(bounds[name])
         for form in schema["properties"].get("stop", {}).get("anyOf", ()):
             form.get("items", form)["minLength"] = 1
