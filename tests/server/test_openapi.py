@@ -166,7 +166,8 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
         assume(not own)  # that a hop does not lie in itself is told in words
         assume(num_choices(body) <= live.config.max_choices)  # so is this
         assume(not asks_for_more_than_it_may_have(body))  # and this
-        assume(not OWN_NAMES & (body.get("chat_template_kwargs") or {}).keys())  # and that these names are taken
+        variables = body.get("chat_template_kwargs")
+        assume(not (isinstance(variables, dict) and OWN_NAMES & variables.keys()))  # and that these names are taken
         assume(body.get("truncate_prompt_tokens") != -1 or not body.keys() & {"max_tokens", "max_completion_tokens"})
         statuses.add(case.call_and_validate(base_url=live.url, timeout=60).status_code)
 

@@ -188,7 +188,7 @@ def _change_knobs(knobs: Schema) -> Schema:
 
 
 def _what_if(knobs: Schema) -> Schema:
-    blocks = {"num_blocks": {"type": "integer", "minimum": 1}}
+    blocks = {"num_blocks": {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}}
     settings = {name: schema for name, schema in (knobs | blocks).items() if name != "paused"}
     speed: Schema = {"type": "number", "minimum": 0.01, "maximum": 100}
     speed["description"] = "Requests come so many times as fast."
