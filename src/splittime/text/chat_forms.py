@@ -35,11 +35,9 @@ def _turn(role: str, content: str, **more: Any) -> Turn:
 
 
 def _calls(content: str, *words: str, ids: Sequence[str] = ("aaaaaaaa1", "aaaaaaaa2")) -> Turn:
-    each = zip(words, ids, strict=False)
-    given = [(name, {"name": _NAME, "arguments": {"word": word}}) for word, name in each]
-    return _turn(
-        "assistant", content, tool_calls=[{"type": "function", "id": name, "function": one} for name, one in given]
-    )
+    functions = ({"name": _NAME, "arguments": {"word": word}} for word in words)
+    calls = [{"type": "function", "id": name, "function": one} for name, one in zip(ids, functions, strict=False)]
+    return _turn("assistant", content, tool_calls=calls)
 
 
 def _result(content: str, call_id: str = "aaaaaaaa1") -> Turn:
@@ -91,10 +89,8 @@ def _as_one(run: Sequence[Turn]) -> Turn:
 
 
 def _with_calls(change: Callable[[Mapping[str, Any]], Mapping[str, Any]], chat: Chat) -> Chat:
-    has = [turn.get("tool_calls") or () for turn in chat]
-    return [
-        {**turn, "tool_calls": [*map(change, calls)]} if calls else turn for turn, calls in zip(chat, has, strict=True)
-    ]
+    each = ((turn, turn.get("tool_calls")) for turn in chat)
+    return [{**turn, "tool_calls": [*map(change, calls)]} if calls else turn for turn, calls in each]
 
 
 def _arguments_as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,11 +116,8 @@ def _calls_as_texts(chat: Chat) -> Chat:
 
 
 def _results_as_texts(chat: Chat) -> Chat:
-    told = (f"<tool_response>\n{turn['content']}\n</tool_response>" for turn in chat)
-    return [
-        _turn("user", text) if turn["role"] == "tool" else turn
-        for turn, text in zip(_calls_as_texts(chat), told, strict=True)
-    ]
+    each = ((turn, f"<tool_response>\n{turn['content']}\n</tool_response>") for turn in _calls_as_texts(chat))
+    return [_turn("user", text) if turn["role"] == "tool" else turn for turn, text in each]
 
 
 def _one_by_one(chat: Chat) -> Chat:
@@ -200,17 +193,7 @@ _ANSWER, _ANSWERED = _turn("assistant", "qz3"), _turn("assistant", "qz4")
 _SYSTEM, _LONG_ID = _turn("system", "qz5"), "call_602906a60a92"
 _AS_SYSTEM = partial(_with_roles, "system", lambda index, turn: turn["role"] == "developer")
 _AS_USER = partial(_with_roles, "user", _is_within)
-
-
-def _with_users_joined(way: Way, chat: Chat) -> Chat:
-    return _joined("user", way(chat))
-
-
-def _tells_results_apart(chat: Chat) -> bool:
-    return any(before["role"] == "tool" and turn["role"] == "user" for before, turn in pairwise(chat))
-
-
-_AS_TEXTS = (_calls_as_texts, _results_as_texts, partial(_with_users_joined, _results_as_texts))
+_AS_TEXTS = (_calls_as_texts, _results_as_texts, lambda chat: _joined("user", _results_as_texts(chat)))
 FORMS = (
     Form(
         lambda chat: any(turn["role"] == "developer" for turn in chat),
@@ -220,7 +203,7 @@ FORMS = (
     Form(
         lambda chat: any(map(_is_within, range(len(chat)), chat)),
         (_USER, _ANSWER, _SYSTEM, _LATER),
-        (_AS_USER, partial(_with_users_joined, _AS_USER)),
+        (_AS_USER, lambda chat: _joined("user", _AS_USER(chat))),
     ),
     Form(lambda chat: any(turn["role"] == "system" for turn in chat[:1]), (_SYSTEM, _USER), (_into_user,)),
     Form(_has_long_ids, (_USER, _calls("", "qz7", ids=(_LONG_ID,)), _result("qz8", _LONG_ID)), (_short_ids,)),
@@ -229,7 +212,11 @@ FORMS = (
         (_USER, _calls("", "qz7"), _result("qz8")),
         (partial(_with_calls, _arguments_as_text), *_AS_TEXTS),
     ),
-    Form(_tells_results_apart, (_USER, _calls("", "qz7"), _result("qz8"), _LATER), _AS_TEXTS),
+    Form(
+        lambda chat: ("tool", "user") in pairwise(turn["role"] for turn in chat),
+        (_USER, _calls("", "qz7"), _result("qz8"), _LATER),
+        _AS_TEXTS,
+    ),
     Form(
         partial(_has_calls, 2),
         (_USER, _calls("", "qz7", "qz9"), _result("qz8"), _result("qz0", "aaaaaaaa2")),

@@ -123,29 +123,29 @@ class ChatTemplate:
         is_known = message.get("role") != "developer" or "developer" in self.source
         return message if is_known else {**message, "role": "system"}
 
-    def _require_role(self, index: int, role: Any) -> None:
+    def _require_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """A role that neither the API nor the template knows would be left out, or taken for another."""
-        if role not in ROLES and not any(f"{quote}{role}{quote}" in self.source for quote in "\"'" if role):
-            hint = f"one of {', '.join(ROLES)}, or one that the model's chat template knows"
-            said = f"messages[{index}] has the role {str(role)[:64]!r}, which is none"
-            raise RequestError(
-                said, param=f"messages[{index}].role", value=str(role)[:64], limit=list(ROLES), hint=hint
-            )
+        for index, role in enumerate(message.get("role") for message in messages):
+            if role not in ROLES and not any(f"{quote}{role}{quote}" in self.source for quote in "\"'" if role):
+                said, param = (
+                    f"messages[{index}] has the role {str(role)[:64]!r}, which is none",
+                    f"messages[{index}].role",
+                )
+                hint = f"one of {', '.join(ROLES)}, or one that the model's chat template knows"
+                raise RequestError(said, param=param, value=str(role)[:64], limit=list(ROLES), hint=hint)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """Returns what the template writes of the messages as they came, unless it refuses them or leaves something
         out of which it writes more when they are put another way."""
-        for index, message in enumerate(messages):
-            self._require_role(index, message.get("role"))
+        self._require_roles(messages)
         told = [self._as_known({**message, "content": message.get("content") or ""}) for message in messages]
         text, refusal = self._tried(told, options)
-        num_lost = 0 if text is None else len(left_out(told, None, text, with_reasoning=False))
-        if text is None or num_lost:
-            other, _ = self._tried(self._forms.as_written(told), options)
-            if other is not None and (
-                not num_lost or len(left_out(told, None, other, with_reasoning=False)) < num_lost
-            ):
-                return other
+        lost = () if text is None else left_out(told, None, text, with_reasoning=False)
+        other = self._forms.as_written(told) if text is None or lost else told
+        if other is not told:
+            saved, _ = self._tried(other, options)
+            if saved is not None and (not lost or len(left_out(told, None, saved, with_reasoning=False)) < len(lost)):
+                return saved
         if text is None:
             raise refusal or too_costly()
         return text
