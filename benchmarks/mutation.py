@@ -36,7 +36,7 @@ PARTS = {
     "gateway": ("gateway", "gateway"),
     "joins of books": ("bench/join.py", "bench"),
 }  # fmt: skip
-AS_IN_CHECK = "not sweep and not timing"
+AS_IN_CHECK = "not slow and not sweep and not timing"
 LIMIT_S = 400  # a mutant that never ends is found
 FOUND = (1, 2)  # exit statuses of pytest: a test failed, or could not be collected
 EDGES = {

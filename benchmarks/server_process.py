@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from splittime.attach.command import VLLM_COMMAND
+from splittime.attach.versions import VLLM_COMMAND
 
 
 def free_port() -> int:

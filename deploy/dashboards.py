@@ -86,7 +86,6 @@ GATEWAY_ROWS: Rows = {
         "splittime_gateway_degradation_level",
         "splittime_gateway_degraded_total",
         "splittime_gateway_budget_used_tokens",
-        "splittime_gateway_limits_shared",
         "splittime_gateway_loop_lag_seconds",
     ),
 }

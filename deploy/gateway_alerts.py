@@ -73,20 +73,18 @@ GATEWAY_ALERTS = [
     ),
     Alert(
         "SplittimeGatewayRetries",
-        f"{_rate('retries')} - ({_rate('tied')} or {_rate('retries')} * 0) > 0.05 * {_rate('requests')}",
+        f"{_rate('retries')} > 0.05 * {_rate('requests')}",
         "10m",
         TICKET,
         GATEWAYS,
         "upstreams",
-        "More than 5 % of the requests need a second attempt, tied ones left out.",
+        "More than 5 % of the requests need a second attempt.",
         {
             f"splittime_gateway_retries_total{{{_ON}}}": "0+9x60",
             f'splittime_gateway_requests_total{{{_ON},finish_reason="stop"}}': "0+100x60",
         },
         {
-            f"splittime_gateway_retries_total{{{_ON}}}": "0+12x60",
-            f'splittime_gateway_tied_total{{{_ON},result="first"}}': "0+6x60",
-            f'splittime_gateway_tied_total{{{_ON},result="second"}}': "0+4x60",
+            f"splittime_gateway_retries_total{{{_ON}}}": "0+4x60",
             f'splittime_gateway_requests_total{{{_ON},finish_reason="stop"}}': "0+100x60",
         },
         "20m",

@@ -1,10 +1,11 @@
-"""Writes docs/reference/ from the code: commands, settings, stages, errors, the API and its fields, metrics, findings,
-exit codes. A test holds the pages to be current.
+"""Writes docs/reference/ from the code: commands, settings, models, stages, errors, the API and its fields, metrics,
+findings, exit codes, source files. A test holds the pages to be current.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    exit with 1 and their names if any is out of date
 """
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,29 +16,32 @@ import click
 import msgspec
 import typer
 
-from splittime.api.foreign import HINTS, UNSUPPORTED, WAYS_OUT
+from splittime.api.lenient import HINTS, UNSUPPORTED, WAYS_OUT
 from splittime.api.limits import BodyLimits
 from splittime.api.openapi import document
 from splittime.assemble.settings import MODEL, SETTINGS
 from splittime.cli.main import app
 from splittime.cli.panels import ALL
-from splittime.cluster.config import ClusterConfig, ReplicaConfig, UpstreamTimes
-from splittime.cluster.scaling import ScaleSettings
+from splittime.cluster.config import ClusterConfig, ReplicaConfig, ScaleSettings, UpstreamTimes
 from splittime.core import errors
 from splittime.core.settings import Setting, settings_of
 from splittime.diagnose import doctor, finding
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_file import NOT_BUILT, TABLES
+from splittime.gateway.config_file import NOT_BUILT, REMOVED, TABLES
 from splittime.gateway.metrics import GATEWAY_METRICS
+from splittime.lab.quantize.layer_map import KNOWN
 from splittime.ledger import derive
 from splittime.ledger.export.metrics import EDGES_NS, METRICS, MetricSpec
-from splittime.ledger.export.vllm import ALIASES
+from splittime.ledger.export.prometheus import ALIASES
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
+from splittime.models.architectures import ARCHITECTURES, WRAPPERS
+from splittime.models.gguf.config import FAMILIES
 
 FOLDER = Path(__file__).parent / "reference"
 BODIES = (
     *("CompletionBody", "ChatBody", "Message", "TextPart", "StreamOptions"),
     *("ResponsesBody", "ItemMessage", "ItemReasoning", "ItemCall", "ItemCallOutput", "OfferedFunction"),
+    *("MessagesBody", "MessagesTool", "OllamaChatBody", "OllamaGenerateBody", "OllamaEmbedBody"),
     *("EmbeddingBody", "RerankBody", "ScoreBody", "TokenizeBody", "DetokenizeBody"),
 )
 SERVED_BY_SETTINGS = ("splittime serve", "splittime run", "splittime generate", "splittime config show")
@@ -212,10 +216,12 @@ def gateway_page() -> str:
         for title, kind in (("Of the file itself", GatewayConfig), *((f"`{name}`", kind) for name, kind in TABLES))
     )
     refused = _table(("key", "what there is"), [(f"`{name}`", why) for name, why in NOT_BUILT.items()])
+    removed = _table(("key", "what there is"), [(f"`{name}`", why) for name, why in REMOVED.items()])
     return (
         "# The gateway's config\n\n`splittime gateway --config FILE` reads it at the start, and "
         "again when it is told to. A key that is not here "
         f"is an error.\n{tables}\n## What is refused by name\n\nThese are not built.\n\n{refused}"
+        f"\nThese were removed ([why](../adr/0032-what-nobody-asked-for-is-left-out.md)).\n\n{removed}"
     )
 
 
@@ -354,6 +360,92 @@ def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Co
         yield name, command
 
 
+MODELS = {
+    "LlamaForCausalLM": ("Llama 2 and 3, SmolLM2, TinyLlama and all that save themselves as one", ""),
+    "MistralForCausalLM": ("Mistral 7B, Nemo, Mistral Small", "a window in every layer"),
+    "Qwen2ForCausalLM": ("Qwen2, Qwen2.5, DeepSeek-R1 distilled into them", "biases of queries, keys and values"),
+    "MiMoForCausalLM": ("MiMo-7B", "a head that drafts, for speculation"),
+    "Qwen3ForCausalLM": ("Qwen3, Qwen3-Embedding", "a norm of each head"),
+    "MixtralForCausalLM": ("Mixtral", "experts"),
+    "Qwen3MoeForCausalLM": ("Qwen3-30B-A3B and its like", "experts, a norm of each head"),
+    "Qwen2MoeForCausalLM": ("Qwen1.5-MoE, Qwen2-57B-A14B", "experts, one of them for every token"),
+    "GptOssForCausalLM": ("gpt-oss 20B and 120B", "experts in MXFP4, sinks, windows by layer, yarn, clamped SwiGLU"),
+    "Ernie4_5_MoeForCausalLM": ("ERNIE 4.5 21B-A3B and 300B-A47B", "experts, shared ones, a corrected router"),
+    "Glm4MoeForCausalLM": (
+        "GLM-4.5, 4.5-Air and 4.6",
+        "the same, by sigmoid and in groups; half of each head is turned",
+    ),
+    "Dots1ForCausalLM": ("dots.llm1", "the router of GLM-4.5, a norm of each head"),
+    "MellumForCausalLM": ("Mellum 2", "as Qwen3 with experts; windows and rotary embeddings by layer"),
+    "OlmoeForCausalLM": ("OLMoE 1B-7B", "experts, a norm of all heads together"),
+    "GraniteMoeForCausalLM": ("Granite 3 1B-A400M and 3B-A800M, PowerMoE", "experts, Granite's multipliers"),
+    "SmolLM3ForCausalLM": ("SmolLM3", "layers without positions"),
+    "SeedOssForCausalLM": ("Seed-OSS 36B", "biases"),
+    "Ernie4_5ForCausalLM": ("ERNIE 4.5, the dense ones", "rotary pairs as neighbours"),
+    "GraniteForCausalLM": ("Granite 3 and 3.3", "multipliers of embeddings, scores, layers and logits"),
+    "GraniteMoeHybridForCausalLM": ("Granite 4, those of attention alone", "the same; with or without positions"),
+    "Phi3ForCausalLM": ("Phi-3, Phi-3.5 mini, Phi-4, Phi-4-mini", "joined projections; longrope, partial"),
+    "MinistralForCausalLM": ("Ministral 8B", "windows by layer"),
+    "Ministral3ForCausalLM": ("Ministral 3", "yarn; queries that grow with their position"),
+    "HunYuanDenseV1ForCausalLM": ("Hunyuan 0.5B to 7B", "a norm of each head behind the position"),
+    "Olmo2ForCausalLM": ("OLMo 2", "norms after the parts, a norm of all heads together"),
+    "Olmo3ForCausalLM": ("OLMo 3", "the same; windows and rotary embeddings by layer"),
+    "Exaone4ForCausalLM": ("EXAONE 4", "norms after the parts; layers without windows know no positions"),
+    "GlmForCausalLM": ("GLM-4 9B (2024)", "half of each head is turned, pairs as neighbours"),
+    "Glm4ForCausalLM": ("GLM-4 9B and 32B (0414), GLM-Z1", "the same; norms before and after the parts"),
+    "GemmaForCausalLM": ("Gemma", "GELU, norms stored less one, a multiplier of embeddings"),
+    "Gemma2ForCausalLM": ("Gemma 2", "the same; norms before and after the parts, capped scores and logits"),
+    "Gemma3ForCausalLM": ("Gemma 3", "windows and rotary embeddings by layer, a norm of each head"),
+    "LlamaModel": ("embedders on Llama", "no head"),
+    "MistralModel": ("embedders on Mistral", "no head"),
+    "Qwen3Model": ("embedders on Qwen3", "no head"),
+}
+"""By the name in config.json: which models have it, and what is their own beside Llama's layers."""
+
+
+def models_page() -> str:
+    rows = [(f"`{name}`", *MODELS.get(name, ("", ""))) for name in ARCHITECTURES]
+    wrapped = [(f"`{outer}`", f"`{kind}`", f"`{name}`") for (outer, kind), name in WRAPPERS.items()]
+    return (
+        "# Models\n\n"
+        "The name is that in a checkpoint's `config.json`. What a model asks for and is not here is refused at the "
+        "start, by name. Every line is held to `transformers` on small random models, in texts longer than its windows "
+        "and original contexts: logits in float32 are equal to 0.0001. Layers that the native kernels do not have "
+        "in one are run part by part; the line `layers` at the start says which, and why.\n\n"
+        + _table(("architecture", "models", "beside Llama's layers"), rows)
+        + "\nOf multimodal models the text part is served; images are refused.\n\n"
+        + _table(("architecture", "type of the text part", "served as"), wrapped)
+        + "\n* Rotary embeddings: `default`, `linear`, `llama3`, `yarn`, `longrope` (by the served context, "
+        "`--max-model-len`, and not by each text), and `dynamic` with an `alpha`. Kinds of layers may differ.\n"
+        "* gpt-oss: MXFP4 is kept as int8 in groups of 32, exactly what the file says, in 8.5 bits a weight where the "
+        "file has 4.25. Its sinks, and Gemma 2's capped scores, are in the native, torch and reference kernels, and "
+        "not in those for cards: there such models are computed by the processor.\n"
+        "* Experts are not adapted (LoRA), the rest of such models is. `splittime quantize` knows the layers of "
+        f"{', '.join(name.removesuffix('ForCausalLM') for name in KNOWN)}.\n"
+        "* OLMo 2, 3 and OLMoE are not shared by ranks (`--tensor-parallel-size`): a norm is of all heads together.\n"
+        "* Adapters (LoRA) of joined projections (Phi-3, GLM-4) are refused by their tensors' names.\n"
+        f"* As GGUF, by the file's `general.architecture`: {', '.join(f'`{name}`' for name in FAMILIES)}.\n"
+        "* Encoders (BERT, RoBERTa, XLM-R, ModernBERT) embed and rank texts: "
+        "[guide](../guides/embeddings.md#encoders).\n"
+        "* Not served as text generators: layer norms with a mean (StarCoder2, Command-R), state-space layers, MLA.\n"
+    )
+
+
+def modules_page() -> str:
+    """Returns an index of the source files: each with the first sentence of its docstring."""
+    source, packages = FOLDER.parents[1] / "src" / "splittime", dict[str, list[tuple[str, str]]]()
+    for path in sorted(source.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        name = path.relative_to(source).as_posix()
+        if text and path.name != "__init__.py":
+            first = re.split(r"(?<=[.:])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+            packages.setdefault(name.rpartition("/")[0].partition("/")[0], []).append((f"`{name}`", first.rstrip(".:")))
+    tables = [
+        f"## {name or 'splittime'}\n\n" + _table(("file", "what it holds"), rows) for name, rows in packages.items()
+    ]
+    return "# Source files\n\nEach file begins with a design note; this is its first sentence.\n\n" + "\n".join(tables)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "stages.md": stages_page,
@@ -367,6 +459,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "api.md": api_page,
     "gateway.md": gateway_page,
     "cluster.md": cluster_page,
+    "models.md": models_page,
+    "modules.md": modules_page,
 }
 
 

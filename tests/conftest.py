@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-pytest_plugins = ["lanes"]
+pytest_plugins = ["forks", "lanes"]
 
 NO_MODELS = str(Path(__file__).parent / "no_models")
 SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)

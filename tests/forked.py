@@ -33,9 +33,12 @@ def _send(message: bytes, files: Sequence[int]) -> None:
     global _channel
     with _lock:
         if _channel is None:
+            from forks import ENVIRONMENT  # here: the seed has no use for pytest
+
             _channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             words = [sys.executable, __file__, str(far.fileno())]
-            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[far.fileno()])
+            nothing = subprocess.DEVNULL
+            subprocess.Popen(words, stdin=nothing, stdout=nothing, pass_fds=[far.fileno()], env=ENVIRONMENT)
             far.close()
         socket.send_fds(_channel, [message], files)
 

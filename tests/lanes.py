@@ -1,15 +1,16 @@
 """The lanes of the tests: which of them `make check` runs, by the processor time that each has been seen to take.
 
 Every run measures each test: the processor time of this process and of all that it has started, living or ended, but
-what is set up for a whole module. `tests/costs.txt` holds those above 0.3 s; `make costs` measures and writes it anew.
-What takes more than a second there is `slow`, so that `make check` leaves it out and `make check-all` runs it. Those of
+what is set up for a whole module. `tests/costs.txt` holds those above 0.2 s; `make costs` measures and writes it anew.
+What takes more than half a second there is `slow`: `make check` leaves it out, and `make check-all` runs it. Of the
+cases of one test, which say much the same, the cheapest may take that long, the others 0.2 s. Those of
 `tests/guards.txt` are none: the end-to-end tests that guard the main way. A run names at its end what has grown slow.
 Of each test of Triton's kernels, which its interpreter runs on a processor, one case is not slow.
 """
 
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ import pytest
 HERE = Path(__file__).parent
 COSTS = HERE / "costs.txt"
 GUARDS = HERE / "guards.txt"
-SLOW_S = 1.0
-TOLD_S = 0.3  # less is not written
+SLOW_S = 0.5
+MORE_S = 0.2  # of a further case of the same test
+TOLD_S = 0.25  # less is not written, and becomes 0.2
 USUAL_S = 0.05  # of those that are not written
 GROWN = 2.0  # a machine may be half as quick as the one of the table
 
@@ -33,7 +35,7 @@ def costs() -> dict[str, float]:
 
 
 def guards() -> list[str]:
-    """Read the end-to-end tests that `make check` runs whatever they cost."""
+    """Read the end-to-end tests that `make check` runs whatever they cost; without brackets, one with all its cases."""
     lines = GUARDS.read_text(encoding="utf-8").splitlines() if GUARDS.exists() else []
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -63,19 +65,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known, guarded = costs(), set(guards())
+    first = cheapest_cases([item.nodeid for item in items if item.get_closest_marker("sweep") is None], known)
     interpreted = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
         is_more_of_the_same = item.path.name.startswith("test_triton") and test in interpreted
         interpreted.add(test)
-        if (known.get(item.nodeid, 0.0) > SLOW_S or is_more_of_the_same) and item.nodeid not in guarded:
+        most_s = SLOW_S if item.nodeid in first else MORE_S
+        if (known.get(item.nodeid, 0.0) > most_s or is_more_of_the_same) and not {item.nodeid, test} & guarded:
             item.add_marker("slow")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the processes agree on the order
+def cheapest_cases(names: Iterable[str], known: dict[str, float]) -> set[str]:
+    """Choose of each test the case that takes least; of those that take as long, the first."""
+    found = dict[str, str]()
+    for name in names:
+        test = name.partition("[")[0]
+        if test not in found or known.get(name, 0.0) < known.get(found[test], 0.0):
+            found[test] = name
+    return set(found.values())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin with the files that take longest, so that no process is left with one at the end."""
-    if hasattr(session.config, "workerinput"):
+    if session.config.getoption("forks") > 1:
         known, seconds = costs(), Counter[Path]()
         for item in session.items:
             seconds[item.path] += known.get(item.nodeid, USUAL_S)
@@ -115,7 +128,7 @@ class Measured:
         self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
+        if report.when == "call" and hasattr(report, "processor_s"):  # not of one that took its process with it
             self.seconds[report.nodeid] = report.processor_s
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -140,5 +153,4 @@ def _is_there(name: str) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Measured())
+    config.pluginmanager.register(Measured())

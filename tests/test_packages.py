@@ -104,7 +104,10 @@ def has_kernels():
 
 @pytest.mark.skipif(not shutil.which("c++") or not has_kernels(), reason="needs a C++ compiler")
 def test_with_a_compiler_the_kernels_are_there_and_every_python_of_the_platform_may_have_them(sdist, tmp_path):
-    name, site = installed(sdist, tmp_path, ST_BUILD_KERNELS="require")
+    quick = tmp_path / "c++"
+    quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')  # that it compiles is held here: optimised it takes minutes
+    quick.chmod(0o755)
+    name, site = installed(sdist, tmp_path, ST_BUILD_KERNELS="require", CXX=str(quick))
     assert "-py3-none-" in name
     assert not name.endswith("-any.whl")
     checks, code = check(site, "native, ")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.cluster.running import children_of, command_of, processes_with, say
-from splittime.cluster.ray_head import OWN_RAY
+from splittime.cluster.ray_places import OWN_RAY
 
 PLACE = "place"  # a resource that each node has once
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from splittime.cluster.ray_head import RayHead
+from splittime.cluster.ray_places import RayHead
 
 PASSED_ON = ("content-type", "accept")
 

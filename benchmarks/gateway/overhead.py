@@ -38,7 +38,7 @@ from benchmarks.server_process import free_port, wait_until_ready
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.book.requests import service_ttft_ns
 from splittime.bench.event_loop import run_loop
-from splittime.bench.mock_answer import MODEL
+from splittime.bench.mock_server import MODEL
 from splittime.bench.run import run_schedule
 from splittime.bench.schedule import Planned, Schedule
 from splittime.ledger.derive import percentiles

@@ -1,4 +1,4 @@
-"""What routing between a small and a large model costs and is worth: by the text, and by the small one's first tokens.
+"""What routing between a small and a large model by the small one's first tokens costs and is worth.
 
     python -m benchmarks.gateway.routing [--prompts N] [--json]
     python -m benchmarks.gateway.routing --small        a trial: few prompts, no figures to be quoted
@@ -6,8 +6,8 @@
 No set of prompts with judged answers comes with this project, so they are made here, with the two models in the
 package: `code-draft` is the small one and `code` the large one. A prompt is a piece of a module of Python's library
 that neither was trained on, cut off within a line; an answer is right if its first 4 characters, greedy, are those of
-the module. That is measured and not assumed; but it is a construction: both models are tiny, a prompt is no question,
-and how well n-grams tell easy pieces of code from hard ones says little about questions of people.
+the module. That is measured and not assumed; but it is a construction: both models are tiny, and a prompt is no
+question.
 
 A third of the prompts are the labels (modules that picked the models' checkpoints), the others are evaluated (modules
 that nobody has read). The target is what the large model alone reaches on the labels at the least, less 2 points of a
@@ -16,7 +16,7 @@ hundred. As many answers are escalated as the bound says: `at_most` is 1.
 * by_parameters: as `splittime gateway evaluate` finds it, where a token, of prompt and answer alike, costs as much as
   its model has parameters; by_price: where an answer of the large model costs 20 times as much as one of the small one
 * routes: some of the evaluated prompts asked through a gateway, as streams one after the other: the large model alone,
-  the small one, `text`, `tokens` (verify, then escalate), and `both`. right, cost, first_ms (to the first text), all_ms
+  the small one, and `tokens` (verify, then escalate). right, cost, first_ms (to the first text), all_ms
 * added_ms: of answers that were escalated, how much later their first text came than that of the large model alone;
   held_ms: of sure ones, how long their first tokens were held back
 
@@ -44,10 +44,8 @@ import numpy as np
 from benchmarks.report import file_result
 from benchmarks.server_process import served
 from splittime.gateway.config import DifficultyConfig, EscalateConfig
-from splittime.gateway.routing.evaluate import Costs, evaluate
-from splittime.gateway.routing.first_tokens import LEAST
-from splittime.gateway.routing.judge import DifficultyJudge, cheapest, lower_end, worth_of
-from splittime.gateway.routing.labels import LabelledPrompt, read_labels
+from splittime.gateway.routing.difficulty import LEAST, LabelledPrompt, cheapest, lower_end, worth_of
+from splittime.gateway.routing.rehearse import Costs, evaluate
 from splittime.ledger.derive import percentiles
 from splittime.stats.paired import means
 from training.corpus import Document, load_corpus
@@ -55,8 +53,7 @@ from training.corpus import Document, load_corpus
 SMALL, LARGE = "code-draft", "code"
 PROMPT_CHARS, ANSWER_CHARS, MAX_TOKENS, LOOKED_AT = 400, 4, 8, 2
 LESS = 0.02  # than the large model alone
-NEIGHBOURS = 16  # the default
-ROUTES = ("text", "tokens", "both")
+ROUTE = "tokens"
 
 
 class Piece(NamedTuple):
@@ -120,7 +117,6 @@ def is_right(piece: Piece, answer: Answer) -> bool:
 
 def labelled(piece: Piece, small: Answer, large: Answer, weights: dict[str, int]) -> LabelledPrompt:
     return LabelledPrompt(
-        prompt=piece.prompt,
         small_right=is_right(piece, small),
         large_right=is_right(piece, large),
         small_cost=small.tokens * weights[SMALL] / 1e6,
@@ -132,15 +128,12 @@ def labelled(piece: Piece, small: Answer, large: Answer, weights: dict[str, int]
 # ---- through a gateway
 
 
-def config(urls: dict[str, str], labels: Path, target: float, below: float) -> str:
+def config(urls: dict[str, str], below: float) -> str:
     told = "port = 0\n"
     for name, url in urls.items():
         told += f'[[upstream]]\nname = "{name}"\nurl = "{url}"\nmodels = ["{name}"]\nkind = "splittime"\n'
-    check = f"escalate = {{ below = {below}, tokens = {LOOKED_AT}, at_most = 1.0 }}\n"
-    by_labels = f'labels = "{labels}"\ntarget = {target}\n'
-    for name, keys in (("text", by_labels), ("tokens", check), ("both", by_labels + check)):
-        told += f'[[difficulty]]\nmodel = "{name}"\nsmall = "{SMALL}"\nlarge = "{LARGE}"\n{keys}'
-    return told
+    told += f'[[difficulty]]\nmodel = "{ROUTE}"\nsmall = "{SMALL}"\nlarge = "{LARGE}"\n'
+    return told + f"escalate = {{ below = {below}, tokens = {LOOKED_AT}, at_most = 1.0 }}\n"
 
 
 @contextmanager
@@ -181,7 +174,7 @@ def listen(address: str, model: str, prompt: str) -> Answer:
 
 def asked_by_all(address: str, prompts: Sequence[Piece]) -> dict[str, list[Answer]]:
     """Each prompt by each route, in an order of chance: a cache of prefixes favours whoever comes second."""
-    draw, found = random.Random(1), {name: list[Answer]() for name in (LARGE, SMALL, *ROUTES)}
+    draw, found = random.Random(1), {name: list[Answer]() for name in (LARGE, SMALL, ROUTE)}
     for piece in prompts:
         for name in draw.sample(list(found), len(found)):
             found[name].append(listen(address, name, piece.prompt))
@@ -256,23 +249,20 @@ def measured(count: int, streamed: int, folder: Path) -> dict[str, Any]:
         answers = [[answer_of(urls[name], name, piece.prompt) for name in urls] for piece in prompts]
         told = [labelled(piece, pair[0], pair[1], weights) for piece, pair in zip(prompts, answers, strict=True)]
         labels, judged = told[: count // 3], told[count // 3 :]
-        path = folder / "labels.jsonl"
-        path.write_bytes(b"\n".join(msgspec.json.encode(one) for one in labels))
         mean = statistics.mean(float(one.large_right or 0) for one in labels)
         target = max(0.0, lower_end(mean, len(labels)) - LESS)
         below = bound_of(labels, target)
-        with gateway(config(urls, path, target, below), folder) as url:
+        with gateway(config(urls, below), folder) as url:
             address, some = url.removeprefix("http://"), prompts[count // 3 :][:streamed]
             routes = route_figures(address, some, asked_by_all(address, some), weights)
-    judge = DifficultyJudge(read_labels(path, "labels"), NEIGHBOURS, target)
     priced = [msgspec.structs.replace(one, small_cost=1.0, large_cost=20.0) for one in judged]
-    found = {"by_parameters": evaluated(judge, judged, below), "by_price": evaluated(judge, priced, below)}
+    found = {"by_parameters": evaluated(judged, below), "by_price": evaluated(priced, below)}
     return {"target": target, "below": below, "routes": routes, **found}
 
 
-def evaluated(judge: DifficultyJudge, judged: Sequence[LabelledPrompt], below: float) -> dict[str, Any]:
-    route = DifficultyConfig(model="both", small=SMALL, large=LARGE, escalate=EscalateConfig(below=below))
-    found: dict[str, Any] = msgspec.to_builtins(evaluate(route, judge, judged, Costs(1, 1), means))
+def evaluated(judged: Sequence[LabelledPrompt], below: float) -> dict[str, Any]:
+    route = DifficultyConfig(model=ROUTE, small=SMALL, large=LARGE, escalate=EscalateConfig(below=below))
+    found: dict[str, Any] = msgspec.to_builtins(evaluate(route, judged, Costs(1, 1), means))
     return found
 
 
@@ -284,7 +274,7 @@ def show(found: dict[str, Any]) -> None:
         cells = f"{one['right']:>7.3f}{one['share_small']:>7.0%}{one['cost']:>8.1f}{one['first_ms']['p50']:>14.1f}"
         print(f"{name:<12}{cells}{one['escalated']:>11}{added:>14}")
     for name in ("by_parameters", "by_price"):
-        for point in ("always_small", "always_large", "best", "chosen", "chosen_check"):
+        for point in ("always_small", "always_large", "best", "chosen"):
             print(f"{name:<14} {point:<13}{_words(found[name][point])}")
 
 

@@ -26,8 +26,7 @@ from splittime.cli.gateway_books import compare_arms
 from splittime.core.clock import SystemClock
 from splittime.drive.host_time import GcPauses, ProcessorTime, freeze_heap
 from splittime.gateway.app import run
-from splittime.gateway.config_file import read_config
-from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.config_file import read_config, secrets_of
 from splittime.ledger.store import Ledger
 
 PERIOD_MS = 2.0

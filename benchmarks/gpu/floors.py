@@ -1,4 +1,4 @@
-"""What a step needs of the card at the least, from the model's cost (`runner.cost`) and what was counted. Pure.
+"""What a step needs of the card at the least, from the model's cost (`runner.config_sizes`) and what was counted. Pure.
 
     decode     max(bytes / bandwidth, operations / rate)
     bytes      of the weights that the step's products read, the head's among them, and of the context of every row

@@ -33,8 +33,7 @@ from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import StepPlan
-from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import Crank, EngineParts, InlineDriver
 from splittime.engine.engine import Engine
 from splittime.kernels.layer import KvGroup
 from splittime.ledger.steps import StepRecord

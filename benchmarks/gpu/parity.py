@@ -28,7 +28,7 @@ from benchmarks.scenarios.engine_driver import Arrival, crank_over, drive
 from splittime.assemble.model_source import load_tokenizer
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.lab.quality.local import LocalModel
-from splittime.lab.quality.measures import compare, joined
+from splittime.lab.quality.texts import compare, joined
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner

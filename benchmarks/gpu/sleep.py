@@ -24,11 +24,10 @@ from benchmarks.gpu.card import Found, parse, parser, telling
 from benchmarks.gpu.offload import bus_bytes_per_s
 from benchmarks.gpu.shapes import SHAPES, write
 from benchmarks.scenarios.engine_driver import crank_over, load_runner
+from splittime.core.engine import LEVELS
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import LEVELS
-from splittime.drive.crank import Crank
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import Crank, InlineDriver
 from splittime.runner.compose import sleeper_of
 from splittime.scheduler.config import SchedulerConfig
 

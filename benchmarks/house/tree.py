@@ -1,7 +1,7 @@
 """A source tree, parsed once: its modules by dotted name, and the imports between them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -84,22 +84,24 @@ def _collect(node: ast.AST, found: Imports, in_function: bool) -> None:
 
 
 def targets(module: Module, statements: list[ast.stmt], modules: dict[str, Module]) -> Iterator[str]:
-    """The modules of the tree that these import statements name."""
+    """Yields the modules of the tree that these import statements name. A package is named where something of its own
+    is taken from it, and not where its modules are."""
     for statement in statements:
-        for name in _named(module, statement):
+        for name in _named(module, statement, modules):
             if name in modules and name != module.name:
                 yield name
 
 
-def _named(module: Module, statement: ast.stmt) -> Iterator[str]:
+def _named(module: Module, statement: ast.stmt, modules: Container[str]) -> Iterator[str]:
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom):
         start = module.package(statement.level) if statement.level else ""
         base = ".".join(part for part in (start, statement.module) if part)
-        submodules = [f"{base}.{alias.name}" for alias in statement.names]
-        yield base
-        yield from submodules
+        named = [f"{base}.{alias.name}" for alias in statement.names]
+        yield from named
+        if any(name not in modules for name in named):
+            yield base
 
 
 def cycles(edges: dict[str, set[str]]) -> list[int]:

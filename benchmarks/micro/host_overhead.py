@@ -23,8 +23,7 @@ from benchmarks.report import file_result
 from benchmarks.scenarios.engine_driver import build_crank
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.crank import Crank
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import Crank, InlineDriver
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 

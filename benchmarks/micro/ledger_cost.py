@@ -19,12 +19,11 @@ import msgspec
 
 from benchmarks.report import file_result
 from splittime.core.clock import SystemClock
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.export.prometheus import PrometheusExporter
-from splittime.ledger.lookup import lookup
-from splittime.ledger.prompt_parts import prompt_hashes
+from splittime.ledger.prompt_parts import lookup, prompt_hashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger

@@ -29,11 +29,12 @@ from typing import Any
 from benchmarks.peers.contenders import HERE, ROOT, Contender, Ended
 
 BYTES_A_WEIGHT = {"float32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+BYTES_A_WEIGHT |= {"q8_0": 1.0625, "q6_k": 0.8203, "q4_k_m": 0.6, "q4_0": 0.5625}  # q4_k_m: its mixture, about
 ARITHMETIC = {
     "float32": ("fma_gflop_per_s",),
     "bf16": ("bf16_gflop_per_s", "fma_gflop_per_s"),
     "int8": ("int8_gop_per_s",),
-    "int4": ("int8_gop_per_s",),
+    **dict.fromkeys(("int4", "q8_0", "q6_k", "q4_k_m", "q4_0"), ("int8_gop_per_s",)),
 }
 CACHES = 4
 LEAST_BYTES = 1 << 30

@@ -31,15 +31,18 @@ from benchmarks.report import cpu_flags
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OURS = "splittime"
+OF_FILE = ("q8_0", "q6_k", "q4_k_m", "q4_0")  # classes in which we read llama.cpp's file
 CXX_OPTIONS = ("-O2", "-std=c++17")
 START_S, CELL_S = 600.0, 300.0  # how long a start and a cell may take before whoever takes it is taken for hung
 # By class: our settings for the runner, the kinds of GGUF file, the kinds of OpenVINO folder, vLLM's kinds (`VLLM`).
-# Each of vLLM's kinds in 4 bits is ahead somewhere: w4a8 in decoding, w4a16 in prefill.
+# Each of vLLM's kinds in 4 bits is ahead somewhere: w4a8 in decoding, w4a16 in prefill. llama.cpp's Q4_0 is coarser
+# than our int4, its Q4_K_M about as exact. Last, classes in which both read the same file, so that quality is equal.
 CLASSES: dict[str, dict[str, Any]] = {
     "float32": {"ours": {"dtype": "float32"}, "gguf": (), "ov": (), "vllm": ("float32",)},
     "bf16": {"ours": {"dtype": "bfloat16"}, "gguf": ("bf16", "f16"), "ov": ("fp16",), "vllm": ("bfloat16",)},
     "int8": {"ours": {"quantization": "int8"}, "gguf": ("q8_0",), "ov": ("int8",), "vllm": ("w8a8",)},
-    "int4": {"ours": {"quantization": "int4"}, "gguf": ("q4_0",), "ov": ("int4",), "vllm": ("w4a8", "w4a16")},
+    "int4": {"ours": {"quantization": "int4"}, "gguf": ("q4_0", "q4_k_m"), "ov": ("int4",), "vllm": ("w4a8", "w4a16")},
+    **{kind: {"ours": {}, "gguf": (kind,), "ov": (), "vllm": ()} for kind in OF_FILE},
 }
 # By kind: which of compressed.KINDS, if it is not the checkpoint as it is; which instructions it needs, one of these at
 # least; the environment of the process.
@@ -82,15 +85,21 @@ class Entry:
 def entries(folder: Path, model: str, precision: str, threads: int, settings: dict[str, Any]) -> list[Entry]:
     """Ours first. `settings` go into our runner's over the class's own."""
     chosen = CLASSES[precision]
-    checkpoint = folder / "models" / model
+    checkpoint = our_model(folder, model, precision)
     ours = {"num_threads": threads, **chosen["ours"], **settings}
     module = [sys.executable, "-m", "benchmarks.peers.contender_splittime"]
-    found = [Entry(OURS, [*module, str(checkpoint), json.dumps(ours)], [checkpoint / "config.json"])]
+    needed = checkpoint if precision in OF_FILE else checkpoint / "config.json"
+    found = [Entry(OURS, [*module, str(checkpoint), json.dumps(ours)], [needed])]
     trouble = build_llama(folder) if chosen["gguf"] else None
     found += [_llama(folder, f"{model}-{kind}.gguf", kind, threads, trouble) for kind in chosen["gguf"]]
     found += [_openvino(folder, folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]
     found += [_vllm(folder, model, kind, threads) for kind in chosen["vllm"]]
     return found
+
+
+def our_model(folder: Path, model: str, precision: str) -> Path:
+    """The checkpoint that we read in this class."""
+    return folder / "gguf" / f"{model}-{precision}.gguf" if precision in OF_FILE else folder / "models" / model
 
 
 def _llama(folder: Path, file_name: str, kind: str, threads: int, trouble: str | None) -> Entry:

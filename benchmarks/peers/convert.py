@@ -2,10 +2,11 @@
 
     python -m benchmarks.peers.convert FOLDER --model llama-1b
 
-FOLDER is laid out as `contenders.py` says. Makes FOLDER/gguf/MODEL-{bf16,f16,q8_0,q4_0}.gguf with llama.cpp's converter
-and quantizer, FOLDER/ov/MODEL-{fp16,int8,int4} with optimum-intel (int4: symmetric, groups of 64, all layers; as
-every 4-bit recipe there it keeps the embedding and the head in 8 bits), and FOLDER/vllm/MODEL-{w8a8,w4} by
-`compressed.py`. What is there already is left alone. What fails is told, and costs nobody else his file.
+FOLDER is laid out as `contenders.py` says. Makes FOLDER/gguf/MODEL-{bf16,f16,q8_0,q6_k,q4_k_m,q4_0}.gguf with
+llama.cpp's converter and quantizer, FOLDER/ov/MODEL-{fp16,int8,int4} with optimum-intel (int4: symmetric, groups of 64,
+all layers; as every 4-bit recipe there it keeps the embedding and the head in 8 bits), and
+FOLDER/vllm/MODEL-{w8a8,w4} by `compressed.py`. What is there already is left alone. What fails is told, and costs
+nobody else his file.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from rich.progress import track
 
 from benchmarks.peers import compressed
 
-GGUF = ("bf16", "f16", "q8_0", "q4_0")
+GGUF = ("bf16", "f16", "q8_0", "q6_k", "q4_k_m", "q4_0")
 OPENVINO = {
     "fp16": ["fp16"],
     "int8": ["int8"],

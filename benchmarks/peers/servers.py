@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.contenders import CLASSES, OURS, ROOT, Entry, how_it_ended, vllm_model
+from benchmarks.peers.contenders import CLASSES, OURS, ROOT, Entry, how_it_ended, our_model, vllm_model
 from benchmarks.server_process import free_port
-from splittime.runner.speculative import NONE
+from splittime.runner.config import NONE
 
 CONTEXT_TOKENS = 512  # of one request: the longest prompt and output that http_load draws, and room
 MAX_STREAMS = 64
@@ -44,7 +44,7 @@ def server_entries(
 ) -> list[ServerEntry]:
     """Ours, llama-server with the class's first kind of GGUF, OpenVINO behind a small server, vLLM's kinds."""
     chosen = CLASSES[precision]
-    checkpoint = folder / "models" / model
+    checkpoint = our_model(folder, model, precision)
     found = [_ours(checkpoint, {"num_threads": threads, **chosen["ours"], **settings})]
     found += [_llama(folder, folder / "gguf" / f"{model}-{kind}.gguf", kind, threads) for kind in chosen["gguf"][:1]]
     found += [_openvino(folder, folder / "ov" / f"{model}-{kind}", kind, threads) for kind in chosen["ov"]]

@@ -57,7 +57,7 @@ from benchmarks.report import conditions, file_result, processor
 from benchmarks.scenarios.speculation_texts import KINDS, Lengths
 from splittime.assemble import model_source
 from splittime.text.tokenizer import Tokenizer
-from splittime.wire.dialects.dialect import parse, values
+from splittime.wire.dialects import parse, values
 
 MODEL, DRAFT = "code", "code-draft"
 PRECISION = "bf16"

@@ -34,7 +34,7 @@ from benchmarks.report import file_result
 from benchmarks.scenarios.encoder_shapes import SHAPES, SPECIAL, write_encoder
 from splittime import LLM
 from splittime.assemble import model_source
-from splittime.core.pooling import LEAST_LENGTH, Pooling
+from splittime.core.facts import LEAST_LENGTH, Pooling
 
 Inputs = Sequence[tuple[int, ...]]
 Embed = Callable[[Any], np.ndarray]  # texts, or token ids

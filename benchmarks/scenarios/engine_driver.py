@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import msgspec
 
 from splittime.core.clock import SystemClock
+from splittime.core.engine import Sleeper
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import Sleeper
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage

@@ -32,7 +32,7 @@ import aiohttp
 
 from benchmarks.report import file_result
 from benchmarks.server_process import served
-from splittime.core.allowed import num_cores
+from splittime.core.this_process import num_cores
 from splittime.ledger.store import open_readonly
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange

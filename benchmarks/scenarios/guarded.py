@@ -75,11 +75,14 @@ class Command:
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def answer(self, path: str, timeout_s: float = 30.0) -> Any:
+    def told(self, path: str, timeout_s: float = 30.0) -> bytes:
         """Return what a path tells an operator."""
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {OPERATOR}"})
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.load(response)
+            return response.read()
+
+    def answer(self, path: str, timeout_s: float = 30.0) -> Any:
+        return json.loads(self.told(path, timeout_s))
 
 
 class Stack(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import queues
 from benchmarks.report import file_result
 from splittime.bench.book.figures import Figure, figure
-from splittime.diagnose.compare_sample import ratio_interval
+from splittime.diagnose.compare import ratio_interval
 from splittime.stats.intervals import CONFIDENCE, Interval, Precision, one_each, spread_of, together
 
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

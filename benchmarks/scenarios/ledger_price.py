@@ -25,7 +25,7 @@ from benchmarks.report import file_result
 from benchmarks.scenarios.engine_driver import Crank, build_crank
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import InlineDriver
 from splittime.drive.messages import StepOutput
 from splittime.engine.recorder import Recorder
 from splittime.ledger.account import Account, ClosedAccount

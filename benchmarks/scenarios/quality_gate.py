@@ -28,10 +28,10 @@ from torch import Tensor
 
 from benchmarks.report import file_result
 from splittime.lab.quality.documents import Document, python_documents
-from splittime.lab.quality.gate import Gate, Tasks
 from splittime.lab.quality.local import LocalModel, rounded_base
 from splittime.lab.quality.margins import standard
 from splittime.lab.quality.report import Report
+from splittime.lab.quality.run import Gate, Tasks
 from splittime.lab.quantize.job import quantize
 from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.runner.compose import load_torch_runner

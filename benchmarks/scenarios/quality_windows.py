@@ -35,7 +35,7 @@ from splittime.lab.quality.documents import (
     tokenized,
 )
 from splittime.lab.quality.local import LocalModel
-from splittime.lab.quality.measures import compare
+from splittime.lab.quality.texts import compare
 from splittime.stats.paired import BootstrapEstimate, ratio_of_sums
 
 BUDGETS, SEEDS, LENGTH = (1000, 2000, 4000, 8000), range(10), 256

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from benchmarks.report import RESULTS, file_result
 from splittime.lab.quantize import layer_map, treat
 from splittime.lab.quantize.forward import IN_MEMORY_BYTES
-from splittime.lab.quantize.gptq import DOUBLE_COLUMNS
+from splittime.lab.quantize.rounding import DOUBLE_COLUMNS
 from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.models.config import ModelConfig, load_config
 

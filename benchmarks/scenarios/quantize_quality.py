@@ -35,7 +35,7 @@ from splittime.lab.quantize import layer_map, treat
 from splittime.lab.quantize.calibration import Calibration
 from splittime.lab.quantize.forward import Sequences, begin_states
 from splittime.lab.quantize.job import quantize
-from splittime.lab.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.lab.quantize.rounding import LAYOUTS, SUFFIXES, unpack
 from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.text.tokenizer import Tokenizer
 
@@ -73,7 +73,8 @@ class Scorer:
     def nats(self, weights: list[dict[str, torch.Tensor]]) -> np.ndarray:
         """float64 [documents], the mean over each one's tokens."""
         embedding, norm, *head = (entry.read().float() for entry in self.base.outer_entries())
-        states = begin_states(self.windows[:, :-1], embedding, Path("unused"), 1 << 62)
+        factor = self.base.config.embedding_factor
+        states = begin_states(self.windows[:, :-1], embedding, factor, Path("unused"), 1 << 62)
         for index, layer in enumerate(weights):
             self.sequences.run(index, layer, states, states)
         packed = self.sequences.ops.pack_norm(norm, self.base.config.norm.eps)

@@ -32,9 +32,9 @@ from benchmarks.scenarios.streams import Streams
 from splittime.assemble.model_source import locate
 from splittime.core.errors import ConfigError
 from splittime.lab.quality.documents import Document, python_documents, read_documents
-from splittime.lab.quality.gate import Gate, Tasks
 from splittime.lab.quality.local import LocalModel
 from splittime.lab.quality.margins import standard
+from splittime.lab.quality.run import Gate, Tasks
 from splittime.lab.quantize.calibration import Calibration
 from splittime.lab.quantize.job import quantize
 from splittime.lab.quantize.settings import QuantizeSettings

@@ -38,9 +38,8 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.host_time import freeze_heap
 from splittime.engine.engine import Engine
 from splittime.runner import compose, draft_sources
-from splittime.runner.config import RunnerConfig
+from splittime.runner.config import RunnerConfig, SpeculativeConfig
 from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
-from splittime.runner.speculative import SpeculativeConfig
 from splittime.runner.suffix_drafter import DraftedText, SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig

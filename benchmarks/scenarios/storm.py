@@ -7,15 +7,14 @@ The gateway has a third upstream that never answers (`black_hole`). Two innocent
 and one at the first server. Beside them, drawn by the seed, up to `AT_ONCE` of the attacks (`attacks`) strike for 5 to
 30 s at that server or at the gateway. The gateway reads its config anew every twentieth of the time. A sixth into it
 the second server is killed (`kill -9`) and started again 5 s later, early: it has filled anew when it is judged.
-Every `--sample` seconds: resident memory, open files and threads of each kind of process, blocks in use, and how many
-records each process keeps in memory, as its ledger file tells (`Kept`).
+Every `--sample` seconds: resident memory, open files and threads of each kind of process, blocks in use, and what each
+server and the gateway keep in memory to be asked for (`kept_bytes` of their /metrics): closed books, stored responses.
 
 In the end nobody asks any more, and it must be so, or the command ends with 1:
 
 * flat: no kind of process grew over the second half: the interval of its slope (Theil-Sen, 95 %) reaches down to zero,
-  or its upper end is below `FLAT_SHARE` of its memory an hour. One that keeps records is filling, and does not grow, if
-  its books were not full at half of the time, and the records that came since explain the slope: `bound_mb` says of
-  each what they come to
+  or its upper end is below `FLAT_SHARE` of its memory an hour. One that is flat but for what it keeps is filling, and
+  does not grow: what it keeps is bounded
 * blocks: none is in use, and nothing runs or waits
 * answers: a greedy answer of each server, and through the gateway, is the one of the beginning
 * accounts: each one in every ledger file sums exactly (`verify`), and the servers counted no invalid one
@@ -24,16 +23,17 @@ In the end nobody asks any more, and it must be so, or the command ends with 1:
 
 import argparse
 import http.client
-import inspect
 import json
 import random
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +47,7 @@ from benchmarks.scenarios.black_hole import KINDS
 from benchmarks.scenarios.guarded import MODEL, OPERATOR, Command, Stack, ledger_files, stack, used
 from benchmarks.scenarios.innocents import black_hole, start, told_by
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.ring import weight_bytes
-from splittime.ledger.sqlite_read import ACCOUNT_TABLES
-from splittime.ledger.steps import StepRecord
-from splittime.ledger.store import Ledger
+from splittime.ledger.sqlite import ACCOUNT_TABLES
 
 AT_ONCE = 3
 ATTACK_S = (5.0, 30.0)
@@ -63,24 +60,24 @@ FLAT_SHARE = 0.02
 GREEDY = {"model": MODEL, "prompt": "class Stack:\n", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
 FLAT, FILLING, GROWS = "flat", "filling", "grows"
 Process = subprocess.Popen[str]
-MOST_KEPT = {
-    table: inspect.signature(Ledger).parameters[name].default
-    for table, name in (("accounts", "max_accounts"), ("refused", "max_accounts"), ("steps", "max_steps"))
-}
+KEPT_BYTES = re.compile(rb'^splittime_(?:gateway_)?kept_bytes\{kind="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
-class Kept(NamedTuple):
-    """Records that a process has in memory, each at most `MOST_KEPT` of its kind."""
+class Sample(NamedTuple):
+    """What was seen of a kind of process. kept: what it keeps to be asked for, in bytes by kind, as it says."""
 
     at_s: float
-    rows: dict[str, int]
+    rss_bytes: int
+    open_files: int
+    threads: int
+    kept: dict[str, int]
 
 
 class Storm:
     """draw: decides all that is done by chance. innocents, attacks: what each process told that ended."""
 
-    def __init__(self, running: Stack, folder: Path, seconds: float, seed: int) -> None:
-        self._running, self._folder, self._seconds, self._draw = running, folder, seconds, random.Random(seed)
+    def __init__(self, running: Stack, seconds: float, seed: int) -> None:
+        self._running, self._seconds, self._draw = running, seconds, random.Random(seed)
         self._begin_s = time.monotonic()
         self._attacks: list[tuple[str, Process]] = []
         self._innocents: dict[str, Process] = {}
@@ -93,10 +90,8 @@ class Storm:
         self.is_down = False
         self.failed: dict[str, dict[str, int]] = {}
         self.answered, self.num_attacks, self.ends = 0, 0, dict[str, dict[str, int]]()
-        self.samples: dict[str, list[tuple[float, int, int, int]]] = {}
+        self.samples: dict[str, list[Sample]] = {}
         self.blocks: list[tuple[float, int]] = []
-        self.kept: dict[str, list[Kept]] = {}
-        self._written_before = dict[str, dict[str, int]]()  # by what a command was before it was killed
 
     @property
     def at_s(self) -> float:
@@ -127,9 +122,8 @@ class Storm:
         self._running.gateway.signal(signal.SIGHUP)
 
     def _kill(self) -> None:
-        self.is_down, server = True, self._running.servers[1]
-        server.kill()
-        self._written_before[server.name] = written(self._folder / f"{server.name}.sqlite")
+        self.is_down = True
+        self._running.servers[1].kill()
 
     def _revive(self) -> None:
         self._running.servers[1].start()
@@ -174,11 +168,13 @@ class Storm:
     def _sample(self) -> None:
         commands = [one for one in (*self._running.servers, self._running.gateway) if not self._is_away(one)]
         for command in commands:
+            own, kept = f"{command.name} entry", dict[str, int]()
+            with suppress(OSError):  # it may be too busy to tell: as before
+                kept = kept_by(command.told("/metrics"))
             for name, use in used(command).items():
-                self.samples.setdefault(name, []).append((self.at_s, *use))
-            rows, before = written(self._folder / f"{command.name}.sqlite"), self._written_before.get(command.name, {})
-            kept = {table: min(most, rows[table] - before.get(table, 0)) for table, most in MOST_KEPT.items()}
-            self.kept.setdefault(f"{command.name} entry", []).append(Kept(self.at_s, kept))
+                series = self.samples.setdefault(name, [])
+                last = series[-1].kept if series else {}
+                series.append(Sample(self.at_s, *use, (kept or last) if name == own else {}))
         with suppress(OSError):  # it may be too busy to tell
             self.blocks.append((self.at_s, self._running.servers[0].answer("/stats")["engine"]["blocks_used"]))
 
@@ -206,49 +202,38 @@ def greedy(command: Command) -> str:
     return told["choices"][0]["text"] if answer.status == 200 else f"{answer.status}: {told}"
 
 
-def slope(series: list[tuple[float, int, int, int]], from_s: float) -> dict[str, Any]:
+def kept_by(metrics: bytes) -> dict[str, int]:
+    return {kind.decode(): int(float(count)) for kind, count in KEPT_BYTES.findall(metrics)}
+
+
+def slope(series: Sequence[Sample], from_s: float) -> dict[str, Any]:
     """Return the slope of resident memory from an instant on, with its interval, and the most files and threads.
 
     Samples near each other are alike, so the interval is rather too narrow: it errs towards growth."""
-    late = [one for one in series if one[0] >= from_s]
-    figures: dict[str, Any] = {"open_files": max(one[2] for one in series), "threads": max(one[3] for one in series)}
+    late = [one for one in series if one.at_s >= from_s]
+    figures = {"open_files": max(one.open_files for one in series), "threads": max(one.threads for one in series)}
     if len(late) < 8:
         return figures | {"judgement": FLAT, "why": "too few samples"}
     from scipy.stats import theilslopes  # takes a second to import
 
-    at_h, memory_mb = np.array([one[0] for one in late]) / 3600, np.array([one[1] for one in late]) / 2**20
-    found = theilslopes(memory_mb, at_h, alpha=0.95)
-    is_flat = bool(found.low_slope <= 0 or found.high_slope < FLAT_SHARE * float(np.median(memory_mb)))
+    at_h, memory_mb = np.array([one.at_s for one in late]) / 3600, np.array([one.rss_bytes for one in late]) / 2**20
+    found, median_mb = theilslopes(memory_mb, at_h, alpha=0.95), float(np.median(memory_mb))
+    is_flat = bool(found.low_slope <= 0 or found.high_slope < FLAT_SHARE * median_mb)
     interval = {"mb_an_hour": found.slope, "from": found.low_slope, "to": found.high_slope}
-    return figures | interval | {"median_mb": float(np.median(memory_mb)), "judgement": FLAT if is_flat else GROWS}
+    return figures | interval | {"median_mb": median_mb, "judgement": FLAT if is_flat else GROWS}
 
 
-def written(path: Path) -> dict[str, int]:
-    """Returns how many records of each kind have ever been written to a ledger file."""
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
-        return {table: connection.execute(f"SELECT max(seq) FROM {table}").fetchone()[0] or 0 for table in MOST_KEPT}
-
-
-def books(path: Path, series: list[Kept], from_s: float) -> dict[str, Any]:
-    """Returns what a process kept in the end, and by how much that grew from an instant on; weights are those by which
-    the rings are bounded, of the latest records."""
-    late = [one for one in series if one.at_s >= from_s] or series[-1:]
-    hours, found, growth_mb = max(1e-9, (late[-1].at_s - late[0].at_s) / 3600), dict[str, Any](), 0.0
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-        for table, most in MOST_KEPT.items():
-            bodies = connection.execute(f"SELECT body FROM {table} ORDER BY seq DESC LIMIT 500").fetchall()
-            kind = ClosedAccount if table in ACCOUNT_TABLES else StepRecord
-            weights = [weight_bytes(msgspec.json.decode(body, type=kind)) for (body,) in bodies]
-            mb, rows = float(np.mean(weights or [0])) / 2**20, late[-1].rows[table]
-            growth_mb += (rows - late[0].rows[table]) * mb
-            found[table] = {"kept": rows, "most": most, "mb": rows * mb, "bound_mb": most * mb}
-    return found | {"growth_mb_an_hour": growth_mb / hours}
-
-
-def judged(memory: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns the memory of a process that keeps records: its growth may be theirs."""
-    is_theirs = memory["judgement"] == GROWS and memory["from"] <= kept["growth_mb_an_hour"]
-    return memory | {"books": kept} | ({"judgement": FILLING} if is_theirs else {})
+def judged(series: Sequence[Sample], from_s: float) -> dict[str, Any]:
+    """Return the memory of a kind of process: where it grows, whether what it keeps explains that."""
+    found = slope(series, from_s)
+    kept = [Counter(one.kept) for one in series if one.at_s >= from_s] or [Counter(series[-1].kept)]
+    if not kept[-1]:
+        return found
+    beside = slope([one._replace(rss_bytes=one.rss_bytes - sum(one.kept.values())) for one in series], from_s)
+    found["kept_mb"] = {kind: {"then": kept[0][kind] / 2**20, "end": kept[-1][kind] / 2**20} for kind in kept[-1]}
+    found["beside_kept"] = {name: beside.get(name) for name in ("mb_an_hour", "from", "to")}
+    is_theirs = (found["judgement"], beside["judgement"]) == (GROWS, FLAT)
+    return found | ({"judgement": FILLING} if is_theirs else {})
 
 
 def checked_accounts(path: Path) -> dict[str, int]:
@@ -269,15 +254,12 @@ def weather(folder: Path, seconds: float, seed: int, sample_s: float) -> dict[st
     with black_hole(random.Random(seed).choice(KINDS)) as holes, stack(folder, servers=2, others=holes) as running:
         commands = [*running.servers, running.gateway]
         before = [greedy(command) for command in commands]
-        storm = Storm(running, folder, seconds, seed)
+        storm = Storm(running, seconds, seed)
         storm.rage(sample_s)
         settled = running.settle(SETTLE_S)
         after = [greedy(command) for command in commands]
         invalid = sum(command.answer("/stats")["ledger"]["invalid_accounts"] for command in running.servers)
-    memory = {name: slope(many, seconds / 2) for name, many in sorted(storm.samples.items())}
-    for name, series in storm.kept.items():
-        path = folder / f"{name.removesuffix(' entry')}.sqlite"
-        memory[name] = judged(memory[name], books(path, series, seconds / 2))
+    memory = {name: judged(many, seconds / 2) for name, many in sorted(storm.samples.items())}
     accounts = {path.name: checked_accounts(path) for path in ledger_files(folder)}
     return {
         "answered": storm.answered,

@@ -11,8 +11,7 @@ import msgspec
 from benchmarks.scenarios.engine_driver import crank_over, load_runner
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.crank import Crank
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import Crank, InlineDriver
 from splittime.ledger.steps import StepRecord
 from splittime.runner.config import Resolved
 from splittime.scheduler.config import SchedulerConfig

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import file_result
 from splittime.core.errors import ConfigError, RequestError
 from splittime.text.chat_forms import left_out
-from splittime.text.chat_template import ChatTemplate
+from splittime.text.tokenizer import ChatTemplate
 from splittime.text.tool_families import family_of_template
 
 WORD = {"type": "object", "properties": {"city": {"type": "string", "description": "its name"}}, "required": ["city"]}

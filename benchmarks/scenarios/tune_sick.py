@@ -36,12 +36,11 @@ from splittime.bench.event_loop import run_loop
 from splittime.bench.run import run_schedule
 from splittime.lab.quality.margins import EIGHT_BITS
 from splittime.lab.quality.run import Competitor, Prepared, QualityComparison, Questions
-from splittime.tune.goal import Goal, Score, best_of
+from splittime.tune.goal import Goal, Score, best_of, middle
 from splittime.tune.measure import DrawnLoad, Measurer, RealRuns, TimeBudget
 from splittime.tune.notebook import Notebook, Tuned
 from splittime.tune.servers import OwnServers
 from splittime.tune.tuner import Tuner
-from splittime.tune.verify import middle
 from splittime.wire.scrape import server_limits
 from splittime.wire.target import RunOptions, Target
 

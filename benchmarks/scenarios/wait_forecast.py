@@ -31,7 +31,7 @@ import aiohttp
 from benchmarks.report import file_result
 from benchmarks.scenarios.forecast import read
 from benchmarks.server_process import served
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import ttft_ns
 from splittime.ledger.stages import Stage

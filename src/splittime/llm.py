@@ -8,38 +8,42 @@ An output's account begins when its prompt is taken up (`tokenize`) and ends whe
 is verified before it is given out. In `generate` a token counts as written when its text is ready. In `stream` (and
 wherever it plans ahead) the engine runs in a thread of its own, so that a slow consumer's time is not charged to the
 engine; a piece counts as written when the consumer takes it.
+
+Arguments and outputs of `splittime.LLM`.
 """
 
 import itertools
+import operator
 import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.progress import Progress
 
-from splittime.api.arguments import Output, Piece, Prompt, checked_pairs
 from splittime.api.choice import Choice
 from splittime.api.embeddings import require_pooling, vector_of
+from splittime.api.given_prompts import check_token_ids
+from splittime.api.params import check_lists
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock
-from splittime.core.errors import ConfigError, RequestError, error_from_info
-from splittime.core.facts import Machine
-from splittime.core.pooling import Pooling
+from splittime.core.engine import Part, SleepReport
+from splittime.core.errors import ConfigError, ErrorInfo, RequestError, error_from_info
+from splittime.core.facts import Machine, Pooling
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import Part, SleepReport
-from splittime.drive.crank import Crank, EngineParts
+from splittime.core.step import TokenLogprob
+from splittime.drive.crank import Crank, EngineParts, InlineDriver
 from splittime.drive.host_time import machine_time
-from splittime.drive.inline import InlineDriver
 from splittime.drive.known import MAX_SLEEPS
 from splittime.drive.messages import StepOutput
-from splittime.ledger.account import EMBEDDINGS, Account
+from splittime.ledger.account import EMBEDDINGS, Account, ClosedAccount
 from splittime.ledger.facts import Process, ServerFacts, start_book
 from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.ledger.stages import Stage
@@ -47,6 +51,95 @@ from splittime.ledger.store import Ledger
 from splittime.scheduler.events import RequestOutput
 from splittime.text.output import OutputText
 from splittime.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+def checked_pairs(prompts: Any, sampling: Any, vocab_size: int) -> list[tuple[Prompt, SamplingParams]]:
+    """Returns each prompt with its parameters; one value of `sampling` is for all of them. Raises RequestError for the
+    first mistake in any, before anything is submitted."""
+    listed = _as_list(prompts)
+    given = sampling if isinstance(sampling, list | tuple) else [sampling] * len(listed)
+    if len(given) != len(listed):
+        raise RequestError(f"{len(listed)} prompts and {len(given)} sampling parameters", param="sampling")
+    params = [_typed(one) for one in given]
+    for index, (prompt, one) in enumerate(zip(listed, params, strict=True)):
+        if not prompt:
+            raise RequestError(f"prompt {index} is empty", param="prompts", value=index)
+        _check(prompt, one, vocab_size)
+    return list(zip(listed, params, strict=True))
+
+
+def _check(prompt: Prompt, sampling: SamplingParams, vocab_size: int) -> None:
+    """A token id that the model does not have would break the step for everyone in it."""
+    sampling.validate()
+    if isinstance(prompt, str):
+        _check_text(prompt)
+    else:
+        check_token_ids(prompt, vocab_size, "prompts")
+    check_lists(sampling, vocab_size)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Texts and tuples of ids. Arrays of integers count as lists of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        listed: list[Any] = list(prompts)
+        if listed and all(isinstance(entry, Integral) for entry in listed):
+            return [_ids(prompts)]
+        return [entry if isinstance(entry, str) else _ids(entry) for entry in listed]
+    except (TypeError, ValueError) as error:
+        message = f"prompts must be a text, a list of token ids, or a list of such: {error}"
+        raise RequestError(message, param="prompts") from None
+
+
+def _ids(entries: Sequence[Any]) -> tuple[int, ...]:
+    if isinstance(entries, bytes):
+        raise TypeError("bytes are no text, decode them first")
+    return tuple(operator.index(entry) for entry in entries)
+
+
+def _check_text(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"prompts holds a text that is not Unicode: {error}", param="prompts") from None
+
+
+def _typed(sampling: Any) -> SamplingParams:
+    """With its fields' types checked: msgspec does not check what the constructor is called with."""
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling is a {type(sampling).__name__}, must be SamplingParams", param="sampling")
+    try:
+        return msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling: {error}", param="sampling") from None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one prompt. `error` says why, where `finish_reason` is `error`; the other outputs are unharmed.
+
+    pooled: with `SamplingParams.pooling`, the embedding as the engine has it; `LLM.embed` gives it as numbers.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str
+    account: ClosedAccount
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: ErrorInfo | None = None
+    pooled: bytes = b""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What is new of one prompt while streaming; its last piece has the whole `output`."""
+
+    index: int
+    text: str
+    output: Output | None = None
 
 
 class LLM:
@@ -76,7 +169,8 @@ class LLM:
         parts = build_engine(worker_settings(chosen, folder), timeline, on_loading)
         resolved = parts.resolved
         tokenizer = model_source.load_tokenizer(folder)
-        self._assemble(parts, tokenizer, tuple(resolved["eos_token_ids"]), ledger)
+        ends = tokenizer.with_own_end(resolved["eos_token_ids"], resolved["vocab_size"])
+        self._assemble(parts, tokenizer, ends, ledger)
         self._start_parts += tuple(timeline)
         self._started_ns, self._ready_ns = timeline[0][1], time.monotonic_ns()
         self.resolved |= resolved

@@ -12,21 +12,35 @@ import lanes
 
 def slow(monkeypatch, *names):
     """Return which of these tests are slow, by a table of two and a guard."""
-    monkeypatch.setattr(lanes, "costs", lambda: {"a.py::long": 1.1, "a.py::short": 1.0, "a.py::guard": 9.0})
+    cases = {"a.py::case[1]": 0.5, "a.py::case[2]": 0.4, "a.py::case[3]": 0.3, "a.py::case[4]": 0.2} | dict.fromkeys(
+        ("a.py::guard[1]", "a.py::guard[2]"), 9.0
+    )
+    monkeypatch.setattr(lanes, "costs", lambda: {"a.py::long": 0.6, "a.py::short": 0.5, "a.py::guard": 9.0} | cases)
     monkeypatch.setattr(lanes, "guards", lambda: ["a.py::guard"])
     marked = []
 
     def item(name):
         return SimpleNamespace(
-            nodeid=name, path=Path(name.partition("::")[0]), add_marker=lambda _: marked.append(name)
+            nodeid=name,
+            path=Path(name.partition("::")[0]),
+            add_marker=lambda _: marked.append(name),
+            get_closest_marker=lambda _: "sweep" if "swept" in name else None,
         )
 
     lanes.pytest_collection_modifyitems([item(name) for name in names])
     return marked
 
 
-def test_more_than_a_second_is_slow_unless_it_guards_the_main_way(monkeypatch):
+def test_more_than_half_a_second_is_slow_unless_it_guards_the_main_way(monkeypatch):
     assert slow(monkeypatch, "a.py::long", "a.py::short", "a.py::guard", "a.py::new") == ["a.py::long"]
+
+
+def test_of_cases_the_cheapest_may_take_half_a_second_and_others_a_fifth(monkeypatch):
+    one, two, three, four = (f"a.py::case[{number}]" for number in (1, 2, 3, 4))
+    assert slow(monkeypatch, one, two, three) == [one, two]
+    assert slow(monkeypatch, one, two, three, four) == [one, two, three]
+    assert slow(monkeypatch, one, two, "a.py::case[swept]") == [one]  # that one is in no check
+    assert slow(monkeypatch, "a.py::guard[1]", "a.py::guard[2]") == []
 
 
 def test_one_case_of_each_of_triton_s_tests_is_not_slow(monkeypatch):
@@ -39,10 +53,11 @@ def test_processes_begin_with_the_files_that_take_longest(monkeypatch):
     monkeypatch.setattr(lanes, "costs", lambda: {"b.py::long": 1.0, "a.py::x": 0.4, "c.py::x": 0.5})
     names = ["a.py::x", "a.py::y", "b.py::short", "b.py::long", "c.py::x"]
     items = [SimpleNamespace(nodeid=name, path=Path(name[:4])) for name in names]
-    session = SimpleNamespace(config=SimpleNamespace(), items=items)
+    forks = [1, 3]
+    session = SimpleNamespace(config=SimpleNamespace(getoption=lambda name: forks[0]), items=items)
     lanes.pytest_collection_finish(session)
     assert [item.nodeid for item in items] == names
-    session.config.workerinput = {}
+    del forks[0]
     lanes.pytest_collection_finish(session)
     assert [item.nodeid for item in items] == ["b.py::short", "b.py::long", "c.py::x", "a.py::x", "a.py::y"]
 
@@ -77,7 +92,7 @@ def test_the_table_keeps_what_did_not_run(monkeypatch, tmp_path):
     assert lanes.costs() == {"a.py::x[1]": 0.5, "a.py::kept": 3.0}
 
 
-@pytest.mark.parametrize(("cost", "is_told"), [(2.5, True), (1.5, False)])
+@pytest.mark.parametrize(("cost", "is_told"), [(1.2, True), (0.9, False)])
 def test_what_has_grown_slow_is_told(monkeypatch, tmp_path, cost, is_told):
     monkeypatch.setattr(lanes, "COSTS", tmp_path / "none")
     measured, lines = lanes.Measured(), []

@@ -19,7 +19,7 @@ READERS = {
     "models/gguf/file.py",
     "models/weights/checkpoint.py",
     "models/weights/shard_files.py",
-    *(f"models/weights/formats/{name}.py" for name in ("awq", "compressed", "floats", "fp8", "gptq")),
+    *(f"models/weights/formats/{name}.py" for name in ("awq", "compressed", "floats", "fp8", "gptq", "mxfp4")),
     *(f"models/weights/formats/{name}.py" for name in ("read", "recipe")),
 }
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.attach.engine_books import DecidedPlan, EngineBooks
-from splittime.attach.names import MOST_CHARACTERS, name_of
-from splittime.attach.request_book import AskedRequest
+from splittime.attach.request_book import MOST_CHARACTERS, AskedRequest, name_of
 from splittime.ledger.stages import Cause
 
 LONG = "x" * 1_000_000

@@ -15,7 +15,7 @@ from vllm_driver import Driver
 from splittime.attach import vllm_scheduler
 from splittime.attach.joining import Joining
 from splittime.attach.mail import FOLDER, Receiver
-from splittime.attach.names import name_of
+from splittime.attach.request_book import name_of
 from splittime.attach.vllm_scheduler import Bookkeeping
 from splittime.core.errors import ConfigError
 from splittime.ledger.stages import Cause, Stage

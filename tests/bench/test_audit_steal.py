@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from splittime.bench import conductor
+from splittime.bench import run as run_module
 from splittime.bench.audit import audit_steal, stolen
 from splittime.bench.mock_server import Timings
 from tests.bench.test_audit import USUAL, checks
@@ -68,7 +68,7 @@ def test_a_machine_that_moved_to_another_host_has_lost_nothing(told):
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_run_has_the_check_where_the_system_tells(told, monkeypatch, tells):
     now = iter([told(text(1), 0.0), told(text(2), 10.0)]) if tells else iter([None, None])
-    monkeypatch.setattr(conductor, "stolen", lambda: next(now))
+    monkeypatch.setattr(run_module, "stolen", lambda: next(now))
     run, _ = carried_out(schedule_of(at(0, 0)), Timings(ttft_ns=MS, itl_ns=MS))
     found = [check.value for check in run.checks if check.name == "steal"]
     assert found == ([pytest.approx(0.05)] if tells else [])

@@ -13,11 +13,10 @@ from patience import until_async
 from splittime.bench.alarm import Alarm, LoopTimer
 from splittime.bench.book.records import Ending
 from splittime.bench.client import body_of
-from splittime.bench.jobs import Job
 from splittime.bench.mock_server import MockServer, Timings
-from splittime.bench.schedule import Planned
+from splittime.bench.schedule import Job, Planned
 from splittime.core.errors import ConfigError
-from splittime.wire.pool import Pool
+from splittime.wire.connection import Pool
 from splittime.wire.sse import AnswerReader, EventLines, body_text
 from splittime.wire.target import Target
 from tests.bench.scripted import CHUNKED, chunk, client_of, event, scripted, whole

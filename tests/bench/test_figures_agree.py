@@ -16,9 +16,7 @@ from splittime.bench.book.requests import is_good
 from splittime.bench.book.slo import parse_slo
 from splittime.bench.report import as_json
 from splittime.bench.report.html import render_html
-from splittime.bench.report.latencies import ROWS, STATISTICS
-from splittime.bench.report.table import render
-from splittime.bench.report.text import ms, percent
+from splittime.bench.report.table import ROWS, STATISTICS, ms, percent, render
 from splittime.present.tables import COLUMNS
 
 SLO = parse_slo("ttft=1s,e2e=2s,goodput=95%")

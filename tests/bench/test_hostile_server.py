@@ -18,11 +18,11 @@ from splittime.bench import own_book, servers
 from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, load_run, save
 from splittime.bench.event_loop import run_loop
-from splittime.bench.jobs import Job
+from splittime.bench.schedule import Job
 from splittime.cli import options
 from splittime.core.errors import ConfigError, EngineError
 from splittime.wire import connection, scrape
-from splittime.wire.pool import Pool
+from splittime.wire.connection import Pool
 from splittime.wire.sse import EventLines
 from splittime.wire.target import Target
 from tests.bench.scripted import CHUNKED, chunk, client_of, event, whole
@@ -238,7 +238,7 @@ def test_looking_up_has_an_end_too(monkeypatch):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             await Pool(Target(url=f"https://127.0.0.1:{silent.getsockname()[1]}")).look_up()
 
-    monkeypatch.setattr("splittime.wire.pool.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("splittime.wire.connection.CONNECT_TIMEOUT_S", 0.1)
     with pytest.raises(ConfigError, match=r"no connection within 0\.1 s"):
         asyncio.run(main())
 

@@ -16,13 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Arm, Ending, Phase, RunCheck, Sample
-from splittime.bench.report.html import bucket_medians, render_html, write_html
+from splittime.bench.report.html import bucket_medians, in_flight, render_html, silences, write_html
 from splittime.bench.report.html_books import SLOTS, pieces
-from splittime.bench.report.html_time import in_flight, silences
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
-from splittime.present.plot import Plot
-from splittime.present.scale import HEIGHT, WIDTH, Scale, duration, fitting
+from splittime.present.plot import HEIGHT, WIDTH, Plot, Scale, duration, fitting
 
 EVIL = "</script></style></title>'\"><img src=x onerror='document.title=1'><script>document.title='owned'</script>"
 LATE = RunCheck(name="loop_lag", ok=False, value=30.0, limit=5.0, unit="ms", sentence="the loop was 30 ms late")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from patience import until_async
-from splittime.bench import conductor, servers, workers
 from splittime.bench import run as run_module
+from splittime.bench import servers, workers
 from splittime.bench.book.records import Ending
 from splittime.bench.event_loop import run_loop
 from splittime.bench.mock_server import MockServer, Timings
@@ -76,7 +76,7 @@ def test_before_the_load_nothing_was_measured(options, children):
 def test_while_the_load_is_prepared(workers, monkeypatch, children):
     """By who is not ready yet, and never will be."""
     stop = asyncio.Event()
-    part = conductor.WorkerProcess if workers else conductor.Load
+    part = run_module.WorkerProcess if workers else run_module.Load
     prepare = part.prepare
 
     async def never_ready(self):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Ending
-from splittime.bench.mock_answer import MODEL, Timings, after
-from splittime.bench.mock_server import MockConnection, MockServer
+from splittime.bench.mock_server import MODEL, MockConnection, MockServer, Timings, after
 from splittime.core.errors import ConfigError
 from tests.bench.test_client import ask, planned
 

@@ -12,9 +12,7 @@ from rich.table import Table
 from splittime.bench.book.figures import summary
 from splittime.bench.book.rates import DEFINITIONS
 from splittime.bench.book.records import Ending, RunCheck
-from splittime.bench.report.latencies import LEAST_MISSED, STATISTICS
-from splittime.bench.report.table import render
-from splittime.bench.report.text import digits, ms
+from splittime.bench.report.table import LEAST_MISSED, STATISTICS, digits, ms, render
 from splittime.cli.bench_compare import render_comparison
 from splittime.diagnose.compare import compare
 from splittime.present.tables import COLUMNS, FittingTable, Sentence, at_most

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from patience import until_async
 from splittime.bench.book.records import Ending, Phase, load_run, save
-from splittime.bench.jobs import jobs_of, split
 from splittime.bench.mock_server import MockServer, Timings
 from splittime.bench.run import run_schedule
-from splittime.bench.schedule import Planned, Schedule
+from splittime.bench.schedule import Planned, Schedule, jobs_of, split
 from splittime.core.errors import ConfigError
 from splittime.stats import saturation
 from splittime.wire.target import Interleave, RunOptions, Target

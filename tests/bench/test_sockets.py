@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from splittime.bench import mock_server, sockets
+from splittime.bench import event_loop, mock_server
 from splittime.bench.share import LoadShare
 from splittime.core.errors import ConfigError
 from splittime.wire.target import RunOptions, Target
@@ -29,15 +29,15 @@ def share(**fields):
     ],
 )
 def test_how_many_a_closed_loop_needs(fields, expected):
-    assert sockets.at_most(share(**fields)) == expected
+    assert event_loop.at_most(share(**fields)) == expected
 
 
 def test_who_does_not_fit_is_refused_with_two_ways_out(monkeypatch):
-    monkeypatch.setattr(sockets, "limit", lambda: 40 + sockets.SPARE)
-    sockets.check([share(concurrency=40)])
-    sockets.check([share(concurrency=40), share(concurrency=40)])
+    monkeypatch.setattr(event_loop, "limit", lambda: 40 + event_loop.SPARE)
+    event_loop.check([share(concurrency=40)])
+    event_loop.check([share(concurrency=40), share(concurrency=40)])
     with pytest.raises(ConfigError, match=r"41 requests at a time .* may open 40 here") as refused:
-        sockets.check([share(concurrency=41), share(concurrency=40)])
+        event_loop.check([share(concurrency=41), share(concurrency=40)])
     assert "ulimit -n 65" in refused.value.info.hint
     assert "--workers 3" in refused.value.info.hint
     assert (refused.value.info.value, refused.value.info.limit) == (41, 40)
@@ -45,11 +45,11 @@ def test_who_does_not_fit_is_refused_with_two_ways_out(monkeypatch):
 
 def test_without_a_limit_everybody_fits(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    sockets.check([share(concurrency=10**6, jobs=range(10**6))])
+    event_loop.check([share(concurrency=10**6, jobs=range(10**6))])
 
 
 def test_nothing_is_sent_by_a_run_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(sockets, "limit", lambda: 2 + sockets.SPARE)
+    monkeypatch.setattr(event_loop, "limit", lambda: 2 + event_loop.SPARE)
     for workers in (0, 1):
         with pytest.raises(ConfigError, match="may open 2 here"):
             carried_out(
@@ -61,10 +61,10 @@ def test_nothing_is_sent_by_a_run_that_does_not_fit(monkeypatch):
 
 HELD = """
 import resource
-from splittime.bench import sockets
+from splittime.bench import event_loop
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-sockets.allow()
-print(resource.getrlimit(resource.RLIMIT_NOFILE), sockets.limit())
+event_loop.allow()
+print(resource.getrlimit(resource.RLIMIT_NOFILE), event_loop.limit())
 """
 
 

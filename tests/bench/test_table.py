@@ -13,8 +13,7 @@ from rich.console import Console
 from splittime.bench.book.rates import DEFINITIONS
 from splittime.bench.book.records import Arm, Ending, RunCheck
 from splittime.bench.book.slo import parse_slo
-from splittime.bench.report.table import render
-from splittime.bench.report.text import digits, ends, ms, percent
+from splittime.bench.report.table import digits, ends, ms, percent, render
 from splittime.present.tables import COLUMNS
 from splittime.stats.intervals import Interval
 

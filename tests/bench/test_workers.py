@@ -6,8 +6,8 @@ import pytest
 
 from splittime.bench import workers
 from splittime.bench.book.records import Ending
-from splittime.bench.jobs import Job
 from splittime.bench.mock_server import Timings
+from splittime.bench.schedule import Job
 from splittime.bench.share import LoadCounts
 from splittime.wire.target import RunOptions
 from tests.bench.test_run import MS, at, carried_out, schedule_of

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import Fitter, parse_distribution, spread, stream
+from splittime.bench.distributions import Fitter, parse_distribution, spread, stream, token_ids
 from splittime.bench.draw import EndlessCache, draw
-from splittime.bench.prompts import token_ids
 from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError, NotFound
 

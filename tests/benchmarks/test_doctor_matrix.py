@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.scenarios.doctor import __main__ as main
 from benchmarks.scenarios.doctor.__main__ import Row, chosen, counted, summary
-from benchmarks.scenarios.doctor.cures import Applied, _as_flags, _compared
+from benchmarks.scenarios.doctor.cures import Applied, _compared
 from benchmarks.scenarios.doctor.healthy import HEALTHY
 from benchmarks.scenarios.doctor.illnesses import ILLNESSES
 from benchmarks.scenarios.doctor.kinds import poisson
@@ -98,13 +98,6 @@ def test_the_summary_counts_each_kind():
 def figure(name, recorded, ratio, low, high):
     after = [recorded * part for part in (ratio, low, high)]
     return PredictedFigure(name, recorded, recorded, after[0], ratio, low, high, after[1], after[2])
-
-
-def test_what_was_replayed_as_flags():
-    settings = {"num_blocks": 10, "max_num_seqs": 8, "enable_prefix_caching": False, "enable_chunked_prefill": True}
-    flags = _as_flags(settings, SLOW)
-    assert flags[:2] == ("--kv-cache-memory-bytes", "3686400")
-    assert flags[2:] == ("--max-num-seqs", "8", "--no-enable-prefix-caching", "--enable-chunked-prefill")
 
 
 def test_what_is_sabotaged_is_there():

@@ -1,4 +1,4 @@
-"""Every benchmark that BENCHMARKS.md or the Makefile names runs to its end, small; or says here why it cannot.
+"""Each benchmark that BENCHMARKS.md, its pages or the Makefile name runs to its end, small; or says here why it cannot.
 
 The names are read from those files, so a new one without an entry here fails. What needs a card is run by tests/gpu.
 """
@@ -50,8 +50,6 @@ ALONE = {
     "gateway.routing": ["--small"],
     "cluster.events": ["--small", "--only", "kill-replica"],
     "cluster.ways_in": ["--small", "--replicas", "1"],
-    "cluster.thousand": ["--small"],
-    "cluster.two_replicas": ["--small"],
     "scenarios.http_edges": ["--small"],
     "scenarios.kv_handover": ["--small"],
     "scenarios.forecast": ["--small"],
@@ -95,7 +93,8 @@ WHY_NOT = {
 
 def named() -> set[str]:
     found: set[str] = set()
-    for path in (ROOT / "BENCHMARKS.md", ROOT / "Makefile", ROOT / "README.md"):
+    pages = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+    for path in (*pages, ROOT / "BENCHMARKS.md", ROOT / "Makefile", ROOT / "README.md"):
         for line in path.read_text().splitlines():
             whole = [name for name in NAMED_WHOLE.findall(line) if (ROOT / "benchmarks" / _file(name)).exists()]
             found |= set(whole)

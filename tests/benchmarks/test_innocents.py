@@ -15,16 +15,14 @@ from benchmarks.scenarios.storm import (
     FILLING,
     FLAT,
     GROWS,
-    MOST_KEPT,
-    Kept,
-    books,
+    Sample,
     checked_accounts,
     judged,
+    kept_by,
     slope,
-    written,
 )
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.sqlite_read import ACCOUNT_TABLES
+from splittime.ledger.sqlite import ACCOUNT_TABLES
 from splittime.ledger.store import Ledger
 
 QUIET = {name: {"p50": 10.0, "p99": 20.0, "max": 30.0} for name in ("ttft", "gap", "short", "form")}
@@ -82,10 +80,13 @@ def test_a_black_hole_never_answers(kind):
     assert head.startswith(b"HTTP/1.1 " + {"refusing": b"401", "missing": b"404"}.get(kind, b"200"))
 
 
-def series(mb_an_hour: float) -> list[tuple[float, int, int, int]]:
-    draw = random.Random(3)
-    mib = [100 + mb_an_hour * second / 3600 + draw.gauss(0, 0.2) for second in range(0, 3600, 30)]
-    return [(30.0 * i, int(one * 2**20), 20 + i % 3, 7) for i, one in enumerate(mib)]
+def series(mb_an_hour: float, kept_mb_an_hour: float = 0.0, most_mb: float = 90.0) -> list[Sample]:
+    draw, found = random.Random(3), []
+    for i in range(120):
+        mib, kept_mb = 100 + mb_an_hour * i / 120 + draw.gauss(0, 0.2), min(most_mb, 50 + kept_mb_an_hour * i / 120)
+        kept = {"records": 2**20, "responses": int((kept_mb - 1) * 2**20)}
+        found.append(Sample(30.0 * i, int(mib * 2**20), 20 + i % 3, 7, kept if kept_mb_an_hour else {}))
+    return found
 
 
 SLOPES = [(-1.0, FLAT), (0.0, FLAT), (1.0, FLAT), (4.0, GROWS), (50.0, GROWS)]
@@ -100,22 +101,26 @@ def test_memory_is_flat_where_its_slope_may_be_nothing_or_is_little(mb_an_hour, 
 
 
 def test_growth_before_the_warm_up_is_none():
-    filling = [(float(second), (100 + min(second, 500)) << 20, 20, 7) for second in range(0, 1000, 10)]
+    filling = [Sample(float(second), (100 + min(second, 500)) << 20, 20, 7, {}) for second in range(0, 1000, 10)]
     assert [slope(filling, from_s)["judgement"] for from_s in (500, 0)] == [FLAT, GROWS]
 
 
-@pytest.mark.parametrize(("first", "judgement"), [(0, FILLING), (2000, FILLING), (3900, GROWS), (4096, GROWS)])
-def test_growth_that_its_books_explain_is_filling(tmp_path, first, judgement):
-    path = tmp_path / "ledger.sqlite"
-    with closing(Ledger(path)) as ledger:
-        ledger.add_account(example("r"))
-    assert written(path) == {"accounts": 1, "refused": 0, "steps": 0}
-    none = dict.fromkeys(MOST_KEPT, 0)
-    kept = books(path, [Kept(at_s, none | {"accounts": rows}) for at_s, rows in ((600, first), (3600, 4096))], 600)
-    assert kept["accounts"]["kept"] == kept["accounts"]["most"]
-    assert kept["accounts"]["bound_mb"] == pytest.approx(kept["accounts"]["mb"])
-    assert judged(slope(series(4.0), 600), kept)["judgement"] == judgement
-    assert judged(slope(series(0.0), 600), kept)["judgement"] == FLAT
+KEEPS = [(4.0, 4.0, 90.0, FILLING), (4.0, 0.5, 90.0, GROWS), (4.0, 8.0, 50.5, GROWS), (0.0, 4.0, 90.0, FLAT)]
+
+
+@pytest.mark.parametrize(("mb_an_hour", "kept_mb_an_hour", "most_mb", "judgement"), KEEPS)
+def test_growth_that_what_is_kept_explains_is_filling(mb_an_hour, kept_mb_an_hour, most_mb, judgement):
+    found = judged(series(mb_an_hour, kept_mb_an_hour, most_mb), 600)
+    assert found["judgement"] == judgement
+    end_mb = min(most_mb, 50 + kept_mb_an_hour * 119 / 120)
+    assert found["kept_mb"]["responses"]["end"] == pytest.approx(end_mb - 1, abs=1e-4)
+
+
+def test_what_is_kept_is_read_of_both_kinds_of_metrics():
+    ours = b'# TYPE splittime_kept_bytes gauge\nsplittime_kept_bytes{kind="records"} 1.5e+06\n'
+    ours += b'splittime_kept_bytes{kind="responses"} 7.0\n'
+    assert kept_by(ours) == {"records": 1_500_000, "responses": 7}
+    assert kept_by(b'splittime_gateway_kept_bytes{kind="records"} 9.0\n') == {"records": 9}
 
 
 def test_accounts_that_do_not_sum_are_counted(tmp_path):

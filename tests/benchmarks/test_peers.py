@@ -124,13 +124,27 @@ def test_a_folder_without_any_peer_is_raced_by_ours_alone(tmp_path):
     """So is one whose llama.cpp was not built to its end."""
     (tmp_path / "build" / "llama" / "bin").mkdir(parents=True)
     found = contenders.entries(tmp_path, "m", "int4", 2, {})
-    assert [one.name for one in found] == [OURS, "llama.cpp q4_0", "openvino int4", "vllm w4a8", "vllm w4a16"]
+    assert [one.name for one in found] == [
+        OURS,
+        "llama.cpp q4_0",
+        "llama.cpp q4_k_m",
+        "openvino int4",
+        "vllm w4a8",
+        "vllm w4a16",
+    ]
     assert all(one.absent for one in found)
     assert "does not compile" in found[1].absent or "was not compiled" in found[1].absent
 
 
+def test_of_a_file_both_read_the_same(tmp_path):
+    ours, llama = contenders.entries(tmp_path, "m", "q6_k", 2, {})
+    assert str(tmp_path / "gguf" / "m-q6_k.gguf") in ours.command
+    assert str(tmp_path / "gguf" / "m-q6_k.gguf") in llama.command
+
+
 def test_vllm_is_in_each_class_and_wants_instructions_for_two_of_its_kinds(monkeypatch):
-    assert all(chosen["vllm"] for chosen in contenders.CLASSES.values())
+    classes = contenders.CLASSES
+    assert {name for name, chosen in classes.items() if not chosen["vllm"]} == set(contenders.OF_FILE)
     monkeypatch.setattr(contenders, "cpu_flags", lambda: {"avx2"})
     found = {kind: contenders.vllm_model(Path("f"), "m", kind) for kind in contenders.VLLM}
     assert {kind for kind, one in found.items() if one.why_not} == {"bfloat16", "w4a8"}

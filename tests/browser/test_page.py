@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from splittime.ledger.facts import Process, ServerFacts
+from splittime.server import routes_dashboard
 
 from . import books
 
@@ -39,6 +40,25 @@ def test_shows_what_is_in_the_books(live, visit):
     assert "batch slots" in legend
     assert "decode" in legend
     assert page.locator("#charts figure").nth(3).locator("path.area").count() == 2
+
+
+def test_what_is_not_kept_is_veiled_and_no_zero(live, visit, monkeypatch):
+    monkeypatch.setattr(routes_dashboard, "MAX_STEPS", 50)
+    monkeypatch.setattr(routes_dashboard, "MAX_ROWS", 20)
+    fill(live, books.accounts(40, seconds=50), books.steps(200, ("r37", "r38", "r39")))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    charts = page.locator("#charts figure")
+    told = [charts.nth(i).locator("text", has_text="not kept").count() for i in range(6)]
+    assert (told, charts.locator("rect.veil").count()) == ([1] * 6, 6)
+    seconds = int(page.locator("#tiles .note").last.inner_text().split()[-2])
+    assert 10 < seconds < 50, "a percentile is of those that are kept"
+
+
+def test_an_empty_chart_has_no_axis_of_zeros(live, visit):
+    page = visit(live.url)
+    page.locator("#charts text", has_text="nothing in this time").nth(3).wait_for()
+    assert page.locator("#charts figure").nth(1).locator("text.tick.end").all_text_contents() == ["0", "now"]
 
 
 def test_a_sliver_of_a_bar_has_its_colour_and_its_place(live, visit):
@@ -217,7 +237,7 @@ def test_texts_of_requests_stay_texts(live, visit):
     lines(page).nth(1).wait_for()
     assert EVIL in [line.locator(".id").inner_text() for line in lines(page).all()]
     lines(page).filter(has_text="refused").first.click()
-    page.locator("#detail .trouble", has_text=EVIL).wait_for()
+    page.locator("#detail .trouble", has_text="bad").wait_for()  # the code: books keep no word of a request
     page.keyboard.press("Escape")
     lines(page).filter(has_text="<img").click()
     page.locator("#detail-title", has_text=EVIL).wait_for()

@@ -1,18 +1,22 @@
 """The playground: an answer that streams, its account beside it, and what goes wrong on the way."""
 
+import json
+import shlex
+
 from server.conftest import say
+from splittime.core.facts import Pooling
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 
 
 def test_streams_and_shows_the_account_beside_it(launch, visit):
-    live = launch(say("hello from the engine"), step_s=0.02)
+    live = launch(say("hello from the engine"), step_s=0.1)
     page = visit(live.url)
     page.click("#play-send")
-    page.locator("#play-output", has_text="hel").wait_for()
+    page.locator("#play-output .told", has_text="hel").wait_for()
     assert page.locator("#play-stop").is_enabled()
     page.locator("#play-account .waterfall").wait_for()
-    assert page.locator("#play-output").inner_text() == "hello from the engine"
+    assert page.locator("#play-output .told").inner_text() == "hello from the engine"
     words = page.locator("#play-account").inner_text()
     assert "in the server +" in words
     assert "decode" in words
@@ -30,13 +34,24 @@ def test_stops_and_the_engine_hears_of_it(launch, visit):
     assert len(live.engine.aborts) == 1
 
 
-def test_chat_and_an_answer_that_is_html(launch, visit):
+def test_it_chats_where_nothing_was_served_and_an_answer_that_is_html_stays_text(launch, visit):
     live = launch(say(EVIL))
     page = visit(live.url)
-    page.select_option("[name=kind]", "chat")
-    page.click("#play-send")
+    page.locator("main > #playground:first-child").wait_for()
+    prompts = []
+    for asked in ("It's blue?", "And red?"):
+        page.fill("#play-prompt", asked)
+        prompts.append(page.locator("#curl").inner_text())
+        page.press("#play-prompt", "Enter")
+        page.locator("#play-new:enabled").wait_for()
     page.locator("#play-account .waterfall").wait_for()
-    assert page.locator("#play-output").inner_text() == EVIL
+    assert page.locator("#play-output p").all_inner_texts() == ["It's blue?", EVIL, "And red?", EVIL]
+    words = [shlex.split(prompt.replace("\\\n", "")) for prompt in prompts]
+    assert words[0][:2] == ["curl", f"{live.url}/v1/chat/completions"]
+    roles = [[one["role"] for one in json.loads(said[-1])["messages"]] for said in words]
+    assert roles == [["user"], ["user", "assistant", "user"]]
+    page.click("#play-new")
+    assert page.locator("#play-output .told").count() == 0
     assert page.locator("img[src=x]").count() == 0
     assert "owned" not in page.title()
 
@@ -46,4 +61,13 @@ def test_a_refusal_is_shown_in_the_server_s_words(launch, visit):
     page = visit(live.url, expected=("400",))
     page.fill("#play-prompt", "x" * 5000)
     page.click("#play-send")
-    page.locator("#play-output .trouble", has_text="at most 4095 fit").wait_for()
+    page.locator("#play-output .trouble", has_text="at most").wait_for()
+    assert page.locator("#play-prompt").input_value() == "x" * 5000, "to be mended and sent again"
+
+
+def test_the_packaged_model_is_asked_for_code_and_one_that_embeds_for_nothing(launch, visit):
+    page = visit(launch(model={"names": ("splittime-code",)}).url)
+    page.locator("#curl", has_text="/v1/completions").wait_for()
+    assert page.locator("#play-prompt").input_value().startswith("def ")
+    page = visit(launch(model={"pooling": Pooling(is_all=True)}).url)
+    page.locator("#playground").wait_for(state="hidden")

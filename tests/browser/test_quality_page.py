@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from tables import Bytes, Table, drawn_texts, random_logits, silent
 
-from splittime.lab.quality.gate import Gate, Tasks
-from splittime.lab.quality.html import render_html
 from splittime.lab.quality.margins import Margins
 from splittime.lab.quality.questions import ChoiceQuestion
+from splittime.lab.quality.report import render_html
+from splittime.lab.quality.run import Gate, Tasks
 
 from .test_page import WORST_CONTRAST
 

@@ -7,9 +7,9 @@ import books
 import pytest
 from typer.testing import CliRunner
 
-from splittime.attach import command, versions
-from splittime.attach.command import config_of, ledger_of
+from splittime.attach import versions
 from splittime.attach.mail import FOLDER
+from splittime.attach.versions import config_of, ledger_of
 from splittime.cli import attach
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
@@ -37,11 +37,11 @@ def test_the_command_has_two_flags_more(vllm):
 def test_the_ledgers_file_is_named_in_the_environment(vllm, tmp_path, monkeypatch):
     path, ledger = str(tmp_path / "x.sqlite"), LedgerConfig(ledger_file="x.sqlite", max_file_bytes=2**20)
     monkeypatch.chdir(tmp_path)
-    found = command.command_of(["serve", "M"], {"A": "b"}, ledger)
+    found = versions.command_of(["serve", "M"], {"A": "b"}, ledger)
     folder = found.environment[FOLDER]
     assert {name: found.environment[name] for name in ("A", FOLDER)} == {"A": "b", FOLDER: folder}
     assert config_of(found.environment) == LedgerConfig(ledger_file=path, max_file_bytes=2**20)
-    other = command.command_of(["serve", "M"], found.environment)
+    other = versions.command_of(["serve", "M"], found.environment)
     assert other.environment[FOLDER] != folder  # two servers share none, whatever is inherited
 
 
@@ -106,7 +106,7 @@ def test_a_flag_goes_before_the_environment(vllm, monkeypatch, tmp_path):
 )
 def test_what_cannot_have_books_is_refused(vllm, asked, why):
     with pytest.raises(ConfigError, match=why):
-        command.command_of(asked, {})
+        versions.command_of(asked, {})
 
 
 @pytest.mark.parametrize(

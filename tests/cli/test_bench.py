@@ -18,8 +18,8 @@ from splittime.bench.book.records import Ending, load_run
 from splittime.bench.schedule import load_schedule
 from splittime.bench.share import Progress
 from splittime.bench.spec import LoadSpec
-from splittime.cli import bench_flags, bench_live
-from splittime.cli.bench_exit import exit_code
+from splittime.cli import bench_flags, bench_run
+from splittime.cli.bench_flags import exit_code
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
 
@@ -237,7 +237,7 @@ def test_what_is_shown_meanwhile(is_closed):
         ends_at_s=20.0,
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(bench_live.view(progress, is_closed))
+    console.print(bench_run.view(progress, is_closed))
     text = console.export_text()
     for words in ("5.0/s", "in flight 10", "p50 100 ms", "p99 250 ms", "2 failed", "10 / 20 s"):
         assert words in text

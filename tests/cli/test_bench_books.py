@@ -9,12 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, save
-from splittime.cli import bench_books
+from splittime.cli import bench_compare
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.stages import Stage
 
 app = typer.Typer()
-app.command(name="books")(bench_books.books)
+app.command(name="books")(bench_compare.books)
 MS = 1_000_000
 
 

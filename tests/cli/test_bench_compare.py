@@ -8,11 +8,11 @@ import typer
 from typer.testing import CliRunner
 
 from splittime.bench.book.records import Arm, RunCheck, save
-from splittime.cli import bench_books, bench_compare
+from splittime.cli import bench_compare
 
 app = typer.Typer()
 app.command(name="compare", epilog=bench_compare.EXAMPLES)(bench_compare.compare)
-app.command(name="report", epilog=bench_books.REPORT_EXAMPLES)(bench_books.report)
+app.command(name="report", epilog=bench_compare.REPORT_EXAMPLES)(bench_compare.report)
 
 
 @pytest.fixture

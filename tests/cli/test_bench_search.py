@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from splittime.bench import levels
+from splittime.bench import search
 from splittime.bench.book.records import Arm, Ending, Outcome, Run, RunCheck, load_run
-from splittime.bench.mock_answer import Timings
-from splittime.cli import bench_exit, bench_search
+from splittime.bench.mock_server import Timings
+from splittime.cli import bench, bench_flags
 from splittime.core.errors import EngineError
 from splittime.wire.scrape import ServerLimits
 
@@ -83,15 +83,15 @@ def server(monkeypatch):
     async def limits(target) -> ServerLimits:
         return ServerLimits(vocab_size=4096, max_model_len=2048, block_size=16)
 
-    monkeypatch.setattr(levels, "run_schedule", formula.run_schedule)
-    monkeypatch.setattr(levels, "server_limits", limits)
+    monkeypatch.setattr(search, "run_schedule", formula.run_schedule)
+    monkeypatch.setattr(search, "server_limits", limits)
     return formula
 
 
 def app() -> typer.Typer:
     made = typer.Typer()
-    made.command("search")(bench_search.search)
-    made.command("sweep")(bench_search.sweep)
+    made.command("search")(bench.search)
+    made.command("sweep")(bench.sweep)
     return made
 
 
@@ -131,7 +131,7 @@ def test_the_answer_is_a_sentence_and_a_table(server):
 
 def test_no_rate_keeps_it(server):
     found = run("search", URL, "--slo", "ttft_p99=1ms", *SHORT)
-    assert found.exit_code == bench_exit.SHORT
+    assert found.exit_code == bench_flags.SHORT
     assert "not even 1 requests/s" in found.stdout
 
 
@@ -183,7 +183,7 @@ def test_ctrl_c_between_two_loads_is_told_as_one(server, monkeypatch):
         stop.set()
         raise EngineError("interrupted before the load began: nothing was measured", code="interrupted")
 
-    monkeypatch.setattr(levels, "run_schedule", before_the_load)
+    monkeypatch.setattr(search, "run_schedule", before_the_load)
     found = run("sweep", URL, "--rates", "5,10", *SHORT)
     assert found.exit_code == 130
     said = " ".join(found.stdout.split())
@@ -229,7 +229,7 @@ class SlotQueue(FormulaServer):
 
 def test_the_capacity_of_a_mock_server_with_slots_is_found(monkeypatch, server):
     """Above the capacity the queue grows for as long as the run lasts; below it, steady arrivals never queue."""
-    monkeypatch.setattr(levels, "run_schedule", SlotQueue().run_schedule)
+    monkeypatch.setattr(search, "run_schedule", SlotQueue().run_schedule)
     load = ["--duration", "5s", *SHORT[2:], "--arrivals", "constant", "--low", "12", "--high", "60"]
     found = run("search", URL, "--slo", "ttft_p99=200ms", *load, "--resolution", "0.1", "--json")
     assert found.exit_code == 0, found.stderr
@@ -302,6 +302,6 @@ def test_a_sweep_keeps_its_headings_apart_on_a_terminal(server, width):
     assert all(len(line.rstrip()) <= width for line in plain.splitlines())
     if width >= 80:
         words = set(plain.split())
-        assert all(name in words or set(name.split("_")) <= words for name in levels.FIGURES)
+        assert all(name in words or set(name.split("_")) <= words for name in search.FIGURES)
         assert "57.14ms" in plain
         assert "100.0ms" in plain

@@ -18,8 +18,7 @@ from splittime.assemble import model_source
 from splittime.cli.calibrate import _table
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
-from splittime.plan.calibration import KindOfSteps
-from splittime.plan.kept import kept_for
+from splittime.plan.kept import KindOfSteps, kept_for
 from splittime.simulate.replica import load_replica
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
@@ -58,6 +57,7 @@ def calibrated(url, tmp_path_factory):
     return home, out, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_its_steps_are_of_every_kind_that_the_settings_allow(calibrated):
     _, out, told = calibrated
     replica = load_replica(out)
@@ -81,6 +81,7 @@ def test_its_table_fits_80_columns_and_cuts_no_figure_off():
     assert out.getvalue().count("1,234,567") == len(kinds)
 
 
+@pytest.mark.slow
 def test_it_tells_its_errors_by_kind_of_step(calibrated):
     told = calibrated[2]
     kinds = [error["kind"] for error in told["errors"]]
@@ -91,6 +92,7 @@ def test_it_tells_its_errors_by_kind_of_step(calibrated):
     assert told["others_share"] == 0
 
 
+@pytest.mark.slow
 def test_it_is_kept_for_this_server_and_no_other(calibrated, url):
     home, out, told = calibrated
     with urllib.request.urlopen(f"{url}/ledger/facts") as answer:
@@ -104,6 +106,7 @@ def test_it_is_kept_for_this_server_and_no_other(calibrated, url):
     assert kept_for(knob, folder) is not None
 
 
+@pytest.mark.slow
 def test_plans_and_simulations_take_it_and_say_so(calibrated, url):
     home = calibrated[0]
     load = ("--rate", "20", "--input-tokens", "16", "--output-tokens", "4", "--draws", "2", "--duration", "3s")

@@ -46,11 +46,12 @@ def test_a_ledger_file(ill, tmp_path):
     result = invoke("doctor", str(path))
     assert result.exit_code == 1
     assert "1. slot_bound" in result.stdout
-    assert "splittime serve --max-num-seqs 16" in result.stdout
+    assert "splittime serve --max-num-seqs 4\n" in result.stdout  # as far as steps of two rows tell
     answer = json.loads(invoke("doctor", str(path), "--json").stdout)
     assert answer["exit_code"] == 1
     assert answer["healthy"] is False
-    assert answer["findings"][0]["cure"]["command"] == "splittime serve --max-num-seqs 16"
+    assert answer["findings"][0]["cure"]["command"] == "splittime serve --max-num-seqs 4"
+    assert answer["findings"][0]["predicted"]["settings"] == {"max_num_seqs": 4}
     assert answer["findings"][0]["request_ids"][0].startswith("r")
 
 
@@ -67,6 +68,7 @@ def test_a_finding_says_what_its_cure_would_gain(ill, tmp_path):
     assert "gains   " not in result.stdout
     finding = json.loads(invoke("doctor", path, "--json", "--no-sizes").stdout)["findings"][0]
     assert (finding["predicted"], finding["not_predicted"]) == (None, "")
+    assert finding["cure"]["command"] == "splittime serve --max-num-seqs 16"
 
 
 def test_a_healthy_one_and_a_thin_one(well, tmp_path):
@@ -97,6 +99,9 @@ def test_a_run_of_a_bench(well, tmp_path):
         (("doctor", "missing.sqlite"), 2, "neither a URL nor a file"),
         (("doctor", "http://127.0.0.1:9"), 4, "Name another: `splittime doctor http://host:port`"),
         (("explain", "x", "--url", "http://127.0.0.1:9"), 4, "Name another with --url"),
+        (("doctor", "--url", "http://127.0.0.1:9"), 4, "Name another: `splittime doctor http://host:port`"),
+        (("doctor", "--url", "ftp://127.0.0.1"), 2, "a server is named as in http://127.0.0.1:8000"),
+        (("doctor", "a.sqlite", "--url", "http://127.0.0.1:9"), 2, "give a source or --url, one of them"),
         (("doctor", __file__), 2, "neither a ledger file nor a run"),
         (("explain",), 2, "REQUEST_ID or --slowest"),
         (("explain", "x", "--slowest", "2"), 2, "REQUEST_ID or --slowest"),
@@ -143,6 +148,7 @@ def test_a_live_server(server):
     assert "1. slot_bound" in result.stdout
     assert "100 requests" in result.stdout
     assert "A replay of the latest 100 requests" in " ".join(result.stdout.split())
+    assert invoke("doctor", "--url", url, "--api-key", "k").stdout == result.stdout
     del answers["/ledger/facts"]  # an older server
     result = invoke("doctor", url, "--api-key", "k")
     assert "1. slot_bound" in result.stdout

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 import splittime
 from splittime.cli import kept
 from splittime.cli.main import app
-from splittime.core.allowed import num_cores
 from splittime.core.facts import Machine
+from splittime.core.this_process import num_cores
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.kept import keep
 from splittime.plan.load import requests_for

@@ -32,8 +32,8 @@ def test_a_log_gets_lines_until_a_task_is_done(monkeypatch):
 def test_a_start_tells_what_it_does_at_once_and_until_it_is_over(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
-    monkeypatch.setattr(progress, "STARTING_EVERY_S", 0.001)
-    with progress.seconds_of("starting") as say:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
+    with progress.loading("starting", at_once=True) as say:
         assert log.getvalue().startswith("starting\n")
         say("loading")
         deadline = time.monotonic() + 60
@@ -62,7 +62,8 @@ def test_a_terminal_gets_a_bar_of_the_start(monkeypatch):
 def test_what_begins_again_after_a_full_bar_is_told(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
-    with progress.loading("tuning", line_every_s=0.001) as say:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.001)
+    with progress.loading("tuning") as say:
         say("run 1", 1.0)
         say("run 2", 0.5)
         deadline = time.monotonic() + 60

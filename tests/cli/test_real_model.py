@@ -39,13 +39,13 @@ def test_generate_accounts_for_every_nanosecond(answer):
 
 def test_llm_gives_what_the_command_gives(answer):
     llm = splittime.LLM(max_num_seqs=4, kv_cache_memory_bytes="32MiB", max_model_len=256)
-    sampling = splittime.SamplingParams(max_tokens=8, temperature=0.0)
+    sampling = splittime.SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.2)  # as advised
     one, other = llm.generate([PROMPT, "import os"], sampling)
     assert one.text == answer["text"]
     assert other.account.intervals[-1].end_ns == other.account.end_ns
     assert "".join(piece.text for piece in llm.stream(PROMPT, sampling)) == answer["text"]
     assert [phase[0] for phase in llm.timeline][-1] == "warm-up"
-    advice = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}  # of the package's generation_config.json
+    advice = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2}  # generation_config.json
     assert llm.resolved["default_sampling"] == advice
     assert llm.default_sampling == splittime.SamplingParams(**advice)
     assert len({output.text for output in llm.generate([PROMPT] * 4)}) > 1  # drawn, and to the end of the context

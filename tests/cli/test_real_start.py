@@ -49,6 +49,7 @@ def _word(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
+@pytest.mark.timeout(600)  # it measures between other work: a busy machine leaves it little
 @pytest.mark.parametrize("start", ["drawn weights", "packaged model", "every setting"])
 def test_it_starts_says_nothing_unexpected_and_keeps_all_ceilings(tmp_path, start):
     flags = {"drawn weights": lambda: DRAWN, "packaged model": list, "every setting": lambda: every_setting(tmp_path)}
@@ -75,7 +76,7 @@ def test_it_starts_says_nothing_unexpected_and_keeps_all_ceilings(tmp_path, star
 
 def measured(url):
     """Return what the server knows of its machine, as soon as it has measured it."""
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + 4 * LIMIT_S
     while time.monotonic() < until_s:
         with urllib.request.urlopen(f"{url}/ledger/facts", timeout=LIMIT_S) as response:
             machine = json.load(response)["machine"]

@@ -9,11 +9,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from splittime.cli.main import app
-from splittime.cli.tune_show import as_toml, flags_of, profiles_table, show
+from splittime.cli.tune import as_toml, flags_of, profiles_table, show
 from splittime.diagnose.comparison import Verdict
 from splittime.tune.goal import Goal, Score
+from splittime.tune.measure import FIGURES, ProfileFigures
 from splittime.tune.notebook import Tuned, TuneTrial
-from splittime.tune.profiles import FIGURES, ProfileFigures
 from splittime.tune.servers import OwnServers
 
 SLO = ["--slo", "ttft_p99=1s"]

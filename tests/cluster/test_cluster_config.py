@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.cluster import ray_head
+from splittime.cluster import ray_places
 from splittime.cluster.config import Cluster, cluster_config, folder_of, launch_of, read_cluster
-from splittime.cluster.gateway_files import (
+from splittime.cluster.gateways import ManagedGateways
+from splittime.cluster.places import key_of
+from splittime.cluster.ray_places import OWN_RAY, RayHead, check_ray
+from splittime.cluster.replica_process import ProcessMark
+from splittime.cluster.state import (
     FIRST_FAILURES,
     MAX_ATTEMPTS,
     ListedReplica,
@@ -20,10 +24,6 @@ from splittime.cluster.gateway_files import (
     operator_key,
     toml_of,
 )
-from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.places import key_of
-from splittime.cluster.ray_head import OWN_RAY, RayHead, check_ray
-from splittime.cluster.replica_process import ProcessMark
 from splittime.core.errors import ConfigError, EngineError
 from splittime.gateway.config_file import config_of
 
@@ -183,11 +183,17 @@ def test_gateways_share_a_port_beside_their_own(tmp_path):
 
 
 def test_two_gateways_write_no_file_of_each_other():
-    told = {"ledger_file": "x/l.sqlite", "audit": {"file": "a.jsonl"}, "cache": {"file": "c.sqlite"}}
+    told = {
+        "ledger_file": "x/l.sqlite",
+        "budget_file": "b.sqlite",
+        "audit": {"file": "a.jsonl"},
+        "cache": {"file": "c.sqlite"},
+    }
     config, launch = config_and_launch(gateway=told, gateways=2)
     first, second = (gateway_config(config, launch, number, ())[0] for number in range(2))
     assert (first.ledger_file, first.audit.file, first.cache.file) == ("x/l.sqlite", "a.jsonl", "c.sqlite")
     assert (second.ledger_file, second.audit.file, second.cache.file) == ("x/l-1.sqlite", "a-1.jsonl", "c-1.sqlite")
+    assert first.budget_file == second.budget_file == "b.sqlite", "budgets are of both together"
     assert config.gateway == told, "as it was"
 
 
@@ -259,7 +265,7 @@ def test_a_ray_that_was_too_slow_is_started_again_and_ended_well(monkeypatch, tm
 
     def is_hurried() -> bool:  # asked at each look: the second has had its time as soon as it hangs
         hangs = been.exists() and been.read_text() == "xx" and sum("started again" in line for line in said) == 1
-        monkeypatch.setattr(ray_head, "TRY_S", 0.0 if hangs else 60.0)
+        monkeypatch.setattr(ray_places, "TRY_S", 0.0 if hangs else 60.0)
         return False
 
     assert head.start(said.append, is_hurried) == "127.0.0.1:1"
@@ -288,7 +294,7 @@ def test_a_ray_that_ends_again_and_again_cannot_start(monkeypatch, tmp_path):
 
 
 def test_a_ray_that_does_not_end_is_killed_for_who_is_in_a_hurry(monkeypatch, tmp_path):
-    monkeypatch.setattr(ray_head, "END_S", 1e9)
+    monkeypatch.setattr(ray_places, "RAY_END_S", 1e9)
     head = ray_that_is(
         RAY.replace('Path(__file__).with_name("shut").touch()', "time.sleep(600)"), monkeypatch, tmp_path
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from splittime.cluster.config import ScaleSettings
 from splittime.cluster.controller import (
     Fleet,
     FleetAction,
@@ -15,7 +16,6 @@ from splittime.cluster.controller import (
     FleetReplica,
     FleetState,
 )
-from splittime.cluster.scaling import ScaleSettings
 
 S = 10**9
 CAPACITY = 1000

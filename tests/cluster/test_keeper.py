@@ -15,8 +15,7 @@ from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.replica_process import ReplicaSeen
 from splittime.cluster.state import REREAD, ClusterState, taken_cluster
-from splittime.core.engine_stats import EngineStats
-from splittime.core.sleep import Rest
+from splittime.core.engine import EngineStats, Rest
 
 
 class SmallReplicas:

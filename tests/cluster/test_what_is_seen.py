@@ -14,15 +14,13 @@ from aiohttp import web
 
 from splittime.cli import up as cli_up
 from splittime.cluster.config import Cluster, cluster_config, launch_of
-from splittime.cluster.gateway_files import LOST_S
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.observed import ReplicaGauges, ReplicaWatch, gauges_of
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
 from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.state import ManagedReplica, ReplicaPhase, write_mark
+from splittime.cluster.state import LOST_S, ManagedReplica, ReplicaPhase, write_mark
 from splittime.cluster.up import UpCluster
-from splittime.core.engine_stats import EngineStats
-from splittime.core.sleep import Rest
+from splittime.core.engine import EngineStats, Rest
 
 
 def test_places_know_nothing_of_a_strange_name_and_keep_the_last_logs(tmp_path):

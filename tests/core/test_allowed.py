@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from splittime.core import allowed
+from splittime.core import this_process
 
 V1 = "31 23 0:29 {root} {mount}/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n" + (
     "35 31 0:32 {root} {mount}/memory rw,relatime - cgroup cgroup rw,memory\n"
@@ -17,8 +17,8 @@ GIB = 1 << 30
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """Returns what writes the groups' files and says which the process is in."""
-    monkeypatch.setattr(allowed, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(allowed.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(this_process, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(this_process.os, "sched_getaffinity", lambda _: set(range(8)))
     mount = tmp_path / "groups"
 
     def put(mounted: str, own: str, files: dict[str, str], root: str = "/", pid: str = "self") -> None:
@@ -62,8 +62,8 @@ def old_quota(cores: float, folder: str = "") -> dict[str, str]:
 )
 def test_cores_are_what_affinity_and_all_groups_give(system, mounted, own, files, cores, whole):
     system(mounted, own, files)
-    assert allowed.quota_cores() == cores
-    assert allowed.num_cores() == whole
+    assert this_process.quota_cores() == cores
+    assert this_process.num_cores() == whole
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_cores_are_what_affinity_and_all_groups_give(system, mounted, own, files
 def test_a_part_of_the_tree_that_is_mounted(system, root, own, folder):
     """As in a container with and without a view of its own of the groups."""
     system(V1, f"5:cpu,cpuacct:{own}\n", old_quota(2, folder), root)
-    assert allowed.quota_cores() == 2.0
+    assert this_process.quota_cores() == 2.0
     system(V2, f"0::{own}\n", quota(1, folder), root)
-    allowed._trees.cache_clear()
-    assert allowed.quota_cores() == 1.0
+    this_process._trees.cache_clear()
+    assert this_process.quota_cores() == 1.0
 
 
 def test_without_groups_all_processors_are_its_own(system):
-    assert allowed.num_cores() == 8
-    assert allowed.throttled_ns([1]) is None
+    assert this_process.num_cores() == 8
+    assert this_process.throttled_ns([1]) is None
 
 
 STAT = "nr_periods 365\nnr_throttled 271\n"
@@ -103,15 +103,15 @@ STAT = "nr_periods 365\nnr_throttled 271\n"
 )
 def test_how_long_groups_were_throttled(system, mounted, own, files, ns):
     system(mounted, own, files, pid="7")
-    assert allowed.throttled_ns([7]) == ns
-    assert allowed.throttled_ns([7, 7, 8]) == ns, "one group counts once, and a process that has ended not at all"
+    assert this_process.throttled_ns([7]) == ns
+    assert this_process.throttled_ns([7, 7, 8]) == ns, "one group counts once, and a process that has ended not at all"
 
 
 def test_an_engine_in_a_group_of_its_own_counts(system):
     files = {"a/cpu.stat": f"{STAT}throttled_usec 1\n", "b/cpu.stat": f"{STAT}throttled_usec 4\n"}
     system(V2, "0::/a\n", files, pid="7")
     system(V2, "0::/b\n", {}, pid="8")
-    assert allowed.throttled_ns([7, 8]) == 5_000
+    assert this_process.throttled_ns([7, 8]) == 5_000
 
 
 def memory(limit: object, used: int, cached: int, folder: str = "") -> dict[str, str]:
@@ -137,9 +137,9 @@ def old_memory(limit: int, used: int, cached: int, folder: str = "") -> dict[str
 )
 def test_memory_is_what_the_tightest_group_has_left(system, mounted, own, files, free):
     system(mounted, own, files)
-    assert allowed.free_memory_bytes() == free
+    assert this_process.free_memory_bytes() == free
 
 
 def test_this_system_is_read():
-    assert 1 <= allowed.num_cores() <= (os.cpu_count() or 1)
-    assert 1 << 20 < allowed.free_memory_bytes() < 1 << 50
+    assert 1 <= this_process.num_cores() <= (os.cpu_count() or 1)
+    assert 1 << 20 < this_process.free_memory_bytes() < 1 << 50

@@ -1,6 +1,6 @@
 """Values that are kept: by weight, number and time, and fairly among their owners."""
 
-from splittime.core.kept_by_owner import KeptByOwner
+from splittime.core.shares import KeptByOwner
 
 
 def names(kept: KeptByOwner[str], owner: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import check_writable, write_whole
+from splittime.core.files import check_writable, write_whole
 
 IS_ROOT = os.geteuid() == 0
 
@@ -67,7 +67,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import write_whole
+from splittime.core.files import write_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     write_whole(Path(sys.argv[1]), b"x" * int(sys.argv[2]), keeps=True)

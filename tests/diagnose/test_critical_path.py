@@ -10,8 +10,7 @@ from ward import Case, Ward, ids
 from splittime.core.trace_context import MAX_TRACE_HOPS, HopKind
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import make_books
-from splittime.diagnose.critical_path import OUTSIDE, critical_path
-from splittime.diagnose.explain_trace import explain_trace
+from splittime.diagnose.explain_trace import OUTSIDE, critical_path, explain_trace
 from splittime.ledger import derive
 from splittime.ledger.hops import Hop
 

@@ -46,10 +46,11 @@ def test_it_has_no_more_steps_than_may_be(books: Books, monkeypatch) -> None:
     assert 10 <= len(excerpt.recorded.accounts) <= 20
 
 
-def test_those_who_wait_in_the_latest_steps_are_replayed_though_they_came_before(monkeypatch) -> None:
+@pytest.mark.parametrize("part", [0.5, 0.8])
+def test_those_who_wait_in_the_latest_steps_are_replayed_though_they_came_before(monkeypatch, part) -> None:
     """One slot, and a queue that all have joined before half of the steps are done."""
     books = Ward(settings={"max_num_seqs": 1}).run(*[Case(40 * number, ids(20, number), 20) for number in range(60)])
-    monkeypatch.setattr(excerpts, "MAX_STEPS", len(books.steps) // 2)
+    monkeypatch.setattr(excerpts, "MAX_STEPS", int(len(books.steps) * part))
     excerpt = latest_excerpt(books)
     assert (len(excerpt.recorded.accounts), excerpt.num_open) == (60, 0)
 

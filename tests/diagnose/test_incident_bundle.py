@@ -11,13 +11,12 @@ from kept import ledger_file
 from test_rules_queue import poisson
 from ward import Ward
 
+from splittime.core.engine import SleepReport
 from splittime.core.errors import ConfigError, ErrorInfo, NotFound
-from splittime.core.sleep import SleepReport
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.incident import bundle
-from splittime.diagnose.incident.bundle import books_in, is_incident, pack
+from splittime.diagnose.incident.bundle import NUM_SLICES, books_in, is_incident, pack, timeline
 from splittime.diagnose.incident.gather import Wanted, from_ledger
-from splittime.diagnose.incident.timeline import NUM_SLICES, timeline
 from splittime.ledger.facts import Process
 from splittime.ledger.stages import Stage
 

@@ -10,7 +10,7 @@ from ward import MS, Case, Ward, ids
 from splittime.bench.book.records import Ending
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
-from splittime.diagnose.rules.callers import asked_again
+from splittime.diagnose.rules.prompts import asked_again
 from splittime.ledger.account import ClosedAccount
 
 

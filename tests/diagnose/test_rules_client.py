@@ -159,11 +159,18 @@ def test_a_buffer_stays_one_however_long_the_answers_are(output):
 
 @pytest.mark.parametrize(("ok", "found"), [(True, ["buffering_proxy"]), (False, ["client_bound"])])
 def test_a_client_that_read_late_by_its_own_checks_is_no_proxy(ok, found):
-    """Short answers, whose writing leaves no pattern in the server's book: only the client's clock could say."""
+    """Short answers, of which both books tell the same burst."""
     books = with_client(Ward().run(*poisson(8, 80, output=10)), buffered)
     check = RunCheck(name="loop_lag", ok=ok, value=9.0, limit=1.0, unit="ms", sentence="it read late", voids=True)
     books = msgspec.structs.replace(books, run=msgspec.structs.replace(books.run, checks=(check,)))
     assert [finding.name for finding in diagnose(books).findings] == found
+
+
+def test_answers_too_short_to_be_written_in_a_pattern_are_no_buffer_s():
+    """A slow start of quick answers: the client alone would take it for a buffer, the server's book knows better."""
+    quick = Ward(step_ms=0.3).run(*poisson(8, 80, output=10))
+    assert "buffering_proxy" not in names(with_client(quick, buffered))
+    assert "buffering_proxy" in names(with_client(quick, buffered, has_accounts=False))
 
 
 @pytest.mark.parametrize("has_accounts", [True, False])

@@ -10,7 +10,7 @@ from ward import MS, Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.rules import step_cost
-from splittime.diagnose.rules.interference import prefill_interference
+from splittime.diagnose.rules.prefill import prefill_interference
 
 CHATS = [Case(150 * i, ids(16, i), 120) for i in range(30)]
 LONG = [Case(300 + 400 * i, ids(1500, 1000 + i), 4) for i in range(10)]

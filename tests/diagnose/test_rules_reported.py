@@ -13,8 +13,7 @@ from splittime.bench.book.records import RunCheck, Sample
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.reported import MIN_STATES, grown, reported
 from splittime.diagnose.words import WORDS, labels_of
-from splittime.wire.dialects import DIALECTS
-from splittime.wire.dialects.dialect import parse
+from splittime.wire.dialects import DIALECTS, parse
 
 FIXTURES = Path(__file__).parents[1] / "bench" / "fixtures"
 FILES = {"vllm": "vllm", "sglang": "sglang", "tgi": "tgi", "llama.cpp": "llama_cpp"}

@@ -10,7 +10,8 @@ from ward import Case, Guessing, Ward
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
-from splittime.diagnose.rules.draft_balance import (
+from splittime.diagnose.rules.evidence import served, total_ns
+from splittime.diagnose.rules.speculation import (
     CONTEXT,
     DRAFT,
     FIXED,
@@ -21,7 +22,6 @@ from splittime.diagnose.rules.draft_balance import (
     prices_of,
     work_of,
 )
-from splittime.diagnose.rules.evidence import served, total_ns
 from splittime.ledger.steps import StepRecord, verify_steps
 
 NAME = "speculation_costs"

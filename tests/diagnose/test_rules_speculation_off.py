@@ -15,10 +15,18 @@ from ward import Case, Guessing, Ward, ids
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
-from splittime.diagnose.rules import speculation_off
-from splittime.diagnose.rules.draft_balance import ROW, prices_of, reach
+from splittime.diagnose.rules import speculation
 from splittime.diagnose.rules.evidence import served, total_ns
-from splittime.diagnose.rules.speculation_off import HASHES, LeastGain, blocks_guessed, blocks_of, tokens_guessed
+from splittime.diagnose.rules.speculation import (
+    HASHES,
+    ROW,
+    LeastGain,
+    blocks_guessed,
+    blocks_of,
+    prices_of,
+    reach,
+    tokens_guessed,
+)
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 
 NAME = "speculation_would_pay"
@@ -137,13 +145,13 @@ def test_steps_of_one_row_do_not_tell_what_a_guess_costs():
 
 def test_the_latest_requests_are_looked_at(monkeypatch):
     texts = [Text(ids(32, i), ids(32, 100 + i)) for i in range(5)]
-    assert list(speculation_off._latest(texts)) == texts
-    monkeypatch.setattr(speculation_off, "MOST_HASHES", 11)
-    assert list(speculation_off._latest(texts)) == texts[3:]
+    assert list(speculation._latest(texts)) == texts
+    monkeypatch.setattr(speculation, "MOST_HASHES", 11)
+    assert list(speculation._latest(texts)) == texts[3:]
 
 
 def test_as_many_guesses_are_prescribed_as_were_counted_on():
-    flags = speculation_off._cure(speculation_off.OURS, 2).elsewhere["vllm"].flags
+    flags = speculation._cure(speculation.OURS, 2).elsewhere["vllm"].flags
     assert msgspec.json.decode(flags[1].strip("'"))["num_speculative_tokens"] == 2
 
 
@@ -247,10 +255,10 @@ def test_what_past_answers_show_by_hashes_counts_beside():
 
 def test_drafts_that_were_counted_are_the_right_ones_and_a_row_for_each_wrong_one():
     books = counted(books_of(poisson(8, 80, output=60)), 0.5, 0.25)
-    gain = speculation_off.counted_gain(books.accounts, 4)
+    gain = speculation.counted_gain(books.accounts, 4)
     assert gain.drafts == pytest.approx(0.25 + 4 * 0.25)
     assert gain.num_right == 15 * 80
-    assert speculation_off.counted_gain(books.accounts[:3], 4) is None
+    assert speculation.counted_gain(books.accounts[:3], 4) is None
 
 
 # ---- what hashes show

@@ -39,6 +39,14 @@ def test_an_engine_that_is_stopped_from_outside():
     assert diagnosis.illnesses[0].share_of_time > 0.2
 
 
+@pytest.mark.parametrize(("others", "first"), [(0.1, "engine_stopped"), (1.9, "cpu_starved")])
+def test_on_a_machine_full_of_others_who_waits_is_not_taken_for_stopped(others, first):
+    """Its thread is off for those of its process that wait, too."""
+    stops = [(at, 150) for at in EVERY]
+    ward = Ward(token_ms=0.1, stops_ms=stops, wait_share=0.3, beside=(0.0, others), machine=(1, 2))
+    assert names(ward.run(*CHATS, *PROMPTS))[0] == first
+
+
 def test_what_happened_is_told_though_another_run_may_show_less():
     """Most requests were spared: the pause, or the stop, is as true as if it had met all of them."""
     paused = diagnose(Ward(token_ms=0.1, knobs=[(1500, {"paused": True}), (2400, {"paused": False})]).run(*CHATS))

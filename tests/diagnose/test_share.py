@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.diagnose.rules.share import CONFIDENCE, MIN_LOSERS, MIN_SHARE, counted, ratio, widened
+from splittime.diagnose.rules.evidence import CONFIDENCE, MIN_LOSERS, MIN_SHARE, counted, ratio, widened
 
 amounts = st.lists(st.tuples(st.floats(0, 1e12), st.floats(1, 1e12)), min_size=1, max_size=60)
 

@@ -1,7 +1,7 @@
 """Reads the commands out of README.md and the guides.
 
-A block of code is run if its language is `sh`, `console` (lines after `$ ` alone) or `python`. A comment on the line
-before the block says otherwise:
+A block of code is run if its language is `sh`, `console` (lines after `$ `, and after `> ` what goes on; the others are
+what is printed) or `python`. A comment on the line before the block says otherwise:
 
     <!-- not run: REASON -->                  the block is not run here
     <!-- exits 0, 3: REASON -->               the block may end with one of these codes, not with 0 alone
@@ -20,7 +20,7 @@ RUN = ("sh", "console", "python")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page. reason: why it is not run, or None."""
+    """One block of a page. reason: why it is not run, or None. printed: what the page says that it prints."""
 
     page: str
     line: int
@@ -28,6 +28,7 @@ class Block:
     text: str
     exits: frozenset[int] = frozenset({0})
     reason: str | None = None
+    printed: str = ""
 
     @property
     def is_server(self) -> bool:
@@ -53,14 +54,16 @@ def runnable(page: str) -> list[Block]:
 
 def _block(page: str, text: str, found: re.Match[str]) -> Block:
     line = text.count("\n", 0, found.start("text")) + 1
-    commands = found["text"]
+    commands, printed = found["text"], ""
     if found["language"] == "console":
-        commands = "".join(line[2:] for line in commands.splitlines(keepends=True) if line.startswith("$ "))
+        lines = commands.splitlines(keepends=True)
+        commands = "".join(line[2:] for line in lines if line.startswith(("$ ", "> ")))
+        printed = "".join(line for line in lines if not line.startswith(("$ ", "> ")))
     mark = MARK.fullmatch(found["mark"] or "")
     if mark is None:
         assert found["mark"] is None, f"{page}:{line}: {found['mark']!r} is no marker"
-        return Block(page, line, found["language"], commands)
+        return Block(page, line, found["language"], commands, printed=printed)
     if mark["codes"] is None:
-        return Block(page, line, found["language"], commands, reason=mark["reason"])
+        return Block(page, line, found["language"], commands, reason=mark["reason"], printed=printed)
     exits = frozenset(map(int, mark["codes"].split(",")))
-    return Block(page, line, found["language"], commands, exits)
+    return Block(page, line, found["language"], commands, exits, printed=printed)

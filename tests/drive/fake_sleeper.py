@@ -1,10 +1,10 @@
-"""A `core.sleep.Sleeper` for engines on a `FakeRunner`: what the runner knew is forgotten; it can be told to fail."""
+"""A `core.engine.Sleeper` for engines on a `FakeRunner`: what the runner knew is forgotten; it can be told to fail."""
 
 import time
 from collections.abc import Callable
 
+from splittime.core.engine import Moved
 from splittime.core.errors import EngineError
-from splittime.core.sleep import Moved
 from splittime.simulate.fake import FakeRunner
 
 

@@ -10,7 +10,7 @@ from splittime.core.errors import RequestError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.grammar_gate import GrammarGate
+from splittime.drive.gates import GrammarGate
 from splittime.drive.messages import Abort, Fail, Release, Submit
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause
@@ -131,7 +131,7 @@ def test_a_compiler_that_breaks_leaves_nobody_waiting_and_a_full_queue_says_so(m
             assert self.may_go.wait(20)
             raise MemoryError
 
-    monkeypatch.setattr("splittime.drive.grammar_gate.MOST_WAITING", 1)
+    monkeypatch.setattr("splittime.drive.gates.MOST_WAITING", 1)
     compiler, told = Broken(), Told()
     gate = GrammarGate(compiler, told.put)
     for name in ("one", "two"):
@@ -159,7 +159,7 @@ def test_one_tenants_forms_leave_threads_for_anothers() -> None:
 
 
 def test_tenants_take_turns(monkeypatch) -> None:
-    monkeypatch.setattr("splittime.drive.grammar_gate.THREADS", 1)
+    monkeypatch.setattr("splittime.drive.gates.THREADS", 1)
     compiler, told = SlowCompiler(), Told()
     gate = GrammarGate(compiler, told.put)
     for name in ("a1", "a2", "a3", "b1", "b2"):
@@ -228,7 +228,7 @@ def test_all_requests_of_a_form_that_cannot_be_hear_why() -> None:
 
 
 def test_a_form_whose_askers_left_takes_no_place_and_is_begun_anew_for_the_next(monkeypatch) -> None:
-    monkeypatch.setattr("splittime.drive.grammar_gate.MOST_WAITING", 4)
+    monkeypatch.setattr("splittime.drive.gates.MOST_WAITING", 4)
     compiler, told = SlowCompiler(), Told()
     gate = GrammarGate(compiler, told.put)
     for name in "abc":

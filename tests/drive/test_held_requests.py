@@ -3,12 +3,11 @@
 import pytest
 
 from splittime.core.clock import SystemClock, VirtualClock
+from splittime.core.engine import Moved
 from splittime.core.errors import Conflict
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import Moved
-from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.inline import InlineDriver
+from splittime.drive.crank import Crank, EngineParts, InlineDriver
 from splittime.drive.messages import Abort, MaskFound, Release, StepOutput, Submit
 from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause, Stage

@@ -9,9 +9,9 @@ import pytest
 import zmq.asyncio
 
 from splittime.core.errors import ConfigError, EngineError
-from splittime.drive import incarnation
-from splittime.drive.incarnation import Incarnation, cause_of_death, failure
+from splittime.drive import process
 from splittime.drive.messages import Fatal
+from splittime.drive.process import Incarnation, cause_of_death, failure
 
 ECHO = "import sys; line = sys.stdin.readline(); open(sys.argv[1], 'w').write(line + '|'.join(sys.argv[2:]))"
 DEAF = "import time; print('up', flush=True); time.sleep(600)"
@@ -35,7 +35,7 @@ def test_it_is_told_its_settings_in_a_line_and_where_its_sockets_are(tmp_path: P
 async def test_one_that_leaves_is_waited_for_and_one_that_does_not_is_killed(
     script: str, status: int, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(incarnation, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(process, "PATIENCE_S", patience_s)
     born = Incarnation([sys.executable, "-c", script], b"{}")
     context = zmq.asyncio.Context()
     born.connect(context)

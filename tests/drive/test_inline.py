@@ -9,8 +9,7 @@ from splittime.core.errors import ConfigError, EngineError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import StepPlan, StepResult
-from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.inline import EngineThread
+from splittime.drive.crank import Crank, EngineParts, EngineThread
 from splittime.drive.messages import StepOutput
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig

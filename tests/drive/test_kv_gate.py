@@ -10,12 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
+from splittime.core.engine import MAX_TOLD_BYTES, BlocksAsk, BlocksTold, sound_blocks, with_digests
 from splittime.core.errors import ConfigError
-from splittime.core.kv_blocks import MAX_TOLD_BYTES, BlocksAsk, BlocksTold, sound_blocks, with_digests
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive.kv_gate import BlockSharing, KvGate
-from splittime.drive.kv_peer import LEAST_FOUND, Peer
+from splittime.drive.kv_gate import LEAST_FOUND, BlockSharing, KvGate, Peer
 from splittime.drive.messages import Abort, BlocksArrived, Hold, Release, Submit
 from splittime.kv.blocks import block_names, root_name
 from splittime.kv.cache import KVCache

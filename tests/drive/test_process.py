@@ -18,7 +18,7 @@ from patience import until_async
 from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.drive import incarnation
+from splittime.drive import process
 from splittime.drive.messages import Loading
 from splittime.drive.process import ProcessClient
 from splittime.ledger.account import Account
@@ -284,23 +284,23 @@ asyncio.run(main())
 async def test_a_hung_engine_is_not_ready_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = time.monotonic_ns()
     clock = SimpleNamespace(monotonic_ns=lambda: now_ns)
-    monkeypatch.setattr(incarnation, "time", clock)
-    monkeypatch.setattr(incarnation, "PING_EVERY_S", 0.02)
+    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(process, "PING_EVERY_S", 0.02)
 
     def pass_s(seconds: float) -> None:
         nonlocal now_ns
         now_ns += int(seconds * 1e9)
 
     async with running_client() as client:
-        pass_s(incarnation.SILENT_AFTER_S)
+        pass_s(process.SILENT_AFTER_S)
         assert not client.is_ready
         await asyncio.wait_for(wait_until_ready(client), 60)  # idle, and answering
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)
         while client.is_ready:  # what it said before has still to be heard
             await asyncio.sleep(0.02)
-            pass_s(incarnation.SILENT_AFTER_S)
-        pass_s(incarnation.HUNG_AFTER_S)
+            pass_s(process.SILENT_AFTER_S)
+        pass_s(process.HUNG_AFTER_S)
         await until_async(lambda: client.num_restarts != 0)
         await asyncio.wait_for(wait_until_ready(client), 60)
         assert client.num_restarts == 1

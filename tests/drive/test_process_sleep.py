@@ -13,9 +13,9 @@ import pytest
 from test_process import collect, make_request
 
 from patience import until_async
+from splittime.core.engine import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.errors import Conflict, EngineError, Overloaded, RequestError
 from splittime.core.request import FinishReason
-from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.drive import process as process_module
 from splittime.drive.process import ProcessClient
 
@@ -234,6 +234,7 @@ async def test_stopping_while_several_wait_for_a_successor() -> None:
 
 
 async def test_a_message_that_is_none_ends_the_engine_with_words(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "splittime")
     async with sleepy() as client:
         pid = client.pid
         assert client._incarnation is not None
@@ -257,6 +258,7 @@ async def test_a_paused_engine_is_let_go_on_while_it_falls_asleep() -> None:
 
 
 async def test_the_log_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "splittime")
     async with sleepy() as client:
         await client.sleep(SleepAsk(1))
         await client.sleep(SleepAsk(1))

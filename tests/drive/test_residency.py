@@ -6,11 +6,11 @@ import pytest
 from fake_sleeper import FakeSleeper
 
 from splittime.core.clock import VirtualClock
+from splittime.core.engine import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.facts import Machine
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.drive.crank import Crank, EngineParts, Pieces
 from splittime.drive.loop import Inbox, run_loop
 from splittime.drive.messages import ConfigureDone, FromEngine, Measured, Sleep, SleepDone, StepOutput, Submit, Wake

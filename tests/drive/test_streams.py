@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.core.errors import Conflict
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams

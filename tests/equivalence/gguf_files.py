@@ -5,6 +5,7 @@ the package says these blocks mean, so that both files hold the same model to th
 """
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,31 @@ ARCHITECTURES = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), "llama"),
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+    **dict.fromkeys(("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"), "granite"),
+    "GraniteMoeForCausalLM": "granitemoe",
+    **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
+    "OlmoeForCausalLM": "olmoe",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "SeedOssForCausalLM": "seed_oss",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Dots1ForCausalLM": "dots1",
+    "Exaone4ForCausalLM": "exaone4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "Ministral3ForCausalLM": "mistral3",
+    "GptOssForCausalLM": "gpt-oss",
 }
-
-
+PAIRED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter reorders queries and keys
+WITHOUT_WINDOWS = ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "smollm3", "dots1", "mistral3")
+GROUPED = ("glm4moe", "dots1")
 SCALES = {
     "Q4_0": {0: 0.013},
     "Q4_1": {0: 0.013, 2: -0.1},
@@ -80,29 +102,92 @@ def _replace_by_blocks(tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
 
 
 def _describe(writer: Any, config: dict[str, Any]) -> None:
+    architecture = ARCHITECTURES[config["architectures"][0]]
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    rope = config.get("rope_parameters") or {}
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("shared_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if architecture != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
-    if rope.get("rope_type") == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if config.get("sliding_window") and config["architectures"][0] in ("MistralForCausalLM", "MixtralForCausalLM"):
+    _describe_rope(writer, config, architecture, head_dim)
+    if config.get("sliding_window") and architecture not in WITHOUT_WINDOWS:
         writer.add_sliding_window(config["sliding_window"])
-    experts = config.get("num_local_experts") or config.get("num_experts")
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+        if architecture in ("olmo2", "exaone4"):
+            writer.add_sliding_window_pattern([one == "sliding_attention" for one in config["layer_types"]])
+    names = {
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+    }
+    for name, add in names.items():
+        if config.get(name) is not None:
+            add(config[name])
+    _describe_experts(writer, config, architecture)
+
+
+def _describe_rope(writer: Any, config: dict[str, Any], architecture: str, head_dim: int) -> None:
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope
+    kind, theta = rope.get("rope_type"), rope.get("rope_theta", 10_000.0)
+    if kind == "dynamic":
+        theta *= rope["alpha"] ** (head_dim / (head_dim - 2))
+    writer.add_rope_freq_base(theta)
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share or architecture in ("phi3", *PAIRED):
+        writer.add_rope_dimension_count(int(head_dim * (share or 1.0)))
+    if config["architectures"] == ["GraniteMoeHybridForCausalLM"]:
+        writer.add_rope_scaling_finetuned(config.get("position_embedding_type") == "rope")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if architecture == "phi3":
+        original = config.get("original_max_position_embeddings") or rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        ratio = config["max_position_embeddings"] / original
+        if kind == "longrope":
+            own = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+            writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or own)
+            for length in ("short", "long"):
+                writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+
+
+def _describe_experts(writer: Any, config: dict[str, Any], architecture: str) -> None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((config[name] for name in names if config.get(name)), None)
+    if not experts:
+        return
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if config.get("norm_topk_prob") is not None and architecture != "qwen3moe":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    if architecture in GROUPED:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _add_tensors(
@@ -113,7 +198,16 @@ def _add_tensors(
     stacks: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for name, tensor in tensors.items():
         content = blocks.get(name, tensor)
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            content = content + 1
+        if name.endswith(("e_score_correction.bias", "shared_expert_gate.weight")):
+            content = content.squeeze()
+        if name.endswith("_linear.weight") or (arch == "gpt-oss" and ".experts." in name):
+            _add_stack(writer, name, content, arch)
+            continue
+        name += ".weight" * name.endswith("sinks")
+        if arch in PAIRED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             content = _neighbours(content, heads)
         if ".experts." in name:
@@ -124,6 +218,20 @@ def _add_tensors(
             _add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), content, name in blocks, kind)
     for name, stack in stacks.items():
         _add(writer, name, np.stack([stack[number] for number in sorted(stack)]), bool(blocks), kind)
+
+
+def _add_stack(writer: Any, name: str, content: np.ndarray, arch: str) -> None:
+    """Gates and ups in one tensor: Granite's, of all experts or of the one MLP, and gpt-oss's, turned and by turns."""
+    layer, suffix = name.split(".")[2], "" if arch == "granite" else "_exps"
+    kind = "bias" if name.endswith("_bias") else "weight"
+    if arch == "gpt-oss" and kind == "weight":
+        content = content.swapaxes(1, 2)
+    parts = {"down": content}
+    if "down" not in name and "output" not in name:
+        halves = (content[:, ::2], content[:, 1::2]) if arch == "gpt-oss" else np.split(content, 2, axis=-2)
+        parts = dict(zip(("gate", "up"), halves, strict=True))
+    for part, own in parts.items():
+        writer.add_tensor(f"blk.{layer}.ffn_{part}{suffix}.{kind}", np.ascontiguousarray(own))
 
 
 def _add(writer: Any, name: str, content: np.ndarray, is_blocks: bool, kind: str) -> None:
@@ -142,6 +250,7 @@ def _neighbours(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def _rope_factors(config: dict[str, Any]) -> np.ndarray | None:
     """Llama 3.1's scaling as numbers by which each frequency is divided: transformers' frequencies say which."""
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope
     if rope.get("rope_type") != "llama3":
         return None
     transformers = pytest.importorskip("transformers")

@@ -20,12 +20,10 @@ from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
 from splittime.core.step import StepPlan, StepResult
 from splittime.runner.compose import load_torch_runner
-from splittime.runner.config import RunnerConfig
-from splittime.runner.draft_model import ModelDrafter
-from splittime.runner.draft_sources import drafting_of, model_drafter
+from splittime.runner.config import RunnerConfig, SpeculativeConfig, speculative_config
+from splittime.runner.draft_sources import ModelDrafter, drafting_of, model_drafter
 from splittime.runner.draft_steps import num_spare_blocks
 from splittime.runner.drafting import Draft, DraftingRunner, Look
-from splittime.runner.speculative import SpeculativeConfig, speculative_config
 from splittime.runner.torch_runner import TorchRunner
 
 pytestmark = pytest.mark.skipif(not has_native_kernels(), reason="no native kernels")

@@ -25,7 +25,7 @@ from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread
 from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.runner.grammars import Grammars
-from splittime.runner.ranks.lead import Lead
+from splittime.runner.ranks.members import Lead
 from splittime.runner.suffix_drafter import SuffixDrafter
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig

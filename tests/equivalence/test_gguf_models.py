@@ -1,6 +1,7 @@
 """A model in a GGUF file computes what the same weights in safetensors do, for every architecture and tensor type."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,25 +10,31 @@ import pytest
 from driving import Driver, Sequence
 from listening import prompt_logits
 from random_models import BASE, VARIANTS, make
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("gguf")
 
 from gguf_files import write
 
 from splittime.core.errors import ConfigError
+from splittime.kernels.layer import MixtureSpec
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import load_config
 from splittime.models.gguf.config import load_gguf_config
-from splittime.runner.compose import load_torch_runner
+from splittime.runner.compose import gauge_of, load_torch_runner
 from splittime.runner.config import RunnerConfig
 
 pytestmark = pytest.mark.sample(15)
 
 SAYABLE = (
     *("llama", "llama-mha-tied", "llama-mqa-biases", "llama-head-dim", "llama-rope-llama3", "llama-rope-linear"),
-    *("mistral-window", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen3-moe"),
+    *("mistral-window", "qwen2", "qwen3", "mixtral", "mixtral-window", "qwen3-moe", "gemma3-file"),
+    *("llama-rope-yarn", "qwen2-moe", "gemma", "gemma2-file", "smollm3", "phi3", "phi3-long", "phi3-short-partial"),
+    *("granite-tied", "granite-hybrid", "granite-hybrid-no-rope", "granite-moe", "olmo2", "olmo3", "olmoe"),
+    *("ernie", "ernie-moe", "seed-oss-biases", "glm4", "glm-moe", "glm-moe-groups", "exaone4", "exaone4-full"),
+    *("hunyuan", "hunyuan-alpha", "hunyuan-yarn", "ministral3", "gpt-oss"),
 )
-"""GGUF has no keys for windows on some layers only, and no names for plain layers among those with experts."""
+"""Few files have keys for windows on some layers only."""
 PROMPT = [5, 17, 3, 80, 41, 2, 96, 0, 33, 33, 7, 12, 64, 90, 1, 28, 55, 9, 13, 71]
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -50,10 +57,28 @@ def test_floats_give_the_same_logits(variant, tmp_path):
     assert runner.resolved.num_parameters == other.resolved.num_parameters
 
 
+def test_a_layer_for_drafts_changes_nothing(tmp_path, monkeypatch):
+    """The file has one block more than the folder, and says so, as GLM-4.5's do."""
+    monkeypatch.setitem(VARIANTS, "longer", ("Glm4Moe", {**VARIANTS["glm-moe"][1], "num_hidden_layers": 3}))
+    make("longer", tmp_path)
+    path, weights = tmp_path / "model.gguf", tmp_path / "model.safetensors"
+    write(tmp_path, path, **{"glm4moe.nextn_predict_layers": 1})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    kept = {name: each for name, each in load_file(weights).items() if not name.startswith("model.layers.2.")}
+    save_file(kept, weights, {"format": "pt"})
+    mine, runner = logits(path, **DTYPE)
+    want, other = logits(tmp_path, **DTYPE)
+    assert (mine - want).abs().max() < 2e-5 * want.abs().max()
+    assert runner.resolved.num_parameters == other.resolved.num_parameters
+    assert [isinstance(layer.feed_forward, MixtureSpec) for layer in load_gguf_config(path).layers] == [False, True]
+
+
 def shape_of(layer):
-    """All but the epsilons, which GGUF has in float32, and the rotary embedding, which it may say in other words."""
+    """All but the epsilons and the rotary embedding, which it may say in other words; GGUF has numbers in float32."""
     has_head_norm = layer.mixer.head_norm is not None
-    return replace(layer, norm=None, mixer=replace(layer.mixer, position=None, head_norm=has_head_norm))
+    said = repr(replace(layer, norm=None, mixer=replace(layer.mixer, position=None, head_norm=has_head_norm)))
+    return re.sub(r"\d+\.\d+(e-\d+)?", lambda number: f"{float(number[0]):.5g}", said)
 
 
 @pytest.mark.parametrize("variant", SAYABLE)
@@ -66,7 +91,10 @@ def test_metadata_become_the_same_config(variant, tmp_path):
     own = {"layers", "norm", "eos_token_ids", "architecture"}  # compared by what they compute
     same = [name for name in mine.__struct_fields__ if name not in own]
     assert [shape_of(layer) for layer in mine.layers] == [shape_of(layer) for layer in want.layers]
-    assert {name: getattr(mine, name) for name in same} == {name: getattr(want, name) for name in same}
+    found, wanted = ({name: getattr(config, name) for name in same} for config in (mine, want))
+    factors = ("embedding_factor", "logits_factor", "logits_cap")
+    assert [found.pop(name) for name in factors] == pytest.approx([wanted.pop(name) for name in factors])
+    assert found == wanted
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -96,14 +124,22 @@ def test_integers_give_the_logits_of_what_they_stand_for(pair, kernels):
 
 
 def test_native_kernels_stay_close(pair):
-    """They round activations to 8 bits: a bound on the divergence, some times what is seen."""
+    """They round activations to 8 bits: a bound on the divergence, some times what is seen. The machine's ceiling is
+    that of the file's own groups."""
     try:
         library()
     except LibraryMissing as missing:
         pytest.skip(str(missing))
-    folder, path, _ = pair
+    folder, path, kind = pair
     want = logits(folder, **DTYPE)[0].log_softmax(-1)
-    mine = logits(path, kernels="native", dtype="float32")[0].log_softmax(-1)
+    mine, runner = logits(path, kernels="native", dtype="float32")
+    mine = mine.log_softmax(-1)
+    *_, (operations_per_s,) = gauge_of(runner, remembers=False)._multiply()
+    assert operations_per_s > 0
+    assert (runner.scheme.name, runner.scheme.group) == (
+        "int4" if "4" in kind else "int8",
+        16 if kind == "Q6_K" else 32,
+    )
     divergence = (want.exp() * (want - mine)).sum(-1).mean()
     assert divergence < 0.003, divergence
 

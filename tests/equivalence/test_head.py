@@ -29,10 +29,9 @@ from splittime.models.weights.head import head_config
 from splittime.models.weights.load import read_config
 from splittime.runner import draft_sources
 from splittime.runner.batch import Batch
-from splittime.runner.config import RunnerConfig
+from splittime.runner.config import RunnerConfig, SpeculativeConfig, speculative_config
 from splittime.runner.draft_sources import drafting_of, head_drafter
-from splittime.runner.parked import PAGE_BYTES
-from splittime.runner.speculative import SpeculativeConfig, speculative_config
+from splittime.runner.sleep import PAGE_BYTES
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler

@@ -38,7 +38,7 @@ def selected():
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen3-moe", "gemma2", "gemma3"])
 @pytest.mark.sample(10)
 def test_the_same_logits(variant, route, selected, tmp_path):
     make(variant, tmp_path)

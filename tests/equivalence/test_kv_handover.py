@@ -6,22 +6,25 @@ import weakref
 from typing import Any
 
 import pytest
+from random_models import make
 
 torch = pytest.importorskip("torch")
 
 from splittime.assemble import model_source, settings  # noqa: E402
 from splittime.assemble.worker import build_engine  # noqa: E402
 from splittime.core.clock import SystemClock  # noqa: E402
+from splittime.core.engine import BlocksAsk  # noqa: E402
 from splittime.core.errors import ConfigError  # noqa: E402
-from splittime.core.kv_blocks import BlocksAsk  # noqa: E402
 from splittime.core.request import Request  # noqa: E402
 from splittime.core.sampling import SamplingParams  # noqa: E402
 from splittime.drive.crank import Crank, EngineParts  # noqa: E402
 from splittime.kernels.native.library import LibraryMissing, library  # noqa: E402
 from splittime.kv.blocks import block_names, root_name  # noqa: E402
 from splittime.kv.cache import Lease  # noqa: E402
+from splittime.runner.compose import load_torch_runner  # noqa: E402
 from splittime.runner.config import RunnerConfig  # noqa: E402
 from splittime.runner.honoured import check_sharing  # noqa: E402
+from splittime.runner.kv_port import layout_of  # noqa: E402
 
 try:
     library()
@@ -143,3 +146,14 @@ def test_what_cannot_be_shared_is_refused_by_name() -> None:
         assert refused.value.info.param == "kv_peers"
     with pytest.raises(ConfigError, match="adapters"):
         check_sharing(RunnerConfig(model_path="x", kv_export=True, enable_lora=True), "native")
+
+
+def test_servers_whose_keys_are_turned_otherwise_have_other_layouts(tmp_path) -> None:
+    """Phi-3 turns by other factors where more is served than its original context, 64 tokens here."""
+    make("phi3-long", tmp_path)
+    near, far, further = (
+        layout_of(load_torch_runner(RunnerConfig(model_path=str(tmp_path), max_model_len=length)))
+        for length in (64, 96, 128)
+    )
+    assert near != far
+    assert far == further

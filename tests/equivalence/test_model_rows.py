@@ -15,7 +15,20 @@ NEW_TOKENS = 24
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7, frequency_penalty=0.3, repetition_penalty=1.1)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3-moe"])
+VARIED = (
+    "qwen3-moe",
+    "qwen2-moe-window-plain-layers",
+    "gpt-oss-yarn",
+    "glm-moe-groups",
+    "gemma2",
+    "gemma3",
+    "hunyuan",
+    "olmo3",
+    "ministral3",
+)
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window", *VARIED])
 def runner(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     make(request.param, folder)

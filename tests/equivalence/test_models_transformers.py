@@ -15,7 +15,7 @@ from splittime.runner.torch_runner import TorchRunner
 
 pytestmark = pytest.mark.sample(8)
 
-PROMPT_TOKENS = 40
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 40, 300
 NEW_TOKENS = 26
 MAX_ABS_ERROR = 1e-4
 
@@ -28,8 +28,11 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompt():
-    return torch.randint(0, 97, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+def prompt(pair):
+    """Longer for models that take it, so that it goes beyond their windows and their original contexts."""
+    is_long = pair[0].config.max_position_embeddings > LONG_PROMPT_TOKENS + NEW_TOKENS
+    num_tokens = LONG_PROMPT_TOKENS if is_long else PROMPT_TOKENS
+    return torch.randint(0, 97, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def load(folder, **settings) -> TorchRunner:
@@ -59,7 +62,7 @@ def test_logits_equal_transformers(pair, prompt, kernels):
     model, folder = pair
     runner = load(folder, kernels=kernels)
     listener = Listener(runner)
-    Driver(runner, shuffle_seed=3).prefill(Sequence("a", prompt), chunks=[9, 1, 17, 5])
+    Driver(runner, shuffle_seed=3).prefill(Sequence("a", prompt), chunks=[9, 1, 17, 5, 200])
     with torch.no_grad():
         want = model(torch.tensor([prompt])).logits[0]
     assert (torch.cat(listener.seen) - want).abs().max() <= MAX_ABS_ERROR
@@ -72,7 +75,7 @@ def test_greedy_tokens_equal_transformers(pair, prompt):
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert got == tokens[PROMPT_TOKENS:]
+    assert got == tokens[len(prompt) :]
 
 
 def test_bfloat16_is_close_to_float32(pair, prompt):
@@ -85,6 +88,6 @@ def test_bfloat16_is_close_to_float32(pair, prompt):
         Driver(load(folder, dtype=dtype)).prefill(sequence)
         scores = [one.logprob for one in sequence.results[0].prompt_logprobs]
         means.append(torch.tensor(scores))
-    assert len(means[0]) == PROMPT_TOKENS - 1
+    assert len(means[0]) == len(prompt) - 1
     assert (means[0] - means[1]).abs().mean() < 0.25
     assert (means[0] - means[1]).mean().abs() < 0.1

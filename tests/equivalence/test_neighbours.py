@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from listening import prompt_logits
 from native_or_not import has_native_kernels
+from random_models import make
 
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
@@ -63,3 +66,15 @@ def test_neighbours_and_chunks_change_nothing(name):
     for budget in (8, 32, 64, 500):
         shared = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget, **settings)
         assert outcomes(runner, prompts, shared) == alone
+
+
+@pytest.mark.parametrize("variant", ["qwen2-moe", "glm-moe", "gpt-oss-yarn"])
+def test_chunks_change_no_bit_of_what_torch_computes(variant, tmp_path):
+    """Gates and routers by sigmoid and clamped experts are not of the native kernels."""
+    make(variant, tmp_path)
+    source = random.Random(7)
+    prompt = [source.randrange(3, 97) for _ in range(200)]
+    whole, _ = prompt_logits(tmp_path, prompt, dtype="float32", kernels="native")
+    for size in (1, 7, 29):
+        found, _ = prompt_logits(tmp_path, prompt, [size] * (200 // size), dtype="float32", kernels="native")
+        assert torch.equal(found, whole)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from splittime.core.engine import Moved
 from splittime.core.errors import Overloaded, RequestError
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import Moved
 from splittime.llm import LLM, Output
 
 PROMPTS = ["def read_json(path):", "class Stack:", "import os", "for line in"]

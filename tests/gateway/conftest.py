@@ -122,7 +122,7 @@ ONE_EACH = (
     *("lingering", "claiming", "slow", "halfopen", "stalling", "endless"),
 )
 SHORT = {"first_byte_s": 0.4, "between_s": 0.4, "total_s": 20.0}
-SOON_SILENT = {"splittime.gateway.upstream_pulse:SILENT_S": 0.2}  # else ten times `first_byte_s`
+SOON_SILENT = {"splittime.gateway.breaks:SILENT_S": 0.2}  # else ten times `first_byte_s`
 
 
 @pytest.fixture(scope="session")

@@ -348,7 +348,11 @@ class Hostile:
             while number == body.get("waits_after") and not self.hold.is_set():
                 await asyncio.sleep(0.005)
             writer.write(chunk(event({"choices": [scored_piece(score, chat)]})))
-            await writer.drain()
+            try:
+                await writer.drain()
+            except ConnectionError:
+                self.gone_s["scored"].append(time.monotonic())
+                raise
             await asyncio.sleep(body.get("pause_s", 0))
         if body.get("stays"):
             return await self._until_gone("scored", reader)

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from splittime.gateway.app import GatewayApp
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.config_file import config_of, secrets_of
 from splittime.gateway.service import GatewayService
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.versions import GatewayVersions
 from splittime.ledger.store import Ledger
 
 from .conftest import upstream

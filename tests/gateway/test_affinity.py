@@ -13,8 +13,7 @@ from splittime.diagnose.explain import explain
 from splittime.gateway.config import AffinityConfig, BreakerConfig, UpstreamConfig
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
-from splittime.gateway.routing.affinity import UNREAD, PrefixAffinity
-from splittime.gateway.routing.prefix_table import BLOCK_BYTES
+from splittime.gateway.routing.affinity import BLOCK_BYTES, UNREAD, PrefixAffinity
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.ledger.account_json import account_from_json
 
@@ -277,22 +276,6 @@ def test_who_failed_is_not_said_to_have_served_it(chats):
         assert chats.ask("o", {"x-request-id": f"o{number}"}, messages=turns(9, 2))[0] == 503
         account = account_from_json(chats.account(f"o{number}"))
         assert account.attempts[0].affinity.why == "unseen"
-
-
-def test_of_two_that_raced_the_one_that_answered_has_served_it(hostile, tmp_path):
-    """Whichever was sent first."""
-    text = "[affinity]\nslack_tokens = 100000\n[retries]\nspare = 1000\n[tied]\nafter_s = 0.03\n"
-    text += upstream("late", hostile.url("late"), "m") + upstream("slow", hostile.url("slow"), "m")
-    with gateway_of(tmp_path, text) as gateway:
-        for chat in range(5):
-            for turn in (1, 2):
-                status, headers, _ = gateway.ask(
-                    "m", {"x-request-id": f"r{chat}-{turn}"}, messages=turns(chat, turn)[:-1], stream=True
-                )
-                assert (status, headers["x-splittime-upstream"]) == (200, "late")
-            attempts = account_from_json(gateway.account(f"r{chat}-2")).attempts
-            first = min(attempts, key=lambda attempt: attempt.begin_ns)
-            assert (first.affinity.result, first.upstream) == ("hit", "late")
 
 
 def test_the_metrics_count_by_result_alone(chats):

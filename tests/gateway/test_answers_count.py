@@ -98,3 +98,14 @@ async def test_what_is_open_leaves_no_room_for_more_answers_than_there_may_be():
         assert (told.status, json.loads(told.body)["error"]["reason"]) == (429, "max_open_requests")
         assert (await first).status == 200
         assert few_of(gateway).num_open == 0
+
+
+async def test_a_body_takes_a_place_at_its_upstream_for_each_answer():
+    up = Saying([b"", whole(200, WHOLE)])
+    async with gateway_before({"up": up}, PATIENT, max_in_flight=8) as (app, gateway):
+        asking = asyncio.create_task(asked(app, n=4))
+        while not up.asked:
+            await asyncio.sleep(0)
+        assert gateway.router.upstreams[0].in_flight.places == 4
+        assert (await asking).status == 200
+        assert gateway.router.upstreams[0].in_flight.places == 0

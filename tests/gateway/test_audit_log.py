@@ -1,4 +1,4 @@
-"""The audit log: a chain that tells the first broken line, drops that are counted and told, and no secrets."""
+"""The audit log: whole lines, drops that are counted and told, and no secrets."""
 
 import json
 import subprocess
@@ -8,10 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-import forked
-from splittime.core.errors import ConfigError, NotFound
-from splittime.gateway.audit.chain import FIRST, ChainEnd, link, verify, verify_file
-from splittime.gateway.audit.log import AuditLog, AuditRecord
+from splittime.core.errors import ConfigError
+from splittime.gateway.audit import AuditLog, AuditRecord
 from splittime.gateway.config import AuditConfig
 
 from .conftest import gateway_of, upstream
@@ -21,73 +19,7 @@ from .test_versions import KEYS, TENANTS, admin
 AT = datetime(2026, 11, 27, tzinfo=UTC)
 
 
-def lines(count: int, end: ChainEnd = ChainEnd()):  # noqa: B008
-    made = []
-    for number in range(count):
-        line, end = link(end, {"kind": "request", "tenant": f"t{number}"})
-        made.append(line)
-    return made, end
-
-
-def test_a_chain_that_is_whole():
-    made, end = lines(5)
-    found = verify(made)
-    assert (found.lines, found.end, found.broken_line) == (5, end, None)
-    more, last = lines(3, end)
-    assert verify(made + more).end == last
-    found = verify(more, after=end.digest)  # a file that goes on where another ended
-    assert (found.broken_line, found.end) == (None, last)
-    assert verify(more, after="a" * 64).broken_line == 1
-
-
-@pytest.mark.parametrize("cut", [1, 2, 4])
-def test_a_missing_beginning_is_told(cut):
-    found = verify(lines(5)[0][cut:])
-    assert (found.lines, found.broken_line) == (0, 1)
-    assert f"its beginning is missing: it is line {cut + 1} of the log" in found.why
-    again = [link(ChainEnd(cut, FIRST), {"kind": "forged"})[0]]
-    assert verify(again).why == "it is no beginning"
-
-
-def test_a_file_without_a_line_is_not_whole():
-    found = verify([])
-    assert (found.lines, found.broken_line, "empty" in found.why) == (0, 1, True)
-
-
-def test_a_hash_that_was_kept_shows_what_was_taken_off_the_end_or_made_anew():
-    made, end = lines(5)
-    third = ChainEnd(3, json.loads(made[2])["hash"]).digest
-    assert verify(made, holds=third).broken_line is None
-    assert verify(made, holds=end.digest).broken_line is None
-    assert verify(made[:4], holds=end.digest).broken_line == 5
-    anew = [*made[:2], link(verify(made[:2]).end, {"kind": "other"})[0]]
-    found = verify(anew, holds=third)
-    assert (found.lines, found.broken_line, third in found.why) == (3, 4, True)
-
-
-@pytest.mark.parametrize(
-    ("change", "broken"),
-    [
-        (lambda made: [*made[:2], made[2].replace(b"t2", b"t9"), *made[3:]], 3),
-        (lambda made: [*made[:2], *made[3:]], 3),
-        (lambda made: [*made[:2], made[3], made[2], made[4]], 3),
-        (lambda made: [*made[:3], made[2], *made[3:]], 4),
-        (lambda made: [*made[:2], b"\n", *made[2:]], 3),
-        (lambda made: [*made[:4], made[4][:-20]], 5),
-        (lambda made: [*made[:4], made[4][:-1]], 5),
-        (lambda made: [b"x" + made[0], *made[1:]], 1),
-        (lambda made: [*made[:1], made[1].replace(b'"hash":"', b'"hash":"0', 1), *made[2:]], 2),
-        (lambda made: [*made[:2], lines(3)[0][2].replace(b"t2", b"t5"), *made[3:]], 3),
-        (lambda made: [*made[:2], link(verify(made[:2]).end, {"kind": "other"})[0], *made[3:]], 4),
-        (lambda made: [link(ChainEnd(4, FIRST), {})[0]], 1),
-        (lambda made: [*made[:2], link(verify(made[:2]).end._replace(number=7), {})[0]], 3),
-        (lambda made: [*made[:2], link(verify(made[:2]).end._replace(number=1), {})[0]], 3),
-    ],
-)
-def test_the_first_broken_line_is_told(change, broken):
-    found = verify(change(lines(5)[0]))
-    assert (found.broken_line, found.lines) == (broken, broken - 1)
-    assert found.why
+LINE = b'{"at":"2026-11-27T00:00:00Z","kind":"x"}\n'
 
 
 def opened(path, **more) -> AuditLog:
@@ -98,45 +30,56 @@ def kinds(path):
     return [json.loads(line)["kind"] for line in path.read_bytes().splitlines()]
 
 
+def dropped(path) -> int:
+    return sum(json.loads(line).get("dropped", 0) for line in path.read_bytes().splitlines())
+
+
 def test_it_goes_on_where_it_ended_and_cuts_a_line_that_was_not_finished(tmp_path):
     path = tmp_path / "audit.jsonl"
     for _ in range(2):
         log = opened(path)
         log.note("x", {})
         log.close()
-    path.write_bytes(path.read_bytes() + b'{"n":3,"pr')
+    path.write_bytes(path.read_bytes() + b'{"at":"20')
     log = opened(path)
     log.close()
-    found = verify_file(path)
-    assert (found.lines, found.broken_line, kinds(path)) == (3, None, ["x", "x", "torn"])
-    assert found.end == ChainEnd(log.stats()["last_number"], log.stats()["last_hash"])
+    assert kinds(path) == ["x", "x", "torn"]
+    assert log.stats() == {"file": str(path), "lines": 1, "dropped": 0}
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"n":', b'{"n":3,"pr', lines(3)[0][2][:-1], b'{"n":3,' + b"x" * 100_000])
+@pytest.mark.parametrize("torn", [b"{", b'{"at":', LINE[:-1], b'{"at":"' + b"x" * 100_000])
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_torn_tail_is_cut_and_told_and_nothing_else_is(torn, count, tmp_path):
     path = tmp_path / "audit.jsonl"
-    whole = b"".join(lines(count)[0])
-    path.write_bytes(whole + torn)
-    assert verify_file(path).broken_line == count + 1
+    path.write_bytes(LINE * count + torn)
     log = opened(path)
     log.note("x", {})
     log.close()
-    assert path.read_bytes().startswith(whole)
-    told = [json.loads(line) for line in path.read_bytes()[len(whole) :].splitlines()]
-    assert [(one["n"], one["kind"], one.get("bytes")) for one in told] == [
-        (count + 1, "torn", len(torn)),
-        (count + 2, "x", None),
-    ]
-    assert (verify_file(path).lines, verify_file(path).broken_line) == (count + 2, None)
+    assert path.read_bytes().startswith(LINE * count)
+    told = [json.loads(line) for line in path.read_bytes().splitlines()[count:]]
+    assert [(one["kind"], one.get("bytes")) for one in told] == [("torn", len(torn)), ("x", None)]
     opened(path).close()
-    assert verify_file(path).lines == count + 2  # nothing was torn
+    assert len(kinds(path)) == count + 2  # nothing was torn
+
+
+def test_a_file_with_a_chain_of_hashes_is_gone_on_with(tmp_path):
+    """As they were written before decision 32."""
+    path, chained = (
+        tmp_path / "audit.jsonl",
+        b'{"n":1,"prev":"00","at":"2026-11-27T00:00:00Z","kind":"request","hash":"ab"}\n',
+    )
+    path.write_bytes(chained)
+    log = opened(path)
+    log.note("x", {})
+    log.close()
+    assert path.read_bytes().startswith(chained)
+    assert kinds(path) == ["request", "x"]
 
 
 def test_a_file_that_is_no_log_or_is_written_by_another_is_left_as_it_is(tmp_path):
     path = tmp_path / "other"
-    for text in (b"hello\n", b"hello", b"\x00" * 9):
+    for text in (b"hello\n", b"hello", b"\x00" * 9, b'{"a": 1}', b'{"a": 1}\n', b"[1]\n"):
         path.write_bytes(text)
         with pytest.raises(ConfigError, match="cannot go on"):
             opened(path)
@@ -145,8 +88,6 @@ def test_a_file_that_is_no_log_or_is_written_by_another_is_left_as_it_is(tmp_pat
     with pytest.raises(ConfigError, match="cannot go on"):
         opened(tmp_path / "audit.jsonl")
     first.close()
-    with pytest.raises(NotFound):
-        verify_file(tmp_path / "nowhere")
 
 
 def test_what_the_queue_does_not_hold_is_dropped_counted_and_told(tmp_path):
@@ -166,22 +107,20 @@ def test_what_the_queue_does_not_hold_is_dropped_counted_and_told(tmp_path):
     may_go_on.set()
     log.close()
     assert kinds(path) == ["held", "dropped", "x", "x"]
-    found = verify_file(path)
-    assert (found.broken_line, found.dropped, log.num_lines) == (None, 3, 4)
+    assert (dropped(path), log.num_lines) == (3, 4)
 
 
 def test_a_full_disk_drops_counts_and_tells_when_there_is_room_again(tmp_path):
     """In a process of its own, which may write no more than so many bytes to a file."""
     done = subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["40", "0", "1", "3"], done.stderr
+    assert done.stdout.split() == ["40", "0", "3"], done.stderr
     assert kinds(tmp_path / "audit.jsonl") == ["first", "dropped", "last"]
-    found = verify_file(tmp_path / "audit.jsonl")
-    assert (found.broken_line, found.dropped) == (None, 40)
+    assert dropped(tmp_path / "audit.jsonl") == 40
 
 
 FULL = """
 import resource, time
-from splittime.gateway.audit.log import AuditLog
+from splittime.gateway.audit import AuditLog
 from splittime.gateway.config import AuditConfig
 log = AuditLog(AuditConfig(file="audit.jsonl"))
 log.note("first", {})
@@ -193,7 +132,7 @@ lost = log.num_lines - 1
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 log.note("last", {})
 log.close()
-print(log.num_dropped, lost, log.stats()["last_number"] - 2, log.num_lines)
+print(log.num_dropped, lost, log.num_lines)
 """
 
 
@@ -201,10 +140,6 @@ def text_of(hostile, **more) -> str:
     audit = "".join(f"{key} = {json.dumps(value)}\n" for key, value in more.items())
     one = upstream("one", hostile.url("fine"), "m", key_env="UP_KEY")
     return one + TENANTS + '[audit]\nfile = "audit.jsonl"\n' + audit
-
-
-def verified(folder, *more: str):
-    return forked.run(["gateway", "audit", "verify", "audit.jsonl", *more], folder)
 
 
 def ask(gateway, key: str, **body):
@@ -235,10 +170,6 @@ def test_who_asked_for_what_is_in_the_file_and_no_prompt_and_no_key(hostile, tmp
     assert not [word for word in ("the-prompt", "told-nobody", "of-upstream", *KEYS.values()) if f'"{word}' in data]
     assert "the-prompt" not in data
     assert "told-nobody" not in data
-    assert verified(tmp_path).returncode == 0
-    (tmp_path / "audit.jsonl").write_text(data.replace('"tenant":"b"', '"tenant":"a"'))
-    done = verified(tmp_path, "--json")
-    assert (done.returncode, json.loads(done.stdout)["broken_line"]) == (1, told.index(requests["b"]) + 1)
 
 
 def metric_of(gateway, name: str) -> float:
@@ -267,4 +198,3 @@ def test_no_name_that_a_client_writes_makes_a_line_too_long_to_go_on_from(hostil
         assert gateway.ask("", bearer("of-a"), path="/v1/completions", raw=raw)[0] == 404
     told = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_bytes().splitlines()]
     assert [len(one["model"]) for one in told if one["kind"] == "request"] == [256]
-    assert verify_file(tmp_path / "audit.jsonl").broken_line is None

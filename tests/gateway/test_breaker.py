@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.gateway.breaker import Breaker
+from splittime.gateway.breaker import Breaker, RetryBudget
 from splittime.gateway.config import BreakerConfig, RetryConfig
-from splittime.gateway.retry_budget import RetryBudget
 
 S = 10**9
 

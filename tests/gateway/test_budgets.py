@@ -6,6 +6,7 @@ import json
 import sqlite3
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -13,9 +14,8 @@ import pytest
 
 from patience import until_async
 from splittime.core.errors import ConfigError, Refused
-from splittime.gateway import budgets, exchanges
-from splittime.gateway.budget_stores import BudgetFile
-from splittime.gateway.budgets import Calendar, TokenBudgets
+from splittime.gateway import budgets
+from splittime.gateway.budgets import BudgetFile, Calendar, Exchanges, TokenBudgets
 from splittime.gateway.config import TenantConfig
 from splittime.gateway.config_file import config_of
 
@@ -154,7 +154,7 @@ async def test_what_is_used_while_the_file_is_read_counts_at_once(tmp_path, monk
 
             return super().submit(read_and_use)
 
-    monkeypatch.setattr(exchanges, "ThreadPoolExecutor", Between)
+    monkeypatch.setattr(budgets, "ThreadPoolExecutor", Between)
     kept.open()
     await until_async(lambda: len(seen) >= 3)
     await kept.close()
@@ -180,6 +180,23 @@ async def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_
     goes_on.set()
     await closing
     assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 40
+
+
+async def test_what_a_write_fails_with_ends_no_writing(caplog):
+    """It fails in a way that nobody foresaw; the next one is tried."""
+    tries, kept = [], []
+
+    def send(told):
+        tries.append(told)
+        if len(tries) < 3:
+            raise TypeError("unforeseen")
+        return told
+
+    exchange = Exchanges(0.001, lambda: Counter({("a", "2027-02"): 1}), send, kept.append)
+    exchange.begin("trouble")
+    await until_async(lambda: kept)
+    await exchange.end()
+    assert caplog.text.count("trouble: unforeseen") == 1
 
 
 def test_old_days_are_not_kept(tmp_path):

@@ -4,9 +4,9 @@ import pytest
 
 from splittime.cli.gateway_books import compare_arms, share_of
 from splittime.core.errors import ConfigError, ErrorInfo
+from splittime.gateway.canary import CanaryTrial, chosen
 from splittime.gateway.config import CanaryConfig
-from splittime.gateway.versions.canary import CanaryTrial, chosen
-from splittime.gateway.versions.carried import FIXED, check_canary, check_change
+from splittime.gateway.config_file import FIXED, check_canary, check_change
 
 from .conftest import DEAD, upstream
 from .test_rehearse import account, config, tenant

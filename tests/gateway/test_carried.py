@@ -8,15 +8,12 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.service import GatewayService
+from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.service import GatewayService, upstreams_of
 from splittime.gateway.upstreams import Router, Upstream
 from splittime.gateway.verdict import GOOD, AnswerVerdict, Whose
-from splittime.gateway.versions.carried import upstreams_of
 from splittime.ledger.store import Ledger
-from splittime.web.quota import MINUTE_NS, Quota
-from splittime.web.tenants import Tenant
+from splittime.web.tenants import MINUTE_NS, Quota, Tenant
 
 NOW_NS = 10**12
 

@@ -1,6 +1,5 @@
 """What was used is charged: to many at once, to who leaves, and by a stream that tells nothing of its tokens."""
 
-import asyncio
 import json
 import socket
 import urllib.request
@@ -9,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patience import until
-from splittime.gateway.endpoints import EMBEDDINGS
+from splittime.gateway.forwarded import EMBEDDINGS
 
 from .conftest import gateway_of, upstream
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
@@ -151,24 +150,6 @@ async def test_a_whole_answer_that_tells_no_tokens_is_charged_by_its_text(tmp_pa
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
     told = whole(200, {"id": "x", "choices": [choice], **({} if usage is None else {"usage": usage})})
     assert await charged_of(tmp_path, monkeypatch, told, max_tokens=900) == (200, prompt_of(max_tokens=900) + 500)
-
-
-@pytest.mark.parametrize("failing", ["", "one", "two"])
-async def test_who_leaves_a_tie_is_charged_the_prompt(tmp_path, monkeypatch, failing):
-    """Whichever of the two has failed by then, the other is at work; both are charged once, as in a tie that is won."""
-    monkeypatch.setenv("A", "of-a")
-    tenant = '[[tenant]]\nname = "a"\nkey_env = "A"\noperator = true\ntokens_per_day = 1000000\n'
-    text = f'budget_file = "{tmp_path}/b.sqlite"\n[tied]\nafter_s = 0.02\n[retries]\nspare = 5\n{tenant}'
-    one, two = (Saying([b""] * (10 if name == failing else 2000) + [whole(503, ERROR)]) for name in ("one", "two"))
-    async with gateway_before({"one": one, "two": two}, text) as (app, gateway):
-        leaves = asyncio.Event()
-        asking = asyncio.create_task(asked(app, bearer("of-a"), leaves=leaves, stream=True))
-        while not two.asked or (failing and not counted(gateway, "verdicts_total", upstream=failing, whose="health")):
-            await asyncio.sleep(0.001)
-        leaves.set()
-        await asking
-        assert sum(gateway.budgets.used().values()) == prompt_of(stream=True)
-        assert counted(gateway, "tied_total", result="cancelled") == 1
 
 
 async def test_one_that_took_longer_than_it_may_has_used_its_upstream(tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ import tomllib
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.config_file import NOT_BUILT, config_of, read_config
-from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.config_file import NOT_BUILT, REMOVED, config_of, read_config, secrets_of
 
 UPSTREAM = '[[upstream]]\nname = "a"\nurl = "http://127.0.0.1:8000/v1"\nmodels = ["m"]\n'
 TENANT = '[[tenant]]\nname = "ops"\noperator = true\nkey_env = "OPS"\n'
@@ -21,7 +20,7 @@ def refused(text: str) -> ConfigError:
 def test_the_least_is_taken():
     config = config_of(tomllib.loads(UPSTREAM))
     assert (config.host, config.port, config.upstream[0].kind) == ("127.0.0.1", 8100, "openai")
-    assert secrets_of(config, {}) == ({}, (), None, {}, {})
+    assert secrets_of(config, {}) == ({}, (), None, {})
 
 
 @pytest.mark.parametrize(
@@ -50,11 +49,6 @@ def test_the_least_is_taken():
         ("", "upstream", None, None),
         (UPSTREAM + "[affinity]\nload_cap = 0.5\n", "affinity.load_cap", 0.5, [1, 100]),
         (UPSTREAM + "[affinity]\nmax_blocks = 1\n", "affinity.max_blocks", 1, [4096, 2**22]),
-        (UPSTREAM + "[tied]\n", "tied.after_s", None, None),
-        (UPSTREAM + "[tied]\nafter_s = 1\nquantile = 0.9\n", "tied.after_s", None, None),
-        (UPSTREAM + "[tied]\nquantile = 0.1\n", "tied.quantile", 0.1, [0.5, 0.999]),
-        (UPSTREAM + "[tied]\nafter_s = 1\n", "tied", None, None),  # one upstream
-        (UPSTREAM + "[tied]\nafter_s = 1\n[retries]\nmax_attempts = 1\n", "retries.max_attempts", 1, 2),
         ('ssl_keyfile = "k.pem"\n' + UPSTREAM, "ssl_keyfile", "k.pem", None),
     ],
 )
@@ -82,6 +76,24 @@ def test_what_is_not_built_is_refused_by_name(name):
         assert error.info.code == "not_built"
         assert name in error.info.message
         assert NOT_BUILT[name] in error.info.hint
+
+
+GRADED = UPSTREAM + '[[difficulty]]\nmodel = "auto"\nsmall = "m"\nlarge = "n"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        (UPSTREAM + "[tied]\nafter_s = 0.5\n", "tied"),
+        ('limits_valkey = "redis://h"\n' + UPSTREAM, "limits_valkey"),
+        (GRADED + 'labels = "l.jsonl"\n', "difficulty[0].labels"),
+        (GRADED + "neighbours = 4\n", "difficulty[0].neighbours"),
+    ],
+)
+def test_a_key_that_was_removed_is_refused_with_the_way_out(text, param):
+    error = refused(text)
+    assert (error.info.code, error.info.param, error.info.message) == ("removed", param, f"{param} was removed")
+    assert error.info.hint == f"take it out: {REMOVED[param.replace('[0]', '')]}"
 
 
 def test_nothing_that_is_built_is_called_not_built():

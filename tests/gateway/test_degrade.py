@@ -11,7 +11,7 @@ from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DegradationConfig
 from splittime.gateway.config_file import config_of
-from splittime.gateway.degrade.lesser import Ladder, MarkedAnswer, lesser
+from splittime.gateway.degrade import Ladder, MarkedAnswer, lesser
 from splittime.gateway.forwarded import forwarded
 from splittime.ledger.account_json import account_from_json
 

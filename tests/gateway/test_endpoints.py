@@ -12,8 +12,16 @@ import pytest
 from patience import until
 from splittime.api.decode import MAX_PARTS
 from splittime.core.errors import RequestError
-from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, ENDPOINTS, MESSAGES, RERANK, RESPONSES, SCORE
-from splittime.gateway.forwarded import forwarded
+from splittime.gateway.forwarded import (
+    COUNT_TOKENS,
+    EMBEDDINGS,
+    ENDPOINTS,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    forwarded,
+)
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import DEAD, gateway_of, upstream

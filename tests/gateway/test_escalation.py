@@ -11,8 +11,7 @@ import pytest
 from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import DifficultyConfig, EscalateConfig, GatewayConfig
-from splittime.gateway.routing.difficulty import Escalations
-from splittime.gateway.routing.first_tokens import bounds_of, why_not_looked_at, without_logprobs
+from splittime.gateway.routing.difficulty import Escalations, bounds_of, why_not_looked_at, without_logprobs
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 
@@ -79,7 +78,7 @@ def test_a_sure_answer_is_the_small_ones_and_says_so(graded, hostile, path, stre
     found = attempt.first_tokens
     assert (found.verdict, found.num_tokens, round(found.mean_logprob, 6), found.below) == ("sure", 4, -0.1, -1.0)
     assert (account.model, account.routing.asked_model, account.routing.model) == ("little", "auto", "little")
-    assert (account.routing.difficulty.choice, account.routing.difficulty.score) == ("small", None)
+    assert account.routing.difficulty.choice == "small"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -376,15 +375,6 @@ def test_the_bound_is_the_lowest_that_reaches_the_target(tmp_path):
         bound(path, at_most=0.2)
     with pytest.raises(ConfigError, match=r"difficulty\[0\].target 0.99 is not reached"):
         bound(path, target=0.99)  # all are right, of 200
-
-
-def test_labels_without_log_probabilities_are_refused(tmp_path):
-    for path in (
-        labelled(tmp_path / "l", [True] * 60, lambda _: None),
-        labelled(tmp_path / "k", [True] * 60, lambda _: 1.0),
-    ):
-        with pytest.raises(ConfigError, match=r"difficulty\[0\].escalate.labels: a line has no small_logprob"):
-            bound(path)
 
 
 def test_a_gateway_goes_by_the_bound_of_its_labels(hostile, tmp_path):

@@ -278,8 +278,8 @@ def test_who_waits_for_no_place_is_not_sent_into_its_tenants_pause():
     router = router_of(1)
     queue = FairQueue(QueueConfig(), router)
     router.upstreams[0].breaker.note_busy(now_ns(), 30.0, "a")
-    assert queue.place_now("a", "m", 10, is_charged=True) is None
-    assert queue.place_now("b", "m", 10, is_charged=True) is not None
+    assert queue.place_now("a", "m", 10) is None
+    assert queue.place_now("b", "m", 10) is not None
 
 
 async def test_a_full_model_keeps_no_other_waiting():
@@ -403,18 +403,12 @@ async def test_a_retry_does_not_hide_who_has_waited_longest():
     assert queue.longest_wait_ns(at_ns) == 0
 
 
-def test_a_place_that_is_not_waited_for_is_paid_for_or_is_a_second_one():
-    queue = FairQueue(QueueConfig(), router_of(1, 1), {"a": 2.0})
-    first = queue.place_now("a", "m", 100, is_charged=True)
+def test_a_place_that_is_not_waited_for_is_paid_for():
+    queue = FairQueue(QueueConfig(), router_of(1), {"a": 2.0})
+    first = queue.place_now("a", "m", 100)
     share = queue.shares["a"]
     assert (share.counter, share.unsettled, share.in_flight) == (50.0, 100, 1)
-    tried = [first.upstream.name]
-    second = queue.place_now("a", "m", 100, tried, is_charged=False)
-    assert second.upstream is not first.upstream
-    assert (share.counter, share.unsettled, share.in_flight) == (50.0, 100, 2)
-    assert queue.place_now("a", "m", 100, is_charged=True) is None
-    queue.leave(second, "a", 100)
-    assert queue.place_now("a", "m", 100, [first.upstream.name, second.upstream.name], is_charged=False) is None
+    assert queue.place_now("a", "m", 100) is None
     queue.leave(first, "a", 100)
     queue.settle("a", 100, 40)
     assert (share.counter, share.unsettled, share.in_flight) == (20.0, 0, 0)

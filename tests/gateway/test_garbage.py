@@ -12,10 +12,9 @@ import pytest
 import uvloop
 
 from splittime.gateway.app import GatewayApp
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.tenant_share import QueuedRequest
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.fair_queue import QueuedRequest
+from splittime.gateway.versions import GatewayVersions
 from splittime.ledger.store import Ledger
 from splittime.web.reading import SHORT_BYTES
 

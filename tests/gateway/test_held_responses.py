@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.gateway.responses.held import HeldResponse, HeldResponses
+from splittime.gateway.responses import HeldResponse, HeldResponses
 
 HELD = HeldResponse("a", "m")
 

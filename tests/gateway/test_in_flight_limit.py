@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from splittime.gateway.in_flight_limit import POLLS, WINDOW, InFlightLimit, account_wait_ns
+from splittime.gateway.breaker import POLLS, WINDOW, InFlightLimit, account_wait_ns
 from splittime.ledger.attempts import NestedStage
 from splittime.ledger.stages import Cause, Stage
 

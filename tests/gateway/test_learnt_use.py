@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittime.gateway.budgets import MAX_KEPT, LearntUse
 from splittime.gateway.forwarded import MAX_ANSWERS, forwarded
-from splittime.gateway.learnt_use import MAX_KEPT, LearntUse
 
 ASSUMED = 100
 

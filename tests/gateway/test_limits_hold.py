@@ -13,12 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.upstream_answer import UpstreamAnswer
-from splittime.gateway.upstream_connections import NoConnection
+from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.upstream_connections import NoConnection, UpstreamAnswer
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.versions import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web.tenants import TENANT

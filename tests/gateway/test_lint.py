@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from patience import until
 from splittime.cli.main import app
+from splittime.gateway import lint as lint_module
 from splittime.gateway.config import LintConfig
 from splittime.gateway.forwarded import forwarded
-from splittime.gateway.lint import sampler
-from splittime.gateway.lint.sampler import PromptLint, PromptText, changing_prefix, faults_of, texts_of
+from splittime.gateway.lint import PromptLint, PromptText, changing_prefix, faults_of, texts_of
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import Attempt, NestedStage
 from splittime.ledger.stages import Stage
@@ -93,9 +93,9 @@ def test_a_prefix_is_a_fault_where_it_changes_alone():
 
 
 def test_a_token_costs_what_upstreams_told_of_those_they_computed():
-    assert sampler.prefill_ns_per_token([]) is None
+    assert lint_module.prefill_ns_per_token([]) is None
     told = account(nested=(NestedStage(Stage.QUEUE, None, 0, 900), NestedStage(Stage.PREFILL, None, 900, 4900)))
-    assert sampler.prefill_ns_per_token([told, account(nested=())]) == 4000 / (50 - 10)
+    assert lint_module.prefill_ns_per_token([told, account(nested=())]) == 4000 / (50 - 10)
 
 
 def account(nested: tuple[NestedStage, ...]) -> ClosedAccount:
@@ -123,9 +123,9 @@ def test_json_behind_a_large_one_is_seen():
 
 
 def test_no_text_is_kept_and_what_has_no_room_is_skipped(monkeypatch):
-    monkeypatch.setattr(sampler, "MAX_PREFIXES", 2)
+    monkeypatch.setattr(lint_module, "MAX_PREFIXES", 2)
     lint = PromptLint(LintConfig(share=1.0))
-    lint.note(forwarded("/v1/chat/completions", chat(("user", "x" * sampler.MAX_BODY_BYTES)), 16))
+    lint.note(forwarded("/v1/chat/completions", chat(("user", "x" * lint_module.MAX_BODY_BYTES)), 16))
     bodies = [chat(("system", f"secret {number} 2026-11-27 07:00")) for number in range(5)]
     report = looked_at(lint, *bodies)
     assert (report["skipped"], len(lint._prefixes)) == (1, 2)

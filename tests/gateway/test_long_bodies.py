@@ -7,13 +7,11 @@ import tomllib
 
 import pytest
 
-from splittime.gateway import visit
+from splittime.gateway import resume, visit
 from splittime.gateway.app import GatewayApp
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.degrade.lesser import Ladder
-from splittime.gateway.resume import resumption
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.degrade import Ladder
+from splittime.gateway.versions import GatewayVersions
 from splittime.ledger.store import Ledger
 from splittime.web.reading import SHORT_BYTES
 
@@ -56,7 +54,7 @@ def status_of(text: str, body: dict) -> int:
 
 @pytest.mark.parametrize(("num_chars", "reader"), [(10, "MainThread"), (SHORT_BYTES, "reading-bodies_0")])
 def test_a_long_body_is_read_and_changed_beside_the_loop(monkeypatch, hostile, num_chars: int, reader: str) -> None:
-    read, lessened = noted(monkeypatch, resumption, "body_of"), noted(monkeypatch, visit, "lesser")
+    read, lessened = noted(monkeypatch, resume, "body_of"), noted(monkeypatch, visit, "lesser")
     monkeypatch.setattr(Ladder, "observe", lambda ladder, at_ns: 1)
     body = {"model": "fine", "messages": [{"role": "user", "content": "x" * num_chars}], "stream": True}
     assert status_of(DEGRADING + upstream("fine", hostile.url("fine"), resume=True), body) == 200
@@ -65,7 +63,7 @@ def test_a_long_body_is_read_and_changed_beside_the_loop(monkeypatch, hostile, n
 
 def test_a_long_body_that_is_only_passed_on_is_read_once(monkeypatch, hostile) -> None:
     """Nobody waits in the line of readers for nothing."""
-    forwards, read = noted(monkeypatch, visit, "forwarded"), noted(monkeypatch, resumption, "body_of")
+    forwards, read = noted(monkeypatch, visit, "forwarded"), noted(monkeypatch, resume, "body_of")
     body = {"model": "fine", "messages": [{"role": "user", "content": "x" * SHORT_BYTES}], "stream": True}
     assert status_of(upstream("fine", hostile.url("fine")), body) == 200
     assert (forwards, read) == (["reading-bodies_0"], [])

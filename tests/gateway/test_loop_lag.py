@@ -7,7 +7,7 @@ import threading
 import time
 
 from patience import until
-from splittime.gateway.loop_lag import LATE_S, LoopLag
+from splittime.gateway.breaks import LATE_S, LoopLag
 
 from .conftest import gateway_of, upstream
 

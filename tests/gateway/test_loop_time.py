@@ -8,9 +8,8 @@ import pytest
 from hostile_bodies import hostile_bodies
 from loop_meter import TRIES, LoopMeter, is_too_long
 from splittime.gateway.app import GatewayApp
-from splittime.gateway.config_file import config_of
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.config_file import config_of, secrets_of
+from splittime.gateway.versions import GatewayVersions
 from splittime.ledger.store import Ledger
 
 from .conftest import upstream

@@ -6,15 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patience import until_async
 from splittime.core.errors import Refused
 from splittime.gateway.config import BreakerConfig, QueueConfig, UpstreamConfig
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.upstreams import Upstream
 
-from .hostile import WHOLE, whole
-from .in_process import Saying, gateway_before
-from .in_process import asked as asked_of
 from .test_fair_queue import FAR_NS, router_of
 from .test_learnt_use import asked
 
@@ -146,7 +142,7 @@ async def test_one_that_gives_up_gives_all_its_places_back():
     waiting = await come(queue, "t", answers=5)
     await end(waiting)
     queue.leave(routed, "t", 10)
-    place = queue.place_now("t", "m", 10, is_charged=False, answers=7)
+    place = queue.place_now("t", "m", 10, answers=7)
     queue.leave(place, "t", 10)
     assert (router.upstreams[0].requests, router.upstreams[0].in_flight.places) == (0, 0)
     assert (queue.requests, queue._num_wide) == (0, 0)
@@ -155,16 +151,3 @@ async def test_one_that_gives_up_gives_all_its_places_back():
 def test_texts_that_are_ranked_take_one_place_and_answers_one_each():
     assert asked("/v1/rerank", query="q", documents=["x"] * 50).places == 1
     assert asked("/v1/completions", prompt=["x"] * 5, n=2).places == 10
-
-
-async def test_a_tied_second_takes_as_many_places():
-    slow, quick = Saying([b""] * 9), Saying([b""] * 5 + [whole(200, WHOLE)])
-    places = []
-    text = "[tied]\nafter_s = 0.02\n[retries]\nspare = 5\npause_s = 0.0\n"
-    async with gateway_before({"slow": slow, "quick": quick}, text) as (app, gateway):
-        asking = asyncio.create_task(asked_of(app, stream=True, n=5))
-        await until_async(lambda: quick.asked)
-        places.extend((one.requests, one.in_flight.places) for one in gateway.router.upstreams)
-        await asking
-        assert [(one.requests, one.in_flight.places) for one in gateway.router.upstreams] == [(0, 0)] * 2
-    assert places == [(5, 5), (5, 5)]

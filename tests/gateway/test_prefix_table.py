@@ -6,8 +6,14 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splittime.gateway.routing.affinity import MAX_BODY_BYTES, salted_prompt
-from splittime.gateway.routing.prefix_table import BLOCK_BYTES, MAX_BLOCKS, MAX_HOLDERS, PrefixTable
+from splittime.gateway.routing.affinity import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    MAX_BODY_BYTES,
+    MAX_HOLDERS,
+    PrefixTable,
+    salted_prompt,
+)
 
 
 def text_of(seed: int, blocks: float) -> bytes:

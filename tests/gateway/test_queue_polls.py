@@ -8,11 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from splittime.gateway import queue_polls
+from splittime.gateway import upstream_checks
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
-from splittime.gateway.queue_polls import waiting_at
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstream_checks import waiting_at
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamConnections
 from splittime.gateway.upstreams import Upstream
 
 from .conftest import gateway_of, upstream
@@ -79,7 +78,7 @@ def test_how_many_wait(text, count):
 
 
 def test_what_is_no_answer_tells_nothing(monkeypatch):
-    monkeypatch.setattr(queue_polls, "MAX_BYTES", 1000)
+    monkeypatch.setattr(upstream_checks, "MAX_METRICS_BYTES", 1000)
     waiting = "vllm:num_requests_waiting 3\n"
     with telling(500, waiting) as (url, _):
         assert asked(url) is None

@@ -8,10 +8,8 @@ import urllib.request
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.core.small_file import read_small
-from splittime.gateway.config_file import config_of, config_unread, read_config
-from splittime.gateway.config_keys import secrets_of
-from splittime.gateway.versions.carried import check_reach
+from splittime.core.files import read_small
+from splittime.gateway.config_file import check_reach, config_of, config_unread, read_config, secrets_of
 from splittime.web.ports import check_certificate
 from splittime.web.tenants import ApiKeys
 
@@ -19,8 +17,7 @@ from .conftest import gateway_of, upstream
 from .test_limits import bearer
 from .test_versions import KEYS, TENANTS, admin
 
-GRADED = '[[difficulty]]\nmodel = "auto"\nsmall = "m"\nlarge = "m2"\nlabels = "own.jsonl"\n'
-ESCALATES = '[difficulty.escalate]\nlabels = "own.jsonl"\n'
+GRADED = '[[difficulty]]\nmodel = "auto"\nsmall = "m"\nlarge = "m2"\n[difficulty.escalate]\nlabels = "own.jsonl"\n'
 OWN = (
     '[metrics]\nkey_file = "metrics.key"\n'
     + upstream("one", "http://127.0.0.1:8001", "m", key_env="ONE")
@@ -41,7 +38,7 @@ OWN = (
         ('key_file = "app.key"', f'sha256 = "{"a" * 64}"'),
         ('[metrics]\nkey_file = "metrics.key"\n', ""),
         (GRADED, ""),
-        (GRADED, GRADED + ESCALATES),
+        ('labels = "own.jsonl"', "below = -1.0"),
         (OWN, OWN + upstream("third", "http://127.0.0.1:8003", "m3")),
     ],
 )
@@ -64,7 +61,7 @@ def test_a_config_from_elsewhere_may_use_what_the_own_one_uses(old, new):
         ('key_file = "app.key"', 'key_env = "OPS"', "tenant[1]"),
         ('key_file = "app.key"', 'key_file = "/etc/passwd"', "tenant[1]"),
         ('"own.jsonl"', '"/etc/passwd"', "difficulty[0]"),
-        (GRADED, GRADED + ESCALATES.replace("own.jsonl", "/dev/zero"), "difficulty[0]"),
+        ("own.jsonl", "/dev/zero", "difficulty[0]"),
         ("metrics.key", "/etc/passwd", "metrics"),
         ('key_file = "metrics.key"', 'key_env = "ONE"', "metrics"),
         (OWN, OWN + upstream("third", "http://127.0.0.1:8003", "m3", key_env="ONE"), "upstream[2]"),

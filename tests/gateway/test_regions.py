@@ -19,9 +19,8 @@ from splittime.gateway.config import AffinityConfig, BreakerConfig, UpstreamConf
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
 from splittime.gateway.routing.affinity import PrefixAffinity
-from splittime.gateway.routing.regions import Regions
-from splittime.gateway.routing.round_trips import FirstByteWaits, RoundTrip, RoundTrips, min_rtt_ns
-from splittime.gateway.upstreams import Router, Upstream
+from splittime.gateway.upstream_connections import FirstByteWaits, RoundTrip, RoundTrips, min_rtt_ns
+from splittime.gateway.upstreams import Regions, Router, Upstream
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import gateway_of, upstream

@@ -15,8 +15,7 @@ import pytest
 from benchmarks.server_process import free_port, wait_until_ready
 from patience import until
 from splittime.gateway.forwarded import forwarded
-from splittime.gateway.resume.request import TEXT, TOKEN_IDS, continued
-from splittime.gateway.resume.resumption import Splicer, StreamRecorder, StreamStory, prompt_of
+from splittime.gateway.resume import TEXT, TOKEN_IDS, Splicer, StreamRecorder, StreamStory, continued, prompt_of
 from splittime.ledger.account_json import account_from_json
 
 from .conftest import SHORT, gateway_of, upstream
@@ -100,6 +99,7 @@ def undisturbed(gateway, path: str) -> list[bytes]:
         return events(answer.read())
 
 
+@pytest.mark.slow  # three servers
 @pytest.mark.parametrize("path", ASKED)
 def test_the_answer_is_the_undisturbed_one(resuming, servers, path):
     whole = undisturbed(resuming, path)

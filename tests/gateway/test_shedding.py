@@ -9,8 +9,7 @@ import pytest
 
 from splittime.core.errors import Refused
 from splittime.gateway.config import QueueConfig
-from splittime.gateway.fair_queue import FairQueue
-from splittime.gateway.tenant_share import MOST_RETRY_S, GrantRate, QueuedRequest, chance, retry_after_s
+from splittime.gateway.fair_queue import MOST_RETRY_S, FairQueue, GrantRate, QueuedRequest, chance, retry_after_s
 
 from .test_fair_queue import FAR_NS, router_of, wait_in
 

@@ -48,7 +48,7 @@ async def test_a_gateway_without_keys_says_nothing_in_the_clients_stead():
 
 
 async def test_what_is_asked_on_a_requests_behalf_is_told_as_its_tenants():
-    from splittime.gateway.spare_room import SpareRoom
+    from splittime.gateway.cache.spare_room import SpareRoom
     from splittime.web.tenants import TENANT
 
     up = Saying(whole(200, WHOLE))

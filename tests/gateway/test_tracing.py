@@ -12,10 +12,8 @@ from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import TracingConfig
 from splittime.gateway.config_file import config_of
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.tracing.exporter import QUEUE_FULL, SpanExporter
-from splittime.gateway.tracing.spans import is_sampled, num_spans, spans_of
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.tracing import QUEUE_FULL, SpanExporter, is_sampled, num_spans, spans_of
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamConnections
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.attempts import Attempt, NestedStage
 from splittime.ledger.stages import Stage

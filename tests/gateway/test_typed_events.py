@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.api.message_answers import MessageEvents
-from splittime.gateway.endpoints import ENDPOINTS, MESSAGES, RESPONSES
-from splittime.gateway.forwarded import forwarded
-from splittime.gateway.typed_events import events_of
+from splittime.gateway.answer_events import events_of
+from splittime.gateway.forwarded import ENDPOINTS, MESSAGES, RESPONSES, forwarded
 
 from .hostile import MESSAGE_EVENTS, TYPED_WHOLE, event, response_events
 from .test_answer_events import TIMING

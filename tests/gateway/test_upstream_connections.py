@@ -10,11 +10,12 @@ import uvloop
 from patience import until_async
 from splittime.gateway import upstream_connections
 from splittime.gateway.decoded_answer import ask_whole
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_answer import MAX_UNREAD_BYTES, UpstreamAnswer
 from splittime.gateway.upstream_connections import (
     MAX_HEAD_BYTES,
+    MAX_UNREAD_BYTES,
     NoConnection,
+    RoundTrips,
+    UpstreamAnswer,
     UpstreamConnections,
 )
 from splittime.wire.target import Address

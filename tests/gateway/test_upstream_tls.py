@@ -7,8 +7,7 @@ import pytest
 import uvloop
 
 from server.test_https import files, trusting  # noqa: F401 (files is a fixture)
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_connections import NoConnection, UpstreamConnections
+from splittime.gateway.upstream_connections import NoConnection, RoundTrips, UpstreamConnections
 from splittime.wire.target import Address
 
 from .test_upstream_connections import CHUNKED, CLOSES, LENGTH, all_of, ask, read_request

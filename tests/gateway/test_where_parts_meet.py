@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from splittime.gateway.cache.asked import _keys
+from splittime.gateway.cache.answers import _keys
 from splittime.gateway.config import BreakerConfig, DegradationConfig, QueueConfig, UpstreamConfig
-from splittime.gateway.degrade.lesser import lesser
+from splittime.gateway.degrade import lesser
 from splittime.gateway.fair_queue import FairQueue, now_ns
 from splittime.gateway.forwarded import MOST_TOKENS, forwarded
 from splittime.gateway.forwarding import SignOfLife

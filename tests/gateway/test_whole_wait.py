@@ -7,12 +7,10 @@ import threading
 import pytest
 
 from patience import until, until_async
-from splittime.gateway import upstream_pulse
+from splittime.gateway import breaks
+from splittime.gateway.breaks import DEAD_AFTER, UpstreamPulse, UpstreamSilent
 from splittime.gateway.relay import Relay
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_answer import UpstreamAnswer
-from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.upstream_pulse import DEAD_AFTER, UpstreamPulse, UpstreamSilent
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamAnswer, UpstreamConnections
 from splittime.gateway.upstreams import HUNG_AFTER
 from splittime.wire.target import Target
 
@@ -191,7 +189,7 @@ def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
             return 200, b""
         raise OSError("it is silent")
 
-    monkeypatch.setattr(upstream_pulse, "ask_whole", status)
+    monkeypatch.setattr(breaks, "ask_whole", status)
 
     async def run() -> list[str]:
         pulse = UpstreamPulse(Target(url="http://127.0.0.1:1").address, None, 0.004)
@@ -226,7 +224,7 @@ def test_one_that_says_nothing_for_long_is_silent_and_a_slow_one_is_not(monkeypa
                     await asyncio.sleep(lasts_s)
                 return 200, b""
 
-            monkeypatch.setattr(upstream_pulse, "ask_whole", status)
+            monkeypatch.setattr(breaks, "ask_whole", status)
             pulse, answer = (
                 UpstreamPulse(Target(url="http://127.0.0.1:1").address, None, 0.01),
                 UpstreamAnswer(NoConnection()),

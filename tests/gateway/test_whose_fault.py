@@ -11,14 +11,12 @@ from patience import until_async
 from splittime.gateway.breaker import Breaker
 from splittime.gateway.config import BreakerConfig, UpstreamConfig
 from splittime.gateway.decoded_answer import KeyMask, PassedAnswer, pause_of
-from splittime.gateway.endpoints import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
-from splittime.gateway.health_checks import lives
-from splittime.gateway.responses.held import HeldResponse
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.told_error import told_error
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.forwarded import COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
+from splittime.gateway.responses import HeldResponse
+from splittime.gateway.upstream_checks import lives
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamConnections
 from splittime.gateway.upstreams import Upstream
-from splittime.gateway.verdict import AttemptAsked, Whose, of_answer, of_event
+from splittime.gateway.verdict import AttemptAsked, Whose, of_answer, of_event, told_error
 from splittime.web.tenants import ANYBODY
 
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, chunk, event, whole
@@ -607,3 +605,11 @@ async def test_upstreams_that_fail_and_answer_by_turns_have_a_budget():
             await asked(app)  # both fail: the first finds nothing against the second
         assert budget.num_taken == 1
         assert len(one.asked) + len(two.asked) == 4
+
+
+async def test_an_answer_that_a_client_gave_no_time_is_not_held_against_its_upstream():
+    up = Saying([STREAM_HEAD, *[chunk(event(CHUNK))] * 500])
+    async with gateway_before({"up": up}, PATIENT) as (app, gateway):
+        told = await asked(app, {"X-Request-Deadline-Ms": "60"}, stream=True)
+        assert told.code == "deadline_exceeded"
+        assert gateway.router.upstreams[0].breaker.is_well

@@ -6,8 +6,14 @@
 from pathlib import Path
 
 import pytest
+from known_replicas import REPLICA
+from msgspec.structs import replace
 from pages import PAGES, ROOT, blocks, runnable
 from readers import Reader, Server, free_port
+
+from splittime.plan.load import requests_for
+from splittime.simulate.change import Change
+from splittime.simulate.recorded import written_ledger
 
 LONG = [f"docs/guides/{name}.md" for name in ("access", "distill", "parallel", "quality", "quantize", "sleep")]
 """Left to `make check-all`: what each does is tested elsewhere too, in the tests of its package."""
@@ -20,6 +26,10 @@ def world(tmp_path_factory) -> Path:
     (folder / "model").symlink_to(ROOT / "src" / "splittime" / "packaged" / "code")
     sources = sorted((ROOT / "src" / "splittime").rglob("*.py"))[:60]
     (folder / "text.txt").write_text("<|endoftext|>".join(path.read_text()[:1500] for path in sources))
+    load = {"rate": 6.0, "duration_s": 8.0, "input_tokens": "128", "output_tokens": "48", "seed": 1}
+    slow = replace(REPLICA, costs=replace(REPLICA.costs, device=(20e6, *REPLICA.costs.device[1:])))  # soon planned
+    with written_ledger(slow.facts, folder / "known.sqlite") as ledger:
+        slow.run_each(requests_for(load, slow), Change(), 0, ledger.add_account, ledger.add_step)
     return folder
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from splittime.kernels import api
 from splittime.kernels.choose import make_backend
+from splittime.kernels.layer import Weighing
 from splittime.kernels.native import library
+from splittime.kernels.native.packed import weighing_of
 
 KV_TYPES = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16, torch.int8: library.INT8}
 
@@ -17,6 +19,9 @@ KV_TYPES = {torch.float32: library.FLOAT32, torch.bfloat16: library.BFLOAT16, to
 def one_thread():
     """These tensors are tiny, and threads that wait for each other make a busy machine's timings erratic."""
     torch.set_num_threads(1)
+
+
+WEIGHING = Weighing(0.3)
 
 
 class Native:
@@ -47,11 +52,20 @@ class Native:
         made.kept = (arrays, turns)
         return made
 
-    def attention(self, batch, shape, store, q: Tensor, window: int | None = None, scale: float = 0.3) -> Tensor:
+    def attention(
+        self, batch, shape, store, q: Tensor, window: int | None = None, weighing: Weighing = WEIGHING
+    ) -> Tensor:
         """q [T, Hq, D], whose rows may be a slice of something wider -> [T, Hq * D]."""
         out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
         native_batch, kv = self.batch(batch), self.kv(shape, store)
-        sizes = (q.shape[1], window or 0, scale, q.data_ptr(), q.stride(0), out.data_ptr())
+        sizes = (
+            q.shape[1],
+            window or 0,
+            ctypes.byref(weighing_of(weighing)),
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+        )
         self.lib.st_attention(ctypes.byref(native_batch), ctypes.byref(kv), *sizes)
         return out
 

@@ -14,24 +14,36 @@ SCHEMES = [
     *(WeightScheme("int4", group, has_zeros=True) for group in (32, 128, 320)),
     *(WeightScheme("int4", group, has_minima=True) for group in (32, 64, 128)),
     WeightScheme("int4", 64, has_zeros=True, has_minima=True),
+    WeightScheme("int4", 32, has_minima=True, bits=4),
+    WeightScheme("int8", 32, has_minima=True, bits=5),
+    WeightScheme("int8", 16, bits=6),
 ]
 
 
 def name_of(scheme: WeightScheme) -> str:
     extras = "-zeros" * scheme.has_zeros + "-minima" * scheme.has_minima
-    return f"{scheme.name}-{scheme.group}{extras}"
+    return f"{scheme.name}-{scheme.group}{extras}{f'-bits{scheme.bits}' if scheme.bits else ''}"
 
 
 def rows_of(scheme: WeightScheme, rows: int, columns: int, seed: int = 0) -> RoundedRows:
     """Integers of the whole range; scales and minima that float16 does not hold."""
     source = torch.Generator().manual_seed(seed)
     groups = -(-columns // scheme.group) if scheme.group else 1
-    low, high = (0, 16) if scheme.name == "int4" else (-128, 128)
+    half = 1 << (scheme.bits or 8) - 1
+    low, high = (0, 16) if scheme.name == "int4" else (-half, half)
     integers = torch.randint(low, high, (rows, columns), generator=source).to(torch.int8)
     scales = (torch.rand(rows, groups, generator=source) + 0.5) / 100
     zeros = torch.randint(0, 16, (rows, groups), generator=source).to(torch.uint8) if scheme.has_zeros else None
     minima = torch.randn(rows, groups, generator=source) / 10 if scheme.has_minima else None
-    return RoundedRows(integers, scales, zeros, minima)
+    if not scheme.bits:
+        return RoundedRows(integers, scales, zeros, minima)
+    steps = (torch.rand(rows, 1 + scheme.has_minima, -(-columns // 256), generator=source) / 1000).half().float()
+    place = torch.arange(groups) * scheme.group // 256
+    multiples = torch.randint(-128, 128, (2, rows, groups), generator=source)
+    scales = steps[:, 0, place] * multiples[0]
+    if scheme.has_minima:
+        minima = steps[:, 1, place] * multiples[1] - scales * (8 if scheme.name == "int4" else 16)
+    return RoundedRows(integers, scales, None, minima, steps)
 
 
 def dense_of(rows: RoundedRows, scheme: WeightScheme) -> Tensor:

@@ -8,7 +8,7 @@ from splittime.kernels import api
 from splittime.kernels.api import LayerKv
 from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu import ops as cpu_linear
-from splittime.kernels.layer import KvGroup
+from splittime.kernels.layer import KvGroup, Weighing
 from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceNorm, ReferenceWeight
 from splittime.runner.kv_store import KvStore, bytes_per_block
@@ -90,6 +90,12 @@ def test_silu_mul(dtype):
     close(backend(dtype).silu_mul(x), REFERENCE.silu_mul(x.float()), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_mul(dtype):
+    x = randn(3, 14, dtype=dtype)
+    close(backend(dtype).gelu_mul(x), REFERENCE.gelu_mul(x.float()), dtype)
+
+
 def make_batch(rows, block_size, num_blocks, seed=0):
     """rows: (tokens before the step, query tokens), decode rows first and sorted, as the runner orders them."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -149,16 +155,18 @@ def test_paged_attention(name, window, dtype, kv_dtype):
     num_tokens = batch.query_begins[-1]
     store = a_store(shape, kv_dtype)
     q, kv = randn(num_tokens, heads, dim, dtype=dtype, seed=1), randn(num_tokens, 2 * kv_heads, dim, seed=2).to(dtype)
-    results, stores = [], []
+    results, lowered, stores, sinks = [], [], [], Weighing(0.3, sinks=randn(heads, seed=3) * 4)
     for ops in (backend(dtype), REFERENCE):
         mine = copy_of(store)
         plan = ops.plan_attention(batch, shape, window)
         ops.write_kv(kv, mine, plan)
-        results.append(ops.attention(q, mine, plan, 0.3))
+        results.append(ops.attention(q, mine, plan, Weighing(0.3)))
+        lowered.append(ops.attention(q, mine, plan, sinks))
         stores.append(mine)
     assert torch.equal(stores[0].data, stores[1].data)
     assert kv_dtype != torch.int8 or torch.equal(stores[0].scales, stores[1].scales)
     close(results[0], results[1], dtype)
+    close(lowered[0], lowered[1], dtype)
 
 
 def test_what_padding_reads_cannot_leak_in():
@@ -170,7 +178,7 @@ def test_what_padding_reads_cannot_leak_in():
     ops = backend(torch.float32)
     plan = ops.plan_attention(batch, shape, None)
     assert len(plan.groups) == 1
-    out = ops.attention(randn(2, 1, 8), store, plan, 0.3)
+    out = ops.attention(randn(2, 1, 8), store, plan, Weighing(0.3))
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
 
@@ -182,7 +190,7 @@ def test_one_kv_head_and_one_head_each():
         store = a_store(shape, torch.float32)
         q = randn(11, heads, 6, seed=1)
         got, want = (
-            ops.attention(q, store, ops.plan_attention(batch, shape, None), 0.4)
+            ops.attention(q, store, ops.plan_attention(batch, shape, None), Weighing(0.4))
             for ops in (backend(torch.float32), REFERENCE)
         )
         close(got, want)

@@ -7,10 +7,12 @@ import torch
 from splittime.kernels import api
 from splittime.kernels.api import LayerKv
 from splittime.kernels.choose import make_backend
+from splittime.kernels.layer import Weighing
 from splittime.kernels.native import library
 
 pytestmark = pytest.mark.sample(40)
 
+WEIGHING = Weighing(0.3)
 REFERENCE = make_backend("reference", torch.float32)
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 NAN = float("nan")
@@ -73,9 +75,9 @@ def a_case(rows, dim, block_size, heads, kv_heads, seed=0):
     return batch, shape, plain, randn(batch.query_begins[-1], heads + 3, dim, seed=seed + 1)[:, :heads]
 
 
-def wanted(batch, shape, plain, q, window, scale=0.3):
+def wanted(batch, shape, plain, q, window, weighing=WEIGHING):
     plan = REFERENCE.plan_attention(batch, shape, window)
-    return REFERENCE.attention(q.contiguous(), LayerKv(plain.flatten(-2), None), plan, scale)
+    return REFERENCE.attention(q.contiguous(), LayerKv(plain.flatten(-2), None), plan, weighing)
 
 
 def unseen(batch, shape):
@@ -113,13 +115,41 @@ def test_as_the_reference_whatever_the_store_is_made_of(isa, sizes, name):
         torch.testing.assert_close(isa.attention(batch, shape, store, q, window), want, atol=bound, rtol=bound)
 
 
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("sizes", SHAPES[1::2], ids=str)
+def test_scores_are_capped_and_sinks_take_their_share(isa, sizes, name):
+    dim, block_size, heads, kv_heads, window = sizes
+    batch, shape, plain, q = a_case(ROWS[name], dim, block_size, heads, kv_heads)
+    sinks = randn(heads, seed=7) * 4
+    for dtype in KV_DTYPES:
+        store = isa.from_plain(shape, plain, dtype)
+        seen_q, bound = as_tiles_take_it(batch, dim, dtype, q)
+        for scores in (Weighing(0.3, sinks=sinks), Weighing(0.3, 2.0), Weighing(0.3, 0.5, sinks)):
+            want = wanted(batch, shape, isa.to_plain(shape, store), seen_q, window, scores)
+            got = isa.attention(batch, shape, store, q, window, scores)
+            torch.testing.assert_close(got, want, atol=bound, rtol=bound)
+    unseen = Weighing(0.3, sinks=torch.full((heads,), 200.0))
+    assert isa.attention(batch, shape, store, q, window, unseen).abs().max() < 1e-6
+
+
+def test_a_cap_far_away_changes_nothing_and_a_near_one_bounds_what_is_extreme(isa):
+    """Near 0 a tanh is what it is given: a share that would be lost there shows. Of scores that are all capped, those
+    on either side have the same weights."""
+    batch, shape, plain, q = a_case(ROWS["mixed"], 64, 16, 4, 2)
+    store = isa.from_plain(shape, plain, torch.float32)
+    got = isa.attention(batch, shape, store, q, None, Weighing(0.01, 1e4))
+    torch.testing.assert_close(got, isa.attention(batch, shape, store, q, None, Weighing(0.01)), atol=1e-6, rtol=1e-5)
+    got = isa.attention(batch, shape, store, q, None, Weighing(1e6, 2.0))
+    torch.testing.assert_close(got, wanted(batch, shape, plain, q, None, Weighing(1e6, 2.0)), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.int8, 0.02)], ids=str)
 def test_what_a_smaller_store_costs(native, dtype, bound):
     """Against the unrounded store. bfloat16 keeps 2^-9 of each element, int8 1/254 of a head's largest (about 3 here):
     with scores spread over about 1, results of size 0.3 move by no more than these."""
     batch, shape, plain, q = a_case(ROWS["mixed"], 64, 16, 8, 2)
-    want = wanted(batch, shape, plain, q, None, scale=0.125)
-    got = native.attention(batch, shape, native.from_plain(shape, plain, dtype), q, None, 0.125)
+    want = wanted(batch, shape, plain, q, None, Weighing(0.125))
+    got = native.attention(batch, shape, native.from_plain(shape, plain, dtype), q, None, Weighing(0.125))
     assert 0 < (got - want).abs().max() < bound
 
 
@@ -179,8 +209,8 @@ def test_extreme_scores_stay_within_range(isa):
     batch, shape, plain, q = a_case(ROWS["mixed"], 64, 16, 4, 2)
     store = isa.from_plain(shape, plain, torch.float32)
     for scale in (0.0, 1e3, 1e6):
-        got = isa.attention(batch, shape, store, q, None, scale)
-        torch.testing.assert_close(got, wanted(batch, shape, plain, q, None, scale), atol=1e-3, rtol=1e-3)
+        got = isa.attention(batch, shape, store, q, None, Weighing(scale))
+        torch.testing.assert_close(got, wanted(batch, shape, plain, q, None, Weighing(scale)), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)

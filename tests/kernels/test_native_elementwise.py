@@ -1,4 +1,4 @@
-"""Native norm, SwiGLU, and rotary embedding with the write into the store, on every instruction set."""
+"""Native norm, gated activations, and rotary embedding with the write into the store, on every instruction set."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from splittime.kernels import api
 from splittime.kernels.choose import make_backend
+from splittime.kernels.native.library import GELU, SILU
 from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceNorm
 
@@ -24,9 +25,9 @@ def rms_norm(native, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def silu_mul(native, gate_up: Tensor) -> Tensor:
+def gated(native, gate_up: Tensor, activation: int = SILU) -> Tensor:
     y = torch.full((len(gate_up), gate_up.shape[1] // 2), float("nan"))
-    native.lib.st_silu_mul(len(gate_up), y.shape[1], gate_up.data_ptr(), y.data_ptr())
+    native.lib.st_gate(len(gate_up), y.shape[1], activation, gate_up.data_ptr(), y.data_ptr())
     return y
 
 
@@ -43,24 +44,34 @@ def test_rms_norm(isa, tokens, width):
 
 @pytest.mark.parametrize("inner", [1, 7, 8, 16, 33, 5000])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_silu_mul(isa, tokens, inner):
+def test_gated_activations(isa, tokens, inner):
     gate_up = randn(tokens, 2 * inner) * 4
-    got = silu_mul(isa, gate_up)
-    torch.testing.assert_close(got, REFERENCE.silu_mul(gate_up), atol=1e-6, rtol=1e-6)
-    assert torch.equal(silu_mul(isa, gate_up[:1])[0], got[0])
+    for activation, wanted in ((SILU, REFERENCE.silu_mul), (GELU, REFERENCE.gelu_mul)):
+        got = gated(isa, gate_up, activation)
+        torch.testing.assert_close(got, wanted(gate_up), atol=2e-6, rtol=1e-6)
+        assert torch.equal(gated(isa, gate_up[:1], activation)[0], got[0])
+
+
+def test_gelu_is_good_where_its_tanh_is_nearly_one(isa):
+    x = torch.linspace(-9, 9, 100_001)
+    got = gated(isa, torch.stack((x, torch.ones_like(x))).view(1, -1), GELU)[0].double()
+    wide = x.double()
+    want = wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+    assert ((got - want).abs() <= 2e-5 * want.abs() + 1e-37).all()
 
 
 def test_the_exponential_is_good_over_its_whole_range(isa):
     """silu(x) = x / (1 + e^-x), with 1 for the other factor: below -17 that is x e^x, so the exponential shows."""
     x = torch.cat((torch.linspace(-87, 87, 100_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 300.0, 3e38])))
-    got = silu_mul(isa, torch.stack((x, torch.ones_like(x))).view(1, -1))[0].double()
+    got = gated(isa, torch.stack((x, torch.ones_like(x))).view(1, -1))[0].double()
     want = x.double() * torch.sigmoid(x.double())
     assert ((got - want).abs() <= 1e-6 * want.abs()).all()
 
 
-def test_what_is_not_finite_goes_through_and_touches_nothing_else(isa):
+@pytest.mark.parametrize("activation", [SILU, GELU])
+def test_what_is_not_finite_goes_through_and_touches_nothing_else(isa, activation):
     gate = torch.tensor([float("nan"), float("inf"), 1.0, -200.0, -3e38, 2.0, 0.5, 1.0, 3.0])
-    got = silu_mul(isa, torch.stack((gate, torch.ones_like(gate))).view(1, -1))[0]
+    got = gated(isa, torch.stack((gate, torch.ones_like(gate))).view(1, -1), activation)[0]
     assert got[0].isnan()
     assert got[1] == float("inf")
     assert not got[3:5].any()

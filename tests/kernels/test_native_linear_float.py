@@ -170,6 +170,7 @@ def test_no_tokens_is_no_work():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("out_features", "in_features"), [(259, 1031), (96, 172), (2048, 640)])
+@pytest.mark.sample(16)
 def test_a_token_does_not_depend_on_the_others(kind, out_features, in_features):
     product = Product(out_features, in_features, kind)
     x = product.inputs(450)

@@ -149,6 +149,7 @@ def assert_is_product(
 
 @pytest.mark.parametrize("isa", native.isa_names())
 @pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+@pytest.mark.sample(15)
 def test_products_of_every_shape(isa: str, scheme: int, group: int, extras: int) -> None:
     native.select_isa(isa)
     rng = np.random.default_rng(0)

@@ -31,6 +31,7 @@ from splittime.kernels.plain import PlainOps
 
 SHAPE = KvShape(num_blocks=12, block_size=16, num_kv_heads=2, head_dim=16)
 HEADS, HIDDEN, INNER, EPS = 4, 48, 80, 1e-5
+GEMMA = {"places": "both", "activation": "gelu_tanh", "cap": 1.0}
 SCHEMES = [WeightScheme("float32"), WeightScheme("bfloat16"), WeightScheme("int8"), WeightScheme("int4", 32)]
 
 
@@ -48,24 +49,30 @@ def weights(rows, columns, seed):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
 
 
-def layer_of(ops, scheme, with_norm, with_bias):
+def layer_of(ops, scheme, with_norm, with_bias, places="before", activation="silu", cap=0.0, inner=INNER):
     heads = HEADS + 2 * SHAPE.num_kv_heads
     bias = torch.linspace(-1, 1, heads * SHAPE.head_dim) if with_bias else None
     head_norm = ops.pack_norm(torch.rand(HEADS + SHAPE.num_kv_heads, SHAPE.head_dim) + 0.5, EPS) if with_norm else None
     norms = NormSpec(EPS), NormSpec(EPS) if with_norm else None
-    heads_spec = AttentionSpec(
-        HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, RopeSpec("default", 1e4), head_norm=norms[1], qkv_bias=with_bias
-    )
+    sizes, more = (HEADS, SHAPE.num_kv_heads, SHAPE.head_dim), {"qkv_bias": with_bias, "score_cap": cap}
+    heads_spec = AttentionSpec(*sizes, RopeSpec("default", 1e4), head_norm=norms[1], has_sinks=cap > 0, **more)
     mixer = AttentionWeights(
         spec=heads_spec,
         qkv=ops.pack_linear([weights(heads * SHAPE.head_dim, HIDDEN, 1)], bias, scheme),
         output=ops.pack_linear([weights(HIDDEN, HEADS * SHAPE.head_dim, 2)], None, scheme),
         head_norm=head_norm,
+        sinks=torch.linspace(-1, 2, HEADS) if cap else None,
     )
-    gate_up = ops.pack_linear([weights(INNER, HIDDEN, 3), weights(INNER, HIDDEN, 4)], None, scheme)
-    mlp = MlpWeights(MlpSpec(INNER), gate_up, ops.pack_linear([weights(HIDDEN, INNER, 5)], None, scheme))
-    norm = ops.pack_norm(torch.rand(HIDDEN) + 0.5, EPS)
-    return LayerWeights(LayerSpec(norms[0], heads_spec, mlp.spec), norm, mixer, norm, mlp)
+    gate_up = ops.pack_linear([weights(inner, HIDDEN, 3), weights(inner, HIDDEN, 4)], None, scheme)
+    down = ops.pack_linear([weights(HIDDEN, inner, 5)], None, scheme)
+    mlp = MlpWeights(MlpSpec(inner, activation=activation), gate_up, down)
+    before, after = ([ops.pack_norm(torch.rand(HIDDEN) + 0.5, EPS) for _ in range(2)] for _ in range(2))
+    before, after = (
+        kept if places in (place, "both") else (None, None)
+        for place, kept in zip(("before", "after"), (before, after), strict=True)
+    )
+    spec = LayerSpec(norms[0], heads_spec, mlp.spec, places)
+    return LayerWeights(spec, before[0], mixer, before[1], mlp, *after)
 
 
 def a_batch():
@@ -92,9 +99,13 @@ def turns_of(tokens):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_fused_layer_is_its_composition_to_the_last_bit(ops, scheme, with_norm, with_bias):
-    weights_of_layer = layer_of(ops, scheme, with_norm, with_bias)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"with_bias": True}, GEMMA, {"places": "after"}, {"cap": 0.5, "activation": "gelu_tanh", "inner": 64}],
+    ids=str,
+)
+def test_the_fused_layer_is_its_composition_to_the_last_bit(ops, scheme, with_norm, more):
+    weights_of_layer = layer_of(ops, scheme, with_norm, **{"with_bias": False, **more})
     layer, fused = ComposedLayer(ops, weights_of_layer, "to compare"), ops.fuse(weights_of_layer)
     plan = ops.plan_attention(a_batch(), SHAPE, None)
     hidden, turns = weights(6, HIDDEN, 7), turns_of(6)

@@ -9,6 +9,7 @@ from integers import inputs, rows_of
 
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv, LinearShape, WeightScheme
 from splittime.kernels.choose import make_backend
+from splittime.kernels.layer import Weighing
 
 SHAPE = KvShape(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8)
 POSITION_BYTES = {torch.float32: 128, torch.bfloat16: 64, torch.int8: 48}  # keys and values of a position, and scales
@@ -95,7 +96,7 @@ def test_attention_counts_what_it_looks_at(ops, dtype):
     plan = ops.plan_attention(a_batch(), SHAPE, None)
     ops.rope_write(inputs(4, 8 * 8).view(4, 8, 8), None, torch.ones(4, 4, dtype=torch.complex64), store, plan)
     assert reads() == {}  # written is not read
-    ops.attention(inputs(4, 4 * 8).view(4, 4, 8), store, plan, 0.3)
+    ops.attention(inputs(4, 4 * 8).view(4, 4, 8), store, plan, Weighing(0.3))
     kind = f"kv.{str(dtype).removeprefix('torch.')}"
     found = reads()
     assert found.keys() == {kind}
@@ -110,7 +111,7 @@ def test_a_window_counts_less(native):
     ops = make_backend("native", torch.float32)
     reads = Reads(ops)
     plan = ops.plan_attention(a_batch(), SHAPE, 2)
-    ops.attention(inputs(4, 4 * 8).view(4, 4, 8), a_store(torch.int8), plan, 0.3)
+    ops.attention(inputs(4, 4 * 8).view(4, 4, 8), a_store(torch.int8), plan, Weighing(0.3))
     assert reads() == {"kv.int8": (2 + 4) * POSITION_BYTES[torch.int8]}  # 2 positions, and those of 3 queries
 
 

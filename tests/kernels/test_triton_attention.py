@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import AttentionBatch, KvShape, LayerKv
+from splittime.kernels.layer import Weighing
 from splittime.kernels.reference import rounding
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.kernels.triton import attention, attention_plan, attention_prefill, rotary
@@ -79,7 +80,7 @@ class Case:
 
     def expected(self):
         ops = ReferenceOps(self.dtype)
-        return ops.attention(self.q, self.store, ops.plan_attention(self.batch, self.shape, self.window), 0.3)
+        return ops.attention(self.q, self.store, ops.plan_attention(self.batch, self.shape, self.window), Weighing(0.3))
 
     def check(self, *tiles):
         got, want = self.attend(*tiles), self.expected()

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.kv.blocks import block_names
-from splittime.kv.cache import KVCache, Lease
-from splittime.kv.host import HostTier
+from splittime.kv.cache import HostTier, KVCache, Lease
 
 
 class Memory:

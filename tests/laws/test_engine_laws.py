@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.core.step import Row

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_laws import World, asks, configs, events, play, shrink_cache
 
+from splittime.core.engine import AWAKE, SleepAsk, SleepReport
 from splittime.core.request import FinishReason, Request
-from splittime.core.sleep import AWAKE, SleepAsk, SleepReport
 from splittime.drive.crank import EngineParts
 from splittime.drive.messages import Sleep, SleepDone, Wake
 from splittime.drive.residency import REFUSED_CODE

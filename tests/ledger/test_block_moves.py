@@ -6,7 +6,7 @@ import books
 import msgspec
 import pytest
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.diagnose.books import make_books
 from splittime.diagnose.explain import explain
 from splittime.ledger.account import ClosedAccount
@@ -16,7 +16,7 @@ from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.ledger.store import Ledger
-from splittime.server.dashboard import bins
+from splittime.server import routes_dashboard
 
 NEW_OF_STEPS = ("offload_ns", "restore_ns", "offloaded_blocks", "restored_blocks")
 
@@ -73,7 +73,11 @@ def test_an_account_says_what_came_from_host_memory() -> None:
 def test_the_pages_bins_hold_all_of_a_steps_time() -> None:
     records = [moving(1, 5_000_000), moving(2, 6_000_042)]
     columns = dict(
-        zip(bins.SUMS, zip(*(row[1:] for row in bins.step_bins(records, since_ns=0)), strict=True), strict=False)
+        zip(
+            routes_dashboard.SUMS,
+            zip(*(row[1:] for row in routes_dashboard.step_bins(records, since_ns=0)), strict=True),
+            strict=False,
+        )
     )
     times = ("device_ns", "sample_ns", "moves_ns", "host_ns", "host_gap_ns", "idle_ns")
     assert sum(sum(columns[name]) for name in times) == sum(record.end_ns - record.begin_ns for record in records)

@@ -7,11 +7,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.core.engine_stats import EngineStats
-from splittime.ledger.device_time import device_time, is_paced, sentence
+from splittime.core.engine import EngineStats
 from splittime.ledger.export.chrome_trace import trace
 from splittime.ledger.export.prometheus import PrometheusExporter
-from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.ledger.steps import StepRecord, device_time, is_paced, sentence, verify_steps
 from splittime.ledger.store import Ledger, open_readonly
 
 

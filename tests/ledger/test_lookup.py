@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json, account_json
-from splittime.ledger.lookup import ENDS, MOST_TOKENS, SAMPLED, Lookup, is_sampled, lookup, sampled_lookup
+from splittime.ledger.prompt_parts import ENDS, MOST_TOKENS, SAMPLED, Lookup, is_sampled, lookup, sampled_lookup
 
 
 def looked_up(prompt: list[int], answer: list[int]) -> Lookup:

@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.core.engine_stats import EngineStats
-from splittime.core.sleep import ASLEEP, Rest, SleepReport
+from splittime.core.engine import ASLEEP, EngineStats, Rest, SleepReport
 from splittime.ledger.account import Account
 from splittime.ledger.export.metrics import EDGES_NS, METRICS, Histogram, MetricSpec
-from splittime.ledger.export.prometheus import STEP_PARTS, PrometheusExporter
-from splittime.ledger.export.vllm import ALIASES, request_amounts
+from splittime.ledger.export.prometheus import ALIASES, STEP_PARTS, PrometheusExporter, request_amounts
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import Ledger

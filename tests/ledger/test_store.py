@@ -19,12 +19,11 @@ import pytest
 
 from patience import until
 from splittime.core.errors import ConfigError, EngineError, ErrorInfo, NotFound, RequestError
-from splittime.ledger import sqlite_file
+from splittime.ledger import sqlite
 from splittime.ledger.account import REFUSED
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.ring import ACCOUNT_BYTES, weight_bytes
-from splittime.ledger.sqlite_file import FileWriter
-from splittime.ledger.sqlite_read import require_free
+from splittime.ledger.sqlite import FileWriter, require_free
 from splittime.ledger.store import Ledger, Ran, open_readonly
 
 
@@ -181,7 +180,7 @@ def test_file_holds_what_was_added(tmp_path):
 
 
 def test_file_retention(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "MAX_BATCH_RECORDS", 7)
+    monkeypatch.setattr(sqlite, "MAX_BATCH_RECORDS", 7)
     ledger = Ledger(tmp_path / "l.sqlite", max_file_accounts=10, max_file_steps=5)
     for i in range(50):
         ledger.add_account(books.example(f"cmpl-{i}-0"))
@@ -463,7 +462,7 @@ FACTS = ServerFacts(version="1", model="code", max_model_len=9, settings={"a": 1
 
 
 def test_the_file_keeps_the_latest_facts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "FACTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(sqlite, "FACTS_INTERVAL_S", 0.0)
     path = tmp_path / "l.sqlite"
     ledger = Ledger(path)
     ledger.add_step(books.step(1, 0))
@@ -681,7 +680,7 @@ class Noted(FileWriter):
 
 
 def test_each_outage_tells_that_records_are_lost_and_a_try_has_one(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "RETRY_S", 0.01)
+    monkeypatch.setattr(sqlite, "RETRY_S", 0.01)
     writer = Noted(tmp_path / "l.sqlite", 10, 99, max_queued_records=8)
     other = sqlite3.connect(tmp_path / "l.sqlite")
     for outage in (1, 2):
@@ -704,7 +703,7 @@ def test_each_outage_tells_that_records_are_lost_and_a_try_has_one(tmp_path, cap
 
 
 def test_a_batch_is_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "MAX_BATCH_BYTES", 3 * weight_bytes(books.step(0, 0)))
+    monkeypatch.setattr(sqlite, "MAX_BATCH_BYTES", 3 * weight_bytes(books.step(0, 0)))
     writer = Noted(tmp_path / "l.sqlite", 10, 99)
     for i in range(10):
         writer.put(books.step(i, i))
@@ -829,7 +828,7 @@ def test_an_account_is_found_before_the_file_has_it(tmp_path):
 
 
 def test_facts_are_asked_for_until_there_are_some_and_then_at_intervals(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "FACTS_INTERVAL_S", 1e6)
+    monkeypatch.setattr(sqlite, "FACTS_INTERVAL_S", 1e6)
     asked, told = [], [None, None, None, FACTS]
     ledger = Ledger(tmp_path / "l.sqlite")
     ledger.describe_by(lambda: asked.append(1) or told[min(len(asked) - 1, 3)])

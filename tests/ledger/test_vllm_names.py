@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
 from splittime.ledger.export.prometheus import PrometheusExporter
 from splittime.ledger.facts import ServerFacts

@@ -15,9 +15,9 @@ Let y = x W^T, and y' the product with the rounded weight W' = W + E. Then
 A weight that comes as integers, w = s (q - z) - m, is not rounded again, but scales and minima of groups are kept as
 float16, each off by 2^-11 of itself or by 2^-25: e_ij = 2^-11 (|s_g (q - z)| + |m_g|) + 2^-25 (|q - z| + 1). AWQ, GPTQ
 and GGUF's Q4_0 and Q8_0 have float16 scales, for which it is 0. GGUF's Q4_K, Q5_K and Q6_K multiply a float16 by 6 or 8
-bits. Measured on down_proj of two small Llamas, of the size of y: float16 moves a product by 0.0002 (Q4_K, Q6_K) and
-0.0006 (Q5_K), rounding x to int8 by 0.005, and the quantisation itself by 0.08 (Q4_K), 0.04 (Q5_K), 0.02 (Q6_K).
-float32 would take a fifth more bytes for Q4_K and a ninth for the others, and a decode step that much more time.
+bits: the native kernels keep both, and it is 0 too; torch keeps the product. Measured on down_proj of two small Llamas,
+of the size of y: float16 moves a product by 0.0002 (Q4_K, Q6_K) and 0.0006 (Q5_K), rounding x to int8 by 0.005, and the
+quantisation itself by 0.08 (Q4_K), 0.04 (Q5_K), 0.02 (Q6_K).
 
 The native kernels round x too, x' = x + d, with t = max |x_j| / 127 over a token (int8) or a token and group and so
 |d_j| <= t / 2, which adds at most sum_j |d_j| |W'_ij| <= sum_g t_g / 2 sum_{j in g} |W'_ij|.

@@ -6,7 +6,7 @@ import pytest
 import tiny_config
 import torch
 
-from splittime.core import allowed
+from splittime.core import this_process
 from splittime.core.errors import ConfigError
 from splittime.kernels.choose import make_backend
 from splittime.models.config import load_config
@@ -42,7 +42,7 @@ def test_a_quantised_config_is_refused(tmp_path):
 @pytest.mark.parametrize(("free_layers", "begun"), [(3, [1, 2]), (8, [1, 2, 3])])
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(tmp_path, monkeypatch, free_layers, begun):
     tiny_config.write(tmp_path, num_hidden_layers=10)
-    monkeypatch.setattr(allowed, "free_memory_bytes", lambda: 4 * (61 * 32 + free_layers * tiny_config.LAYER))
+    monkeypatch.setattr(this_process, "free_memory_bytes", lambda: 4 * (61 * 32 + free_layers * tiny_config.LAYER))
     config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference", max_model_len=16)
     done = []
     with pytest.raises(ConfigError, match="of 10 layers take"):
@@ -78,7 +78,7 @@ def test_sizes_that_no_file_backs_are_refused_before_anything_is_made_of_them(
     tmp_path, monkeypatch, sizes, settings, said
 ):
     tiny_config.write(tmp_path, **sizes)
-    monkeypatch.setattr(allowed, "free_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(this_process, "free_memory_bytes", lambda: 8 << 30)
     config = RunnerConfig(model_path=str(tmp_path), load_format="dummy", kernels="reference", **settings)
     with pytest.raises(ConfigError, match=said):
         load(config, lambda name, begin_ns, end_ns: None)

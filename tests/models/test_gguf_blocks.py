@@ -21,6 +21,9 @@ def random_rows(kind: str, seed: int, shape: tuple[int, int]) -> np.ndarray:
     rng = np.random.default_rng(seed)
     num_bytes = {each.name: each.num_bytes for each in SERVED.values()}[kind]
     raw = rng.integers(0, 256, (shape[0], shape[1], num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":  # any power of two that a float32 has, and half of it
+        raw[..., 0] = rng.integers(2, 255, shape)
+        return raw.reshape(shape[0], -1)
     for place in SCALES.get(kind, (0,)):
         scales = (rng.normal(size=shape) * 10.0 ** rng.integers(-6, 2, shape)).astype(np.float16)
         raw[..., place : place + 2] = scales[..., None].view(np.uint8)
@@ -55,6 +58,11 @@ def test_rounded_rows_mean_the_same(kind, seed, shape):
     assert (rows.minima is not None) == scheme.has_minima
     if scheme.name == "int4":
         assert 0 <= rows.integers.min() <= rows.integers.max() <= 15
+    if scheme.bits:  # what the native kernels keep: whole multiples of d, in 8 bits
+        each = rows.steps[:, 0].repeat_interleave(256 // scheme.group, 1)
+        multiples = (rows.scales / each).nan_to_num(0).round()
+        assert torch.equal(multiples * each, rows.scales)
+        assert multiples.abs().max() <= 128
     steps = rows.scales.abs().double().repeat_interleave(scheme.group, 1)
     room = 1e-6 * (16 * steps + want.abs())  # a minimum is moved by at most 16 steps, in float32
     assert ((meant(rows, scheme) - want).abs() <= room).all()

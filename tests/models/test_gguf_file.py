@@ -109,7 +109,7 @@ HOSTILE = {
     "half block": (content((), (tensor("w", (40,), 8),)), "the first a multiple of 32 for Q8_0"),
     "type": (
         content((), (tensor("w", (256,), 10),)),
-        "type is Q2_K, which is not served; these are: BF16, F16, F32, Q4",
+        "type is Q2_K, which is not served; these are: BF16, F16, F32, MXFP4, Q4",
     ),
     "new type": (content((), (tensor("w", (256,), 77),)), "type is 77, which is not served"),
     "offset": (content((), (tensor("w", (4, 2), 0, 1 << 63),)), "offset puts its 32 bytes at byte"),

@@ -10,29 +10,56 @@ from tiny_config import CONFIG
 
 from splittime.core.errors import ConfigError
 from splittime.models.config import load_config, parse_config
-from splittime.models.fields import GGUF_LIMITS, LIMITS
-from splittime.models.gguf.config import load_gguf_config
+from splittime.models.fields import LIMITS
+from splittime.models.gguf.config import FAMILIES, NAMES, ROPE, load_gguf_config
 
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2}
+ERNIE = {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+GRANITE = {"architectures": ["GraniteForCausalLM"]}
+GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
 PLACES = {
     **dict.fromkeys(["num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"], EXPERTS),
+    **dict.fromkeys(["moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_norm_min"], ERNIE),
+    **dict.fromkeys(["moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"], ERNIE),
+    **dict.fromkeys(["n_routed_experts", "n_shared_experts", "n_group", "topk_group"], GLM),
+    **dict.fromkeys(["routed_scaling_factor", "first_k_dense_replace"], GLM),
+    **dict.fromkeys(["swiglu_alpha", "swiglu_limit"], GPT_OSS),
+    "shared_expert_intermediate_size": {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"]},
     "num_local_experts": {"architectures": ["MixtralForCausalLM"]},
     "sliding_window": {"architectures": ["MistralForCausalLM"]},
     "max_window_layers": {"architectures": ["Qwen2ForCausalLM"]},
+    "no_rope_layer_interval": {"architectures": ["SmolLM3ForCausalLM"]},
+    **dict.fromkeys(["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"], GRANITE),
+    "shared_intermediate_size": {
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0},
+        "layer_types": ["attention"] * 2,
+    },
+    **dict.fromkeys(["sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"], GEMMA_3),
+    **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], GEMMA_2),
+    "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }
 """What else the config needs so that the field is read."""
 IN_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+YARN = {"rope_type": "yarn", "factor": 2.0}
+OF_YARN = ["attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"]
+OF_TYPES = {**dict.fromkeys(OF_YARN, YARN), "alpha": {"rope_type": "dynamic"}}
+"""Of rotary embeddings, each with one that reads it."""
 OF_FORMATS = ("bits", "num_bits", "group_size")  # whose values are checked one by one, in `formats`
 
 
 def with_field(name, value):
     if name in IN_ROPE:
         return {**CONFIG, "rope_scaling": {**LLAMA3, name: value}}
+    if name in OF_TYPES:
+        return {**CONFIG, **PLACES.get(name, {}), "rope_scaling": {**OF_TYPES[name], name: value}}
     return {**CONFIG, **PLACES.get(name, {}), name: value}
 
 
@@ -88,33 +115,45 @@ WRITTEN = {
 """By the type of a GGUF value: its number, and how it is written."""
 
 
+GGUF_NAMES = {key: name for family in FAMILIES.values() for name, key in {**family.reads, **family.in_rope}.items()}
+GGUF_NAMES |= {key: name for name, key in {**NAMES, **ROPE}.items() if name != "partial_rotary_factor"}
+GGUF_NAMES = {key: name for key, name in GGUF_NAMES.items() if name in LIMITS}
+
+
+def architecture_of(key):
+    """Returns one that reads it."""
+    reads = {name: {*family.reads.values(), *family.in_rope.values()} for name, family in FAMILIES.items()}
+    return next((name for name, keys in reads.items() if key in keys), "llama")
+
+
 def gguf(tmp_path, name, value):
     keys = {
         **{"context_length": 128, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48},
         **{"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5},
     } | {name: value}
-    if name.startswith("expert"):
+    architecture = architecture_of(name)
+    if name.startswith(("expert", "leading", "interleave")):
         keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16} | keys
-    if name == "rope.scaling.factor":
-        keys["rope.scaling.type"] = "linear"
-    written = [key("general.architecture", 8, text("llama"))]
+    if name.startswith("rope.scaling.") or name == "attention.temperature_scale":
+        keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0} | keys
+    written = [key("general.architecture", 8, text(architecture))]
     for each, number in keys.items():
         kind, raw = WRITTEN[type(number)]
-        written.append(key(f"llama.{each}", kind, raw(number)))
+        written.append(key(f"{architecture}.{each}", kind, raw(number)))
     path = tmp_path / "m.gguf"
     path.write_bytes(content(tuple(written), (tensor("token_embd.weight", (4, 2)),)))
     return path
 
 
-@pytest.mark.parametrize("name", GGUF_LIMITS)
-def test_a_gguf_number_beyond_its_bounds_is_refused_by_name_value_and_limit(tmp_path, name):
-    bounds = GGUF_LIMITS[name]
+@pytest.mark.parametrize("key", [key for key in GGUF_NAMES if key != "rope.scaling.attn_factor"])
+def test_a_gguf_number_beyond_its_bounds_is_refused_by_name_value_and_limit(tmp_path, key):
+    bounds = LIMITS[GGUF_NAMES[key]]
     value = 1e30 if isinstance(bounds.least, float) else int(bounds.most) + 1
     with pytest.raises(ConfigError) as refused:
-        load_gguf_config(gguf(tmp_path, name, value))
+        load_gguf_config(gguf(tmp_path, key, value))
     info = refused.value.info
-    assert f"llama.{name} is {value}" in info.message
-    assert (info.value, info.limit) == (str(value), list(bounds))
+    assert f"{architecture_of(key)}.{key} is {value}" in info.message
+    assert (info.value, info.limit) == (value, list(bounds))
 
 
 def test_rules_let_published_sizes_pass():

@@ -49,6 +49,16 @@ def test_both_generations_of_rope_settings():
     assert parse(rope_scaling={"type": "linear", "factor": 2.0}).layers[0].mixer.position.factor == 2.0
 
 
+def test_mellum_without_rope_settings_has_those_of_transformers():
+    own = {"num_local_experts": 8, "moe_intermediate_size": 24}
+    types = ["sliding_attention", "full_attention"] * 2
+    layers = parse(architectures=["MellumForCausalLM"], layer_types=types, **own).layers
+    assert [layer.mixer.position for layer in layers] == [
+        RopeSpec("default", 10_000.0),
+        RopeSpec("default", 500_000.0),
+    ] * 2
+
+
 def test_sliding_windows():
     def windows(name, **changes):
         return tuple(layer.mixer.window_tokens for layer in parse(architectures=[name], **changes).layers)
@@ -82,11 +92,11 @@ def test_mixtures_of_experts():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", *ARCHITECTURES]),
+        ({"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", *ARCHITECTURES]),
         ({"architectures": None}, ["architectures"]),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "mxfp4", "awq, gptq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq", "awq, gptq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, ["proportional", "linear", "llama3"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": 3}, ["rope_scaling", "3"]),
@@ -141,7 +151,8 @@ def test_published_configs():
     for path in sorted(CONFIGS.glob("*.json")):
         values = json.loads(path.read_text())
         name = values["architectures"][0]
-        if name in ARCHITECTURES and "quantization_config" not in values:
+        method = values.get("quantization_config", {}).get("quant_method")
+        if name in ARCHITECTURES and method in (None, "mxfp4"):
             config = parse_config(values)
             assert config.layers[0].mixer.head_dim == values.get(
                 "head_dim", values["hidden_size"] // values["num_attention_heads"]
@@ -156,14 +167,14 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "slid
 MIXED = {**QWEN, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
-def test_rope_settings_by_kind_of_layer_are_read_where_the_layers_agree():
+def test_rope_settings_are_read_by_kind_of_layer():
     want = parse(rope_theta=5e5, rope_scaling=LLAMA3).layers[0].mixer.position
     assert parse(rope_parameters={"full_attention": NESTED["full_attention"]}).layers[0].mixer.position == want
     assert parse(**MIXED, rope_parameters=NESTED).layers[0].mixer.position == want
     other = {**NESTED, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     assert parse(rope_parameters=other).layers[0].mixer.position == want  # a Llama has no sliding layers
-    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention is llama3 .*sliding_attention is default"):
-        parse(**MIXED, rope_parameters=other)
+    local, whole, *_ = (layer.mixer.position for layer in parse(**MIXED, rope_parameters=other).layers)
+    assert (local, whole) == (RopeSpec("default", 1e4), want)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,17 @@ def test_rope_settings_by_kind_of_layer_are_read_where_the_layers_agree():
         ({"sliding_attention": LLAMA3}, "rope_parameters is .* an object for each of full_attention"),
         ({"full_attention": LLAMA3, "other": LLAMA3}, "rope_parameters is"),
         ({"full_attention": LLAMA3, "rope_theta": 1e4}, "rope_parameters is"),
-        ({"full_attention": {"rope_type": "yarn", "factor": 2.0}}, r"full_attention\.rope_type is 'yarn'"),
+        ({"full_attention": {"rope_type": "mrope", "factor": 2.0}}, r"full_attention\.rope_type is 'mrope'"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type is 'dynamic', must be another type: it follows the length",
+        ),
+        ({"rope_type": "yarn", "factor": 2.0, "short_factor": [1.0]}, r"rope_parameters\.short_factor is \[1\.0\]"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}, "short_factor is .* list of 8"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+            r"rope_parameters\.rope_theta is 1\.0, must be above 1",
+        ),
         ({"rope_type": "default", "mrope_section": [1, 2]}, r"rope_parameters\.mrope_section is \[1, 2\]"),
         ({"rope_type": "linear", "factor": 2.0, "attention_factor": 0.5}, "attention_factor is 0.5"),
         ({"full_attention": {"inner": {}}}, r"full_attention\.inner is"),
@@ -191,3 +212,131 @@ def test_two_forms_of_rope_settings_may_not_contradict_each_other():
     assert parse(**both).layers[0].mixer.position.factor == 2.0
     with pytest.raises(ConfigError, match=r"rope_parameters is default .* rope_scaling is linear"):
         parse(**{**both, "rope_parameters": {"rope_type": "default"}})
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "Ministral3ForCausalLM", "MellumForCausalLM"])
+def test_a_null_of_rope_parameters_is_as_if_they_were_absent(name):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
+    absent = parse(architectures=[name], **experts)
+    assert parse(architectures=[name], **experts, rope_parameters=None).layers == absent.layers
+    assert absent.layers[-1].mixer.position != parse().layers[0].mixer.position
+
+
+@pytest.mark.parametrize(("name", "theta"), [("Olmo3ForCausalLM", 500_000.0), ("Gemma3ForCausalLM", 10_000.0)])
+def test_a_kind_that_is_left_out_has_the_plain_embedding_where_kinds_differ(name, theta):
+    """As transformers has it, which gives what is flat to no layer."""
+    own = {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0}
+    kinds = {**MIXED, "architectures": [name]}
+    local, whole, *_ = (one.mixer.position for one in parse(**kinds, rope_parameters={"full_attention": own}).layers)
+    assert (local.rope_type, local.theta, whole.rope_type, whole.theta) == ("default", theta, "linear", 300.0)
+    local, whole, *_ = (one.mixer.position for one in parse(**kinds, rope_parameters={"sliding_attention": own}).layers)
+    assert (local.rope_type, local.theta, whole.rope_type) == ("linear", 300.0, "default")
+    nulled = {"sliding_attention": own, "full_attention": None}
+    assert (
+        parse(**kinds, rope_parameters=nulled).layers
+        == parse(**kinds, rope_parameters={"sliding_attention": own}).layers
+    )
+    for empty in ({}, {"full_attention": None, "sliding_attention": None}):
+        assert parse(**kinds, rope_parameters=empty).layers == parse(**kinds).layers
+    for wrong in ([], False, 0):
+        with pytest.raises(ConfigError, match=r"rope_parameters is .*, must be an object"):
+            parse(**kinds, rope_parameters=wrong)
+    with pytest.raises(ConfigError, match=r"rope_parameters is .*, must be an object for each of full_attention"):
+        parse(**kinds, rope_parameters=own)
+    assert parse(**kinds, rope_scaling=own).layers[0].mixer.position.rope_type == "default"
+
+
+GEMMA = {**LLAMA, "architectures": ["GemmaForCausalLM"], "head_dim": 16, "num_key_value_heads": 1}
+
+
+def test_a_wrapper_says_whether_there_is_a_head():
+    """transformers ties the head of the whole model, whatever its text part says."""
+    text = {**LLAMA, "model_type": "mistral", "tie_word_embeddings": False}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert not parse_config(whole).tie_word_embeddings
+    assert parse_config({**whole, "tie_word_embeddings": True}).tie_word_embeddings
+
+
+def test_no_token_attends_to_those_behind_it():
+    for name in ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        with pytest.raises(ConfigError, match="use_bidirectional_attention is True"):
+            parse_config({**GEMMA, "architectures": [name], "use_bidirectional_attention": True})
+        parse_config({**GEMMA, "architectures": [name], "use_bidirectional_attention": False})
+
+
+def test_gemmas_first_configs_name_another_gelu_than_they_mean():
+    assert parse_config({**GEMMA, "hidden_act": "gelu"}).layers[0].feed_forward.activation == "gelu_tanh"
+    with pytest.raises(ConfigError, match="hidden_activation is 'gelu'"):
+        parse_config({**GEMMA, "hidden_activation": "gelu"})
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'"):
+        parse(hidden_act="gelu")
+
+
+def test_only_gemma_2_caps_its_scores():
+    caps = {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 20.0}
+    for name, cap in {"Gemma2ForCausalLM": 30.0, "Gemma3ForCausalLM": 0.0}.items():
+        config = parse_config({**GEMMA, "architectures": [name], **caps})
+        assert (config.layers[0].mixer.score_cap, config.logits_cap) == (cap, 20.0)
+
+
+def test_only_hunyuans_dynamic_rope_has_an_alpha():
+    rope = {"rope_type": "dynamic", "alpha": 4.0, "factor": 1.0}
+    config = parse(architectures=["HunYuanDenseV1ForCausalLM"], rope_parameters=rope)
+    assert config.layers[0].mixer.position.theta == pytest.approx(10_000.0 * 4 ** (16 / 14))
+    with pytest.raises(ConfigError, match="rope_type is 'dynamic'"):
+        parse(rope_parameters=rope)
+    with pytest.raises(ConfigError, match="head_dim is 2, must be above 2"):
+        parse(architectures=["HunYuanDenseV1ForCausalLM"], rope_parameters=rope, head_dim=2)
+
+
+def test_layers_of_smollm3_have_the_windows_that_they_are_said_to_have():
+    changes = {"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 8, "use_sliding_window": False}
+    types = ["full_attention", "sliding_attention"] * 2
+    said = parse(**changes, layer_types=types)
+    assert [layer.mixer.window_tokens for layer in said.layers] == [None, 8] * 2
+    assert {layer.mixer.window_tokens for layer in parse(**changes).layers} == {None}
+
+
+def test_where_the_original_length_stands():
+    """Outside of flat settings it goes before theirs; of settings by kind each has its own. Phi-3's has a default."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    outer = {"original_max_position_embeddings": 128}
+
+    def original(**changes):
+        return parse(**changes).layers[-1].mixer.position.original_max_position_embeddings
+
+    assert original(rope_parameters=yarn) == 64
+    assert original(rope_parameters=yarn, **outer) == 128
+    by_kind = dict.fromkeys(["full_attention", "sliding_attention"], yarn)
+    assert original(architectures=["Olmo3ForCausalLM"], rope_parameters=by_kind, **outer) == 64
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi = {"architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 8192}
+    assert original(**phi, rope_scaling={**long, "original_max_position_embeddings": 64}) == 4096
+
+
+def test_settings_in_the_old_form_go_before_an_architectures_own():
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "architectures": ["GptOssForCausalLM"]}
+    assert parse(**experts, rope_scaling=rope).layers[0].mixer.position.factor == 8.0
+    assert parse(**experts).layers[0].mixer.position.factor == 32.0
+
+
+def test_a_pattern_in_letters_beside_the_layers_kinds():
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    changes = {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": "LLLG"}
+    assert [layer.mixer.window_tokens for layer in parse(**changes, layer_types=types).layers] == [8, 8, 8, None]
+
+
+def test_kinds_of_layers_by_their_old_name():
+    changes = {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0}
+    config = parse(**changes, layers_block_type=["attention"] * 4, shared_intermediate_size=96)
+    assert config.layers[0].feed_forward.inner == 96
+    with pytest.raises(ConfigError, match="Mamba"):
+        parse(**changes, layers_block_type=["mamba"] * 4, shared_intermediate_size=96)
+
+
+def test_a_name_with_a_number_that_is_none_is_nowhere_in_a_stack():
+    names = ARCHITECTURES["GptOssForCausalLM"].names
+    assert names.place_of("model.layers.0.mlp.experts.3.gate_proj").number == 3
+    for number in ("9" * 5000, "\u0663", "", "-1"):
+        assert names.place_of(f"model.layers.0.mlp.experts.{number}.gate_proj") is None

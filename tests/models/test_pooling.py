@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 from splittime.models.pooling import gguf_pooling, read_pooling
 
 SIZE = 64

@@ -209,7 +209,7 @@ def test_the_torch_weight_stays_integers(monkeypatch):
         whole = rounding.product(x, rounding.pack([weight], None, scheme))
         monkeypatch.setattr(rounding, "CHUNK_ELEMENTS", 700)
         packed = rounding.pack([weight], None, scheme)
-        torch.testing.assert_close(rounding.product(x, packed), whole)
+        torch.testing.assert_close(rounding.product(x, packed), whole, rtol=2e-5, atol=1e-4)  # sums in another order
         assert packed.values.nbytes + packed.scales.nbytes == plan.kept_bytes(61, 100, scheme)
         monkeypatch.undo()
 
@@ -219,5 +219,5 @@ def test_which_weight_is_kept_in_which_scheme():
     assert plan.choose("int8", "float32").describe(True) == "int8, router float32"
     assert plan.choose("int8", "float32").describe(False) == "int8"
     four = plan.choose("int4", "bfloat16")
-    assert (four.layers, four.head, four.router) == (INT4, TURNED, WeightScheme("bfloat16"))
-    assert four.describe(True) == "int4 in groups of 64, head int8, router bfloat16"
+    assert (four.layers, four.finer, four.head, four.router) == (INT4, TURNED, TURNED, WeightScheme("bfloat16"))
+    assert four.describe(True) == "int4 in groups of 64, values and down int8, head int8, router bfloat16"

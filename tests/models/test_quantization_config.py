@@ -85,7 +85,7 @@ def weights_of(**changes):
     [
         ({"quant_method": "fbgemm_fp8"}, "quant_method", "'fbgemm_fp8'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method", "'bitsandbytes'"),
-        ({"quant_method": "mxfp4"}, "quant_method", "'mxfp4'"),
+        ({"quant_method": "hqq"}, "quant_method", "'hqq'"),
         ({"quant_method": "marlin"}, "quant_method", "'marlin'"),
         ({"quant_method": "auto-round", "bits": 4}, "quant_method", "'auto-round'"),
         ({"bits": 4}, "quant_method", "None"),

@@ -8,12 +8,14 @@ import stored_layouts as layouts
 import torch
 
 from splittime.core.errors import ConfigError
+from splittime.kernels import rounded
+from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 from splittime.models.config import load_config, parse_config
 from splittime.models.quant.plan import choose
 from splittime.models.weights import keeping
 from splittime.models.weights.cache import open_cache
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.shards import CUTS, CutSource, bounds, check, own_config, widest
+from splittime.models.weights.shards import CUTS, ColumnsOf, CutSource, bounds, check, own_config, widest
 
 
 @dataclasses.dataclass
@@ -73,10 +75,31 @@ def test_a_rank_is_told_of_its_part(count, kv_heads):
 
 def test_every_linear_module_has_a_cut():
     names = {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
-    assert names | {"w1", "w2", "w3", "lm_head", "embed_tokens"} == set(CUTS)
+    assert names | {"w1", "w2", "w3", "lm_head", "embed_tokens", "output_linear", "sinks"} == set(CUTS)
 
 
 # ---- parts of a stored checkpoint
+
+
+class Stepped:
+    """Two rows of 512 columns as GGUF's Q6_K has them; the second 256 have other steps."""
+
+    out_features, in_features, columns, scheme = 2, 512, None, WeightScheme("int8", 16, bits=6)
+
+    def rows(self, begin, end):
+        steps = torch.tensor([[[1.0, 2.0]]] * 2)[begin:end]
+        scales = steps[:, 0].repeat_interleave(16, 1)
+        return RoundedRows(torch.ones(end - begin, 512, dtype=torch.int8), scales, steps=steps)
+
+
+@pytest.mark.parametrize(("part", "bits", "steps"), [((0, 256), 6, [1]), ((256, 512), 6, [2]), ((128, 512), 0, None)])
+def test_a_part_has_the_steps_of_its_columns(part, bits, steps):
+    cut = ColumnsOf("down_proj", Stepped(), *part)
+    found = cut.rows(0, 2)
+    assert cut.scheme.bits == bits
+    assert (None if found.steps is None else found.steps[1, 0].tolist()) == steps
+    assert list(rounded.checked([found], LinearShape(2, part[1] - part[0], None, cut.scheme)))
+
 
 HEADS = 4
 FORMATS = {

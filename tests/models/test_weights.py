@@ -37,15 +37,17 @@ def resident_bytes(of):
     raise AssertionError("it is nowhere")
 
 
-def test_a_released_tensor_leaves_memory_and_stays_readable(tmp_path):
+@pytest.mark.parametrize("part", [lambda all_: all_, lambda all_: all_.T, lambda all_: all_.T[1::2]])
+def test_a_released_tensor_leaves_memory_and_stays_readable(part, tmp_path):
+    """Also one of a stack that is stored turned, or whose rows come by turns."""
     if not has_native_kernels():
         pytest.skip("no native kernels")
-    written = torch.arange(1 << 20, dtype=torch.float32)
+    written = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
     checkpoint = write(tmp_path, a=written)
-    tensor = checkpoint.take("a", 1 << 20)
+    tensor = checkpoint.take("a", 1024, 1024)
     assert torch.equal(tensor, written)
     before = resident_bytes(tensor)
-    checkpoint.release(tensor)
+    checkpoint.release(part(tensor))
     assert resident_bytes(tensor) < before - (3 << 20)
     assert torch.equal(tensor, written)
 
@@ -124,3 +126,9 @@ def test_an_index_that_names_no_file_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="weight_map"):
         Checkpoint(tmp_path)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    one = torch.zeros(2)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight.* are both model\.norm\.weight"):
+        write(tmp_path, **{"model.norm.weight": one, "model.language_model.norm.weight": one + 1})

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from splittime.gateway.metrics import GATEWAY_METRICS
 from splittime.ledger.export.metrics import METRICS, MetricSpec
-from splittime.ledger.export.vllm import ALIASES
+from splittime.ledger.export.prometheus import ALIASES
 
 SPECS = {spec.name: spec for spec in (*METRICS, *GATEWAY_METRICS, *(alias.spec for alias in ALIASES))}
 OF_PROMETHEUS = {"up": {"job", "instance"}}

@@ -14,8 +14,7 @@ from deploy.generate import ALERTS, FOLDER
 from splittime.cli.main import app
 from splittime.drive.head_start import TERMINATED
 from splittime.gateway.app import PATHS as GATEWAY_PATHS
-from splittime.gateway.config_file import read_config
-from splittime.gateway.config_keys import secrets_of
+from splittime.gateway.config_file import read_config, secrets_of
 from splittime.gateway.service import CUT_S as GATEWAY_CUT_S
 from splittime.gateway.service import LAST_WORDS_S as GATEWAY_LAST_WORDS_S
 from splittime.server.app import PATHS

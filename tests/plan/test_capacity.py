@@ -8,12 +8,12 @@ from known_replicas import ONE_AT_A_TIME, REPLICA, STEP_NS, unsure
 
 from splittime.bench.book.slo import SloResult, parse_slo
 from splittime.core.errors import ConfigError, EngineError
-from splittime.plan import rate_trial
+from splittime.plan import capacity as capacity_module
 from splittime.plan.capacity import RESOLUTION, Capacity, RateInterval, capacity
 from splittime.plan.page import load_words, render_page, require_replaceable, write_csv
 from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, first_to_break, money, worksheet
 
-LOAD = {"duration_s": 15.0, "input_tokens": "16", "output_tokens": "1", "seed": 5}
+LOAD = {"duration_s": 8.0, "input_tokens": "16", "output_tokens": "1", "seed": 5}
 SLO = parse_slo("ttft_mean=20ms")
 
 
@@ -89,7 +89,7 @@ def test_what_the_model_does_not_know_is_not_planned_with() -> None:
 
 
 def test_a_rate_of_too_many_requests_ends_the_search_and_wants_a_shorter_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_trial, "MAX_REQUESTS", 500)
+    monkeypatch.setattr(capacity_module, "MAX_REQUESTS", 500)
     found = capacity(ONE_AT_A_TIME, LOAD, parse_slo("ttft_mean=20ms"), draws=1)
     assert found.kept.num_requests <= 500
     assert found.likeliest.stopped.endswith("requests are too many for a trial. Give a shorter --duration.")

@@ -8,8 +8,8 @@ from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Ending, Phase
 from splittime.bench.book.slo import parse_slo
 from splittime.ledger import derive
+from splittime.plan.capacity import judged, run_of
 from splittime.plan.load import requests_for
-from splittime.plan.rate_trial import judged, run_of
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change
 from splittime.simulate.run import SimulatedBooks

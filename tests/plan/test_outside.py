@@ -10,8 +10,8 @@ from known_replicas import CONFIG, REPLICA
 
 from splittime.bench.book.records import Outcome, Run
 from splittime.core.errors import ConfigError
+from splittime.plan.capacity import run_of
 from splittime.plan.load import requests_for
-from splittime.plan.rate_trial import run_of
 from splittime.plan.seen_steps import checked_by_runs, read_steps
 from splittime.plan.sources import replica_of_runs
 from splittime.simulate.change import Change

@@ -9,8 +9,8 @@ import pytest
 from known_replicas import COSTS, LOAD, REPLICA
 
 from splittime.bench.book.slo import parse_slo
+from splittime.plan.capacity import RateTrial, simulated_trial
 from splittime.plan.load import requests_for
-from splittime.plan.rate_trial import RateTrial, simulated_trial
 from splittime.scheduler.admission import QueueLimits
 from splittime.simulate.change import Change
 from splittime.simulate.replica import Replica

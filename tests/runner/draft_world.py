@@ -10,7 +10,7 @@ from splittime.core.row_costs import RowCosts
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.runner.batch import Slots
-from splittime.runner.draft_model import LONGEST_PAUSE, ModelDrafter
+from splittime.runner.draft_sources import LONGEST_PAUSE, ModelDrafter
 from splittime.runner.draft_steps import num_spare_blocks
 from splittime.runner.drafting import Look
 

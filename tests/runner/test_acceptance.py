@@ -3,13 +3,15 @@
 import pytest
 
 from splittime.kernels.native.suffix import CORPUS, OWN
-from splittime.runner.acceptance import PRIOR_CHANCE, Acceptance, DraftKind, Trust, kind_of
+from splittime.runner.draft_record import UNVERIFIED_CHANCE, Acceptance, DraftKind, Trust, kind_of
 
 SHORT = DraftKind(OWN, 0)
 
 
 def test_before_anything_is_known_each_draft_is_as_likely_as_the_one_before() -> None:
-    assert Acceptance(3).survival(SHORT) == pytest.approx((PRIOR_CHANCE, PRIOR_CHANCE**2, PRIOR_CHANCE**3))
+    assert Acceptance(3).survival(SHORT) == pytest.approx(
+        (UNVERIFIED_CHANCE, UNVERIFIED_CHANCE**2, UNVERIFIED_CHANCE**3)
+    )
 
 
 def test_lengths_of_a_match_fall_into_classes_by_source() -> None:
@@ -37,7 +39,7 @@ def test_many_trials_outweigh_what_was_believed(num_right: int, expected: float)
     assert survival[-1] == pytest.approx(expected, abs=0.2)
     assert (survival[0] > 0.9) is (num_right > 0)
     assert list(survival) == sorted(survival, reverse=True)
-    assert acceptance.survival(DraftKind(CORPUS, 0))[0] == pytest.approx(PRIOR_CHANCE)
+    assert acceptance.survival(DraftKind(CORPUS, 0))[0] == pytest.approx(UNVERIFIED_CHANCE)
 
 
 def test_a_place_behind_a_wrong_draft_was_not_tried() -> None:
@@ -45,7 +47,7 @@ def test_a_place_behind_a_wrong_draft_was_not_tried() -> None:
     for _ in range(500):
         acceptance.learn(SHORT, 3, 1)
     first, second, third = acceptance.survival(SHORT)
-    assert (first, third / second) == (pytest.approx(1.0, abs=0.05), pytest.approx(PRIOR_CHANCE))
+    assert (first, third / second) == (pytest.approx(1.0, abs=0.05), pytest.approx(UNVERIFIED_CHANCE))
 
 
 def test_what_is_new_outweighs_what_is_old() -> None:

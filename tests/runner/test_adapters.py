@@ -15,9 +15,8 @@ from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
 from splittime.runner.compose import load_torch_runner
-from splittime.runner.config import RunnerConfig
+from splittime.runner.config import RunnerConfig, SpeculativeConfig
 from splittime.runner.draft_sources import model_drafter
-from splittime.runner.speculative import SpeculativeConfig
 
 PROMPT = [5, 9, 3, 44, 17, 8, 30, 2, 11, 25, 60, 7, 1, 19]
 SCORED = SamplingParams(temperature=0.0, seed=0, logprobs=5)
@@ -217,7 +216,7 @@ def test_a_file_of_nothing_is_refused(base, tmp_path):
 
 def test_only_so_many_are_loaded(base, tmp_path, monkeypatch):
     adapter_files.write_adapter(tmp_path, base[1])
-    monkeypatch.setattr("splittime.runner.adapters.MOST_LOADED", 2)
+    monkeypatch.setattr("splittime.runner.batch.MOST_LOADED", 2)
     adapters = runner_of(base[0], kernels="torch").slots.adapters
     for name in ("a", "b"):
         adapters.load(name, str(tmp_path))

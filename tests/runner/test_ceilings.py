@@ -9,14 +9,14 @@ import pytest
 import torch
 from native_or_not import has_native_kernels
 
-from splittime.core import allowed
+from splittime.core import files, this_process
 from splittime.core.facts import Machine
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.cpu.ops import CpuOps
 from splittime.kernels.native import peaks
 from splittime.kernels.native.library import LibraryMissing
-from splittime.runner import ceilings, kept_json, machine
+from splittime.runner import ceilings, machine
 from splittime.runner.ceilings import Gauge
 
 FLOAT32 = WeightScheme("float32")
@@ -61,7 +61,7 @@ def test_what_is_measured_is_known_at_the_next_start(tmp_path):
     assert (found.peak_operations_per_s or found.operations_per_s) >= found.operations_per_s
     assert found.cpu
     assert found.threads == 1
-    assert found.cores == allowed.num_cores()
+    assert found.cores == this_process.num_cores()
     second = gauge(tmp_path / "made" / "here")
     assert second.known() == found
     assert not second.is_due()
@@ -214,10 +214,10 @@ def test_what_lacks_a_figure_is_not_believed_and_is_measured_again(tmp_path, mon
     (key, (found,)), *_ = ceilings.recall(tmp_path / ceilings.FILE_NAME).items()
     at_ns, reads, operations, peak = found
     for broken in ((at_ns, reads, 0.0, peak), (at_ns, (0.0, *reads[1:]), operations, peak)):
-        kept_json.write(tmp_path / ceilings.FILE_NAME, {key: [broken]})
+        files.write(tmp_path / ceilings.FILE_NAME, {key: [broken]})
         assert gauge(tmp_path).known().measured_at_unix_ns is None
         assert gauge(tmp_path).is_due()
-    kept_json.write(tmp_path / ceilings.FILE_NAME, {})
+    files.write(tmp_path / ceilings.FILE_NAME, {})
 
     def fail(self):
         raise RuntimeError("no product")

@@ -21,7 +21,7 @@ def test_they_are_those_of_the_loaded_model(quantization: str | None) -> None:
     config = RunnerConfig(
         model_path=str(CODE), dtype="bfloat16", kernels="torch", quantization=quantization, packed_cache="off"
     )
-    _, _, resolved, loaded = load(config, lambda name, begin, end: None)
+    _, _, resolved, loaded, _ = load(config, lambda name, begin, end: None)
     sizes = sizes_of_config(CODE, quantization)
     assert sizes.cost == loaded
     assert sizes.weights_bytes <= resolved.weights_bytes + resolved.embedding_bytes

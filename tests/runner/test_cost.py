@@ -6,7 +6,7 @@ from splittime.kernels.cpu.ops import CpuOps
 from splittime.kernels.reference.ops import ReferenceOps
 from splittime.models.config import parse_config
 from splittime.models.quant.plan import choose
-from splittime.runner.cost import cost
+from splittime.runner.config_sizes import cost
 
 torch = pytest.importorskip("torch")
 DENSE = {

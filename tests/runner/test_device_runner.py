@@ -18,11 +18,11 @@ from splittime.engine.engine import Engine
 from splittime.kernels.api import WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.ledger.steps import verify_steps
+from splittime.runner import ceilings
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.device import ceilings
-from splittime.runner.device.graphs import DecodeGraphs
-from splittime.runner.device.memory import largest_step_bytes
+from splittime.runner.device.execution import DecodeGraphs
+from splittime.runner.load import largest_step_bytes
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -194,7 +194,7 @@ def test_a_card_is_needed_where_nothing_is_interpreted(monkeypatch):
 def test_what_a_card_can_do_is_measured_on_it(device_runner, monkeypatch):
     card = SimpleNamespace(name="a card", multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    for name, size in {"COPY_BYTES": 1 << 20, "TOKENS": 16, "WIDTH": 64}.items():
+    for name, size in {"COPY_BYTES": 1 << 20, "CARD_TOKENS": 16, "CARD_WIDTH": 64}.items():
         monkeypatch.setattr(ceilings, name, size)
     gauge = ceilings.CardGauge(device_runner.decoder.ops, WeightScheme("float32"), 1, None)
     *pieces, found = gauge.measure()

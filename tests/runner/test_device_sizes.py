@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.runner.device.graphs import candidates, worth_keeping
+from splittime.runner.device.execution import candidates, worth_keeping
 
 
 def test_candidates_hold_as_many_as_may_run():

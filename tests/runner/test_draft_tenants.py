@@ -11,11 +11,10 @@ from draft_world import World
 
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
-from splittime.runner import by_tenant
-from splittime.runner.by_tenant import ByTenant
-from splittime.runner.draft_model import forgive
-from splittime.runner.draft_record import TenantRecord
-from splittime.runner.drafted_answer import DraftedAnswer
+from splittime.runner import draft_record
+from splittime.runner.draft_record import ByTenant, TenantRecord
+from splittime.runner.draft_sources import forgive
+from splittime.runner.draft_steps import DraftedAnswer
 
 ALWAYS: Callable[[str, int], bool] = lambda name, number: True  # noqa: E731
 NEVER: Callable[[str, int], bool] = lambda name, number: False  # noqa: E731
@@ -123,7 +122,7 @@ def test_the_tenants_who_asked_last_are_remembered() -> None:
 def test_as_many_are_remembered_as_answers_are_kept_of() -> None:
     records = ByTenant(TenantRecord)
     first = records.of("0")
-    for number in range(1, by_tenant.MOST_TENANTS):
+    for number in range(1, draft_record.MOST_TENANTS):
         records.of(str(number))
     assert records.of("0") is first
     records.of("one more")

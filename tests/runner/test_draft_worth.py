@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
-from splittime.runner.draft_worth import MARGIN, DraftingCosts, StepWorth
+from splittime.runner.draft_record import MARGIN, DraftingCosts, StepWorth
 
 MS = 1_000_000
 

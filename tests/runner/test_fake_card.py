@@ -18,9 +18,10 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import PENDING, Admitted, Row, StepPlan, StepResult
 from splittime.kernels.triton import elementwise
 from splittime.kernels.triton.device import is_interpreted
+from splittime.runner import ceilings
 from splittime.runner.compose import gauge_of, load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
-from splittime.runner.device import ceilings, graphs
+from splittime.runner.device import execution
 from splittime.runner.marks import StreamMark, to_device, to_host
 
 pytestmark = [
@@ -115,14 +116,14 @@ def test_what_a_start_does(card: FakeCard, tmp_path: Path, monkeypatch: pytest.M
     """Warm-up compiles all that steps need, and captures some; the host waits for what begins a capture alone."""
     runner: Any = load_torch_runner(config(write(tmp_path, **MIXTURE), quantization="int4", kv_cache_dtype="fp8"))
     card.waits.clear()
-    monkeypatch.setattr(graphs, "REPLAYS", 1)
+    monkeypatch.setattr(execution, "REPLAYS", 1)
     runner.warm_up()
     assert set(card.waits) == {"a capture begins", "synchronize"}
     assert runner.resolved.graph_sizes
     compiled = set(card.compiled)
     driven(runner, card)
     assert card.compiled == compiled, "no request waits for a compiler"
-    for name, size in {"COPY_BYTES": 1 << 10, "TOKENS": 16, "WIDTH": 64, "PASSES": 1}.items():
+    for name, size in {"COPY_BYTES": 1 << 10, "CARD_TOKENS": 16, "CARD_WIDTH": 64, "PASSES": 1}.items():
         monkeypatch.setattr(ceilings, name, size)
     *_, found = gauge_of(runner).measure()
     assert found.read_bytes_per_s

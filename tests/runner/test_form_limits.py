@@ -25,17 +25,14 @@ from splittime.core.forked import ForkLimits, frame, read_message
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
-from splittime.runner import far_forms, form_masks, form_size
+from splittime.runner import far_forms, form_process
 from splittime.runner import grammars as compiled
-from splittime.runner.batch import Slot, Slots
-from splittime.runner.far_forms import FarWalk
-from splittime.runner.form_looks import FoundMask, FoundMasks
-from splittime.runner.form_masks import FormMasks
-from splittime.runner.form_process import Tried
-from splittime.runner.form_size import is_small
-from splittime.runner.form_walk import FormPlace, GrammarWalk, key_of
-from splittime.runner.form_workers import FormGone, FormProcess
-from splittime.runner.grammars import Grammars
+from splittime.runner.batch import Slots
+from splittime.runner.far_forms import FarWalk, FormGone, FormProcess
+from splittime.runner.form_process import Tried, is_small
+from splittime.runner.form_walk import FormPlace, FoundMask, FoundMasks, GrammarWalk, key_of
+from splittime.runner.grammars import FormMasks, Grammars
+from splittime.runner.slot import Slot
 from splittime.text import grammars
 
 pytestmark = pytest.mark.timeout(120)
@@ -271,7 +268,7 @@ def test_how_large_a_form_is_takes_time_in_proportion_to_its_text(written: str) 
 
 
 def test_the_engine_reads_no_form_itself(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_size, "_Schema", None)  # here; not in the process that tries it
+    monkeypatch.setattr(form_process, "_Schema", None)  # here; not in the process that tries it
     assert isinstance(walked(known, of_schema({"enum": ["read", "elsewhere"]})), GrammarWalk)
 
 
@@ -482,16 +479,19 @@ def test_owners_wait_for_their_own_looks_alone(known: Grammars, monkeypatch: pyt
     """Who asks for little goes first, and one that is asked for much holds up nobody else's step."""
     masks, slots = FormMasks(4096, 0, 1, [].append), [slot_of(known, of_schema({}), [], str(one)) for one in range(3)]
     slots[2].grammar.owner = "other"
-    told, looks_at, may_go = [], masks.look, threading.Event()
+    told, looks_at, may_go, second = [], masks.look, threading.Event(), threading.Event()
 
     def look(places: list[FormPlace], parser: object) -> FoundMasks:
         told.append([place.walk.owner for place in places])
-        assert len(told) < 2 or may_go.wait(20)
+        if len(told) == 2:
+            second.set()
+            assert may_go.wait(20)
         return looks_at(places)
 
     monkeypatch.setattr(masks, "look", look)
     masks.begin(slots, [0] * 3)
     assert masks._begun[masks._asked[2][2]].result(20)
+    assert second.wait(20)
     assert list(masks.take(slots, [0] * 3)) == [2]
     may_go.set()
     assert told == [["other"], ["", ""]]
@@ -670,9 +670,7 @@ def test_a_step_waits_for_all_late_masks_together_not_for_each(
     known: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(
-        form_masks, "wait", lambda looks, timeout: asked.append((len(looks), timeout)) or wait(looks, 0)
-    )
+    monkeypatch.setattr(compiled, "wait", lambda looks, timeout: asked.append((len(looks), timeout)) or wait(looks, 0))
     masks = FormMasks(4096, 0, 1, [].append)
     slots = [slot_of(known, of_schema({}), []) for _ in range(3)]
     for slot in slots:
@@ -680,4 +678,10 @@ def test_a_step_waits_for_all_late_masks_together_not_for_each(
     free = Slot(Admitted("free", (1,), 0, SamplingParams(), (0,)), 64, 4096, 0)
     assert not masks.take([*slots, free], [0] * 4)
     assert not masks.take(slots, [0] * 3)
-    assert asked == [(3, form_masks.LATE_NS / 1e9), (3, form_masks.LATE_ALONE_NS / 1e9)]
+    assert asked == [(3, compiled.LATE_NS / 1e9), (3, compiled.LATE_ALONE_NS / 1e9)]
+
+
+@pytest.mark.parametrize(("count", "small"), [(256, True), (257, False)])
+def test_a_grammar_of_many_rules_is_not_small(count: int, small: bool) -> None:
+    rules = [f'r{number}: "a"' for number in range(count - 1)]
+    assert is_small(grammars.of_lark("\n".join(['start: r0 "b"', *rules]), "grammar")) is small

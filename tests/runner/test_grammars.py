@@ -16,11 +16,9 @@ from splittime.core.errors import RequestError
 from splittime.core.step import Admitted
 from splittime.kernels.draw import has_bits
 from splittime.runner import grammars as compiled
-from splittime.runner.batch import Slot
-from splittime.runner.form_looks import SLOW_NS
-from splittime.runner.form_masks import QUICK_NS, FormMasks
-from splittime.runner.form_walk import MOST_FORCED, FormPlace, GrammarWalk
-from splittime.runner.grammars import Grammars
+from splittime.runner.form_walk import MOST_FORCED, SLOW_NS, FormPlace, GrammarWalk
+from splittime.runner.grammars import QUICK_NS, FormMasks, Grammars
+from splittime.runner.slot import Slot
 from splittime.text import grammars
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")

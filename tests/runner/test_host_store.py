@@ -117,7 +117,7 @@ def test_a_slot_takes_what_a_block_takes(groups: list[KvGroup]) -> None:
 
 
 def test_room_that_cannot_be_had_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store.allowed, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(kv_store.this_process, "free_memory_bytes", lambda: 1000)
 
     def slots(asked: int, kernels: str = "triton", ranks: int = 1) -> int:
         config = RunnerConfig(model_path="", kv_offload_memory_bytes=asked, tensor_parallel_size=ranks)

@@ -9,7 +9,7 @@ from splittime import LLM, SamplingParams
 from splittime.core.request import Request
 from splittime.drive.crank import Crank
 from splittime.ledger.stages import Cause, Stage
-from splittime.runner import form_masks
+from splittime.runner import grammars as compiled
 from splittime.runner.batch import Slots
 from splittime.text import grammars
 
@@ -69,7 +69,7 @@ def test_answers_are_the_same_whether_steps_wait_for_masks_or_not(
 ) -> None:
     found: SimpleQueue[str] = SimpleQueue()
     for name in ("LATE_NS", "LATE_ALONE_NS"):
-        monkeypatch.setattr(form_masks, name, 0)
+        monkeypatch.setattr(compiled, name, 0)
     slots, llm.crank._grammars._on_found = slots_of(llm), None
     slots.masks = None  # made anew, with nobody to tell
     waited, _, num_late = run(llm.crank, requests(llm, **more), found)

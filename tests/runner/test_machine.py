@@ -7,9 +7,8 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing
 from splittime.runner import machine
-from splittime.runner.config import RunnerConfig
+from splittime.runner.config import NONE, RunnerConfig, speculative_config
 from splittime.runner.load import adapter_bytes
-from splittime.runner.speculative import NONE, speculative_config
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def logits(runner):
             "layers bfloat16 x bfloat16, head bfloat16 x bfloat16",
         ),
         ({"quantization": "int8"}, "layers int8 x int8, head int8 x int8"),
-        ({"quantization": "int4"}, "layers int4 x int8, head int8 x int8"),
+        ({"quantization": "int4"}, "layers int4 x int8, values and down int8 x int8, head int8 x int8"),
         ({"kernels": "torch", "quantization": "int8"}, "layers int8 x int8, head int8 x int8"),
         ({"kernels": "reference", "dtype": "bfloat16"}, "layers bfloat16 x bfloat16, head bfloat16 x bfloat16"),
     ],

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from splittime.core.clock import SystemClock
+from splittime.core.engine import SleepAsk
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import SleepAsk
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.kernels.choose import make_backend
-from splittime.runner import parked, sleep
+from splittime.runner import sleep
 from splittime.runner.compose import load_torch_runner, sleeper_of
 from splittime.runner.config import RunnerConfig
-from splittime.runner.parked import Emptied, Parked, device_tensors
-from splittime.runner.sleep import TorchSleeper
+from splittime.runner.sleep import Emptied, Parked, TorchSleeper, device_tensors
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -118,7 +117,7 @@ def test_the_same_results_where_weights_are_parked_and_steps_captured(
     thin: Path, settings: dict, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(parked, "PIECE_BYTES", 5_000)  # weights lie across pieces
+    monkeypatch.setattr(sleep, "PIECE_BYTES", 5_000)  # weights lie across pieces
     runner, sleeper = load(thin, "triton", **settings)
     runner.capture((1,))
     sleeper.parks = True
@@ -246,7 +245,7 @@ def test_weights_that_do_not_fit_the_host_leave_it_awake(thin: Path, monkeypatch
     runner, sleeper = load(thin, "triton")
     sleeper.parks = True
     before = generate_little(runner)
-    monkeypatch.setattr(sleep.allowed, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(sleep.this_process, "free_memory_bytes", lambda: 1000)
     with pytest.raises(EngineError, match="stays awake") as caught:
         sleeper.sleep(1)
     assert (caught.value.info.limit, caught.value.info.hint) == (1000, "level=2 drops them")
@@ -260,7 +259,7 @@ def test_too_little_memory_at_waking_says_how_much_and_leaves_it_asleep(
     before = generate(runner)
     sleeper.sleep(2)
     with monkeypatch.context() as patch:
-        patch.setattr(sleep.allowed, "free_memory_bytes", lambda: 1000)
+        patch.setattr(sleep.this_process, "free_memory_bytes", lambda: 1000)
         with pytest.raises(EngineError, match="too few") as caught:
             sleeper.wake()
     needed = runner.resolved.weights_bytes

@@ -9,18 +9,18 @@ from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
 from splittime.runner import draft_sources, start_memory
 from splittime.runner.compose import load_torch_runner
-from splittime.runner.config import RunnerConfig
-from splittime.runner.draft_sources import drafting_of
-from splittime.runner.drafting import DraftingRunner
-from splittime.runner.honoured import settle_speculation
-from splittime.runner.speculative import (
+from splittime.runner.config import (
     LEAST_STEP_MS,
     MOST_DRAFTS,
     NONE,
+    RunnerConfig,
     SpeculativeConfig,
     speculative_config,
     without_place,
 )
+from splittime.runner.draft_sources import drafting_of
+from splittime.runner.drafting import DraftingRunner
+from splittime.runner.honoured import settle_speculation
 
 
 def test_what_is_asked_for() -> None:

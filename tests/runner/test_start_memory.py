@@ -6,12 +6,11 @@ import logging
 import pytest
 import tiny_checkpoint
 
-from splittime.core import allowed
-from splittime.runner import machine, start_memory, threads
+from splittime.core import this_process
+from splittime.runner import machine, start_memory
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
-from splittime.runner.start_memory import StartMemory, prefill_tokens_within
-from splittime.runner.threads import ThreadCount
+from splittime.runner.start_memory import StartMemory, ThreadCount, prefill_tokens_within
 
 
 @pytest.fixture(autouse=True)
@@ -100,16 +99,13 @@ def test_an_entry_that_makes_no_sense_is_measured_anew(tmp_path, found):
 def test_five_starts_of_a_runner_decide_the_same(tmp_path, monkeypatch):
     tiny_checkpoint.write(tmp_path)
     config = RunnerConfig(model_path=str(tmp_path), packed_cache=str(tmp_path / "cache"))
-    monkeypatch.setattr(allowed, "num_cores", lambda: 2)
+    monkeypatch.setattr(this_process, "num_cores", lambda: 2)
     found = []
     for _ in range(5):
         runner = load_torch_runner(config)
         found.append((runner.resolved.num_threads, prefill_tokens_within(runner, 0.25)))
         # nobody measures from the second on
-        for module, name in (
-            (threads, "choose"),
-            (start_memory, "measure_prefill"),
-        ):
-            monkeypatch.setattr(module, name, None)
+        for name in ("quickest_count", "measure_prefill"):
+            monkeypatch.setattr(start_memory, name, None)
     assert len(set(found)) == 1
     assert start_memory.NAME in {path.name for path in (tmp_path / "cache").iterdir()}

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import tiny_checkpoint
 
-from splittime.runner import start_memory, threads
+from splittime.runner import start_memory
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.runner.start_memory import choose_threads, prefill_tokens_within
@@ -23,7 +23,7 @@ class FakeClock:
 
     def __init__(self, monkeypatch, ms_by_threads, noise=lambda: 1.0):
         self.ms_by_threads, self.now_ns, self.set, self.noise = ms_by_threads, 0, None, noise
-        monkeypatch.setattr(threads.time, "monotonic_ns", lambda: self.now_ns)
+        monkeypatch.setattr(start_memory.time, "monotonic_ns", lambda: self.now_ns)
 
     def set_threads(self, count):
         self.set = count
@@ -33,7 +33,7 @@ class FakeClock:
 
 
 def choose(clock, cores=2):
-    return threads.choose({"a step": clock.step, "another": clock.step}, clock.set_threads, cores)
+    return start_memory.quickest_count({"a step": clock.step, "another": clock.step}, clock.set_threads, cores)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,14 @@ def test_what_one_kind_of_step_gains_the_other_may_lose(monkeypatch):
     for decode_ms, prompt_ms, want in (({1: 1, 2: 1}, {1: 4, 2: 2}, 2), ({1: 1, 2: 2.2}, {1: 4, 2: 2}, 1)):
         decode, prompt = FakeClock(monkeypatch, decode_ms), FakeClock(monkeypatch, prompt_ms)
         clocks = (decode, prompt)
-        monkeypatch.setattr(threads.time, "monotonic_ns", lambda clocks=clocks: sum(one.now_ns for one in clocks))
+        monkeypatch.setattr(start_memory.time, "monotonic_ns", lambda clocks=clocks: sum(one.now_ns for one in clocks))
 
         def set_threads(count, clocks=clocks):
             for clock in clocks:
                 clock.set_threads(count)
 
-        assert threads.choose({"decode": decode.step, "prompt": prompt.step}, set_threads, 2).threads == want
+        found = start_memory.quickest_count({"decode": decode.step, "prompt": prompt.step}, set_threads, 2)
+        assert found.threads == want
 
 
 @pytest.mark.parametrize(("ms_by_threads", "want"), [({1: 1, 2: 0.98}, 1), ({1: 1, 2: 1.05}, 1), ({1: 1, 2: 0.6}, 2)])
@@ -82,11 +83,11 @@ def test_noise_does_not_choose(monkeypatch, ms_by_threads, want):
 
 def test_a_clear_case_is_short_and_a_doubtful_one_ends(monkeypatch):
     clear = FakeClock(monkeypatch, {1: 10, 2: 6})
-    assert f"in {threads.MIN_ROUNDS} rounds" in choose(clear).reason
+    assert f"in {start_memory.MIN_ROUNDS} rounds" in choose(clear).reason
     turns = iter(range(10**6))
     doubtful = FakeClock(monkeypatch, {1: 10, 2: 9}, lambda: 1.2 if next(turns) // 8 % 2 else 0.9)
     choose(doubtful)
-    assert doubtful.now_ns < (threads.BUDGET_S + 0.2) * 1e9
+    assert doubtful.now_ns < (start_memory.ROUNDS_BUDGET_S + 0.2) * 1e9
 
 
 def test_prefill_tokens_follow_the_time_that_a_step_takes(runner, monkeypatch):

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from splittime import LLM, SamplingParams
 from splittime.core.errors import RequestError
-from splittime.runner.penalties import listed, listed_at_all
+from splittime.runner.slot import listed, listed_at_all
 from splittime.text import grammars
 
 pytestmark = pytest.mark.timeout(300)
 PROMPTS = ["def add(a, b):", "# a list\n", "import ", "x = {"]
 VOCAB = 12
 BLOCK_BYTES = 32768
+EXACT = {"dtype": "float32"}  # what is computed again may differ in its last bits (ADR 5), which then change no token
 TOKEN = st.integers(0, VOCAB - 1)
 
 
@@ -94,13 +95,14 @@ def test_alone_and_beside_others_the_same(llm: LLM, free: list[tuple[int, ...]],
     "more",
     [
         {"speculative_config": '{"method": "suffix"}', "kernels": "native"},
-        {"kv_cache_memory_bytes": 12 * BLOCK_BYTES, "enable_prefix_caching": False, "max_model_len": 128},
+        {"kv_cache_memory_bytes": 24 * BLOCK_BYTES, "enable_prefix_caching": False, "max_model_len": 128, **EXACT},
         {"async_scheduling": True, "speculative_config": '{"method": "none"}'},
     ],
     ids=["drafts", "preemption", "ahead"],
 )
 def test_however_it_is_served_the_same(llm: LLM, asked: list[SamplingParams], more: dict[str, object]) -> None:
-    expected = [output.token_ids for output in llm.generate(PROMPTS * 2, asked * 2)]
+    plain = LLM(num_threads=1, max_num_seqs=8, max_model_len=256, **EXACT) if EXACT.items() <= more.items() else llm
+    expected = [output.token_ids for output in plain.generate(PROMPTS * 2, asked * 2)]
     other = LLM(**{"num_threads": 1, "max_num_seqs": 8, "max_model_len": 256, **more})
     for _ in range(2):  # the second time the answers are known, and guessed whole
         found = other.generate(PROMPTS * 2, asked * 2)

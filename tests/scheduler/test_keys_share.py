@@ -12,8 +12,8 @@ from test_scheduler import add, make_scheduler, shape, step
 from splittime.core.shares import KeyShare
 from splittime.core.step import RowResult
 from splittime.ledger.stages import Cause, Stage
+from splittime.scheduler.prompt_pass import TURN_TOKENS, Holdings, one_slot
 from splittime.scheduler.scheduler import Scheduler
-from splittime.scheduler.turns import TURN_TOKENS, Holdings, one_slot
 from splittime.web.tenants import Tenant, sharer_of, told_tenant
 
 

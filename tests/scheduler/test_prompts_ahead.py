@@ -13,7 +13,7 @@ from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.core.step import Row, RowResult, StepPlan, StepResult
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.ahead import AHEAD_TOKENS
+from splittime.scheduler.requests import AHEAD_TOKENS
 from splittime.scheduler.scheduler import Scheduler
 
 WARM = SamplingParams(pooling=AHEAD, max_tokens=0, seed=0)

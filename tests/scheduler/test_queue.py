@@ -9,8 +9,8 @@ from test_scheduler import add, make_scheduler, step
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.queue import CauseLog, WaitingQueue
-from splittime.scheduler.state import RequestState
+from splittime.scheduler.queue import WaitingQueue
+from splittime.scheduler.state import CauseLog, RequestState
 
 CAUSES = (Cause.BATCH_SLOTS, Cause.TOKEN_BUDGET, Cause.POLICY)
 

@@ -90,6 +90,7 @@ def best_ratio(world: World, num_requests: int, accepted: float) -> float:
 @pytest.mark.parametrize("accepted", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("num_requests", [1, 4, 16])
 @pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.sample(30)
 def test_drafts_are_never_slower_than_none_and_near_the_best(
     name: str, num_requests: int, accepted: float, drift: float, least: float, near: float
 ) -> None:

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from splittime.api.limits import ModelInfo
 from splittime.ledger.store import Ledger
-from splittime.server.app import build_app, listen, make_server
+from splittime.server.app import App, Service, listen, make_server
 from splittime.server.config import ServerConfig
 from splittime.text.foreign_code import byte_alphabet
 from splittime.text.tokenizer import Tokenizer
@@ -62,10 +62,9 @@ class LiveServer:
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.app = build_app(
-            self.engine, byte_tokenizer(self.template, self.marks), self.ledger, self.config, self.model
-        )
-        self.service = self.app.service
+        tokenizer = byte_tokenizer(self.template, self.marks)
+        self.service = Service(self.engine, tokenizer, self.ledger, self.config, self.model)
+        self.app = App(self.service)
         listener = listen(self.config)
         self.port = listener.getsockname()[1]
         self.server = make_server(self.app, self.config)

@@ -9,11 +9,19 @@ import time
 from array import array
 from collections.abc import Callable
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import (
+    ASLEEP,
+    AWAKE,
+    FALLING_ASLEEP,
+    BlocksAsk,
+    BlocksTold,
+    EngineStats,
+    Rest,
+    SleepAsk,
+    SleepReport,
+)
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
-from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import FinishReason, Request
-from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.step import TokenLogprob
 from splittime.drive.client import StreamItem
 from splittime.drive.residency import refusal

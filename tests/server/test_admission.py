@@ -372,5 +372,16 @@ def test_before_a_newcomer_of_a_key_stand_as_many_of_each_other_key_as_of_its_ow
     assert asked == [(1, 20, 1.0), (1, 5, 4.0), (100, 5000, 1.0)]
 
 
+def test_those_about_to_be_queued_fill_the_queue_for_others_beyond_their_share_only() -> None:
+    room = Admission(QueueLimits(10, 10**6))
+    enter_of(room, "greedy", count=5)
+    enter_of(room, "other")
+    room.check(1, others=3, tenant="greedy")
+    with pytest.raises(Refused):
+        room.check(1, others=4, tenant="greedy")
+    room.check(1, others=60, tenant="other")
+    room.check(1, others=60, tenant="third")
+
+
 def enter_of(room: Admission, tenant: str, *, weight: float = 1.0, count: int = 1, tokens: int = 1) -> Place:
     return room.enter(1, count=count, tokens=tokens * count, deadline_ns=None, tenant=tenant, weight=weight)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 
 from .conftest import EOS, LiveServer, say
 

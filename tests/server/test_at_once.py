@@ -1,5 +1,6 @@
 """What is answered from a request's head alone: refusals of a full queue, and /health. Over raw sockets."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,6 +11,7 @@ import pytest
 from patience import until
 from splittime.ledger.ring import Ring
 from splittime.web import connection as connections
+from splittime.web.tenants import TOLD_TENANT
 
 from .conftest import LiveServer, say
 from .test_loop_stalls import stall
@@ -223,3 +225,46 @@ def test_a_connection_at_rest_after_an_answer_at_once_ends(launch) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_answer(answers)[0] == 200
         assert connection.recv(1) == b""
+
+
+def test_who_waits_for_a_turn_with_room_is_before_who_comes(launch) -> None:
+    live, opened = launch(say("ab"), config={"max_queued_requests": 1}), []
+
+    async def room() -> None:
+        while not opened:
+            await asyncio.sleep(0)
+
+    live.service.turn.room = room
+    with client(live) as (first, its_answers), client(live) as (second, answers):
+        first.sendall(post())
+        until(lambda: live.service.coming.total() == 1)
+        second.sendall(post())
+        assert read_answer(answers)[0] == 429
+        opened.append(True)
+        assert read_answer(its_answers)[0] == 200
+        second.sendall(post())
+        assert read_answer(answers)[0] == 200
+    assert live.service.coming.total() == 0
+
+
+def test_who_waits_for_a_turn_with_room_turns_no_other_tenant_away(launch) -> None:
+    live, opened = launch(say("ab"), config={"max_queued_requests": 2}), []
+
+    async def room() -> None:
+        while not opened:
+            await asyncio.sleep(0)
+
+    live.service.turn.room = room
+    with contextlib.ExitStack() as stack:
+        burst = [stack.enter_context(client(live)) for _ in range(2)]
+        (again, its_answers), (other, answers) = (stack.enter_context(client(live)) for _ in range(2))
+        for connection, _ in burst:
+            connection.sendall(post(BODY, f"{TOLD_TENANT}: many"))
+        until(lambda: live.service.coming.total() == 2)
+        again.sendall(post(BODY, f"{TOLD_TENANT}: many"))
+        assert read_answer(its_answers)[0] == 429
+        other.sendall(post(BODY, f"{TOLD_TENANT}: few"))
+        until(lambda: live.service.coming == {"many": 2, "few": 1})
+        opened.append(True)
+        assert read_answer(answers)[0] == 200
+    until(lambda: not list(live.service.coming))

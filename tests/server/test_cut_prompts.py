@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 
 TEXT = "abcdefghij"
 USER = [{"role": "user", "content": TEXT}]

@@ -15,7 +15,7 @@ from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.server import routes_dashboard
-from splittime.server.dashboard import bins, files
+from splittime.server.dashboard import files
 from splittime.web import reading
 
 from .conftest import say
@@ -107,6 +107,19 @@ def test_the_page_needs_no_key_and_the_data_does(launch) -> None:
 
 
 # ---- data
+
+
+def test_whole_answers_and_streams_are_told_by_when_tokens_were_ready(launch) -> None:
+    stream = books.account("stream", time.monotonic_ns())
+    count = stream.output_tokens
+    whole = msgspec.structs.replace(stream, token_written_ns=(stream.end_ns,) * count, first_chunk_tokens=count)
+    live = launch()
+    fill(live, [stream, whole, books.account("refused", time.monotonic_ns(), error="no")])
+    first, second, refused = look(live)["rows"]
+    assert (second["ttft_ns"], second["tpot_ns"]) == (second["e2e_ns"], None)
+    for field in ("first_ready_ns", "per_token_ns"):
+        assert first[field] == second[field] < second["e2e_ns"], field
+        assert refused[field] is None
 
 
 def test_each_record_is_told_once(launch) -> None:
@@ -254,25 +267,27 @@ def test_the_interpreter_s_turns_are_as_long_as_before(launch) -> None:
 
 # ---- bins
 
-instants = st.integers(0, 20 * bins.BIN_NS)
+instants = st.integers(0, 20 * routes_dashboard.BIN_NS)
 
 
 @given(st.lists(st.tuples(instants, instants), max_size=20), instants)
 def test_bins_hold_all_the_time_after_since_and_no_more(pairs, since_ns) -> None:
     spans = [("decode", min(pair), max(pair)) for pair in pairs]
-    found = bins.presence([spans], since_ns).get("decode", {})
+    found = routes_dashboard.presence([spans], since_ns).get("decode", {})
     expected_ns = sum(max(0, end - max(begin, since_ns)) for _, begin, end in spans)
     assert sum(found.values()) == expected_ns
     for at, ns in found.items():
-        assert 0 < ns <= len(spans) * bins.BIN_NS
-        assert any(begin < (at + 1) * bins.BIN_NS and end > at * bins.BIN_NS for _, begin, end in spans)
+        assert 0 < ns <= len(spans) * routes_dashboard.BIN_NS
+        assert any(
+            begin < (at + 1) * routes_dashboard.BIN_NS and end > at * routes_dashboard.BIN_NS for _, begin, end in spans
+        )
 
 
-@given(st.integers(1, 30), st.integers(20, 3 * bins.BIN_NS))
+@given(st.integers(1, 30), st.integers(20, 3 * routes_dashboard.BIN_NS))
 def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
     records = books.steps(count, ("a", "b"), length_ns)
-    rows = bins.step_bins(records, since_ns=-(2**60))
-    columns = {name: sum(row[1 + i] for row in rows) for i, name in enumerate(bins.SUMS)}
+    rows = routes_dashboard.step_bins(records, since_ns=-(2**60))
+    columns = {name: sum(row[1 + i] for row in rows) for i, name in enumerate(routes_dashboard.SUMS)}
     assert columns["steps"] == count
     assert columns["device_ns"] == sum(record.device_ns for record in records)
     assert columns["host_ns"] == sum(r.plan_ns + r.launch_ns + r.commit_ns for r in records)
@@ -285,9 +300,11 @@ def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
 def test_a_step_in_which_the_engine_did_not_run_is_divided_as_the_doctor_divides_it(wait_ns, off_ns, usual) -> None:
     (record,) = books.steps(1, ("a", "b"), 10**9)
     kept = msgspec.structs.replace(record, cpu_wait_ns=wait_ns, off_cpu_ns=off_ns)
-    plain, told = (bins.step_bins([one], -(2**60), usual) for one in (record, kept))
-    plain, told = ([sum(row[1 + i] for row in rows) for i in range(len(bins.SUMS))] for rows in (plain, told))
-    at = bins.SUMS.index("kept_ns")
+    plain, told = (routes_dashboard.step_bins([one], -(2**60), usual) for one in (record, kept))
+    plain, told = (
+        [sum(row[1 + i] for row in rows) for i in range(len(routes_dashboard.SUMS))] for rows in (plain, told)
+    )
+    at = routes_dashboard.SUMS.index("kept_ns")
     assert told[at] == pytest.approx(min(record.length_ns, wait_ns + derive.stopped_ns(kept, usual)), abs=10)
     assert sum(told[3:]) == sum(plain[3:]), "no time is lost"
     left = 1 - told[at] / record.length_ns
@@ -296,5 +313,7 @@ def test_a_step_in_which_the_engine_did_not_run_is_divided_as_the_doctor_divides
 
 
 def test_a_stage_s_key_names_its_cause() -> None:
-    found = bins.spans([StageInterval(Stage.QUEUE, Cause.KV_BLOCKS, 1, 2), StageInterval(Stage.DECODE, None, 2, 3)])
+    found = routes_dashboard.spans(
+        [StageInterval(Stage.QUEUE, Cause.KV_BLOCKS, 1, 2), StageInterval(Stage.DECODE, None, 2, 3)]
+    )
     assert found == [("queue:kv_blocks", 1, 2), ("decode", 2, 3)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.api import decode, given_prompts
-from splittime.api.json_shape import JsonShape
+from splittime.api.decode import JsonShape
 from splittime.api.lenient import MAX_PLACE_CHARS
 from splittime.api.schema import MAX_DETOKENIZED
 from splittime.core.errors import RequestError

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from splittime.core.pooling import NO_FILE, NO_FILE_OF_ENCODER, Pooling
+from splittime.core.facts import NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.ledger.stages import Stage
 
 from .conftest import LiveServer
@@ -197,7 +197,15 @@ def test_a_deadline_ends_it(launch) -> None:
     live.ledger.accounts()[-1].verify()
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank", "/score", "/api/embed", "/embeddings"])
+def test_ollamas_clients_get_the_same_vectors(live: LiveServer) -> None:
+    status, _, answer = live.post("/api/embed", {"model": "fake:latest", "input": ["abc", "b"], "truncate": True})
+    assert (status, answer["embeddings"]) == (200, [normed(raw(list(text))) for text in (b"abc", b"b")])
+    assert (answer["prompt_eval_count"], answer["total_duration"] > 0) == (4, True)
+    assert live.post("/api/embeddings", {"prompt": "abc"})[2] == {"embedding": normed(raw(list(b"abc")))}
+    assert live.post("/api/show", {})[2]["capabilities"] == ["completion"]
+
+
+@pytest.mark.parametrize("path", ["/embed", "/embedding"])
 def test_what_is_not_here_names_what_is(live: LiveServer, path: str) -> None:
     status, _, answer = live.post(path, {})
     assert status == 404

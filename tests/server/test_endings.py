@@ -103,9 +103,11 @@ def test_a_slow_reader_is_dropped_and_others_notice_nothing(launch) -> None:
     small = {"slow_reader_buffer_bytes": 20_000, "send_buffer_bytes": 4096, "slow_reader_s": 30.0}
     live = launch(say(TEXT * 40, end=False), step_s=0.001, config=small, model={"max_model_len": 10**6})
     endless = {"prompt": "x", "max_tokens": 500_000, "stream": True, "logprobs": 5}
+    live.engine.paused = True
     slow = connect(live, receive_buffer=4096)
     slow.sendall(raw_request(endless, headers="X-Request-Id: slow\r\n"))
     until(lambda: "slow" in live.service.groups)
+    live.engine.paused = False
     lags = []
     while "slow" in live.service.groups:
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 20})[0] == 200
@@ -289,11 +291,11 @@ import sys
 sys.path.insert(0, {tests!r})
 from server.conftest import FakeEngine, ModelInfo, ServerConfig, byte_tokenizer, say
 from splittime.ledger.store import Ledger
-from splittime.server.app import build_app
+from splittime.server.app import App, Service
 from splittime.server.app import serve
 engine = FakeEngine(say("abcdefgh", end=False), step_s=0.005)
 config = ServerConfig(port=0, grace_s={grace_s})
-app = build_app(engine, byte_tokenizer(), Ledger(), config, ModelInfo(("fake",), 4096, 257, (256,)))
+app = App(Service(engine, byte_tokenizer(), Ledger(), config, ModelInfo(("fake",), 4096, 257, (256,))))
 serve(app, config, on_listening=lambda port: print(port, flush=True))
 print("served", flush=True)
 """

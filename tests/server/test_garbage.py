@@ -155,7 +155,7 @@ def test_a_grammar_of_tools_leaves_nothing_to_collect() -> None:
 
 
 def test_a_refusal_leaves_nothing_to_collect(launch) -> None:
-    server = launch(say("x" * 1000, end=False), config={"max_queued_requests": 1}, max_running=1)
+    server = launch(say("x" * 1000, end=False), config={"max_queued_requests": 1}, max_running=1, step_s=0.05)
     body = {"prompt": "abc", "max_tokens": 1000}
     streams = [server.events_later("/v1/completions", body)]
     until(lambda: server.engine.running and server.get("/stats")[2]["server"]["queued_requests"] == 0)

@@ -7,7 +7,7 @@ import urllib.request
 import msgspec
 import pytest
 
-from splittime.core.kv_blocks import MAX_NAMES, BlocksAsk, sound_blocks
+from splittime.core.engine import MAX_NAMES, BlocksAsk, sound_blocks
 
 NAME = b"n" * 16
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from splittime.api import lenient
 from splittime.api.decode import decode_body
-from splittime.api.foreign import UNSUPPORTED, WAYS_OUT
-from splittime.api.lenient import Ignored
+from splittime.api.lenient import UNSUPPORTED, WAYS_OUT, Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.schema import ChatBody, Message
 from splittime.server.config import ServerConfig
-from splittime.text.chat_template import ChatTemplate
+from splittime.text.tokenizer import ChatTemplate
 
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
@@ -39,7 +39,6 @@ NEUTRAL = {
     "include_stop_str_in_output": False,
     "return_tokens_as_token_ids": False,
     "best_of": 1,
-    "repeat_penalty": 1.0,
     "mirostat": 0,
     "typical_p": 1.0,
     "dynatemp_range": 0.0,
@@ -82,7 +81,14 @@ def test_what_expects_no_answer_is_taken_unless_strict(live, path: str, body: di
         assert answer["error"]["param"] == param
 
 
-HONOURED = {"min_p": 0, "repetition_penalty": 1.0, "ignore_eos": False, "priority": 0, "min_tokens": 0}
+HONOURED = {
+    "min_p": 0,
+    "repeat_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": False,
+    "priority": 0,
+    "min_tokens": 0,
+}
 
 
 @pytest.mark.parametrize(("path", "prompt"), [("/v1/completions", "x"), ("/v1/chat/completions", USER)])
@@ -99,7 +105,7 @@ OTHER_VALUES = {
     **dict.fromkeys((name for name, value in NEUTRAL.items() if value is True), False),
     **dict.fromkeys((name for name, value in NEUTRAL.items() if value is False), True),
     **dict.fromkeys(("best_of", "mirostat"), 2),
-    **dict.fromkeys(("repeat_penalty", "typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
+    **dict.fromkeys(("typical_p", "dynatemp_range", "xtc_probability", "dry_multiplier"), 0.5),
     **dict.fromkeys(("prompt_logprobs", "n_predict"), 7),
     "logits_processors": ["a"],
 }
@@ -183,6 +189,13 @@ def test_many_unknown_fields_are_told_of_by_their_number_and_odd_names_in_plain_
     assert (status, len(answer["notices"]), "set-cookie" in headers) == (200, 9, False)
     assert answer["notices"][0].startswith("a??set-cookie??b has no effect: there is no such field here")
     assert answer["notices"][-1] == "14 more fields have no effect"
+
+
+def test_near_names_are_looked_for_of_the_first_unknown_fields_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr("difflib.get_close_matches", lambda name, *_, **__: looked.append(name) or [])
+    lenient.taken({f"x{number}": 1 for number in range(99)}, ChatBody, Ignored())
+    assert looked == [f"x{number}" for number in range(lenient.MOST_TOLD)]
 
 
 def test_ignored_fields_are_counted_by_their_kind(launch) -> None:

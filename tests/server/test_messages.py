@@ -83,6 +83,19 @@ def test_system_blocks_and_an_answer_begun_reach_the_template(live: LiveServer) 
     assert live.engine.submitted[-1].prompt_token_ids == mine
 
 
+def test_a_line_for_who_bills_it_is_no_part_of_the_prompt(live: LiveServer) -> None:
+    prompts = []
+    for turn in ("", "a1", "b2"):
+        label = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={turn};"}] if turn else []
+        system = [*label, {"type": "text", "text": "Be brief."}]
+        status, headers, _ = post(live, {**ASKED, "system": system})
+        assert (status, "billing" in headers.get("x-splittime-notice", "")) == (200, bool(turn))
+        prompts.append(live.engine.submitted[-1].prompt_token_ids)
+    assert prompts[0] == prompts[1] == prompts[2]
+    post(live, {**ASKED, "system": "x-billing-note: be kind"})
+    assert b"x-billing-note: be kind" in bytes(live.engine.submitted[-1].prompt_token_ids)
+
+
 TOOL = {"name": "f" * 128, "input_schema": {"type": "object"}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 THOUGHT = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "b"}]
@@ -159,7 +172,12 @@ def test_versions_and_keys(live: LiveServer) -> None:
     status, _, answer = post(live, ASKED, **{"anthropic-version": "2099-01-01"})
     assert (status, answer["type"]) == (400, "error")
     assert "2023-06-01" in answer["error"]["message"]
-    assert post(live, ASKED, **{"x-api-key": "wrong"})[0] == 401
+    for path, key, status, kind in (
+        ("", "wrong", 401, "authentication_error"),
+        ("/batches", "k", 404, "not_found_error"),
+    ):
+        found, _, answer = post(live, ASKED, f"/v1/messages{path}", **{"x-api-key": key})
+        assert (found, answer["type"], answer["error"]["type"]) == (status, "error", kind)
     assert live.post("/v1/messages", ASKED, {"Authorization": "Bearer k"})[0] == 200
     assert live.post("/v1/messages", ASKED, {"Authorization": "Bearer no", "x-api-key": "k"})[0] == 401
 

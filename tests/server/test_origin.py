@@ -192,6 +192,9 @@ def test_cors_lets_pages_of_its_origins_in_and_no_others(launch) -> None:
     assert status == 200
     assert "access-control-allow-origin: https://app.example\r\n" in body["head"]
     assert "authorization, content-type" in body["head"]
+    for path in ("/v1/messages", "/api/chat"):  # the answer is a plain text, whatever the API's errors are
+        assert raw(server.port, "OPTIONS", path, host, page, "Access-Control-Request-Method: PUT")[0] == 400
+    assert [type(each) for each in server.get("/api/tags")[2].values()] == [str]
     status, fields, _ = server.get("/v1/models", Origin="https://app.example")
     assert (status, fields["access-control-allow-origin"]) == (401, "https://app.example")
     headers = {"Origin": "https://app.example", "Authorization": f"Bearer {KEY}", "Sec-Fetch-Site": "cross-site"}

@@ -11,7 +11,7 @@ from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.account_json import account_from_json, account_json
 from splittime.ledger.stages import Stage
-from splittime.server.prefilled import MOST_KEPT, MOST_OPEN, Prefilled
+from splittime.server.service import MOST_KEPT, MOST_OPEN, Prefilled
 
 from .conftest import LiveServer, say
 

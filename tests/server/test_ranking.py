@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from splittime.api.ranking import INSTRUCTION, JUDGE, score_of
 from splittime.core.errors import EngineError
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 from splittime.text.tokenizer import Tokenizer
 
 from . import conftest

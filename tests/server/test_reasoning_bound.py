@@ -12,7 +12,7 @@ from splittime.api.limits import ModelInfo
 from splittime.core.request import Request
 from splittime.diagnose.explain import explain
 from splittime.ledger.account_json import account_from_json, account_json
-from splittime.runner.reasoning_bound import bound_of
+from splittime.runner.slot import bound_of
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say

@@ -55,7 +55,7 @@ BAD_CHATS = [
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ({"messages": USER, "functions": [{}]}, "functions"),
     ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type"),
-    ({"messages": USER, "audio": {}}, "audio"),
+    ({"messages": USER, "audio": {"voice": "x"}}, "audio"),
     ({"messages": USER, "modalities": ["audio"]}, "modalities[0]"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
@@ -135,9 +135,8 @@ def test_unknown_models_pages_and_methods(live) -> None:
 @pytest.mark.parametrize(
     ("path", "word"),
     [
-        ("/api/chat", "OpenAI"),
-        ("/chat/completions", "/v1"),
-        ("/rerank", "/v1/rerank"),
+        ("/completion", "OpenAI"),
+        ("/embed", "/v1/embeddings"),
     ],
 )
 def test_a_client_of_another_api_is_told_which_one_this_is(live, path: str, word: str) -> None:

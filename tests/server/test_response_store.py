@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from splittime.api.conversation import Conversation
 from splittime.core.errors import NotFound
-from splittime.server.response_store import ENTRY_BYTES, ResponseStore
+from splittime.server.service import ENTRY_BYTES, ResponseStore
 
 MANY = 10**9
 NOTHING = Conversation()

@@ -7,8 +7,7 @@ import pytest
 
 from patience import until
 from splittime.api.limits import ModelInfo
-from splittime.api.response_answers import whole
-from splittime.api.response_events import ResponseEvents
+from splittime.api.response_answers import ResponseEvents, whole
 from splittime.api.response_items import ItemCall, ItemMessage, chat_messages, items_of
 from splittime.server.config import ServerConfig
 
@@ -367,6 +366,14 @@ def test_a_response_is_asked_of_the_model_as_the_same_chat(live: LiveServer) -> 
 LARGE = {"type": "object", "default": 2**64, "minimum": -(10**30)}
 
 
+def test_a_prompt_is_counted_and_no_response_can_be_cancelled(live: LiveServer) -> None:
+    counted = live.post("/v1/responses/input_tokens", {**PLAIN, "instructions": "Be brief."}, KEY)
+    made = ask(live, instructions="Be brief.")
+    assert counted[2] == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    answers = [live.post(f"/v1/responses/{each}/cancel", b"", KEY) for each in (made["id"], "resp_none")]
+    assert [status for status, *_ in answers] == [400, 404]
+
+
 def test_a_schema_that_is_repeated_may_have_numbers_of_more_than_64_bits(live: LiveServer) -> None:
     form = {"type": "json_schema", "name": "n", "schema": LARGE}
     more = {"text": {"format": form}, "tools": [{**TOOL, "parameters": LARGE}], "tool_choice": "none"}
@@ -424,6 +431,15 @@ def test_a_call_says_of_which_namespace_its_function_is(caller: LiveServer) -> N
         assert [{key: call.get(key) for key in ("name", "namespace")} for call in output[1:]] == names
     assert '"m__f"' in prompt(caller)  # as "f" is taken
     assert "namespace" not in ask(caller, tools=[TOOL, inner[0]])["output"][1]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    earlier = [{**call, "namespace": name} for name in ("n", "m", "gone")]
+    ask(caller, tools=inner, input=[*earlier, call, {**GAVE, "output": "x"}])
+    assert [f"[{name} {{}}]" in prompt(caller) for name in ("f", "m__f", "gone__f", "n__f")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     body = {**PLAIN, "tools": [TOOL, TOOL]}
     assert post(caller, body)[2]["error"]["param"] == "tools[1]"
 
@@ -499,6 +515,10 @@ def test_other_errors_are_those_of_every_route(live: LiveServer) -> None:
 
 def test_a_stored_response_is_given_and_forgotten(live: LiveServer) -> None:
     made, told = ask(live), streamed(live)
+    kept = [line.split() for line in live.get("/metrics", **KEY)[2].decode().splitlines() if "kept_bytes{" in line]
+    responses, records = live.service.responses.num_bytes, live.service.ledger.counts().kept_bytes
+    assert {name.split('"')[1]: float(count) for name, count in kept} == {"responses": responses, "records": records}
+    assert min(responses, records) > 1000
     for response in (made, told[-1]["response"]):
         at = f"/v1/responses/{response['id']}"
         assert live.get(at, **KEY)[::2] == (200, response)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from patience import until
-from splittime.core.sleep import FALLING_ASLEEP, Rest, SleepReport
+from splittime.core.engine import FALLING_ASLEEP, Rest, SleepReport
 
 from .conftest import LiveServer, say
 
@@ -177,6 +177,7 @@ def test_draining_ends_what_a_sleep_waits_for(launch: Callable[..., LiveServer])
 def test_draining_answers_who_waits_for_a_stuck_engine_to_wake(
     launch: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "splittime")
     server = launch()
     asked = threading.Event()
 

@@ -9,7 +9,7 @@ from splittime.core.errors import Refused
 from splittime.server.app import PATHS
 from splittime.server.counted import CountedText
 from splittime.text.process import Encode
-from splittime.text.worker import framed
+from splittime.text.workers import framed
 from splittime.web.http import Disconnected
 from splittime.web.reading import SHORT_BYTES, ReadingLine
 from splittime.web.tenants import TENANT
@@ -84,6 +84,7 @@ TEXTS = [
     ("/tokenize", {"prompt": "a b c"}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
     ("/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": "a b c"}]}),
+    ("/v1/responses/input_tokens", {"input": "a b c"}),
 ]
 
 
@@ -119,11 +120,19 @@ def test_every_path_that_works_on_a_body_of_a_key_is_counted_or_named_here(live)
     """So that one that comes to be served is thought of."""
     counted = {path for path, _ in TEXTS} | {
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"),
-        *("/v1/prefill", "/v1/messages", "/v1/responses"),
+        *("/v1/prefill", "/v1/messages", "/v1/responses", "/v1/responses/input_tokens"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     }
     of_operators_or_light = {
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/ping", "/reset_prefix_cache", "/sleep", "/wake"),
-        *("/wake_up", "/kv/blocks", "/ledger/hops", "/ledger/what-if"),
+        *(
+            "/api/show",
+            "/v1/responses/{response_id}/cancel",
+            "/wake_up",
+            "/kv/blocks",
+            "/ledger/hops",
+            "/ledger/what-if",
+        ),
     }
     assert {path for method, path, _ in PATHS if method == "POST"} == counted | of_operators_or_light
 

@@ -11,9 +11,9 @@ from guessing import DraftsAhead, Guesser
 from hypothesis import strategies as st
 
 from splittime.core.clock import VirtualClock
+from splittime.core.engine import SleepAsk
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import SleepAsk
 from splittime.core.step import Row, RowResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, FromEngine, Hold, MaskFound, Release, Sleep, StepOutput, Wake

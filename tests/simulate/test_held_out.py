@@ -5,7 +5,7 @@ import random
 import pytest
 from test_step_times import a_record
 
-from splittime.plan.calibration import errors_by_kind
+from splittime.plan.kept import errors_by_kind
 
 
 def records(bend: float, spread: float) -> list:

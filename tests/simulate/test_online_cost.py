@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.online import ERROR_WINDOW_NS, MEMORY_STEPS, OnlineCost, non_negative_solution
 from splittime.simulate.shape import StepShape, features_of, shape_of_record
+from splittime.simulate.wait import ERROR_WINDOW_NS, MEMORY_STEPS, OnlineCost, non_negative_solution
 
 TRUTH = (200_000.0, 300_000.0, 90_000.0, 60_000.0, 40.0, 70.0)
 LARGE = StepShape(rows=33, tokens=288, decode_rows=32, kv_tokens=30_000, prompt_pairs=256 * 257 // 2)

@@ -1,9 +1,9 @@
 """An engine in its loop under a virtual clock: what comes at which instant, and what the host costs."""
 
 from splittime.core.clock import VirtualClock
+from splittime.core.engine import SleepAsk
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
-from splittime.core.sleep import SleepAsk
 from splittime.drive.crank import Crank, EngineParts
 from splittime.drive.messages import Abort, Configure, ConfigureDone, Sleep, SleepDone, Wake
 from splittime.engine.engine import Engine

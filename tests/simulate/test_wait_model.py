@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from test_online_cost import a_record
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.ledger.account import REFUSED, ClosedAccount
 from splittime.scheduler.admission import Admission, QueueLimits
 from splittime.simulate.shape import StepShape

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from splittime.text import argument_types
-from splittime.text.argument_types import (
+from splittime.text import call_arguments
+from splittime.text.call_arguments import (
     MOST_PARTS,
     MOST_REFERENCE_CHARS,
     followed,
@@ -46,7 +46,7 @@ def test_the_types_that_a_schema_allows(schema: dict, defined: dict, types: str 
 
 def looked_at(monkeypatch: pytest.MonkeyPatch, schema: Any, root: dict[str, Any]) -> tuple[Any, int]:
     """The types, and how many parts of the schema were looked at for them."""
-    plain, parts = argument_types._of_part, []
+    plain, parts = call_arguments._of_part, []
 
     def counted(part: Any, root: Any) -> Any:
         parts.append(part)
@@ -55,7 +55,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, schema: Any, root: dict[str, Any]
         return plain(part, root)
 
     with monkeypatch.context() as patched:
-        patched.setattr(argument_types, "_of_part", counted)
+        patched.setattr(call_arguments, "_of_part", counted)
         return types_of(schema, root), len(parts)
 
 

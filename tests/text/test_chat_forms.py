@@ -6,7 +6,7 @@ import pytest
 
 from splittime.core.errors import RequestError
 from splittime.text.chat_forms import MOST_LEFT_OUT, _into_user, _joined, _one_by_one, left_out
-from splittime.text.chat_template import ChatTemplate
+from splittime.text.tokenizer import ChatTemplate
 
 SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 CALL = "({{ c.function.name }} {{ c.function.arguments | tojson }} {{ c.id }})"

@@ -96,3 +96,52 @@ def test_what_a_pattern_looks_ahead_for_is_held_too(pattern: str) -> None:
         assert allows(form, f'"{text}"') is bool(re.search(pattern, text)), text
     assert not allows(form, '"x"') or pattern is DECIMALS[1]  # whose first alternative has no end
     assert "allOf" not in grammars.of_json_schema({"type": "string", "pattern": "^a$"}, "p")
+
+
+def allows(schema: dict, written: str) -> bool:
+    backend, tokens = vocabulary()
+    matcher = llguidance.LLMatcher(tokens, grammars.of_json_schema(schema, "here"), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = backend.encode(written, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("text", ["a\x7fb", "\x1b[0m", "\x01", "\x7f", "a\x00b"])
+def test_a_text_with_control_characters_is_written_whole(text: str) -> None:
+    written = json.dumps(text).replace("\x7f", "\\u007f")
+    for schema in ({"const": text}, {"enum": [text]}):
+        assert allows(schema, written)
+        assert not allows(schema, '"ab"')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r'^[^"\\]{1,4}$', ['"ab"', '"é"'], [r'"\""', r'"\\"', r'"a\"b"']),
+        (r'^[^"]{1,4}$', ['"ab"', r'"\\"'], [r'"\""', r'"a\"b"']),
+        (r"^[^\\]{1,4}$", ['"ab"', r'"\""'], [r'"\\"']),
+        (r'^[^\s"]{1,4}$', ['"ab"'], [r'"\""', '"a b"']),
+    ],
+)
+def test_what_a_pattern_excludes_is_let_through_by_no_escape(pattern: str, good: list[str], bad: list[str]) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    assert [allows(schema, each) for each in good + bad] == [True] * len(good) + [False] * len(bad)
+
+
+def test_named_properties_and_lists_without_a_value_twice_are_listed_one_by_one() -> None:
+    record = {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}}
+    assert [allows(record, each) for each in ("{}", '{"b": 1}', '{"a": 1, "b": 1}', '{"c": 1}', '{"a": 2}')] == [
+        *(True, True, True, False, False),
+    ]
+    unique = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 2}
+    assert [allows(unique, each) for each in ("[2]", "[3, 1]", "[]", "[1, 1]", "[1, 2, 3]")] == [
+        *(True, True, False, False, False),
+    ]
+    assert not allows(unique | {"items": {"enum": [1, 1]}, "minItems": -1}, "[1, 1]")
+    long = {"items": {"enum": ["x" * 400, "y" * 400, "z" * 400]}}
+    typed = {"items": {"enum": [1, "a"], "type": "string"}}
+    for other in ({"type": ["array", "null"]}, {"type": "string"}, typed, {"minItems": 4, "maxItems": 9}, long):
+        assert "uniqueItems" in grammars.of_json_schema({**unique, **other}, "here")
+    assert allows({**unique, "items": {"enum": ["a", "b"], "type": "string"}}, '["b"]')
+    for odd in ({"minItems": "x"}, {"items": {"enum": [[]] * 9}}, {"propertyNames": {"enum": [1, []]}}):
+        grammars.of_json_schema({**unique, **odd}, "here")

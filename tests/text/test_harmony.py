@@ -7,8 +7,7 @@ import pytest
 from vocabularies import vocabulary
 
 from splittime.text.grammars import of_choice
-from splittime.text.harmony import MOST_HEAD_CHARS, HarmonyParser
-from splittime.text.marks import ReasoningPlace
+from splittime.text.marks import MOST_HEAD_CHARS, HarmonyParser, ReasoningPlace
 from splittime.text.reasoning import HARMONY, REASONING, after_reasoning, place_behind, reasoning_of_template
 from splittime.text.tool_families import FAMILIES, Tool
 from splittime.text.tool_grammar import grammar_of_calls

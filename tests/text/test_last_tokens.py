@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from splittime.core.errors import RequestError
-from splittime.text.last_tokens import encoded
+from splittime.text.process import encoded
 from splittime.text.tokenizer import Tokenizer
 
 WORDS = ["[CLS]", "[SEP]", "[UNK]", "a", *(f"w{number}" for number in range(20))]

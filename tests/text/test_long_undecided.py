@@ -3,8 +3,7 @@
 import pytest
 
 from splittime.text import marks
-from splittime.text.harmony import HarmonyParser
-from splittime.text.marks import GROWTH, SHORT_CHARS, Undecided
+from splittime.text.marks import GROWTH, SHORT_CHARS, HarmonyParser, Undecided
 from splittime.text.reasoning import REASONING, ReasoningParser, ReasoningPlace
 from splittime.text.tool_families import FAMILIES, ToolFamily
 from splittime.text.tool_parser import ToolParser

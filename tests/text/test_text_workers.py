@@ -19,13 +19,11 @@ from splittime.core.errors import EngineError, Overloaded, RequestError, Splitti
 from splittime.core.forked import ForkLimits
 from splittime.drive import host_time
 from splittime.ledger.stages import Cause
-from splittime.text import worker as text_worker
 from splittime.text import workers as text_workers
 from splittime.text.foreign_code import byte_alphabet, tokenizer_faults
 from splittime.text.process import Decode, Encode, Render, ready_tokenizer
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.worker import TextTask
-from splittime.text.workers import TextWorkers
+from splittime.text.workers import TextTask, TextWorkers
 
 LIMITS = ForkLimits(cpu_s=0.5, memory_bytes=256 * 2**20)
 CHAT = Render(({"role": "user", "content": "hi"},))
@@ -124,13 +122,13 @@ async def test_a_worker_that_is_killed_costs_nobody_an_answer() -> None:
 async def test_a_worker_that_says_nothing_is_ended(monkeypatch) -> None:
     async with some_workers() as workers:
         await workers.submit(CHAT).done
-        monkeypatch.setattr(text_worker, "SILENT_S", 0.2)
+        monkeypatch.setattr(text_workers, "SILENT_S", 0.2)
         stopped = [worker.pid for worker in workers.lanes[0].workers]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RequestError):
             await workers.submit(CHAT).done
-        monkeypatch.setattr(text_worker, "SILENT_S", 60.0)
+        monkeypatch.setattr(text_workers, "SILENT_S", 60.0)
         assert (await workers.submit(CHAT).done).ids == ((104, 105),)
 
 
@@ -248,7 +246,7 @@ async def test_all_but_brief_texts_give_way_to_the_threads_that_serve(size: int,
         assert os.getpgid(worker.pid) == workers.parent.pid != os.getpgid(0)
         os.kill(worker.pid, signal.SIGSTOP)
         await until_async(lambda: task.num_tries != 0)
-        left_s = worker._alarm.when() - asyncio.get_running_loop().time() - text_worker.SILENT_S
+        left_s = worker._alarm.when() - asyncio.get_running_loop().time() - text_workers.SILENT_S
         assert 0 <= 5.0 * 1.25**nicer - left_s < 4.0  # of the least that it gets beside a thread that serves
         os.kill(worker.pid, signal.SIGCONT)
         assert len((await task.done).ids[0]) == size

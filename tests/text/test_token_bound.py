@@ -200,7 +200,6 @@ def test_pieces_are_the_whole_with_real_tokenizers(path: Path, monkeypatch) -> N
 
 def check_pieces(backend: tokenizers.Tokenizer, monkeypatch) -> None:
     monkeypatch.setattr("splittime.text.foreign_code.PIECE_CHARS", 20)
-    monkeypatch.setattr("splittime.text.tokenizer.PIECE_CHARS", 20)
     tokenizer, rng = Tokenizer(backend), random.Random(3)
     for _ in range(200):
         text = "".join(rng.choice(WORDS) + rng.choice(["", " ", " ", " ", "  ", "\n"]) for _ in range(60))

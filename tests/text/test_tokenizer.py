@@ -157,8 +157,9 @@ def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
 def test_a_broken_template_or_folder_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         Tokenizer.load(tmp_path)
-    with pytest.raises(ConfigError):
-        Tokenizer.load(write_folder(tmp_path, chat_template="{% for %}"))
+    for template in ("{% for %}", "{% break %}", f"{{{{ {'9' * 5000} }}}}", f"{{{{ {'(' * 3000}1{')' * 3000} }}}}"):
+        with pytest.raises(ConfigError, match="does not parse"):  # some of them Python says, of what Jinja made
+            Tokenizer.load(write_folder(tmp_path, chat_template=template))
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama105", "babyllama361"])
@@ -170,3 +171,10 @@ def test_shared_models_encode_and_decode_as_expected(name: str) -> None:
     for entry in json.loads((folder / "expected.json").read_text())["greedy"]:
         assert tokenizer.encode(entry["prompt"]) == entry["prompt_ids"]
         assert tokenizer.decode(entry["prompt_ids"] + entry["greedy_ids"]) == entry["greedy_text"]
+
+
+def test_the_end_that_only_the_tokenizer_names_ends_answers_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, eos_token="<|end|>"))
+    assert tokenizer.with_own_end((), 258) == (257,)
+    assert tokenizer.with_own_end([4, 257], 258) == (4, 257)
+    assert tokenizer.with_own_end((4,), 257) == (4,)  # no row of the model's

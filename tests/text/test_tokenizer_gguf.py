@@ -1,7 +1,9 @@
 """Tokenizers out of GGUF metadata: ids as llama.cpp lists them for its own vocabularies, as transformers gives them for
 the same vocabulary, and errors that name the key."""
 
+import base64
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
+from splittime.models.gguf.config import FAMILIES
 from splittime.models.gguf.file import GgufFile
 from splittime.text.gguf_splits import SPLITS
 from splittime.text.gguf_tokenizer import build
@@ -180,11 +183,131 @@ def test_every_split_loses_nothing(name):
         ("I'LL go", "gpt-2", ["I", "'", "LL", "Ġgo"]),
         ("camelCase", "tekken", ["camel", "Case"]),
         ("a\n\nb", "qwen2", ["a", "ĊĊ", "b"]),
+        ("I'LL 12345", "glm4", ["I", "'LL", "Ġ", "123", "45"]),
+        ("I'LL 12345", "exaone4", ["I", "'", "LL", "Ġ12345"]),
+        ("camelCase'S 12345", "gpt-4o", ["camel", "Case'S", "Ġ", "123", "45"]),
+        ("a!\n\nb 12", "seed-coder", ["a", "!", "ĊĊ", "b", "Ġ", "1", "2"]),
+        ("\u4e2d\u3042\u30aba", "hunyuan-dense", ["\u00e4\u00b8\u0143\u00e3\u0123\u0124\u00e3\u0124\u00ab", "a"]),
+        ("12345.com a\u0301", "hunyuan-dense", ["123", "45", ".com", "Ġa\u00cc\u0123"]),
     ],
 )
 def test_splits_are_those_of_the_models(text, pre, pieces):
     backend = build(byte_level(pre=pre))._backend
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("glm4", ["hew"]), ("dbrx", ["he", "w"]), ("gpt-4o", ["he", "w"])])
+def test_a_piece_that_is_a_token_is_that_token_whatever_the_merges(pre, pieces):
+    metadata = byte_level(pre=pre, token_type=None)
+    metadata["tokenizer.ggml.tokens"].append("hew")  # no merge makes it
+    tokenizer = build(metadata)
+    assert [tokenizer.id_to_token(token) for token in tokenizer.encode("hew")] == pieces
+
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OF_TOKENIZER_JSON = {
+    "glm4": [CL100K],
+    "dbrx": [CL100K],
+    "seed-coder": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "gpt-4o": [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "hunyuan-dense": [
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
+"""As the models' own files have them, and llama.cpp quotes them beside its own."""
+LETTERS = (
+    "aBzÄß\u0301\u093e\u4e2d\u3042\u30ab\u01c5\u02b0'sSLlTD019\u0664\u00bd \t\r\n\u3000.,!/_-$\u20ac+\u2026\U0001f680"
+)
+
+
+def pieces_of(backend, text):
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@cache
+def ours_and_theirs(name):
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in OF_TOKENIZER_JSON[name]]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return build(byte_level(pre=name))._backend, pre_tokenizers.Sequence([*cuts, as_bytes])
+
+
+@pytest.mark.parametrize("name", OF_TOKENIZER_JSON)
+@given(text=st.text(LETTERS, max_size=40) | st.text(max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_mixed_text_is_cut_as_by_the_model_s_own_patterns(name, text):
+    ours, theirs = ours_and_theirs(name)
+    assert pieces_of(ours, text) == [piece for piece, _ in theirs.pre_tokenize_str(text)]
+
+
+EXPECTED_IDS = VOCABULARIES.parent / "expected_ids.json"
+
+
+@pytest.mark.skipif(not EXPECTED_IDS.exists(), reason=f"no {EXPECTED_IDS}")
+@pytest.mark.parametrize(("name", "encoding"), [("dbrx", "cl100k_base"), ("gpt-4o", "o200k_base")])
+def test_ids_are_tiktoken_s(name, encoding):
+    """Each piece of the split is joined by rank, as that library does."""
+    from tokenizers import pre_tokenizers
+
+    byte_of = {chr(code): code for code in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    byte_of |= dict(
+        zip(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - byte_of.keys()), _others(byte_of), strict=True)
+    )
+    lines = (EXPECTED_IDS.parent / f"{encoding}.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+    backend, expected = build(byte_level(pre=name))._backend, json.loads(EXPECTED_IDS.read_text())
+    for text, ids in zip(expected["texts"], expected["tokenizers"][encoding]["ids"], strict=True):
+        pieces = [bytes(byte_of[each] for each in piece) for piece in pieces_of(backend, text)]
+        assert [number for piece in pieces for number in _joined(piece, ranks)] == ids, text
+
+
+def _others(byte_of):
+    return [code for code in range(256) if code not in set(byte_of.values())]
+
+
+def _joined(piece, ranks):
+    parts = [bytes([one]) for one in piece]
+    while len(parts) > 1:
+        rank, at = min((ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1))
+        if rank == len(ranks):
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[part] for part in parts]
+
+
+SENTENCEPIECE = None
+PUBLISHED = {
+    "llama": (SENTENCEPIECE, "llama-bpe", "smaug-bpe", "tekken", "falcon3", "smollm", "deepseek-coder"),
+    **dict.fromkeys(("qwen2", "qwen2moe"), ("qwen2", "deepseek-r1-qwen")),
+    **dict.fromkeys(("qwen3", "qwen3moe", "dots1"), ("qwen2",)),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "ernie4_5", "ernie4_5-moe"), (SENTENCEPIECE,)),
+    **{"smollm3": ("smaug-bpe",), "phi3": (SENTENCEPIECE, "dbrx", "gpt-4o")},
+    **dict.fromkeys(("granite", "granitemoe"), ("refact", "dbrx")),
+    **{"olmo2": ("dbrx",), "olmoe": ("olmo",), "seed_oss": ("seed-coder",), "exaone4": ("exaone4",)},
+    **dict.fromkeys(("glm4", "glm4moe"), ("glm4",)),
+    **{"hunyuan-dense": ("hunyuan-dense",), "mistral3": ("tekken",), "gpt-oss": ("gpt-4o",)},
+}
+"""What llama.cpp's converter writes as `tokenizer.ggml.pre` for the models of each family."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_that_is_listed_has_a_tokenizer(family):
+    for name in PUBLISHED[family]:
+        build(sentencepiece() if name is SENTENCEPIECE else byte_level(pre=name))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import splittime
 from splittime.core.errors import ConfigError, RequestError
+from splittime.text.call_arguments import MOST_WORD_CHARS, JsonPieces
 from splittime.text.grammars import of_json_schema
-from splittime.text.harmony import HarmonyParser
-from splittime.text.json_pieces import MOST_WORD_CHARS, JsonPieces
-from splittime.text.marks import ReasoningPlace, trigger
+from splittime.text.marks import HarmonyParser, ReasoningPlace, trigger
 from splittime.text.tool_families import FAMILIES, Tool, family_named, family_of_template
 from splittime.text.tool_grammar import grammar_of_calls
 from splittime.text.tool_parser import PIECE_CHARS, READERS, ToolParser
@@ -265,6 +264,11 @@ CASES += [
     ("mistral", "[TOOL_CALLS]other[ARGS]{}", "", [("other", "{}")]),
     ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [("now", "{}")]),
     ("mistral_list", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "a}[bcdefgh"}]', "", [("now", "{}")]),
+    *(
+        ("mistral_list", f'[TOOL_CALLS]{gap}{{"name": "now", "arguments": {{}}}}', "", [("now", "{}")])
+        for gap in ("", " ")
+    ),
+    ("mistral_list", "[TOOL_CALLS] {now}", "{now}", []),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|to", "", []),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[]", "[]", []),
@@ -277,6 +281,13 @@ CASES += [
         [("mix", '{"count": 1, "note": "it\'s (", "kinds": ["a", {"b": null}], "is_on": false}')],
     ),
     ("pythonic", "[now(1, 'x'), now()]", "", [("now", "{}"), ("now", "{}")]),
+    ("pythonic", f"[mix(note='{'-[(' * 99}')]", "", [("mix", json.dumps({"note": "-[(" * 99}))]),
+    (
+        "pythonic",
+        """[mix(note=\"\"\"a "b", c)'' \"\"\", is_on=True)]""",
+        "",
+        [("mix", '{"note": "a \\"b\\", c)\'\' ", "is_on": true}')],
+    ),
     ("pythonic", "[weather(city='x", "", [("weather", '{"city": ')]),
     ("pythonic", '[now("a=b"), now([1, c=2])]', "", [("now", "{}"), ("now", "{}")]),
     (

@@ -12,8 +12,8 @@ from splittime.bench.book.records import Run, RunCheck
 from splittime.bench.draw import draw_for
 from splittime.core.facts import Machine
 from splittime.ledger.facts import ServerFacts
+from splittime.plan.capacity import run_of
 from splittime.plan.load import asked_of
-from splittime.plan.rate_trial import run_of
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.asked import asked_requests

@@ -7,8 +7,7 @@ from splittime.bench.book.slo import parse_slo
 from splittime.scheduler.config import SchedulerConfig
 from splittime.tune.goal import Goal
 from splittime.tune.knobs import KNOBS
-from splittime.tune.measure import TimeBudget
-from splittime.tune.profiles import PROFILES, compare_profiles
+from splittime.tune.measure import PROFILES, TimeBudget, compare_profiles
 from splittime.tune.servers import OwnServers
 
 GOAL = Goal(slo=parse_slo("ttft_p99=1s"))

@@ -8,7 +8,8 @@ import pytest
 
 from splittime.simulate.cost import OutOfRange
 from splittime.tune.goal import WORTH_IT, Score
-from splittime.tune.search import DRAWS, DrawnGains, Forecast, Forecaster, finalists
+from splittime.tune.knobs import DRAWS
+from splittime.tune.search import DrawnGains, Forecast, Forecaster, finalists
 
 NOW = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "enable_chunked_prefill": False}
 SURE, UNSURE = [0.1, 0.15, *[0.2] * (DRAWS - 4), 0.3, 0.4], [-0.2, -0.1, *[0.2] * (DRAWS - 4), 0.5, 0.6]

@@ -11,9 +11,8 @@ from splittime.bench.book.records import Run
 from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import Verdict
 from splittime.tune import notebook as notebooks
-from splittime.tune.goal import WORTH_IT, Score
+from splittime.tune.goal import LOOKS, WORTH_IT, Score
 from splittime.tune.notebook import EXIT_CODES, Notebook, Tuned, TuneTrial
-from splittime.tune.verify import LOOKS
 
 SCORE = Score(0.5, -1.0, "ttft_p99", {"ttft_p99": 1e6}, 3.0)
 

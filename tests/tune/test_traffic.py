@@ -11,8 +11,8 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.simulate.recorded import Recorded
 from splittime.simulate.what_if import requests_of
-from splittime.tune import traffic
-from splittime.tune.traffic import RecordedLoad, busiest
+from splittime.tune import measure
+from splittime.tune.measure import RecordedLoad, busiest
 from splittime.wire.scrape import ServerLimits
 
 LIMITS = ServerLimits(vocab_size=4096, max_model_len=256, block_size=16)
@@ -57,7 +57,7 @@ def test_the_request_at_the_end_of_the_warm_up_is_measured(monkeypatch: pytest.M
     load = RecordedLoad(recorded(), "1", 2)
     times = [one.at_ns or 0 for one in load(LIMITS).requests]
     from_ns = next(at_ns for at_ns in times if at_ns > times[-1] // 10)
-    monkeypatch.setattr(traffic, "WARM_UP_SHARE", from_ns / (times[-1] + 1))
+    monkeypatch.setattr(measure, "WARM_UP_SHARE", from_ns / (times[-1] + 1))
     schedule = load(LIMITS)
     assert schedule.measured_from_ns == from_ns
     assert [one.phase is Phase.MEASURED for one in schedule.requests] == [at_ns >= from_ns for at_ns in times]

@@ -16,12 +16,11 @@ from splittime.bench.book.slo import parse_slo
 from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import Verdict
 from splittime.plan.kept import KeptCalibration
-from splittime.tune.goal import Goal, fault_of, score_of
+from splittime.tune.goal import LOOKS, Goal, fault_of, score_of
 from splittime.tune.knobs import WIDE_SLOTS
 from splittime.tune.measure import DrawnLoad, TimeBudget, VoidRun
 from splittime.tune.notebook import Notebook, Tuned, TuneTrial
 from splittime.tune.tuner import Gate, Tuner, prescribed
-from splittime.tune.verify import LOOKS
 from splittime.wire.scrape import ServerLimits
 
 GOAL = Goal(slo=parse_slo("ttft_p99=200ms,itl_p99=12ms"))

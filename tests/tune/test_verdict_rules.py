@@ -12,11 +12,10 @@ from splittime.bench.book.records import Run
 from splittime.bench.book.slo import parse_slo
 from splittime.diagnose.compare import compare
 from splittime.diagnose.comparison import Verdict
-from splittime.tune.goal import Goal, Score, gain, score_of
+from splittime.tune.goal import CLEARLY, LOOKS, Goal, Score, Verified, decided, gain, middle, score_of, verify
 from splittime.tune.knobs import KNOBS
 from splittime.tune.measure import TimeBudget
 from splittime.tune.tuner import Tuner
-from splittime.tune.verify import CLEARLY, LOOKS, Verified, decided, middle, verify
 
 MS = client_runs.MS
 GOAL = Goal(slo=parse_slo("ttft_p99=100ms"), seeks="e2e_mean")

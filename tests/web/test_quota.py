@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from splittime.core.errors import Refused, RequestError
 from splittime.ledger.account import LIMITS_OF_A_KEY
-from splittime.web.quota import ASSUMED_OUTPUT_TOKENS, MINUTE_NS, Bucket, Quota, QuotaUse
-from splittime.web.tenants import Tenant
+from splittime.web.tenants import ASSUMED_OUTPUT_TOKENS, MINUTE_NS, Bucket, Quota, QuotaUse, Tenant
 
 
 def quota(**limits: int) -> Quota:

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, Sample
 from splittime.bench.server_view import SEEN, render_server_view, server_view
-from splittime.wire.dialects import DIALECTS
-from splittime.wire.dialects.dialect import RESTARTED, Notation, parse, read, values
+from splittime.wire.dialects import DIALECTS, RESTARTED, Notation, parse, read, values
 
 FIXTURES = Path(__file__).parents[1] / "bench" / "fixtures"
 FILES = {"vllm": "vllm", "sglang": "sglang", "tgi": "tgi", "llama.cpp": "llama_cpp"}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from splittime.wire.dialects.dialect import parse, values
+from splittime.wire.dialects import parse, values
 
 FIXTURES = Path(__file__).parents[1] / "bench" / "fixtures"
 LABEL_TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)

@@ -1,12 +1,12 @@
 """Cures applied: the same load again on a server that has the printed flags too, and each printed figure beside the
 measured one.
 
-A cure whose replay reaches less far than its flags (`Gain.is_nearer`) is measured as far as it was replayed; that the
-printed flags start a server is seen beside it. Figures are of the same requests as the printed ones: the excerpt that
-was replayed, by the places of its requests in the schedule.
+Figures are of the same requests as the printed ones: the excerpt that was replayed, by the places of its requests in
+the schedule.
 """
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -39,7 +39,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
     """A prescription. why: the server's words, where it did not start with the flags; why nothing was printed.
-    is_nearer, settings: what was replayed, and measured here."""
+    settings: what was replayed, and measured here."""
 
     name: str
     flags: tuple[str, ...]
@@ -47,7 +47,6 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True):
     is_withdrawn: bool = False
     why: str = ""
     settings: dict[str, Any] = {}
-    is_nearer: bool = False
     figures: tuple[Compared, ...] = ()
 
 
@@ -62,25 +61,16 @@ def applied(ward: Ward, patient: Patient, visited: Visit) -> list[Applied]:
 
 
 def _applied(ward: Ward, patient: Patient, visited: Visit, finding: Finding, is_measured: bool) -> Applied:
-    flags, gain = finding.cure.flags, finding.predicted
+    flags, gain = tuple(shlex.split(" ".join(finding.cure.flags))), finding.predicted  # as a shell hands them over
     told = Applied(name=finding.name, flags=flags, starts=False, why=finding.not_predicted)
     with admitted(ward, patient) as (asked, settings):
-        if gain is None or not is_measured or gain.is_nearer:
-            refused = _refused((*settings, *flags))
-            told = msgspec.structs.replace(told, starts=not refused, why=refused or told.why)
         if gain is None or not is_measured:
-            return told
-        tried = _as_flags(gain.settings, asked) if gain.is_nearer else flags
-        after = books_of(ward, asked, visited.schedule, (*settings, *tried))
+            refused = _refused((*settings, *flags))
+            return msgspec.structs.replace(told, starts=not refused, why=refused or told.why)
+        after = books_of(ward, asked, visited.schedule, (*settings, *flags))
     seen = _same_requests(visited.books, after)
     compared = tuple(_compared(figure, seen) for figure in gain.figures if figure.ratio is not None)
-    return msgspec.structs.replace(
-        told,
-        starts=told.starts or not gain.is_nearer,
-        settings=gain.settings,
-        is_nearer=gain.is_nearer,
-        figures=compared,
-    )
+    return msgspec.structs.replace(told, starts=True, settings=gain.settings, figures=compared)
 
 
 def _refused(settings: Sequence[str]) -> str:
@@ -90,19 +80,6 @@ def _refused(settings: Sequence[str]) -> str:
             return ""
     except RuntimeError as error:
         return str(error)[-300:]
-
-
-def _as_flags(settings: Mapping[str, Any], patient: Patient) -> tuple[str, ...]:
-    """Returns the flags that set what was replayed."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        if name == "num_blocks":
-            flags += ["--kv-cache-memory-bytes", str(value * patient.block_bytes)]
-        elif isinstance(value, bool):
-            flags.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
-        else:
-            flags += [f"--{name.replace('_', '-')}", str(value)]
-    return tuple(flags)
 
 
 def _same_requests(before: Books, after: Books) -> Figures:

@@ -73,7 +73,7 @@ BLOCK = 16  # tokens
 GUESSING = ("--speculative-config", '{"method": "suffix"}')
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048")
 FORMS = schemas(400, 7)
-STEADY_STREAMS = "itl_p99=40ms"
+STEADY_STREAMS = "max_stall_p90=15ms"
 SHORT_FIRST = ("--policy", "shortest_prefill", "--starvation-bound-ms", "60000")
 PRIORITIES = ("--policy", "priority", "--starvation-bound-ms", "60000")
 
@@ -105,7 +105,7 @@ ILLNESSES: tuple[Ward, ...] = (
         expected="preemption_thrash",
         also=("kv_bound",),
         settings=small_cache,
-        load=poisson(4.5, 16, 250, 12.0),
+        load=poisson(5.5, 16, 250, 12.0),
     ),
     Ward(name="too many arrivals", expected="overload", load=poisson(70, 300, 16, 6.0)),
     Ward(
@@ -114,7 +114,7 @@ ILLNESSES: tuple[Ward, ...] = (
         also=("head_of_line",),
         settings=WHOLE_PROMPTS,
         slo=STEADY_STREAMS,
-        load=chats_and_long(4, 200, 1900, 0.8),
+        load=chats_and_long(6, 200, 1900, 0.4),
     ),
     Ward(
         name="prompts beside streams that must be steady",

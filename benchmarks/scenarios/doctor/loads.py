@@ -13,7 +13,7 @@ TUNED_SEED = 1  # of the loads that the rules were tuned on
 
 LEAST_REQUESTS, MOST_S = 28, 12.0  # the doctor says little of fewer; a load of a slow model goes on for up to so long
 ROOM = 0.5  # of its time that a slower model may be asked for though the written load asks less
-CROWDED = 0.6  # of the model's time: such a load is about how much it is, on a faster machine as well
+CROWDED = 0.4  # of the model's time: such a load is about how much it is, on a faster machine as well
 
 Ask = tuple[float, tuple[int, ...] | str, int]  # second, prompt, output tokens
 

@@ -18,20 +18,7 @@ import msgspec
 import orjson
 from msgspec import UNSET
 
-from splittime.api.answer_structs import (
-    AnyAnswer,
-    AssistantMessage,
-    CalledFunction,
-    ChatChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChoice,
-    CompletionTokensDetails,
-    PromptTokensDetails,
-    Timing,
-    TokenUsage,
-    ToolCall,
-)
+from splittime.api import answer_structs
 from splittime.api.answer_structs import FinishReason as FinishWord
 from splittime.api.choice import Choice, NewOutput, Scored
 from splittime.api.params import Ask
@@ -54,15 +41,15 @@ class ToolAnswer:
     def __init__(self, parser: ToolParser, ids: str) -> None:
         """ids: what a call's id looks like, of the family."""
         self._parser, self._ids = parser, ids
-        self.calls: list[ToolCall] = []
+        self.calls: list[answer_structs.ToolCall] = []
 
     def push(self, text: str, *, is_end: bool) -> ParsedText:
         """Returns what this piece of the answer's text adds."""
         parsed = self._parser.push(text, is_end=is_end)
         for delta in parsed.calls:
             if delta.name is not None:
-                function = CalledFunction(name=delta.name, arguments="")
-                self.calls.append(ToolCall(id=self._new_id(delta), function=function))
+                function = answer_structs.CalledFunction(name=delta.name, arguments="")
+                self.calls.append(answer_structs.ToolCall(id=self._new_id(delta), function=function))
             self.calls[delta.number].function.arguments += delta.arguments
         return parsed
 
@@ -127,7 +114,7 @@ class Renderer:
             return b""  # what came may be a mark's beginning, or is not shown
         return self._opening(choice) + self._event(piece, **self._so_far(choice, choice.num_output_tokens))
 
-    def last_event(self, choice: Choice, own_timing: Timing | None = None, /, **more: Any) -> bytes:
+    def last_event(self, choice: Choice, own_timing: answer_structs.Timing | None = None, /, **more: Any) -> bytes:
         """The chunk that says why a choice ended; `more` goes beside the choices."""
         piece = {**self._piece(choice, choice.take()), "finish_reason": self._finish_word(choice)}
         if choice.text.stop_string is not None:
@@ -206,7 +193,9 @@ class Renderer:
             fields["notices"] = list(notices)
         return msgspec.json.encode(self._form.answer(**fields))
 
-    def _whole(self, choice: Choice, own_timing: Timing | None) -> CompletionChoice | ChatChoice:
+    def _whole(
+        self, choice: Choice, own_timing: answer_structs.Timing | None
+    ) -> answer_structs.CompletionChoice | answer_structs.ChatChoice:
         new, shows_ids = choice.take(), self.ask.return_token_ids
         more: dict[str, Any] = {}
         if (tools := self._tool_answer(choice)) is not None:
@@ -234,7 +223,7 @@ def finish_word(choice: Choice) -> FinishWord:
     return "stop" if choice.finish_reason is FinishReason.STOP else "length"
 
 
-def usage(choices: Sequence[Choice], n: int) -> TokenUsage:
+def usage(choices: Sequence[Choice], n: int) -> answer_structs.TokenUsage:
     """Each prompt counts once, however many answers it got (choices are in the order of the prompts)."""
     prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices[::n])
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
@@ -248,13 +237,15 @@ def _reasoning_tokens(choices: Sequence[Choice]) -> int | None:
     return sum(found) if found else None
 
 
-def _counted(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning: int | None) -> TokenUsage:
-    total_tokens, details = prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
-    of_completion = UNSET if reasoning is None else CompletionTokensDetails(reasoning)
-    return TokenUsage(prompt_tokens, completion_tokens, total_tokens, details, of_completion)
+def _counted(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning: int | None
+) -> answer_structs.TokenUsage:
+    total_tokens, details = prompt_tokens + completion_tokens, answer_structs.PromptTokensDetails(cached_tokens)
+    of_completion = UNSET if reasoning is None else answer_structs.CompletionTokensDetails(reasoning)
+    return answer_structs.TokenUsage(prompt_tokens, completion_tokens, total_tokens, details, of_completion)
 
 
-def timing(choice: Choice, now_ns: int) -> Timing:
+def timing(choice: Choice, now_ns: int) -> answer_structs.Timing:
     """`{start_ns, sealed_ns, ttft_ns, stages}`; begin and end from the start, contiguous, up to `sealed_ns`.
 
     A first token that is only now being written counts as written at `sealed_ns`.
@@ -292,14 +283,14 @@ class WholeRenderer:
         head = {"id": self._group_id, "created": int(time.time()), "model": self.ask.model, "timing": told}
         return msgspec.json.encode(self._answer(choices, **head, notices=list(notices) or UNSET))
 
-    def _answer(self, choices: Sequence[Choice], **head: Any) -> AnyAnswer:
+    def _answer(self, choices: Sequence[Choice], **head: Any) -> answer_structs.AnyAnswer:
         raise NotImplementedError
 
 
 class CompletionForm:
     """What is particular to completions: the fields of a choice, whole and in pieces."""
 
-    answer: type[Completion | ChatCompletion] = Completion
+    answer: type[answer_structs.Completion | answer_structs.ChatCompletion] = answer_structs.Completion
     object_chunk = "text_completion"
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
@@ -310,8 +301,8 @@ class CompletionForm:
     def opening(self) -> dict[str, Any] | None:
         return None
 
-    def whole(self, new: NewOutput, **more: Any) -> CompletionChoice | ChatChoice:
-        return CompletionChoice(text=new.text, logprobs=self._logprobs(new.scored), **more)
+    def whole(self, new: NewOutput, **more: Any) -> answer_structs.CompletionChoice | answer_structs.ChatChoice:
+        return answer_structs.CompletionChoice(text=new.text, logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:
         return {"text": new.text, "logprobs": self._logprobs(new.scored)}
@@ -335,17 +326,19 @@ class CompletionForm:
 class ChatForm(CompletionForm):
     """The form of a chat's answer."""
 
-    answer = ChatCompletion
+    answer = answer_structs.ChatCompletion
     object_chunk = "chat.completion.chunk"
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def whole(self, new: NewOutput, calls: Sequence[ToolCall] = (), **more: Any) -> ChatChoice:
-        message = AssistantMessage(content=new.text, reasoning_content=new.reasoning or UNSET)
+    def whole(
+        self, new: NewOutput, calls: Sequence[answer_structs.ToolCall] = (), **more: Any
+    ) -> answer_structs.ChatChoice:
+        message = answer_structs.AssistantMessage(content=new.text, reasoning_content=new.reasoning or UNSET)
         if calls:
             message.content, message.tool_calls = new.text or None, list(calls)
-        return ChatChoice(message=message, logprobs=self._logprobs(new.scored), **more)
+        return answer_structs.ChatChoice(message=message, logprobs=self._logprobs(new.scored), **more)
 
     def piece(self, new: NewOutput) -> dict[str, Any]:
         return {"delta": {"content": new.text}, "logprobs": self._logprobs(new.scored)}

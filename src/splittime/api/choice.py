@@ -15,11 +15,10 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account import Account, ClosedAccount
-from splittime.ledger.lookup import sampled_lookup
-from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes, salt_hash
+from splittime.ledger.prompt_parts import NO_HASHES, PromptHashes, answer_hashes, salt_hash, sampled_lookup
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.events import RequestOutput
-from splittime.text.harmony import HarmonyParser
+from splittime.text.marks import HarmonyParser
 from splittime.text.output import OutputText
 from splittime.text.reasoning import ReasoningParser
 

@@ -2,7 +2,7 @@
 
 An embedding is asked of the engine as a request whose prompt is computed and of which no token is wanted
 (`SamplingParams.pooling`); what comes back is neither cut nor normalised, which is done here (`vector_of`). Which
-pooling, and whether an embedding may be cut, the model's files say (`core.pooling`), not the request.
+pooling, and whether an embedding may be cut, the model's files say (`core.facts`), not the request.
 
 A model whose files name no pooling embeds all the same, as decoders that were made for it do, and each answer has a
 notice of that: to refuse it would need a setting that does nothing but take the refusal away.
@@ -26,7 +26,7 @@ from splittime.api.limits import BodyLimits, KeepLast, ModelInfo, keep_last
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model, require
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
-from splittime.core.pooling import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
+from splittime.core.facts import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import EMBEDDINGS
 from splittime.text.answer_marks import AnswerMarks

@@ -6,7 +6,7 @@ from typing import Any
 from splittime.api.limits import ModelInfo
 from splittime.core.errors import RequestError
 from splittime.text.foreign_code import require_at_most
-from splittime.text.last_tokens import KeptTokens, last_of
+from splittime.text.process import KeptTokens, last_of
 
 GivenPrompts = str | Sequence[str | int | list[int]]
 Prompt = str | KeptTokens

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from splittime.api.lenient import Ignored
 from splittime.core.errors import RequestError
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 from splittime.core.settings import Doc
 
 CUT = (

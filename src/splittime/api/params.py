@@ -13,7 +13,6 @@ import msgspec
 
 from splittime.api.given_prompts import GivenPrompts, Prompt, check_token_ids, kept_of, listed
 from splittime.api.limits import BodyLimits, ModelInfo, keep_last
-from splittime.api.reasoning import ReasoningUse, reasoning_use_of
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
@@ -25,7 +24,15 @@ from splittime.api.schema import (
     StructuredOutputs,
     TokenizeBody,
 )
-from splittime.api.tools import ToolUse, as_template_reads, tool_use_of
+from splittime.api.tools import (
+    LABELS_TOLD,
+    ReasoningUse,
+    ToolUse,
+    as_template_reads,
+    begins_with_labels,
+    reasoning_use_of,
+    tool_use_of,
+)
 from splittime.core.errors import NotFound, RequestError
 from splittime.core.sampling import MAX_STOP_STRINGS, SamplingParams
 from splittime.text import grammars
@@ -48,6 +55,7 @@ class Ask:
     echo_only: the prompt is all that was wanted (max_tokens 0); the engine's one token is dropped.
     keep_last: so many last tokens of each prompt; None is all.
     shown_ids: special tokens that are part of the text, as marks in it.
+    left_out: what of the messages no template is given, in words.
     """
 
     endpoint: str
@@ -71,6 +79,7 @@ class Ask:
     tool_use: ToolUse | None = None
     reasoning: ReasoningUse | None = None
     shown_ids: frozenset[int] = frozenset()
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -125,6 +134,7 @@ def _ask_chat(body: ChatBody, model: ModelInfo, limits: BodyLimits, include_timi
         reasoning=reasoning_use_of(body, marks, tool_use.tools if tool_use else ()),
         shown_ids=marks.shown_ids if tool_use or marks.reasoning else frozenset(),
         messages=as_template_reads(body, marks),
+        left_out=(LABELS_TOLD,) if begins_with_labels(body) else (),
         template_options=template_options(body) | told,
         keep_last=keep_last(body.truncate_prompt_tokens, model, max_tokens or 1),
         sampling=_held_to_calls(sampling, tool_use),
@@ -224,7 +234,9 @@ def _sampling(
     for text in stop:
         require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
     given: dict[str, Any] = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
-    given |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    asked = {name: getattr(body, name) for name in _SAME_NAME}
+    asked |= {"repetition_penalty": body.repeat_penalty} if body.repetition_penalty is None else {}
+    given |= {name: value for name, value in asked.items() if value is not None}
     given["top_k"] = 0 if given.get("top_k") == -1 else given.get("top_k", 0)
     if given.get("top_p") == 0.0 and not limits.strict:
         given["top_p"] = LEAST_TOP_P

@@ -10,35 +10,26 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from splittime.api import schema
 from splittime.api.answer import WholeRenderer
 from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
 from splittime.api.limits import BodyLimits, ModelInfo
 from splittime.api.params import Ask, ask_of
-from splittime.api.schema import (
-    OPENS_ANSWER,
-    TEMPLATE_VARIABLES,
-    ChatBody,
-    CompletionBody,
-    Label,
-    Message,
-    Strict,
-    ToolGiven,
-)
 from splittime.core.errors import RequestError
 from splittime.core.sampling import AHEAD, SamplingParams
 from splittime.ledger.account import PREFILL
 from splittime.text.answer_marks import AnswerMarks
 
 
-class PrefillBody(Strict, kw_only=True):
+class PrefillBody(schema.Strict, kw_only=True):
     prompt: Annotated[str | list[int] | None, Meta(description="A text or token ids. This, or messages.")] = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: Annotated[list[ToolGiven] | None, Meta(description="Functions, as the prompt will name them.")] = None
-    add_generation_prompt: Annotated[bool | None, Meta(description=OPENS_ANSWER)] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    messages: Annotated[list[schema.Message], Meta(min_length=1)] | None = None
+    tools: Annotated[list[schema.ToolGiven] | None, Meta(description="Functions, as the prompt will name them.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description=schema.OPENS_ANSWER)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=schema.TEMPLATE_VARIABLES)] = None
     model: Annotated[str | None, Meta(description="A name from /v1/models; default: the model served.")] = None
-    cache_salt: Annotated[Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
+    cache_salt: Annotated[schema.Label | None, Meta(description="Cached prefixes are shared within one salt.")] = None
 
 
 class PrefillAnswer(AnyAnswer, kw_only=True):
@@ -58,13 +49,13 @@ def prefill_ask(
     return replace(like, endpoint=PREFILL, sampling=sampling, tool_use=None, reasoning=None)
 
 
-def _generation(body: PrefillBody) -> ChatBody | CompletionBody:
+def _generation(body: PrefillBody) -> schema.ChatBody | schema.CompletionBody:
     """Returns what would be asked with this prompt."""
     if (body.prompt is None) == (body.messages is None):
         words = "a prefill needs a prompt or messages" + ("" if body.prompt is None else ", not both")
         raise RequestError(words, param="prompt", value=None)
     if body.messages is not None:
-        return ChatBody(
+        return schema.ChatBody(
             messages=body.messages,
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
@@ -76,7 +67,7 @@ def _generation(body: PrefillBody) -> ChatBody | CompletionBody:
         if getattr(body, name) is not None:
             raise RequestError(f"{name} goes with messages", param=name, value=None, hint="leave it out")
     prompt = body.prompt or ""
-    return CompletionBody(
+    return schema.CompletionBody(
         prompt=prompt if isinstance(prompt, str) else [*prompt], model=body.model, cache_salt=body.cache_salt
     )
 

@@ -28,7 +28,7 @@ from splittime.api.answer import WholeRenderer
 from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
 from splittime.api.embeddings import EmbeddingUsage, usage_of
-from splittime.api.foreign import UNSUPPORTED
+from splittime.api.lenient import UNSUPPORTED
 from splittime.api.limits import FIELD, BodyLimits, KeepLast, ModelInfo, keep_last
 from splittime.api.params import Ask, check_model, require
 from splittime.api.schema import Label, Strict, no_effect

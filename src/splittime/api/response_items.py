@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from splittime.api.decode import convert_part
-from splittime.api.foreign import RESPONSES_UNSUPPORTED
-from splittime.api.lenient import Ignored
+from splittime.api.lenient import RESPONSES_UNSUPPORTED, Ignored
 from splittime.api.schema import Strict, no_effect
 from splittime.core.errors import RequestError
 
@@ -93,13 +92,14 @@ class ItemCall(AnyItem, kw_only=True):
     name: str
     arguments: Annotated[str, Meta(description="JSON, as it came in the response.")]
     type: Literal["function_call"]
-    namespace: Annotated[str | None, no_effect("the name says which function it was.")] = None
+    namespace: Annotated[str | None, Meta(description="Of the function: one of that namespace is meant.")] = None
     caller: Annotated[Any, no_effect("calls are the model's own.")] = None
 
     def add_to(self, chat: list[ChatMessage]) -> None:
         if not chat or chat[-1]["role"] != "assistant":
             chat.append({"role": "assistant", "content": None})
         function = {"name": self.name, "arguments": self.arguments}
+        function |= {"namespace": self.namespace} if self.namespace else {}
         chat[-1].setdefault("tool_calls", []).append({"id": self.call_id, "type": "function", "function": function})
 
 

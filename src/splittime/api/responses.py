@@ -7,19 +7,10 @@ from typing import Annotated, Any, Literal
 import orjson
 from msgspec import Meta
 
+from splittime.api import schema as bodies
 from splittime.api.decode import convert_part
 from splittime.api.lenient import Ignored
 from splittime.api.response_items import KINDS, ChatMessage, ResponsesPart, instructed, refused
-from splittime.api.schema import (
-    TEMPLATE_VARIABLES,
-    Effort,
-    FunctionTool,
-    JsonObjectFormat,
-    Label,
-    TextFormat,
-    hint,
-    no_effect,
-)
 from splittime.core.errors import RequestError
 
 MAX_METADATA = 16
@@ -49,11 +40,13 @@ class SchemaForm(ResponsesPart, kw_only=True, tag_field="type", tag="json_schema
 
 
 class ResponsesText(ResponsesPart, kw_only=True):
-    format: Annotated[TextFormat | JsonObjectFormat | SchemaForm | None, Meta(description="A form to hold to.")] = None
-    verbosity: Annotated[Any, hint("say in instructions how long an answer is to be", "medium")] = None
+    format: Annotated[
+        bodies.TextFormat | bodies.JsonObjectFormat | SchemaForm | None, Meta(description="A form to hold to.")
+    ] = None
+    verbosity: Annotated[Any, bodies.hint("say in instructions how long an answer is to be", "medium")] = None
 
 
-class OfferedFunction(FunctionTool, ResponsesPart, kw_only=True):
+class OfferedFunction(bodies.FunctionTool, ResponsesPart, kw_only=True):
     """A function that the model may call. Its schema holds the calls of it, unless `strict` is false."""
 
     type: Literal["function"]
@@ -80,15 +73,15 @@ class NamedFunction(ResponsesPart, kw_only=True):
 
 
 class ResponsesReasoning(ResponsesPart, kw_only=True):
-    effort: Annotated[Effort | None, Meta(description="A variable of the chat template, for models that read it.")] = (
-        None
-    )
-    summary: Annotated[Any, hint("reasoning is told whole", "auto")] = None
-    generate_summary: Annotated[Any, hint("reasoning is told whole", "auto")] = None
+    effort: Annotated[
+        bodies.Effort | None, Meta(description="A variable of the chat template, for models that read it.")
+    ] = None
+    summary: Annotated[Any, bodies.hint("reasoning is told whole", "auto")] = None
+    generate_summary: Annotated[Any, bodies.hint("reasoning is told whole", "auto")] = None
 
 
 class ResponsesStreamOptions(ResponsesPart, kw_only=True):
-    include_obfuscation: Annotated[bool | None, hint("events are not padded")] = None
+    include_obfuscation: Annotated[bool | None, bodies.hint("events are not padded")] = None
 
 
 class ResponsesBody(ResponsesPart, kw_only=True):
@@ -120,31 +113,33 @@ class ResponsesBody(ResponsesPart, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one.")] = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    user: Annotated[Label | None, no_effect("a label of the client's.")] = None
-    safety_identifier: Annotated[Label | None, no_effect("a label of the client's.")] = None
-    prompt_cache_key: Annotated[Label | None, no_effect("every prompt's prefix is looked up.")] = None
-    prompt_cache_retention: Annotated[Label | None, no_effect("prefixes stay while there is room.")] = None
-    service_tier: Annotated[Label | None, no_effect("there is one tier.")] = None
+    user: Annotated[bodies.Label | None, bodies.no_effect("a label of the client's.")] = None
+    safety_identifier: Annotated[bodies.Label | None, bodies.no_effect("a label of the client's.")] = None
+    prompt_cache_key: Annotated[bodies.Label | None, bodies.no_effect("every prompt's prefix is looked up.")] = None
+    prompt_cache_retention: Annotated[bodies.Label | None, bodies.no_effect("prefixes stay while there is room.")] = (
+        None
+    )
+    service_tier: Annotated[bodies.Label | None, bodies.no_effect("there is one tier.")] = None
     background: Annotated[Literal[False] | None, refused("background")] = None
-    include: Annotated[Any, hint("nothing is added to a response; /v1/chat/completions has logprobs")] = None
+    include: Annotated[Any, bodies.hint("nothing is added to a response; /v1/chat/completions has logprobs")] = None
     reasoning: ResponsesReasoning | None = None
-    truncation: Annotated[Any, hint("an input is never cut; send fewer items", "disabled")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=TEMPLATE_VARIABLES)] = None
+    truncation: Annotated[Any, bodies.hint("an input is never cut; send fewer items", "disabled")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description=bodies.TEMPLATE_VARIABLES)] = None
     seed: int | None = None
     stop: Annotated[str | list[str] | None, Meta(description="Cut from the text where first found.")] = None
     top_k: int | None = None
     top_logprobs: Annotated[Literal[0] | None, refused("top_logprobs")] = None
-    client_metadata: Annotated[Any, no_effect("labels of the client's.")] = None
-    max_tool_calls: Annotated[Any, hint("no tool is called here, so that none are counted")] = None
+    client_metadata: Annotated[Any, bodies.no_effect("labels of the client's.")] = None
+    max_tool_calls: Annotated[Any, bodies.hint("no tool is called here, so that none are counted")] = None
     conversation: Annotated[None, refused("conversation")] = None
     prompt: Annotated[None, refused("prompt")] = None
-    context_management: Annotated[Any, hint("an input is never made shorter; send fewer items")] = None
+    context_management: Annotated[Any, bodies.hint("an input is never made shorter; send fewer items")] = None
 
     def to_chat(self, messages: Sequence[ChatMessage], functions: Functions) -> dict[str, Any]:
         """Returns a chat's body of these messages, those of earlier responses included. A stream counts its tokens at
         its end."""
         chat = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
-        chat["messages"] = instructed(messages, self.instructions)
+        chat["messages"] = [_flattened(message, functions) for message in instructed(messages, self.instructions)]
         if self.max_output_tokens is not None:
             chat["max_tokens"] = self.max_output_tokens
         if functions:
@@ -159,10 +154,25 @@ class ResponsesBody(ResponsesPart, kw_only=True):
 
     def _form(self) -> dict[str, Any]:
         asked = None if self.text is None else self.text.format
-        if asked is None or isinstance(asked, TextFormat):
+        if asked is None or isinstance(asked, bodies.TextFormat):
             return {}
         form = asked.to_chat() if isinstance(asked, SchemaForm) else {"type": "json_object"}
         return {"response_format": form}
+
+
+def _flattened(message: ChatMessage, functions: Functions) -> ChatMessage:
+    """Returns the message, its calls with the names that the model is told."""
+    if not any("namespace" in call["function"] for call in message.get("tool_calls", ())):
+        return message
+    named = [
+        {**call, "function": _as_offered(**call["function"], functions=functions)} for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": named}
+
+
+def _as_offered(name: str, arguments: str, functions: Functions, namespace: str = "") -> dict[str, str]:
+    is_it = not namespace or (name in functions and functions[name].namespace == namespace)
+    return {"name": name if is_it else f"{namespace}__{name}", "arguments": arguments}
 
 
 def _choice(asked: str | NamedFunction) -> Any:

@@ -7,12 +7,12 @@ Each field has one of four fates, which `/docs` and docs/reference/fields.md sho
     hint              it asks for what is not done here, and the answer means the same without: any value is taken, and
                       a notice says that it has no effect; `--strict` refuses it
     refused           only the value that is true without effect is taken (`null`, an empty list, `{"type": "text"}`);
-                      any other is refused by name, with the reason in `foreign.UNSUPPORTED`
+                      any other is refused by name, with the reason in `lenient.UNSUPPORTED`
 
 Fields of vLLM's and llama.cpp's own APIs (`ForeignFields`) are taken at the value that changes nothing, since clients
 made for those servers send them at their defaults; any other value is refused by name, with what to do instead.
 
-`openapi_bodies` makes the documentation from these classes. What needs the model's limits is checked in `params.py`;
+`openapi` makes the documentation from these classes. What needs the model's limits is checked in `params.py`;
 `decode.py` makes values of bytes.
 """
 
@@ -49,7 +49,13 @@ MAX_LABEL_CHARS = 512
 Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]  # of the client's: answers repeat some, more than once
 
 Choices = Annotated[list[str], Meta(min_length=1)]
+REPEATS = "Another name of repetition_penalty, which goes before it."
 A_FORM = "The answer is held to it. One form at most, and not with ignore_eos."
+
+
+def _number(description: str, **bounds: float) -> Meta:
+    """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
+    return Meta(description=description, extra_json_schema=bounds)
 
 
 class StructuredOutputs(Strict, kw_only=True):
@@ -91,18 +97,13 @@ class ForeignFields(Strict, kw_only=True):
     request_id: Annotated[Any, hint("the header X-Request-Id names a request")] = None
     cache_prompt: Annotated[bool | None, hint("a cache_salt of its own keeps a prompt from finding any", True)] = None
     n_predict: None = None
-    repeat_penalty: Annotated[Literal[1] | None, no_effect("1 is off.")] = None
+    repeat_penalty: Annotated[float | None, _number(REPEATS, exclusiveMinimum=0, maximum=10)] = None
     mirostat: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     typical_p: Annotated[Literal[1] | None, no_effect("1 is off.")] = None
     dynatemp_range: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     xtc_probability: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     dry_multiplier: Annotated[Literal[0] | None, no_effect("0 is off.")] = None
     timings_per_token: Annotated[bool | None, hint("the header X-Include-Timing asks for times")] = None
-
-
-def _number(description: str, **bounds: float) -> Meta:
-    """A documented range that `SamplingParams.validate` checks, so that its error can say value and limit."""
-    return Meta(description=description, extra_json_schema=bounds)
 
 
 OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
@@ -248,15 +249,19 @@ class Message(Strict, kw_only=True):
     tool_call_id: Annotated[str | None, Meta(description="Of a tool's answer: the call's id.")] = None
     function_call: None = None
 
-    def to_template(self) -> dict[str, Any]:
-        """As templates read it: text parts joined by line breaks, absent fields absent."""
+    @property
+    def text(self) -> str:
+        """Returns its text parts, joined by line breaks."""
         content = self.content or self.refusal or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    def to_template(self) -> dict[str, Any]:
+        """As templates read it: with absent fields absent."""
         optional: dict[str, Any] = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
         optional["tool_call_id"] = self.tool_call_id
         optional["tool_calls"] = [call.to_template() for call in self.tool_calls] if self.tool_calls else None
         given = {name: value for name, value in optional.items() if value is not None}
-        return {"role": self.role, "content": text, **given}
+        return {"role": self.role, "content": self.text, **given}
 
 
 class FunctionTool(Strict, kw_only=True):
@@ -308,7 +313,7 @@ class ChatBody(GenerationBody, kw_only=True):
     documents: None = None
     mm_processor_kwargs: Annotated[Any, hint("only texts are supported")] = None
     functions: None = None
-    function_call: None = None
+    function_call: Annotated[Literal["none", "auto"] | None, no_effect("there are no functions.")] = None
     audio: None = None
     prediction: Annotated[Any, hint("drafts are taken from the prompt, not from predicted outputs")] = None
     reasoning_effort: Effort | None = None

@@ -150,7 +150,7 @@ def _kernels() -> InstallationCheck:
 
 def _threads() -> InstallationCheck:
     """Says how many threads compute, and whether the settings of this folder and environment can be read."""
-    from splittime.core.allowed import num_cores
+    from splittime.core.this_process import num_cores
     from splittime.runner.machine import cpu_name
 
     cores = num_cores()
@@ -170,7 +170,7 @@ def _threads() -> InstallationCheck:
 
 
 def _memory() -> InstallationCheck:
-    from splittime.core.allowed import free_memory_bytes
+    from splittime.core.this_process import free_memory_bytes
 
     free = free_memory_bytes()
     found = f"{free / 2**30:.1f} GiB free"

@@ -131,8 +131,7 @@ def default_name(model: str | None, folder: Path) -> str:
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> "Tokenizer":
     """Returns the tokenizer of what `locate` found. Imports no torch. chat_template: a file with one to use instead."""
-    from splittime.text.tokenizer import Tokenizer
-    from splittime.text.tokenizer_files import read_template
+    from splittime.text.tokenizer import Tokenizer, read_template
 
     template = None if chat_template is None else read_template(chat_template)
     if not folder.is_file():

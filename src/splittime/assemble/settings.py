@@ -20,8 +20,10 @@ from splittime.assemble.model_source import locate
 from splittime.core.errors import ConfigError
 from splittime.core.settings import ENV_PREFIX, Doc, Setting, parse_bytes, settings_of
 from splittime.ledger.store import LedgerConfig
-from splittime.runner.config import RunnerConfig  # no torch in it
-from splittime.runner.speculative import speculative_config
+from splittime.runner.config import (
+    RunnerConfig,  # no torch in it
+    speculative_config,
+)
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.config import ServerConfig
 

@@ -20,13 +20,11 @@ from splittime.assemble.model_source import load_tokenizer
 from splittime.core.facts import PREFILL_SLICE_NS, Machine
 from splittime.drive.crank import EngineParts
 from splittime.drive.host_time import importing
-from splittime.drive.kv_gate import BlockSharing
-from splittime.drive.kv_peer import Peer
+from splittime.drive.kv_gate import BlockSharing, Peer
 from splittime.drive.worker import Tell, Timeline, work
 from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
-from splittime.runner.config import RunnerConfig
-from splittime.runner.speculative import without_place
+from splittime.runner.config import RunnerConfig, without_place
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
 
 META_OPERATORS = "torch._meta_registrations"
 MIN_PREFILL_TOKENS = 16
-
-
 NOT_TOLD = (  # where things lie is nobody's business
     *("model_path", "draft_model_path", "packed_cache"),
     *("kv_peers", "kv_peer_key"),

@@ -20,11 +20,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from splittime.attach.names import name_of
-from splittime.attach.request_book import WAITING, AskedRequest, EndedBook, EngineBook, FirstTokenBook
+from splittime.attach.request_book import WAITING, AskedRequest, EndedBook, EngineBook, FirstTokenBook, name_of
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
-from splittime.scheduler.queue import CauseLog, leave_log
+from splittime.scheduler.state import CauseLog, leave_log
 
 UNKNOWN = ("launch_ns", "sample_ns", "cpu_wait_ns", "off_cpu_ns", "unseen_ns")
 UNKNOWN_AHEAD = ("plan_ns", "commit_ns")  # of an engine that plans ahead: they lie beside the step, in `device_ns`

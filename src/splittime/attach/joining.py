@@ -21,8 +21,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason
 from splittime.ledger.account import Account, ClosedAccount, Mark
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.lookup import sampled_lookup
-from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
+from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes, sampled_lookup
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger

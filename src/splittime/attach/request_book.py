@@ -1,15 +1,38 @@
-"""The engine's part of one request's account: open (`EngineBook`), and as it is told to the API process."""
+"""The engine's part of one request's account: open (`EngineBook`), and as it is told to the API process.
 
-from collections.abc import Iterable
+The name that the books have for a request: its id, or of a long one the beginning, and a hash of all of it.
+
+vLLM sets no limit to the id that a client gives (`X-Request-Id`, or `request_id` in a body), and the record of each
+step repeats the ids of its rows: a million characters over 8,000 steps would be gigabytes. The engine's process and
+the API process each call `name_of` where an id comes into their books, and so does who is asked for an account.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
 from splittime.ledger.account import Account, Mark
 from splittime.ledger.stages import Cause, Stage
-from splittime.scheduler.queue import CauseLog
+from splittime.ledger.store import ID_PREFIXES
+from splittime.scheduler.state import CauseLog
 
+MOST_CHARACTERS = 128  # behind the prefix of a response's id
+HASH_BYTES = 16
 WAITING = (Stage.QUEUE, Stage.PREEMPTED)
+
+
+def name_of(given: str) -> str:
+    """Returns the name; of a name, itself. A prefix is kept, so that an account is found by either id of its request.
+
+    An id may hold half of a character's two codes, which no encoder takes: the name has a `?` instead."""
+    prefix = next((each for each in ID_PREFIXES if given.startswith(each)), "")
+    own = given[len(prefix) :].encode("utf-8", "replace").decode()
+    if len(own) <= MOST_CHARACTERS:
+        return prefix + own
+    digest = blake2b(own.encode(), digest_size=HASH_BYTES).hexdigest()
+    return f"{prefix}{own[: MOST_CHARACTERS - len(digest) - 2]}..{digest}"
 
 
 class AskedRequest(NamedTuple):
@@ -54,17 +77,8 @@ class EngineBook:
     recompute_until: as in `scheduler.state.RequestState`. waits: in `engine_books.EngineQueue`."""
 
     __slots__ = (
-        "account",
-        "asked",
-        "cached_tokens",
-        "cause_log",
-        "name",
-        "next_cause",
-        "num_preemptions",
-        "recompute_until",
-        "token_ready_ns",
-        "token_steps",
-        "waits",
+        *("account", "asked", "cached_tokens", "cause_log", "name", "next_cause", "num_preemptions"),
+        *("recompute_until", "token_ready_ns", "token_steps", "waits"),
     )
 
     def __init__(self, asked: AskedRequest, name: str, received_ns: int, cause: Cause) -> None:
@@ -117,3 +131,20 @@ class EngineBook:
             self.asked.computes_prompt,
             list(self.asked.answer_ids),
         )
+
+
+class Answer:
+    """One answer of a visit: what the engine knows as a request."""
+
+    __slots__ = (
+        *("cache_salt", "done_ns", "finish_reason", "first_chunk", "group_id", "marks", "num_tokens", "prompt_ids"),
+        *("request_id", "written_ns"),
+    )
+
+    def __init__(self, request_id: str, group_id: str, marks: tuple[Mark, ...], cache_salt: str) -> None:
+        self.request_id, self.group_id, self.marks, self.cache_salt = request_id, group_id, marks, cache_salt
+        self.prompt_ids: Sequence[int] = ()
+        self.num_tokens = self.first_chunk = 0
+        self.done_ns: int | None = None
+        self.finish_reason: str | None = None
+        self.written_ns: list[int] = []

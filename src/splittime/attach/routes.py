@@ -10,15 +10,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import msgspec
 
 from splittime import __version__
 from splittime.attach.joining import Joining
-from splittime.attach.names import name_of
-from splittime.core.engine_stats import EngineStats
+from splittime.attach.request_book import Answer, name_of
+from splittime.core.engine import EngineStats
 from splittime.core.errors import NotFound, RequestError, SplittimeError
 from splittime.core.this_process import process_start_ns
 from splittime.ledger.account import Mark
@@ -30,13 +30,21 @@ from splittime.web import http
 from splittime.web.edge import Edge, Names
 from splittime.web.tenants import ApiKeys, Tenant
 
-if TYPE_CHECKING:
-    from splittime.attach.visits import WatchedRequest
-
 READING_THREADS = 2
 SHOWN_KNOBS = ("max_num_seqs", "max_num_batched_tokens")
 LOOPBACK = "127.0.0.1"
 Handler = Callable[[KeepsBooks, http.Scope, http.Receive, http.Send], Awaitable[None]]
+
+
+class OpenVisit(Protocol):
+    """A request that is watched (`middleware.WatchedRequest`), as far as the books show it."""
+
+    start_ns: int
+    answers: list[Answer]
+
+    @property
+    def endpoint(self) -> str: ...
+    def close(self) -> None: ...
 
 
 class AttachedBooks:
@@ -45,7 +53,7 @@ class AttachedBooks:
     def __init__(self, joining: Joining, state: Any) -> None:
         self.joining, self._engine = joining, joining.engines[0]
         self.ledger = self._engine.ledger
-        self.visits: set[WatchedRequest] = set()
+        self.visits: set[OpenVisit] = set()
         self.pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading")
         self._process = Process(name="server", started_ns=process_start_ns(), ready_ns=time.monotonic_ns())
         config = state.engine_client.vllm_config.model_config
@@ -99,6 +107,7 @@ class AttachedBooks:
         return {
             "version": f"{__version__}, attached to {told.engine if told is not None else 'vllm'}",
             "model": self.model_name,
+            "plays": "chat",
             "max_model_len": self.max_model_len,
             "is_ready": True,
             "is_draining": False,

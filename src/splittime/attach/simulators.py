@@ -58,8 +58,6 @@ def simulator_of(facts: ServerFacts) -> Simulator:
 
 
 def _replay_vllm(recorded: Recorded) -> Divergence | None:
-    from splittime.attach.simulators import keep_vllm_quiet
-
     keep_vllm_quiet()
     from splittime.attach.vllm_engine import replay  # vLLM: seconds
 

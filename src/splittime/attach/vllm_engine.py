@@ -38,7 +38,7 @@ from splittime.attach.request_book import EndedBook
 from splittime.attach.settings import VllmSettings, settings_of
 from splittime.attach.vllm_offline import PlannedStep, TimeOf, offline_request, offline_scheduler, plan_step, sampled
 from splittime.core.clock import VirtualClock
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.core.errors import ConfigError
 from splittime.core.request import FinishReason
 from splittime.drive.messages import Abort, FromEngine, StepOutput, Submit, ToEngine
@@ -50,8 +50,7 @@ from splittime.simulate.costed import Answers, StepCosts
 from splittime.simulate.door import Door
 from splittime.simulate.fit import is_queued
 from splittime.simulate.recorded import Recorded
-from splittime.simulate.replay import Divergence, first_divergence, require_whole
-from splittime.simulate.retaken import UnknownStep, time_of
+from splittime.simulate.replay import Divergence, UnknownStep, first_divergence, require_whole, time_of
 from splittime.simulate.shape import StepShape, StepTime
 from splittime.simulate.trace import TracedRequest, ended_by_token, traced_requests
 

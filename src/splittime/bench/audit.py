@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from splittime.bench import sockets
+from splittime.bench import event_loop
 from splittime.bench.book.metrics import start_lag_ns
 from splittime.bench.book.records import Ending, Outcome, Phase, Run, RunCheck
 from splittime.bench.book.requests import chunk_gaps_ns
@@ -126,7 +126,7 @@ def _cpu(vitals: Sequence[Vitals]) -> RunCheck:
 def _sockets(vitals: Sequence[Vitals]) -> RunCheck:
     known = [one for one in vitals if one.sockets_limit > 0]
     tightest = min(known, key=lambda one: one.sockets_limit - one.most_sockets, default=None)
-    most, limit = (tightest.most_sockets, tightest.sockets_limit - sockets.SPARE) if tightest else (0, 0)
+    most, limit = (tightest.most_sockets, tightest.sockets_limit - event_loop.SPARE) if tightest else (0, 0)
     refused = sum(one.out_of_sockets for one in vitals)
     sentence = f"{most} sockets open at most, of {limit} allowed"
     if refused:

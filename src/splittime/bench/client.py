@@ -21,13 +21,11 @@ import msgspec
 
 from splittime.bench.alarm import Alarm, AlarmEntry
 from splittime.bench.book.records import Ending, Outcome
-from splittime.bench.jobs import Job
-from splittime.bench.schedule import Planned
+from splittime.bench.schedule import Job, Planned
 from splittime.bench.share import LoadShare
 from splittime.core.errors import ConfigError
 from splittime.present.terminal import clipped
-from splittime.wire.connection import Connection
-from splittime.wire.pool import SLOW_READER_BUFFER_BYTES, Pool
+from splittime.wire.connection import SLOW_READER_BUFFER_BYTES, Connection, Pool
 from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, body_text
 from splittime.wire.target import Target, check_key
 

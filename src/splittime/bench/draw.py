@@ -29,15 +29,32 @@ import msgspec
 import numpy as np
 
 from splittime.bench.book.records import Phase
-from splittime.bench.distributions import Fitter, LengthRows, parse_distribution, stream
-from splittime.bench.file_workload import Conversations, FileRequests
-from splittime.bench.prompts import Alphabet, Ids, Salt, token_ids, words
+from splittime.bench.distributions import (
+    Alphabet,
+    Fitter,
+    Ids,
+    LengthRows,
+    Salt,
+    parse_distribution,
+    stream,
+    token_ids,
+    words,
+)
 from splittime.bench.schedule import Planned, Schedule, load_schedule, save
 from splittime.bench.spec import LoadSpec, spec_of
 from splittime.bench.spec_rules import MAX_REQUESTS, check
 from splittime.bench.starts import Starts, draw_starts
 from splittime.bench.traces import Trace, read_trace
-from splittime.bench.workload import Content, Conversation, Opening, Synthetic, TraceWorkload, Workload
+from splittime.bench.workload import (
+    Content,
+    Conversation,
+    Conversations,
+    FileRequests,
+    Opening,
+    Synthetic,
+    TraceWorkload,
+    Workload,
+)
 from splittime.core.errors import ConfigError
 from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import Target

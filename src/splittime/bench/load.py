@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from splittime.bench import sockets
+from splittime.bench import event_loop
 from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, Outcome
 from splittime.bench.client import Client, unsent
-from splittime.bench.jobs import Job
+from splittime.bench.schedule import Job
 from splittime.bench.share import LoadCounts, LoadShare, Vitals
 
 now_ns = time.monotonic_ns
@@ -188,7 +188,7 @@ class Load:
             loop_lag_ns=tuple(self._lag_ns),
             cpu_share=self._cpu_share,
             most_sockets=sum(pool.most_open for pool in pools),
-            sockets_limit=sockets.limit(),
+            sockets_limit=event_loop.limit(),
             out_of_sockets=sum(pool.out_of_sockets for pool in pools),
             sockets_without_nodelay=sum(pool.sockets_without_nodelay for pool in pools),
         )

@@ -23,8 +23,7 @@ from rich.text import Text
 from splittime.bench.book import requests
 from splittime.bench.book.figures import share_of
 from splittime.bench.book.records import Ending, Outcome, Run
-from splittime.wire.dialects import DIALECTS
-from splittime.wire.dialects.dialect import Notation, Quantity, read
+from splittime.wire.dialects import DIALECTS, Notation, Quantity, read
 
 
 class ServerComparison(msgspec.Struct, frozen=True, kw_only=True):

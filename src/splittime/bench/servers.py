@@ -27,9 +27,8 @@ from splittime.bench import own_book
 from splittime.bench.book.records import Arm, Outcome
 from splittime.core.errors import ConfigError
 from splittime.present.terminal import clipped
-from splittime.wire.dialects import DIALECTS
-from splittime.wire.dialects.dialect import Samples, parse
-from splittime.wire.pool import addresses
+from splittime.wire.connection import addresses
+from splittime.wire.dialects import DIALECTS, Samples, parse
 from splittime.wire.scrape import MAX_BODY_BYTES, Response, ask_first, get, get_json
 from splittime.wire.target import Address, Target
 

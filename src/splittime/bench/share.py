@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from splittime.bench.jobs import Job
+from splittime.bench.schedule import Job
 from splittime.ledger.derive import percentile
 from splittime.wire.target import Target
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import msgspec
 
-from splittime.bench import sockets
+from splittime.bench import event_loop
 from splittime.bench.book.records import Outcome
 from splittime.bench.client import unsent
 from splittime.bench.event_loop import no_garbage_collection, run_loop
-from splittime.bench.jobs import Job
 from splittime.bench.load import Load
+from splittime.bench.schedule import Job
 from splittime.bench.share import LoadCounts, LoadShare, Vitals
-from splittime.core.allowed import num_cores
 from splittime.core.errors import EngineError, SplittimeError
+from splittime.core.this_process import num_cores
 
 CHUNKS_PER_S_OF_ONE = 8_000.0  # what one process reads with its event loop mostly idle
 NEWS_S = 0.1
@@ -172,7 +172,7 @@ async def work() -> None:
     """Carry out one share."""
     reader, write = await _pipes()
     share = await read_frame(reader, LoadShare)
-    sockets.allow()
+    event_loop.allow()
     load = Load(share, is_alone=False)
     with no_garbage_collection():
         await load.prepare()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, switch, talk
+from splittime.core.files import check_writable
 from splittime.core.settings import ENV_PREFIX
-from splittime.core.whole_file import check_writable
 
 if TYPE_CHECKING:
     from splittime.ledger.store import LedgerConfig
@@ -53,8 +53,8 @@ def attach(
     json: JsonFlag = False,
 ) -> None:
     """Start vLLM's own server with exact accounts, stated causes and the page. It decides as it would without."""
-    from splittime.attach.command import command_of
-    from splittime.ledger.sqlite_read import require_free
+    from splittime.attach.versions import command_of
+    from splittime.ledger.sqlite import require_free
 
     ledger = _ledger_config(
         ledger_file=None if ledger_file is None else str(ledger_file),
@@ -76,7 +76,7 @@ def attach(
 
 def _ledger_config(**flags: str | int | None) -> "LedgerConfig":
     """Returns the settings of the file: flags over the environment, which vLLM's own command reads too."""
-    from splittime.attach.command import config_of
+    from splittime.attach.versions import config_of
 
     given = {ENV_PREFIX + name.upper(): str(value) for name, value in flags.items() if value is not None}
     return config_of({**os.environ, **given})

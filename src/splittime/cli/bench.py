@@ -1,16 +1,58 @@
-"""`splittime bench`: load for any OpenAI-compatible server, and what became of it. One file for each command."""
+"""`splittime bench`: load for any OpenAI-compatible server, and what became of it: single runs, search and sweep.
+
+`splittime bench search URL --slo TERMS`: the highest rate that keeps an SLO. `bench sweep URL --rates 1,2,4`.
+
+Each run is a `bench run` of its own (`bench.search`). `--out` keeps every run. Exit codes: `bench_flags`.
+"""
 
 import asyncio
 import gc
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import orjson
+import typer
+from rich import box
+from rich.table import Table
 
-from splittime.cli import bench_books, bench_compare, bench_run, bench_search
-from splittime.cli.bench_exit import codes
-from splittime.cli.bench_flags import time_ns
-from splittime.cli.options import JsonFlag, fails_clearly, flag, talk, write_data
+from splittime.cli import bench_compare, bench_run
+from splittime.cli.bench_flags import (
+    SearchOptions,
+    SeriesOptions,
+    SweepOptions,
+    codes,
+    exit_code,
+    time_ns,
+    with_load_flags,
+)
+from splittime.cli.bench_run import shown_live
+from splittime.cli.options import JsonFlag, fails_clearly, flag, talk, wide, write_data
 from splittime.cli.panels import add, group
+from splittime.core.errors import ConfigError
+from splittime.present.tables import FittingTable
 
+if TYPE_CHECKING:
+    from splittime.bench.search import SearchResult, Series, Swept, Trial
+    from splittime.bench.share import OnProgress
+
+Found = TypeVar("Found")
+STYLES = {"kept": "green", "broken": "yellow", "void": "red"}
+SEARCH_EXAMPLES = f"""\b
+Examples:
+  splittime bench search http://127.0.0.1:8000 --slo ttft_p99=300ms
+  splittime bench search URL --slo ttft_p99=1s,tpot_p99=40ms --low 2 --high 64
+  splittime bench search URL --slo ttft_p99=1s --confirmations 3 --out runs/
+
+{codes("search")}"""
+SWEEP_EXAMPLES = f"""\b
+Examples:
+  splittime bench sweep http://127.0.0.1:8000 --rates 1,2,4,8 --duration 30s
+  splittime bench sweep URL --concurrencies 1,4,16,64 --num-requests 200
+  splittime bench sweep URL --rates 1,2,4 --slo tpot_p99=40ms --out runs/
+
+{codes("sweep")}"""
 GROUP_EXAMPLES = f"""\b
 Examples:
   splittime bench run http://127.0.0.1:8000 --rate 5
@@ -30,13 +72,149 @@ Examples:
 {codes("mock-server")}"""
 
 
+@with_load_flags(SearchOptions, "rate", "rate_end", "ramp_s", "concurrency", "cool_down_requests")
+def search(given: SearchOptions, load: dict[str, Any]) -> None:
+    """Find the highest rate that keeps an SLO, as an interval with both ends confirmed."""
+    from splittime.bench.search import SearchBounds, find_rate
+
+    series = _series(given, load, "rate", given.slo, stop_on_saturation=True)
+    bounds = SearchBounds(given.low, given.high, given.resolution, given.confirmations, given.max_runs)
+    bounds.check()
+    found, was_interrupted = _carry_out(lambda stop: find_rate(series, bounds, _Display(series), stop))
+    _print(series, found, given.json)
+    short = found.kept is None or found.stopped is not None
+    raise typer.Exit(exit_code(is_interrupted=was_interrupted, is_void=found.is_void, falls_short=short))
+
+
+@with_load_flags(SweepOptions, "rate", "concurrency")
+def sweep(given: SweepOptions, load: dict[str, Any]) -> None:
+    """Run one load at several rates or concurrencies and show them side by side."""
+    from splittime.bench.book.slo import unanswered
+    from splittime.bench.search import sweep_levels
+
+    level, levels = _levels(given)
+    series = _series(given, load, level, given.slo)
+    found, was_interrupted = _carry_out(lambda stop: sweep_levels(series, levels, _Display(series), stop))
+    _print(series, found, given.json)
+    short = found.stopped is not None or any(unanswered(trial.run) for trial in found.trials)
+    raise typer.Exit(exit_code(is_interrupted=was_interrupted, is_void=found.is_void, falls_short=short))
+
+
+def _carry_out(work: Callable[[asyncio.Event], Coroutine[Any, Any, Found]]) -> tuple[Found, bool]:
+    """Returns what was found, and whether Ctrl-C cut it short."""
+    from splittime.bench.event_loop import interrupted, run_loop
+
+    async def until_interrupted() -> tuple[Found, bool]:
+        stop = interrupted()
+        return await work(stop), stop.is_set()
+
+    return run_loop(until_interrupted())
+
+
+def _series(
+    given: SeriesOptions, load: dict[str, Any], level: str, slo: str | None, stop_on_saturation: bool = False
+) -> "Series":
+    """Raises `ConfigError` for a flag that cannot be."""
+    from splittime.bench.book.slo import check_terms, parse_slo
+    from splittime.bench.search import Series
+    from splittime.wire.target import RunOptions
+
+    terms = parse_slo(slo) if slo is not None else {}
+    check_terms(terms)
+    options = RunOptions(
+        timeout_s=given.timeout_s,
+        workers=None,  # not in the process that draws the progress
+        stop_on_saturation=stop_on_saturation,
+        slo=terms,
+    )
+    options.validate()
+    return Series(
+        target=given.target(given.url),
+        load=load,
+        level=level,
+        slo=terms,
+        pause_s=time_ns(given.pause, "--pause") / 1e9,
+        options=options,
+        vocab_size=given.vocab_size,
+        max_model_len=given.max_model_len,
+        out=given.out,
+    )
+
+
+def _levels(given: SweepOptions) -> tuple[str, list[float]]:
+    """Returns what differs from run to run, and its values in the order given."""
+    if (given.rates is None) == (given.concurrencies is None):
+        raise ConfigError("a sweep is over rates or over concurrencies", param="rates", hint="Give --rates 1,2,4.")
+    name, text = ("rate", given.rates) if given.rates is not None else ("concurrency", given.concurrencies)
+    try:
+        levels = [float(one) for one in (text or "").split(",")]
+    except ValueError:
+        levels = []
+    is_whole = name == "rate" or all(one == one // 1 for one in levels)
+    if not levels or not is_whole or not all(0 < one < float("inf") for one in levels):
+        hint = "Give numbers above 0 with commas between; concurrencies are whole."
+        raise ConfigError(f"{text!r} are no levels to sweep over", param=name, value=text, hint=hint)
+    if len(set(levels)) < len(levels):
+        raise ConfigError(f"{text!r} names a level twice", param=name, value=text, hint="Name each once.")
+    return name, levels
+
+
+class _Display:
+    """Shows a series on standard error."""
+
+    def __init__(self, series: "Series") -> None:
+        self._series, self._console = series, talk()
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", markup=False)
+
+    def live(self, is_closed: bool) -> "AbstractContextManager[OnProgress | None]":
+        return shown_live(self._console, is_closed)
+
+    def trial(self, number: int, trial: "Trial") -> None:
+        words = f"run {number:2}: {self._series.level} {trial.level:g}: {trial.verdict.upper()}"
+        why = f" ({trial.run.stopped})" if trial.run.stopped else ""
+        values = ", ".join(f"{name} {text}" for name, text in self._series.figures_of(trial.run).items())
+        in_a_log = not self._console.is_terminal  # one line for each run, however long
+        style = STYLES[trial.verdict]
+        self._console.print(f"{words}{why}  {values}", style=style, markup=False, soft_wrap=in_a_log)
+
+
+def _print(series: "Series", found: "SearchResult | Swept", as_json: bool) -> None:
+    """Data to standard output: a table and the answer, or one JSON document."""
+    if as_json:
+        write_data(msgspec.json.encode(series.as_json(found)))
+        return
+    console = wide()
+    console.print(FittingTable(*(_table(series, found, *room) for room in (("_", 1), ("\n", 1), ("\n", 0)))))
+    if found.sentence:
+        console.print(found.sentence, markup=False)
+
+
+def _table(series: "Series", found: "SearchResult | Swept", between: str, padding: int) -> Table:
+    """A row for each run, in the order of the levels. between: the words of a heading."""
+    from splittime.bench.search import FIGURES
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0))
+    table.add_column(series.level, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    for name in FIGURES:
+        table.add_column(name.replace("_", between), justify="right", overflow="fold")
+    for trial in sorted(found.trials, key=lambda one: one.level):
+        figures = series.figures_of(trial.run)
+        is_judged = series.slo or trial.verdict == "void"
+        verdict = f"[{STYLES[trial.verdict]}]{trial.verdict}[/]" if is_judged else ""
+        table.add_row(f"{trial.level:g}", verdict, *(figures.get(name, "-") for name in FIGURES))
+    return table
+
+
 for _command, _examples, _summary in (
     (bench_run.run, bench_run.EXAMPLES, "Send a load and measure each request."),
-    (bench_search.search, bench_search.SEARCH_EXAMPLES, "Find the highest rate that keeps an SLO."),
-    (bench_search.sweep, bench_search.SWEEP_EXAMPLES, "Run one load at several rates or concurrencies."),
+    (search, SEARCH_EXAMPLES, "Find the highest rate that keeps an SLO."),
+    (sweep, SWEEP_EXAMPLES, "Run one load at several rates or concurrencies."),
     (bench_compare.compare, bench_compare.EXAMPLES, "Say whether B is better than A, from saved runs."),
-    (bench_books.report, bench_books.REPORT_EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
-    (bench_books.books, bench_books.EXAMPLES, "Show what the client felt beside what the server did."),
+    (bench_compare.report, bench_compare.REPORT_EXAMPLES, "Show a saved run again: table, HTML, CSV or JSON."),
+    (bench_compare.books, bench_compare.BOOKS_EXAMPLES, "Show what the client felt beside what the server did."),
 ):
     add(app, _command, _examples, _summary)
 

@@ -1,6 +1,12 @@
-"""`splittime bench compare A.json B.json`: is B better? Exit codes: `bench_exit`.
+"""`splittime bench compare A.json B.json`: is B better? Exit codes: `bench_flags`.
 
 An SLO is asked of B alone; one that is missed makes the exit code 1, whatever the comparison says.
+
+`splittime bench books RUN.json` and `splittime bench report RUN.json`: views of a saved run.
+
+`books` shows what the client felt beside what the server says. At a splittime server each request is joined with its
+account, and TTFT and E2E become lines that sum to them, with the residual in sight. Of others it shows what their
+metrics tell, and says what they cannot. `report` gives tables, one HTML page, CSV or JSON, and a verdict on an SLO.
 """
 
 from collections.abc import Sequence
@@ -10,30 +16,124 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import typer
-
-from splittime.cli.bench_exit import SHORT, UNCLEAR, codes, exit_code
-from splittime.cli.options import JsonFlag, argument, flag, wide, with_options, write_data
-from splittime.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from splittime.bench.book.slo import SloResult
-    from splittime.diagnose.comparison import Comparison, Terms
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from splittime.bench.book.metrics import shown
+from splittime.cli.bench_flags import SHORT, UNCLEAR, DefinitionsFlag, codes, exit_code
+from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, talk, wide, with_options, write_data
+from splittime.core.errors import ConfigError
 from splittime.diagnose.comparison import SHARE_MARGIN, Compared, Comparison, Design, Verdict
 from splittime.present.tables import FittingTable, Sentence, at_most
 from splittime.stats.intervals import Interval
 
+if TYPE_CHECKING:
+    from splittime.bench.book.records import Run
+    from splittime.bench.book.slo import SloResult
+    from splittime.bench.join import JoinedBooks
+    from splittime.diagnose.comparison import Terms
+
+BOOKS_EXAMPLES = f"""\b
+Examples:
+  splittime bench books run.json
+  splittime bench books run.json --request bench-5f3a-17-0
+
+{codes("books")}"""
+REPORT_EXAMPLES = f"""\b
+Examples:
+  splittime bench report run.json
+  splittime bench report run.json --html run.html --csv run.csv
+  splittime bench report run.json --slo ttft_p99=300ms,tpot_p99=40ms
+
+Without --slo it shows and does not judge.
+
+{codes("report")}"""
 STYLES = {
     Verdict.BETTER: "green",
     Verdict.WORSE: "bold red",
     Verdict.EQUIVALENT: "cyan",
     Verdict.INCONCLUSIVE: "yellow",
 }
+
+
+@fails_clearly
+def books(
+    run_file: Path = argument("RUN.json", "What `splittime bench` saved.", ...),
+    request: str | None = flag("ID", "One request's lines, by its id or its number."),
+    json: JsonFlag = False,
+) -> None:
+    """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
+    from splittime.bench.book.records import load_run
+    from splittime.bench.join import join
+    from splittime.bench.join_view import find_request
+    from splittime.bench.server_view import server_view
+
+    run = load_run(run_file)
+    arms = range(len(run.arms))
+    joined = [join(run, arm) for arm in arms]
+    chosen = find_request(joined, request) if request is not None else None
+    if json:
+        whole = {"books": joined, "servers": [server_view(run, arm) for arm in arms]}
+        write_data(msgspec.json.encode(chosen if chosen is not None else whole))
+        return
+    console = wide()
+    for arm in arms if chosen is None else ():
+        console.print(_rendered(run, arm, joined[arm]))
+    if chosen is not None:
+        from splittime.bench.join_view import render_request
+
+        console.print(render_request(chosen))
+
+
+def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
+    from splittime.bench.join_view import render_books
+    from splittime.bench.server_view import render_server_view
+
+    has_books = run.arms[arm].accounts or run.arms[arm].kind == "splittime"
+    return render_books(joined) if has_books else render_server_view(run, arm)
+
+
+@fails_clearly
+def report(
+    run_file: Path = argument("RUN.json", "What `splittime bench` saved.", ...),
+    html: Path | None = flag("FILE", "Write one self-contained page."),
+    csv: Path | None = flag("FILE", "Write a row for each request."),
+    slo: str | None = flag("TERMS", "Judge by this instead of the run's own."),
+    definitions: DefinitionsFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Show a saved run again: as a table, an HTML page, CSV or JSON."""
+    from splittime.bench.book.records import load_run
+    from splittime.bench.book.slo import falls_short, with_slo
+
+    run = load_run(run_file)
+    run = with_slo(run, slo) if slo else run
+    _write_files(run, html, csv)
+    if json:
+        from splittime.bench.report import as_json
+
+        write_data(msgspec.json.encode(as_json(run)))
+    elif definitions or (html is None and csv is None):
+        from splittime.bench.report.table import render
+
+        wide().print(render(run, with_definitions=definitions))
+    if slo:
+        raise typer.Exit(exit_code(is_void=run.is_void, falls_short=falls_short(run, run.slo)))
+
+
+def _write_files(run: "Run", html: Path | None, csv: Path | None) -> None:
+    if html is not None:
+        from splittime.bench.report.html import write_html
+
+        write_html(run, html)
+        talk().print(f"wrote {html}", markup=False)
+    if csv is not None:
+        from splittime.bench.report.csv import write_csv
+
+        write_csv(run, csv)
+        talk().print(f"wrote {csv}", markup=False)
 
 
 def render_comparison(found: Comparison) -> RenderableType:
@@ -147,7 +247,6 @@ def _terms(given: CompareOptions, slo: dict[str, float]) -> "Terms":
 
 
 def _show(found: "Comparison", results: Sequence["SloResult"]) -> None:
-    from splittime.cli.bench_compare import render_comparison
 
     console = wide()
     console.print(render_comparison(found))

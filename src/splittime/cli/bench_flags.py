@@ -5,6 +5,12 @@ Those of a load are made from `LoadSpec`: one for each field, its help the field
 A field in seconds or milliseconds takes a time with a unit (`--duration 90s`, `--slow-reader-delay 50ms`); a bare
 number is in the field's own unit. The field's whole name with its unit is a name of the flag too (`--duration-s`).
 The others are the fields of a dataclass for each command (`options.with_options`), what they share in one.
+
+What every `bench` command exits with: one meaning for each number, chosen in one place.
+
+Scripts read nothing else, so a run that tells nothing must not look like one that went well: one in which no request
+was answered is a failure, with or without an SLO, and so is one that Ctrl-C cut short. `exit_code` chooses,
+`MEANINGS` says what each means of which command, in its help and in docs/reference.
 """
 
 import functools
@@ -21,11 +27,54 @@ import msgspec
 import typer
 
 from splittime.bench.spec import LoadSpec
-from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, parameters_of, rare, sign, switch
+from splittime.cli.options import (
+    INTERRUPTED,
+    NOBODY,
+    JsonFlag,
+    argument,
+    fails_clearly,
+    flag,
+    parameters_of,
+    rare,
+    sign,
+    switch,
+)
 from splittime.cli.panels import RARELY
 from splittime.core.errors import ConfigError
 from splittime.wire.target import Target
 
+DONE, SHORT, UNCLEAR, VOID = 0, 1, 2, 3
+LATE = "VOID: the client was late, so the figures are about it"
+CUT_SHORT = "Ctrl-C; what was measured until then is kept"
+ASKED = {UNCLEAR: "a usage error", VOID: LATE, NOBODY: "no server is there", INTERRUPTED: CUT_SHORT}
+MEANINGS = {
+    "": {
+        DONE: "done; compare: BETTER or EQUIVALENT",
+        SHORT: "the SLO is missed, or no answers; compare: WORSE",
+        **ASKED,
+        UNCLEAR: "a usage error; compare: INCONCLUSIVE",
+    },
+    "run": {DONE: "done; with --slo: it was kept", SHORT: "the SLO is missed, or nobody was answered", **ASKED},
+    "search": {DONE: "the highest rate was found", SHORT: "no rate keeps the SLO, or the server went away", **ASKED},
+    "sweep": {
+        DONE: "all levels were run; a missed SLO is a result, and no failure",
+        SHORT: "at some level nobody was answered",
+        **ASKED,
+    },
+    "compare": {
+        DONE: "BETTER or EQUIVALENT; with --slo: B kept it",
+        SHORT: "WORSE, or B missed the SLO",
+        UNCLEAR: "INCONCLUSIVE (also where a run is VOID), or a usage error",
+    },
+    "report": {
+        DONE: "shown; with --slo: it was kept",
+        SHORT: "with --slo: it is missed, or nobody was answered",
+        UNCLEAR: "a usage error, or no run in the file",
+        VOID: "with --slo: the run is VOID",
+    },
+    "books": {DONE: "shown", UNCLEAR: "a usage error, no run in the file, or no such request in both books"},
+    "mock-server": {UNCLEAR: "a usage error, or the port is taken", INTERRUPTED: "Ctrl-C"},
+}
 NS_PER_UNIT = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 MAX_NS = 10_000 * 3600e9
 TERMS_HELP = "ttft, tpot, itl, e2e, each with _p50 _p90 _p95 _p99 or _mean; goodput, error_rate"
@@ -44,6 +93,23 @@ COMMON_LOAD = {
     *("output_tokens", "prefix_share", "trace", "turns"),
 }
 FIELDS: Any = msgspec.inspect.type_info(LoadSpec).fields  # type: ignore[attr-defined]
+
+
+def codes(command: str = "") -> str:
+    """Part of a command's help; without a command, of the whole group."""
+    return "\b\nExit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in MEANINGS[command].items())
+
+
+def exit_code(
+    *, is_interrupted: bool = False, is_void: bool = False, falls_short: bool = False, is_unclear: bool = False
+) -> int:
+    """Returns the code of the first that holds, in this order: a void run's figures miss no SLO, an interrupted one's
+    keep none."""
+    if is_interrupted:
+        return INTERRUPTED
+    if is_void:
+        return VOID
+    return SHORT if falls_short else UNCLEAR if is_unclear else DONE
 
 
 def time_ns(text: str, flag: str, unit: str = "s") -> int:

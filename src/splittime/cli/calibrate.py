@@ -13,26 +13,16 @@ from rich.table import Table
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import ENGINE, Settings
-from splittime.cli.options import (
-    ASKING_CODES,
-    JsonFlag,
-    ModelArgument,
-    flag,
-    switch,
-    talk,
-    wide,
-    with_settings,
-    write_data,
-)
+from splittime.cli import options
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import check_writable
+from splittime.core.files import check_writable
 from splittime.wire.target import Target
 
 if TYPE_CHECKING:
     from splittime.bench.book.records import Arm
     from splittime.cli.progress import Say
-    from splittime.plan.calibration import KindOfSteps, ServerCalibration
+    from splittime.plan.kept import KindOfSteps, ServerCalibration
 
 EXAMPLES = f"""\b
 Examples:
@@ -41,27 +31,26 @@ Examples:
   splittime calibrate --url http://host:9000 --seconds 30 --out replica.json
   splittime plan replica.json --rate 5 --slo ttft_p99=500ms
 
-{ASKING_CODES}"""
+{options.ASKING_CODES}"""
 MUCH_OF_OTHERS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    model: ModelArgument = None
-    url: str | None = flag("URL", "Measure this server instead; it must be idle.")
-    seconds: float = flag("N", "How long to measure, about.", 60.0, min=5, max=600)
-    out: Path | None = flag("FILE", "Write the replica to this file too.")
-    api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY")
-    force: bool = switch("--force", "Measure a server that is at work, too.")
-    json: JsonFlag = False
+    model: options.ModelArgument = None
+    url: str | None = options.flag("URL", "Measure this server instead; it must be idle.")
+    seconds: float = options.flag("N", "How long to measure, about.", 60.0, min=5, max=600)
+    out: Path | None = options.flag("FILE", "Write the replica to this file too.")
+    api_key: str | None = options.flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY")
+    force: bool = options.switch("--force", "Measure a server that is at work, too.")
+    json: options.JsonFlag = False
 
 
-@with_settings("runner", "scheduler", options=CalibrateOptions)
+@options.with_settings("runner", "scheduler", options=CalibrateOptions)
 def calibrate(settings: Settings, given: CalibrateOptions) -> None:
     """Measure what a server's steps take, and keep it for plans."""
     from splittime.bench.event_loop import sigterm_interrupts
-    from splittime.plan.calibration import calibration_of
-    from splittime.plan.kept import check_keepable, keep
+    from splittime.plan.kept import calibration_of, check_keepable, keep
     from splittime.simulate.replica import save_replica
 
     if given.out is not None:
@@ -89,7 +78,7 @@ def _server(settings: Settings, given: CalibrateOptions) -> Iterator[Target]:
         from splittime.bench.own_server import as_typed, own_server
 
         model_source.locate(model, settings["load_format"])  # refuses what is no model
-        flags = [flag for name, value in asked.items() for flag in as_typed(name, value)]
+        flags = [one for name, value in asked.items() for one in as_typed(name, value)]
         with own_server([*([model] if model is not None else []), *flags]) as target:
             yield msgspec.structs.replace(target, api_key=given.api_key)
         return
@@ -112,10 +101,10 @@ async def _climbed(target: Target, given: CalibrateOptions, say: "Say") -> "list
 def _tell(found: "ServerCalibration", files: list[Path], as_json: bool) -> None:
     if as_json:
         told = msgspec.to_builtins(found) | {"files": [str(path) for path in files]}
-        write_data(orjson.dumps(told))
+        options.write_data(orjson.dumps(told))
         return
-    wide().print(_table(found.errors))
-    console = talk()
+    options.wide().print(_table(found.errors))
+    console = options.talk()
     console.print(f"{found.num_steps:,} steps in {found.seconds:.0f} s; errors are those of held-out steps")
     if found.others_share > MUCH_OF_OTHERS:
         words = f"warning: {found.others_share:.0%} of the rows were of others' requests"

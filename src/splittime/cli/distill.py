@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from splittime.lab.distill.fidelity import DraftGain, Scores
-    from splittime.lab.distill.head_run import HeadResult
-    from splittime.lab.distill.run import Hooks, Result
+    from splittime.lab.distill.run import HeadResult, Hooks, Result
     from splittime.lab.distill.trainer import State, Update
     from splittime.stats.paired import BootstrapEstimate
 

@@ -20,19 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from splittime import __version__
+from splittime.cli import options
 from splittime.cli.explain import DEFAULT_URL, without_controls
-from splittime.cli.options import (
-    CleanConsole,
-    JsonFlag,
-    argument,
-    code_of,
-    fails_clearly,
-    flag,
-    say_error,
-    switch,
-    talk,
-    write_data,
-)
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
@@ -71,32 +60,37 @@ Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell,
 """
 
 
-@fails_clearly
+@options.fails_clearly
 def doctor(
-    source: str = argument("[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", "What to look at.", DEFAULT_URL),
-    limit: int = flag("N", "The latest so many requests.", LATEST, min=1, max=MAX_LIMIT),
-    api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY"),
-    probe: bool = flag(None, "Send a small load to another kind of server if it is idle.", True),
-    sizes: bool = flag(None, "Replay the latest requests with each cure: what would it gain?", True),
-    part: str | None = flag("NAME", "Of an incident with several: which, as server-1.", None, "--source"),
-    is_self: bool = switch("--self", "Check this installation: kernels, libraries, memory, extras."),
-    json: JsonFlag = False,
+    source: str | None = options.argument(
+        "[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", f"What to look at. Default: {DEFAULT_URL}"
+    ),
+    url: str | None = options.flag("URL", "The server to ask, as explain has it."),
+    limit: int = options.flag("N", "The latest so many requests.", LATEST, min=1, max=MAX_LIMIT),
+    api_key: str | None = options.flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY"),
+    probe: bool = options.flag(None, "Send a small load to another kind of server if it is idle.", True),
+    sizes: bool = options.flag(None, "Replay the latest requests with each cure: what would it gain?", True),
+    part: str | None = options.flag("NAME", "Of an incident with several: which, as server-1.", None, "--source"),
+    is_self: bool = options.switch("--self", "Check this installation: kernels, libraries, memory, extras."),
+    json: options.JsonFlag = False,
 ) -> None:
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
     if is_self:
         raise typer.Exit(_check_installation(json))
     from splittime.diagnose.doctor import diagnose
 
+    if source is not None and url is not None:
+        raise ConfigError("give a source or --url, one of them", param="url", value=url)
     try:
-        books = _read(source, limit, api_key, probe, part)
+        books = _read(source or base_of(url or DEFAULT_URL), limit, api_key, probe, part)
     except EngineError as error:  # no finding
-        say_error(error)
-        raise typer.Exit(code_of(error, CANNOT_TELL)) from None
+        options.say_error(error)
+        raise typer.Exit(options.code_of(error, CANNOT_TELL)) from None
     diagnosis = diagnose(books)
     if sizes:
         diagnosis = _with_sizes(books, diagnosis)
     if json:
-        write_data(orjson.dumps(diagnosis.as_json()))
+        options.write_data(orjson.dumps(diagnosis.as_json()))
     else:
         Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis)))
     raise typer.Exit(diagnosis.exit_code)
@@ -135,9 +129,9 @@ def _check_installation(as_json: bool) -> int:
     code = FOUND if any(check.verdict == "bad" for check in checks) else NOTHING_FOUND
     if as_json:
         told = {"version": __version__, "exit_code": code, "checks": msgspec.to_builtins(checks)}
-        write_data(orjson.dumps(told))
+        options.write_data(orjson.dumps(told))
         return code
-    console = CleanConsole(highlight=False, soft_wrap=True)
+    console = options.CleanConsole(highlight=False, soft_wrap=True)
     console.print(f"splittime {__version__}")
     for check in checks:
         console.print(_wrapped(f"{check.verdict:<5}{check.name:<11} {check.found}", "", " " * 17), end="", markup=False)
@@ -177,7 +171,7 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
     from splittime.diagnose.books import another_server, books_of_observed
     from splittime.wire.target import Target
 
-    talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)
+    options.talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)
     try:
         found = run_loop(observe(Target(url=base, api_key=api_key), is_probing))
         return books_of_observed(found.run, is_watched=found.kind == ServerKind.WATCHED)

@@ -15,7 +15,7 @@ from splittime.ledger.account_json import account_json
 from splittime.wire.target import base_of, get_json
 
 if TYPE_CHECKING:
-    from splittime.diagnose.critical_path import CriticalPath
+    from splittime.diagnose.explain_trace import CriticalPath
     from splittime.diagnose.found_accounts import FoundAccounts
     from splittime.ledger.account import ClosedAccount
 
@@ -68,7 +68,7 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
     from splittime.diagnose.attribution import owners_between
     from splittime.diagnose.explain import steps_of
-    from splittime.ledger.device_time import device_time
+    from splittime.ledger.steps import device_time
 
     books = found.books
     compared = [compare(account, books) for account in found.accounts]
@@ -100,7 +100,7 @@ def _print(found: "FoundAccounts") -> None:
 
 def _path(account: "ClosedAccount", found: "FoundAccounts") -> "CriticalPath | None":
     """Returns the critical path of the trace that an account is of; None where no hops were posted."""
-    from splittime.diagnose.critical_path import critical_path
+    from splittime.diagnose.explain_trace import critical_path
 
     is_in_one = any(hop.trace_id == account.trace_id and hop.tenant == account.tenant for hop in found.hops)
     return critical_path(account, found.hops, found.books) if is_in_one else None

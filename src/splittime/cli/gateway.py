@@ -1,6 +1,5 @@
 """`splittime gateway`: reads the config, and serves in front of the upstreams that it names."""
 
-import logging
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,14 +7,15 @@ from typing import TYPE_CHECKING
 import orjson
 import typer
 
-from splittime.cli import gateway_books, gateway_evaluate
+from splittime.cli import gateway_books
 from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
 from splittime.cli.panels import CommandGroup, add
 from splittime.core.errors import ConfigError
+from splittime.core.this_process import log_to_stderr
 
 if TYPE_CHECKING:
     from splittime.gateway.config import GatewayConfig
-    from splittime.gateway.config_keys import Secrets
+    from splittime.gateway.config_file import Secrets
 
 EXAMPLES = """\b
 Examples:
@@ -55,13 +55,12 @@ for _command, _examples, _summary in (
     (gateway_books.inventory, gateway_books.INVENTORY_EXAMPLES, "List each hop, and what is not set."),
     (gateway_books.lint, gateway_books.LINT_EXAMPLES, "What prompts carry for nothing."),
     (gateway_books.rehearse, gateway_books.REHEARSE_EXAMPLES, "Say what another config would have done."),
-    (gateway_evaluate.evaluate, gateway_evaluate.EXAMPLES, "Cost and worth of routing by difficulty."),
+    (gateway_books.evaluate, gateway_books.EXAMPLES, "Cost and worth of routing by difficulty."),
     (gateway_books.apply, gateway_books.VERSIONS_EXAMPLES, "Give a running gateway another config."),
     (gateway_books.status, gateway_books.VERSIONS_EXAMPLES, "Which config a running gateway has, and its canary."),
     (gateway_books.rollback, gateway_books.VERSIONS_EXAMPLES, "End the canary, or go back to the config before."),
 ):
     add(app, _command, _examples, _summary)
-app.add_typer(gateway_books.app, name="audit", short_help="Check an audit log's chain.")
 
 
 @app.callback()
@@ -76,15 +75,14 @@ def gateway(
     from splittime.drive.host_time import importing
 
     with importing():
-        from splittime.gateway.config_file import read_config
-        from splittime.gateway.config_keys import secrets_of
+        from splittime.gateway.config_file import read_config, secrets_of
 
     if context.invoked_subcommand is not None:
         return
     if config is None:
         hint = "splittime gateway --help has one to begin with"
         raise ConfigError("--config FILE is missing", param="config", hint=hint)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     told = read_config(config)
     secrets = secrets_of(told)
     if check:

@@ -1,5 +1,8 @@
 """`splittime gateway apply`, `status`, `rollback`: the config of a running gateway, asked for with its operator's key.
-`audit verify`, `lint`, `rehearse`, `inventory`: reports from its audit log, prompts, ledger and config."""
+`lint`, `rehearse`, `inventory`: reports from its prompts, ledger and config.
+
+`splittime gateway evaluate`: what routing by difficulty costs and is worth on prompts that were judged.
+"""
 
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -11,29 +14,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from splittime.cli.options import (
-    ASKING_CODES,
-    EXIT_CODES,
-    JsonFlag,
-    argument,
-    fails_clearly,
-    flag,
-    talk,
-    wide,
-    write_data,
-)
-from splittime.cli.panels import add, group
+from splittime.cli import options
+from splittime.cli.options import EXIT_CODES, JsonFlag, argument, fails_clearly, flag, talk, wide, write_data
 from splittime.core.errors import ConfigError
 from splittime.wire.target import base_of, get_json, patch_json
 
 if TYPE_CHECKING:
     from splittime.diagnose.comparison import Comparison
+    from splittime.gateway.config import DifficultyConfig, GatewayConfig
     from splittime.gateway.inventory import Inventory, InventoryHop, SeenOfHop
-    from splittime.gateway.routing.rehearse import Rehearsal
+    from splittime.gateway.routing.rehearse import CurvePoint, Evaluation, MeanFigure, Rehearsal
     from splittime.ledger.account import ClosedAccount
 
+EXAMPLES = f"""\b
+Examples:
+  splittime gateway evaluate gateway.toml judged.jsonl
+  splittime gateway evaluate gateway.toml judged.jsonl --large-cost 10 --json
+
+{EXIT_CODES}"""
 DEFAULT_URL = "http://127.0.0.1:8100"
 NOBODY = "Is `splittime gateway` running there? Name another with --url."
 
@@ -43,19 +43,98 @@ Examples:
   splittime gateway apply new.toml --canary 10%    a tenth of the tenants first
   splittime gateway status
 
-{ASKING_CODES}"""
+{options.ASKING_CODES}"""
 
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="The gateway to ask.")]
 Key = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="SPLITTIME_API_KEY", help="An operator's.")]
 
 
 @fails_clearly
+def evaluate(
+    config: Path = argument("CONFIG", "The gateway's config, in TOML.", ...),
+    data: Path = argument("DATA", "JSONL: small_right, large_right and small_logprob a line.", ...),
+    model: str | None = flag("NAME", "The [[difficulty]], if there are several."),
+    small_cost: float = flag("X", "Of a request, if the data have none.", 0.1, min=0),
+    large_cost: float = flag("X", "Of a request, if the data have none.", 1.0, min=0),
+    json: JsonFlag = False,
+) -> None:
+    """Say what a [[difficulty]] costs and is worth on judged prompts, beside always-small, always-large and chance."""
+    from splittime.gateway.config_file import read_config
+    from splittime.gateway.routing.difficulty import bounds_of, read_labels
+    from splittime.gateway.routing.rehearse import Costs
+    from splittime.gateway.routing.rehearse import evaluate as evaluated
+    from splittime.stats.paired import means
+
+    told = read_config(config)
+    route = _route(told, model)
+    bound = bounds_of(told).get(route.model)
+    found = evaluated(route, read_labels(data, "DATA"), Costs(small_cost, large_cost), means, bound)
+    if json:
+        write_data(msgspec.json.encode(found))
+        return
+    _tell_evaluation(found)
+
+
+def _route(config: "GatewayConfig", model: str | None) -> "DifficultyConfig":
+    names = [route.model for route in config.difficulty]
+    if model is None and len(names) != 1:
+        hint = f"name one with --model: {', '.join(names)}" if names else "give the config a [[difficulty]]"
+        raise ConfigError(f"the config has {len(names)} [[difficulty]]", param="model", hint=hint)
+    found = next((route for route in config.difficulty if model in (None, route.model)), None)
+    if found is None:
+        raise ConfigError(
+            f"no [[difficulty]] is {model!r}", param="model", value=model, hint=f"there are {', '.join(names)}"
+        )
+    return found
+
+
+def _tell_evaluation(found: "Evaluation") -> None:
+    talk().print(f"{found.model}: {found.prompts} prompts, costs {found.costs}; intervals of 95 %", markup=False)
+    heads = ("below", "small", "cost", "worth", "gain over chance")
+    table = Table(Column("", no_wrap=True), *heads, box=None, pad_edge=False)
+    for name, point in (("always small", found.always_small), ("always large", found.always_large)):
+        table.add_row(name, "-", *_cells(point)[1:])
+    table.add_row("best possible", "-", *_cells(found.best)[1:])
+    for point in found.by_first_tokens:
+        table.add_row("tokens", *_cells(point))
+    table.add_row("chosen", *_cells(found.chosen), style="bold")
+    wide().print(table)
+    _tell_chosen(found)
+    wrong = found.misroutes
+    print(f"large for nothing: {_share(wrong.wasted)} of requests, {_figure(wrong.wasted_cost)} a request")
+    print(f"small, and worse: {_share(wrong.lost)} of requests, {_figure(wrong.lost_worth)} of worth a request")
+
+
+def _tell_chosen(found: "Evaluation") -> None:
+    """What the bound was chosen for, and what the limit on escalations makes of it."""
+    if (expected := found.expected) is not None:
+        low, mean = f"{expected.quality_low:.3f}", f"{expected.quality:.3f}"
+        print(f"{expected.prompts} labels promise a worth of {low} at the least (95 %), {mean} on the mean")
+    anew = 1 - found.chosen.share_small
+    if anew > found.at_most:
+        print(f"{anew:.0%} would be asked anew, and at_most lets {found.at_most:.0%}: the rest is kept")
+
+
+def _cells(point: "CurvePoint") -> tuple[str, ...]:
+    figures = (_figure(point.cost), _figure(point.worth), _figure(point.gain))
+    return f"{point.threshold:.4g}", f"{point.share_small:.0%}", *figures
+
+
+def _figure(figure: "MeanFigure") -> str:
+    return f"{figure.value:.3f} ({figure.low:.3f}, {figure.high:.3f})"
+
+
+def _share(figure: "MeanFigure") -> str:
+    return f"{figure.value:.1%} ({figure.low:.1%} to {figure.high:.1%})"
+
+
+@options.fails_clearly
 def apply(
-    new: Path = argument("NEW", "The config to change to, in TOML.", ...),
-    canary: str | None = flag("SHARE", "A share of the tenants first, such as 10%."),
+    new: Path = options.argument("NEW", "The config to change to, in TOML.", ...),
+    canary: str | None = options.flag("SHARE", "A share of the tenants first, such as 10%."),
     url: Url = DEFAULT_URL,
     api_key: Key = None,
-    json: JsonFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
     """Give a running gateway another config, whole and at once, or let a share of its tenants try it first."""
     from splittime.gateway.config_file import read_config
@@ -67,14 +146,14 @@ def apply(
     _tell(patch_json(f"{base_of(url)}/admin/config", body, api_key, NOBODY), json)
 
 
-@fails_clearly
-def status(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
+@options.fails_clearly
+def status(url: Url = DEFAULT_URL, api_key: Key = None, json: options.JsonFlag = False) -> None:
     """Tell which config a running gateway has, what its canary has seen, and the latest changes."""
     _tell(get_json(f"{base_of(url)}/admin/config", api_key, NOBODY), json)
 
 
-@fails_clearly
-def rollback(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
+@options.fails_clearly
+def rollback(url: Url = DEFAULT_URL, api_key: Key = None, json: options.JsonFlag = False) -> None:
     """End the canary; or, where none runs, go back to the config before this one."""
     _tell(patch_json(f"{base_of(url)}/admin/rollback", {}, api_key, NOBODY), json)
 
@@ -102,78 +181,43 @@ def compare_arms(
 
 def _tell(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        write_data(orjson.dumps(told))
+        options.write_data(orjson.dumps(told))
         return
-    console = talk()
+    console = options.talk()
     console.print(f"config {told['version']}", style="bold", markup=False)
     if (canary := told["canary"]) is not None:
         counts = f"{canary['requests']} requests, {canary['requests_of_others']} of the others"
         console.print(f"  canary {canary['version']}: {', '.join(canary['tenants'])}; {counts}", markup=False)
         console.print(f"  looked at again at {canary['next_look_at']} of each. {canary['last_look']}", markup=False)
     if (audit := told["audit"]) is not None:
-        console.print(f"  audit {audit['lines']} lines, {audit['dropped']} dropped; {audit['last_hash']}", markup=False)
+        console.print(f"  audit {audit['lines']} lines, {audit['dropped']} dropped", markup=False)
     for one in told["changes"]:
         at = datetime.fromtimestamp(one["at_unix_s"]).astimezone().isoformat(timespec="seconds")
         console.print(f"  {at}  {one['what']} {one['version']} {one['by']}  {one['why']}", markup=False)
 
 
-AUDIT_EXAMPLES = f"""\b
-Examples:
-  splittime gateway audit verify audit.jsonl
-  splittime gateway audit verify audit.jsonl --holds HASH     which was kept elsewhere
-
-{EXIT_CODES}"""
-
-app = group("Check an audit log.")
 LINT_EXAMPLES = f"""\b
 Examples:
   splittime gateway lint                 of a gateway whose config has [lint]
   splittime gateway lint --json
 
-{ASKING_CODES}"""
+{options.ASKING_CODES}"""
 REHEARSE_EXAMPLES = f"""\b
 Examples:
   splittime gateway rehearse new.toml --config gateway.toml --ledger gateway.sqlite
 
-{EXIT_CODES}"""
+{options.EXIT_CODES}"""
 
 
-@fails_clearly
-def verify(
-    file: Path = argument("FILE", "The file of [audit] in the config.", ...),
-    after: str = flag("HASH", "The last hash of the file before, where it is a later part.", ""),
-    holds: str = flag("HASH", "A hash that it had: nothing up to there has been taken off.", ""),
-    json: JsonFlag = False,
-) -> None:
-    """Follow the chain of hashes, and tell the first line that is broken or missing (exit code 1)."""
-    from splittime.gateway.audit.chain import FIRST, verify_file
-
-    found = verify_file(file, after=after or FIRST, holds=holds)
-    if json:
-        told = {**found._asdict(), "end": found.end._asdict()}
-        write_data(orjson.dumps(told))
-    elif found.broken_line is None:
-        talk().print(f"{found.lines} lines, whole; the last has the hash {found.end.digest}", markup=False)
-    else:
-        talk().print(f"line {found.broken_line} is broken: {found.why}", style="red", markup=False)
-    if found.dropped and not json:
-        talk().print(f"the log says that it lacks {found.dropped} lines", style="yellow", markup=False)
-    if found.broken_line is not None:
-        raise typer.Exit(1)
-
-
-add(app, verify, AUDIT_EXAMPLES, "Tell the first line that is broken or missing.")
-
-
-@fails_clearly
-def lint(url: Url = DEFAULT_URL, api_key: Key = None, json: JsonFlag = False) -> None:
+@options.fails_clearly
+def lint(url: Url = DEFAULT_URL, api_key: Key = None, json: options.JsonFlag = False) -> None:
     """Say what the prompts of a running gateway carry for nothing: tokens by estimate, and their time to prefill."""
     told = get_json(f"{base_of(url)}/lint", api_key, NOBODY)
     typer.echo(orjson.dumps(told).decode() if json else "\n".join(_lines(told)))
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:
-    from splittime.gateway.lint.words import fault_lines
+    from splittime.gateway.lint import fault_lines
 
     yield f"{told['share']:.3g} of the requests were looked at; {told['skipped']} of those were skipped"
     for model, found in told["models"].items():
@@ -183,13 +227,13 @@ def _lines(told: dict[str, Any]) -> Iterator[str]:
             yield "  nothing found"
 
 
-@fails_clearly
+@options.fails_clearly
 def rehearse(
-    new: Path = argument("NEW", "The config to try, in TOML.", ...),
-    config: Path = flag("FILE", "The config of now.", ...),
-    ledger: Path = flag("FILE", "The ledger_file of the gateway.", ...),
-    last: int = flag("N", "The latest requests that are taken.", 10_000, min=1),
-    json: JsonFlag = False,
+    new: Path = options.argument("NEW", "The config to try, in TOML.", ...),
+    config: Path = options.flag("FILE", "The config of now.", ...),
+    ledger: Path = options.flag("FILE", "The ledger_file of the gateway.", ...),
+    last: int = options.flag("N", "The latest requests that are taken.", 10_000, min=1),
+    json: options.JsonFlag = False,
 ) -> None:
     """Replay a ledger's requests through the rules and keys' limits of two configs, and tell what differs."""
     from splittime.gateway.config_file import read_config
@@ -200,7 +244,7 @@ def rehearse(
     with closing(open_readonly(ledger)) as file:
         found = replay(file.accounts(limit=last), old_config, new_config)
     if json:
-        write_data(msgspec.json.encode(found))
+        options.write_data(msgspec.json.encode(found))
         return
     _tell_replayed(found)
 
@@ -208,18 +252,22 @@ def rehearse(
 def _tell_replayed(found: "Rehearsal") -> None:
     """Print the differences; what the replay cannot know, on standard error."""
     same = found.requests - sum(one.requests for one in found.differences)
-    talk().print(f"{found.requests} requests, {same} of them treated alike", markup=False)
+    options.talk().print(f"{found.requests} requests, {same} of them treated alike", markup=False)
     if found.unknown_headers:
         names = ", ".join(found.unknown_headers)
-        talk().print(f"the ledger has no {names}: rules that ask for it matched nothing", style="yellow", markup=False)
+        options.talk().print(
+            f"the ledger has no {names}: rules that ask for it matched nothing", style="yellow", markup=False
+        )
     if found.strange:
-        talk().print(f"{found.strange} decisions of this config are not made again: a fault", style="red", markup=False)
+        options.talk().print(
+            f"{found.strange} decisions of this config are not made again: a fault", style="red", markup=False
+        )
     if not found.differences:
         return
     table = Table("requests", "now", "then", "for example", box=None)
     for one in found.differences:
         table.add_row(str(one.requests), one.old, one.new, ", ".join(one.examples))
-    wide().print(table)
+    options.wide().print(table)
 
 
 MAX_READ = 10_000
@@ -230,26 +278,26 @@ Examples:
   splittime gateway inventory --config gateway.toml --ledger gateway.sqlite --out hops.html
   splittime gateway inventory --config gateway.toml --url http://127.0.0.1:8100
 
-{ASKING_CODES}"""
+{options.ASKING_CODES}"""
 
 
-@fails_clearly
+@options.fails_clearly
 def inventory(
-    config: Path = flag("FILE", "The gateway's config, in TOML.", ...),
-    ledger: Path | None = flag("FILE", "Its ledger_file: what was seen of each hop."),
-    url: str | None = flag("URL", "The gateway, running with [lint]: what its prompts carry for nothing."),
+    config: Path = options.flag("FILE", "The gateway's config, in TOML.", ...),
+    ledger: Path | None = options.flag("FILE", "Its ledger_file: what was seen of each hop."),
+    url: str | None = options.flag("URL", "The gateway, running with [lint]: what its prompts carry for nothing."),
     api_key: Key = None,
-    out: Path | None = flag("FILE", "Draw it, as an HTML page."),
-    json: JsonFlag = False,
+    out: Path | None = options.flag("FILE", "Draw it, as an HTML page."),
+    json: options.JsonFlag = False,
 ) -> None:
     """List each hop with its owner, time-outs, retries and cap, and what is not set. Keys are read by nobody."""
     found = _found(config, ledger, None if url is None else get_json(f"{base_of(url)}/lint", api_key, NOBODY))
     if out is not None:
         _draw(found, out)
     if json:
-        write_data(orjson.dumps({"hops": msgspec.to_builtins(found.hops)}))
+        options.write_data(orjson.dumps({"hops": msgspec.to_builtins(found.hops)}))
         return
-    wide().print(_table(found))
+    options.wide().print(_table(found))
 
 
 def _found(config: Path, ledger: Path | None, lint: dict[str, Any] | None) -> "Inventory":
@@ -309,7 +357,7 @@ def _draw(found: "Inventory", out: Path) -> None:
     except OSError as error:
         hint = "name a file in a folder that exists and can be written"
         raise ConfigError(f"cannot write {out}: {error}", param="out", value=str(out), hint=hint) from error
-    talk().print(f"Drawn: {out}", markup=False)
+    options.talk().print(f"Drawn: {out}", markup=False)
 
 
 def _box(hop: "InventoryHop") -> Any:

@@ -45,7 +45,7 @@ def incident(
     json: JsonFlag = False,
 ) -> None:
     """Put what is known of an incident into one file: no prompt, no answer, no key is in it."""
-    from splittime.core.whole_file import check_writable, write_whole
+    from splittime.core.files import check_writable, write_whole
     from splittime.diagnose.incident.bundle import pack
 
     now_s = int(time.time())
@@ -113,7 +113,7 @@ def _gathered(sources: list[str], wanted: "Wanted", api_key: str | None) -> "lis
 
 def _named(sources: list[str]) -> list[str]:
     """Returns the sources with the ledger files of each folder in its place. Raises `NotFound` for an empty one."""
-    from splittime.core.whole_file import SQLITE, begins_with
+    from splittime.core.files import SQLITE, begins_with
 
     named: list[str] = []
     for source in sources:
@@ -135,10 +135,7 @@ def _evidence(source: str, wanted: "Wanted", api_key: str | None) -> "Evidence":
     if not is_url(source):
         return from_ledger(Path(source), wanted)
     return from_server(
-        lambda url: get_json(url, api_key, NOBODY),
-        lambda url: get_text(url, api_key, NOBODY),
-        base_of(source),
-        wanted,
+        lambda url: get_json(url, api_key, NOBODY), lambda url: get_text(url, api_key, NOBODY), base_of(source), wanted
     )
 
 

@@ -42,7 +42,7 @@ def _this_machine() -> set[tuple[str, int | None]]:
     """Returns what facts call this machine, with its cores, and each card of it."""
     import torch  # two seconds
 
-    from splittime.core.allowed import num_cores
+    from splittime.core.this_process import num_cores
     from splittime.runner.machine import cpu_name
 
     cards = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]

@@ -32,12 +32,12 @@ COMMANDS = {
     "explain": Listed("explain", "explain", "Show where a request's time went, and why it was slow."),
     "doctor": Listed("doctor", "doctor", "Say what holds a server's requests back, and what to try."),
     "incident": Listed("incident", "incident", "Put an incident into one file, without prompts and secrets."),
+    "check-template": Listed("check_template", "check_template", "Say whether a chat template keeps the prefix cache."),
     "simulate": Listed("simulate", "command", "Say what a change would have done to recorded requests."),
     "attach": Listed("attach", "attach", "Start vLLM's own server with these books."),
     "up": Listed("up", "up", "Start replicas that are scaled by their load, behind gateways."),
     "calibrate": Listed("calibrate", "calibrate", "Measure what a server's steps take, for plans."),
     "plan": Listed("plan", "plan", "Say how many servers a load needs, and what they cost."),
-    "fleet": Listed("fleet", "fleet", "Say what many servers behind the gateway would do, on paper."),
     "tune": Listed("tune", "command", "Find the settings that keep an SLO, and prove them."),
     "quantize": Listed("quantize", "quantize", "Quantise or prune a model into a new checkpoint."),
     "distill": Listed("distill", "distill", "Train a smaller model to say what a larger one would."),
@@ -52,10 +52,10 @@ COMMANDS = {
 GROUPS = {
     "Serve": ("serve", "attach", "gateway"),
     "Ask": ("run", "generate"),
-    "Explain": ("explain", "doctor", "incident"),
+    "Explain": ("explain", "doctor", "incident", "check-template"),
     "Measure": ("bench", "calibrate", "quality"),
     "Change": ("simulate", "tune", "quantize", "distill"),
-    "Operate": ("up", "plan", "fleet", "config"),
+    "Operate": ("up", "plan", "config"),
 }
 EXAMPLES = """\b
 Examples:

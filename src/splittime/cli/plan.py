@@ -16,8 +16,8 @@ from splittime import __version__
 from splittime.cli.bench_flags import NOT_PLANNED, TERMS_HELP, time_ns, with_load_flags
 from splittime.cli.options import JsonFlag, argument, flag, talk, wide, write_data
 from splittime.cli.progress import loading
-from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError, EngineError
+from splittime.core.this_process import num_cores
 from splittime.present.tables import FittingTable, Sentence
 
 if TYPE_CHECKING:
@@ -178,11 +178,11 @@ def _devices(given: PlanOptions, config: Path) -> "list[tuple[str, AnyReplica]]"
     from splittime.plan.sources import replica_of_device
     from splittime.runner.config_sizes import sizes_of_config  # torch: two seconds
 
-    sizes = sizes_of_config(config, (given.precision or "bfloat16").lower())
-    about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision, given.settings)
-    kv_formula = _kv_formula(config, sizes.cost.kv_bytes_per_token)
     found: list[tuple[str, AnyReplica]] = []
     for name in given.device or ():
+        sizes = sizes_of_config(config, (given.precision or "bfloat16").lower(), is_card=name.lower() != THIS)
+        about = (sizes.cost, sizes.weights_bytes, sizes.max_model_len, sizes.precision, given.settings)
+        kv_formula = _kv_formula(config, sizes.cost.kv_bytes_per_token)
         device = _this_processor(sizes.precision) if name.lower() == THIS else name
         found.append((name.partition(":")[0], replica_of_device(device, *about, kv_formula)))
     return found
@@ -203,8 +203,8 @@ def _kv_formula(path: Path, token_bytes: int) -> str:
 
 def _this_processor(precision: str) -> "Device":
     """Returns this machine's processor. Raises EngineError where it cannot be measured."""
-    from splittime.core.allowed import free_memory_bytes
-    from splittime.runner.this_cpu import measured_processor
+    from splittime.core.this_process import free_memory_bytes
+    from splittime.runner.ceilings import measured_processor
     from splittime.simulate.data_sheet import processor
 
     found = measured_processor(precision)

@@ -10,7 +10,6 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from splittime.cli.options import talk
 
 LINE_EVERY_S = 10.0
-STARTING_EVERY_S = 1.0
 BAR_COLUMNS = 24
 NEARLY = 1 - 1e-9  # of a bar: a full one counts as ended, its clock stands still, and a log hears no more of it
 
@@ -22,9 +21,7 @@ class Say(Protocol):
 
 
 @contextmanager
-def bars(
-    *columns: ProgressColumn, words: Callable[[Task], str], line_every_s: float | None = None
-) -> Iterator[Progress]:
+def bars(*columns: ProgressColumn, words: Callable[[Task], str]) -> Iterator[Progress]:
     """On standard error. words: what a log is told of a task that goes on."""
     console = talk()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -32,7 +29,7 @@ def bars(
             yield progress
             return
         over = threading.Event()
-        teller = threading.Thread(target=_tell, args=(progress, words, line_every_s or LINE_EVERY_S, over), daemon=True)
+        teller = threading.Thread(target=_tell, args=(progress, words, over), daemon=True)
         teller.start()
         try:
             yield progress
@@ -51,10 +48,12 @@ def doing(words: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def loading(words: str, line_every_s: float | None = None) -> Iterator[Say]:
-    """A bar of a start, once it is told how much of it is done; in a log a line now and then."""
+def loading(words: str, at_once: bool = False) -> Iterator[Say]:
+    """A bar of a start, once it is told how much of it is done; in a log a line now and then, or one at once too."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(BAR_COLUMNS))
-    with bars(*columns, TimeElapsedColumn(), words=_description, line_every_s=line_every_s) as progress:
+    with bars(*columns, TimeElapsedColumn(), words=lambda task: task.description) as progress:
+        if at_once and not progress.console.is_terminal:
+            progress.console.print(words, markup=False)
         bar = progress.add_task(words, total=None)
 
         def say(new: str, share: float | None = None) -> None:
@@ -64,28 +63,14 @@ def loading(words: str, line_every_s: float | None = None) -> Iterator[Say]:
         yield say
 
 
-@contextmanager
-def seconds_of(words: str) -> Iterator[Say]:
-    """As `loading`, with a sign of life in a log at once, and each second until it is over."""
-    console = talk()
-    if not console.is_terminal:
-        console.print(words, markup=False)
-    with loading(words, STARTING_EVERY_S) as say:
-        yield say
-
-
-def _description(task: Task) -> str:
-    return task.description
-
-
 def count_words(task: Task) -> str:
     """The task's name, and how many of how many."""
     total = "" if task.total is None else f" of {task.total:,.0f}"
     return f"{task.description} {task.completed:,.0f}{total}"
 
 
-def _tell(progress: Progress, words: Callable[[Task], str], every_s: float, over: threading.Event) -> None:
-    while not over.wait(every_s):
+def _tell(progress: Progress, words: Callable[[Task], str], over: threading.Event) -> None:
+    while not over.wait(LINE_EVERY_S):
         for task in progress.tasks:
             if not task.finished:
                 progress.console.print(f"{words(task)}, {task.elapsed or 0:,.0f} s", markup=False)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from splittime.cli.options import JsonFlag, argument, flag, switch, wide, with_options
 from splittime.cli.progress import bars, count_words, doing
-from splittime.core.whole_file import check_writable, write_whole
+from splittime.core.files import check_writable, write_whole
 from splittime.runner.config import QUANTIZATIONS, Kernels, KVCacheDtype
 from splittime.wire.target import base_of, is_url
 
@@ -90,9 +90,8 @@ class QualityOptions:
 @with_options(QualityOptions, failed=NO_VERDICT)
 def quality(given: QualityOptions) -> None:
     """Say whether a quantised (or otherwise changed) model is as good as its base: PASS, FAIL or INCONCLUSIVE."""
-    from splittime.lab.quality.html import render_html
     from splittime.lab.quality.margins import EXIT_CODES
-    from splittime.lab.quality.report import as_json
+    from splittime.lab.quality.report import as_json, render_html
     from splittime.lab.quality.run import Prepared  # brings torch
 
     if given.html is not None:
@@ -165,7 +164,7 @@ _STYLES = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow", "NOT JUDGED
 
 def show(report: "Report") -> None:
     """The table and the verdict, on standard output."""
-    from splittime.lab.quality.html import check_row
+    from splittime.lab.quality.report import check_row
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name, side in (("where", "left"), ("figure", "left"), ("value", "right"), ("95 % interval", "right")):

@@ -27,17 +27,7 @@ from rich.console import Console
 
 from splittime.assemble import model_source
 from splittime.assemble.settings import Settings
-from splittime.cli.options import (
-    EXIT_CODES,
-    JsonFlag,
-    argument,
-    flag,
-    say_error,
-    switch,
-    talk,
-    with_settings,
-    write_data,
-)
+from splittime.cli import options
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.sampling import SamplingParams
@@ -59,7 +49,7 @@ Examples:
   splittime run Qwen/Qwen3-0.6B              a chat; /exit ends it
   echo "def main(" | splittime run - --temperature 0 --json
 
-{EXIT_CODES}"""
+{options.EXIT_CODES}"""
 PROMPT = ">>> "
 EXITS = ("/exit", "/quit", "/bye")
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops an answer."
@@ -117,10 +107,12 @@ class RunWords(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    words: list[str] | None = argument("[MODEL] [PROMPT]", "As serve has it, and what to answer. - is standard input.")
-    prompt: str | None = flag(None, "The prompt, whatever it looks like.", None, "--prompt", "-p")
-    raw: bool = switch("--raw", "Continue the text, without the model's chat template.")
-    max_tokens: int | None = flag(
+    words: list[str] | None = options.argument(
+        "[MODEL] [PROMPT]", "As serve has it, and what to answer. - is standard input."
+    )
+    prompt: str | None = options.flag(None, "The prompt, whatever it looks like.", None, "--prompt", "-p")
+    raw: bool = options.switch("--raw", "Continue the text, without the model's chat template.")
+    max_tokens: int | None = options.flag(
         None,
         f"Default: {MAX_TOKENS}; in a chat, a quarter of the context.",
         None,
@@ -128,12 +120,14 @@ class GenerateOptions:
         "-n",
         rich_help_panel=PANEL,
     )
-    temperature: float | None = flag(None, ADVISED, None, "--temperature", "-t", rich_help_panel=PANEL)
-    top_p: float | None = flag(None, ADVISED, rich_help_panel=PANEL)
-    top_k: int | None = flag(None, f"0 is off. {ADVISED}", rich_help_panel=PANEL)
-    seed: int | None = flag(None, "The same seed draws the same answer. Default: a new one.", rich_help_panel=PANEL)
-    stop: list[str] | None = flag(None, "Text that ends the answer. May be repeated.", rich_help_panel=PANEL)
-    json: JsonFlag = False
+    temperature: float | None = options.flag(None, ADVISED, None, "--temperature", "-t", rich_help_panel=PANEL)
+    top_p: float | None = options.flag(None, ADVISED, rich_help_panel=PANEL)
+    top_k: int | None = options.flag(None, f"0 is off. {ADVISED}", rich_help_panel=PANEL)
+    seed: int | None = options.flag(
+        None, "The same seed draws the same answer. Default: a new one.", rich_help_panel=PANEL
+    )
+    stop: list[str] | None = options.flag(None, "Text that ends the answer. May be repeated.", rich_help_panel=PANEL)
+    json: options.JsonFlag = False
 
     def sampling(self) -> dict[str, Any]:
         """Returns what was given of the sampling parameters. Raises `RequestError` for what they may not be."""
@@ -144,7 +138,7 @@ class GenerateOptions:
         return given
 
 
-@with_settings("runner", "scheduler", options=GenerateOptions)
+@options.with_settings("runner", "scheduler", options=GenerateOptions)
 def run(settings: Settings, given: GenerateOptions) -> None:
     """Answer a prompt, or chat at the terminal; then show where the time went."""
     sampling_given = given.sampling()
@@ -159,7 +153,7 @@ def run(settings: Settings, given: GenerateOptions) -> None:
     output = stream(llm, *asked(llm, [{"role": "user", "content": text}], sampling, raw), is_shown=not given.json)
     if given.json:
         answer = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
-        write_data(orjson.dumps({**answer, "account": account_json(output.account)}))
+        options.write_data(orjson.dumps({**answer, "account": account_json(output.account)}))
 
 
 def words_of(words: list[str], prompt: str | None = None) -> RunWords:
@@ -221,7 +215,7 @@ def chat(llm: "LLM", sampling: SamplingParams, raw: bool) -> None:
         import readline  # noqa: F401  (input() then has a history and an editor)
     has_turns = llm.tokenizer.has_chat_template and not raw
     kind = "a chat" if has_turns else "each line is continued by itself" + ("" if raw else ": it has no chat template")
-    talk().print(Sentence(f"{llm.name}, {kind}. {HELP}"))
+    options.talk().print(Sentence(f"{llm.name}, {kind}. {HELP}"))
     if sampling.max_tokens is None:
         sampling = msgspec.structs.replace(sampling, max_tokens=llm.max_model_len // LEAST_ROOM)
     messages: list[dict[str, str]] = []
@@ -232,7 +226,7 @@ def chat(llm: "LLM", sampling: SamplingParams, raw: bool) -> None:
             messages.clear()
         elif line.startswith("/") and " " not in line:
             known = "" if line == "/help" else f"{line} is no command. "
-            talk().print(Sentence(f"{known}{HELP}"))
+            options.talk().print(Sentence(f"{known}{HELP}"))
         elif line:
             messages.append({"role": "user", "content": line})
             _turn(llm, messages, sampling, raw)
@@ -248,7 +242,7 @@ def _line() -> str | None:
         print()
         return None
     except KeyboardInterrupt:  # meant for an answer that had just ended
-        talk().print("\n(/exit or Ctrl-D ends the chat)", style="dim", markup=False)
+        options.talk().print("\n(/exit or Ctrl-D ends the chat)", style="dim", markup=False)
         return ""
 
 
@@ -260,7 +254,7 @@ def _turn(llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, 
         print()
         messages.pop()
     except RequestError as error:
-        say_error(error)
+        options.say_error(error)
         messages.pop()
     else:
         messages.append({"role": "assistant", "content": output.text})
@@ -274,7 +268,7 @@ def _fitting(
     room_tokens = min(sampling.max_tokens or context_tokens, context_tokens // LEAST_ROOM)
     prompt, params = asked(llm, messages, sampling, raw)
     if len(messages) > 1 and len(prompt) + room_tokens > context_tokens:
-        talk().print("(the context is full: the oldest turns are forgotten)", style="dim", markup=False)
+        options.talk().print("(the context is full: the oldest turns are forgotten)", style="dim", markup=False)
         while len(messages) > 1 and len(prompt) + room_tokens > context_tokens:
             del messages[:2]
             prompt, params = asked(llm, messages, sampling, raw)

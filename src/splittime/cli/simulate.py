@@ -11,24 +11,12 @@ import typer
 from rich.table import Table
 
 from splittime.assemble import settings as settings_module
+from splittime.cli import options
 from splittime.cli.bench_flags import NOT_SIMULATED, load_of, load_parameters
 from splittime.cli.kept import kept_calibration
-from splittime.cli.options import (
-    ASKING_CODES,
-    JsonFlag,
-    argument,
-    fails_clearly,
-    flag,
-    flag_of,
-    sign,
-    switch,
-    talk,
-    wide,
-    write_data,
-)
 from splittime.cli.progress import loading
-from splittime.core.allowed import num_cores
 from splittime.core.errors import ConfigError
+from splittime.core.this_process import num_cores
 from splittime.simulate.change import SIMULATED, UNSIMULATED, Change, PredictedFigure, in_blocks, require_simulated
 from splittime.wire.target import is_url
 
@@ -49,7 +37,7 @@ Examples:
   splittime simulate run.sqlite --check                the same decisions?
   splittime simulate --rate 40 --input-tokens 500      of what was calibrated
 
-{ASKING_CODES} --check: 1 if they differ."""
+{options.ASKING_CODES} --check: 1 if they differ."""
 
 THOUSANDS = 100_000  # from here on they are told in thousands
 MOST_CHARS = 160  # of what was decided
@@ -67,20 +55,20 @@ WORDS = {
 
 
 def simulate(
-    ledger: str | None = argument(
+    ledger: str | None = options.argument(
         "LEDGER",
         "A ledger file (splittime serve --ledger-file); for another load also what calibrate wrote, or a "
         "calibrated server's URL. Default: this machine's calibration.",
     ),
-    num_blocks: int | None = flag("N", "Blocks of the KV cache.", min=1),
-    long_prefill_token_threshold: int | None = flag(
+    num_blocks: int | None = options.flag("N", "Blocks of the KV cache.", min=1),
+    long_prefill_token_threshold: int | None = options.flag(
         "N", "Tokens of a long prompt in a step, of vLLM's ledgers alone.", min=0
     ),
-    speed: float = flag("X", "Requests come X times as fast.", 1.0, min=0.01, max=100),
-    draws: int = flag("N", "Simulations, for the interval.", 20, min=1, max=1000),
-    check: bool = switch("--check", "Replay the recorded step times: are all decisions the same?"),
-    out: Path | None = flag("FILE", "Keep one simulation as a ledger: for doctor, explain."),
-    json: JsonFlag = False,
+    speed: float = options.flag("X", "Requests come X times as fast.", 1.0, min=0.01, max=100),
+    draws: int = options.flag("N", "Simulations, for the interval.", 20, min=1, max=1000),
+    check: bool = options.switch("--check", "Replay the recorded step times: are all decisions the same?"),
+    out: Path | None = options.flag("FILE", "Keep one simulation as a ledger: for doctor, explain."),
+    json: options.JsonFlag = False,
     **settings: Any,
 ) -> None:
     """Say what a change would have done to recorded requests, with the same scheduler under a virtual clock; or to the
@@ -103,7 +91,7 @@ def simulate(
     change = Change(_in_blocks(given, served.facts.settings), speed)
     prediction = _predicted(served, change, draws, out)
     if json:
-        write_data(orjson.dumps(msgspec.to_builtins(prediction)))
+        options.write_data(orjson.dumps(msgspec.to_builtins(prediction)))
     else:
         _print(prediction)
 
@@ -113,7 +101,9 @@ def _in_blocks(given: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     found = in_blocks(given, now)
     if "kv_cache_dtype" in given:
         told = f"{found['num_blocks']:,} blocks for {now['num_blocks']:,} {now['kv_cache_dtype']} ones"
-        talk().print(f"kv_cache_dtype {given['kv_cache_dtype']}: {told}; steps as quick as recorded", markup=False)
+        options.talk().print(
+            f"kv_cache_dtype {given['kv_cache_dtype']}: {told}; steps as quick as recorded", markup=False
+        )
     return found
 
 
@@ -150,7 +140,7 @@ def _tell_lengths(load: dict[str, Any], served: "ServedLoad") -> None:
 
     words = lengths_words(load, served.replica) if load else ""
     if words:
-        talk().print(f"lengths: {words}", markup=False)
+        options.talk().print(f"lengths: {words}", markup=False)
 
 
 def _of_replica(source: str | None, load: dict[str, Any]) -> "ServedLoad":
@@ -195,15 +185,15 @@ def _check(recorded: "Recorded | None", as_json: bool) -> int:
     divergence = simulator_of(recorded.facts).replay(recorded)
     if as_json:
         told = {"steps": len(recorded.steps), "divergence": None if divergence is None else divergence._asdict()}
-        write_data(orjson.dumps(told))
+        options.write_data(orjson.dumps(told))
     elif divergence is None:
-        wide().print(f"All {len(recorded.steps):,} steps are decided as they were recorded.")
+        options.wide().print(f"All {len(recorded.steps):,} steps are decided as they were recorded.")
     else:
         was, now = (_clipped(str(value)) for value in (divergence.recorded, divergence.replayed))
         words = f"Step {divergence.step_id} is decided otherwise: {divergence.what} was {was}, now {now}"
         turned = recorded.facts.knobs_changed_ns > recorded.steps[0].begin_ns
         why = ". A knob was turned meanwhile, and a replay knows the last settings only" if turned else ""
-        wide().print(f"{words}{why}", markup=False)
+        options.wide().print(f"{words}{why}", markup=False)
     return int(divergence is not None)
 
 
@@ -221,9 +211,9 @@ def _print(prediction: "Prediction") -> None:
     for figure in prediction.figures:
         cells = _cells(figure, has_ends=bool(prediction.share))
         table.add_row(_name(figure.name), *(cells[name] for name in heads))
-    console = wide()
+    console = options.wide()
     console.print(table)
-    talk().print(_about(prediction), markup=False)
+    options.talk().print(_about(prediction), markup=False)
 
 
 def _is_replay(prediction: "Prediction") -> bool:
@@ -304,13 +294,13 @@ def _signed() -> Any:
     """The command, with a flag for each setting that a simulation can change; hidden ones for the others, which are
     refused with a reason."""
     own = [one for one in inspect.signature(simulate).parameters.values() if one.name != "settings"]
-    guarded = fails_clearly(simulate)
+    guarded = options.fails_clearly(simulate)
     of_settings = [
-        flag_of(setting, setting.doc.help, is_hidden=setting.name in UNSIMULATED)
+        options.flag_of(setting, setting.doc.help, is_hidden=setting.name in UNSIMULATED)
         for setting in settings_module.SETTINGS
         if setting.name in SIMULATED or setting.name in UNSIMULATED
     ]
-    sign(guarded, [*own, *of_settings, *load_parameters("Another load than the recorded one", *NOT_SIMULATED)])
+    options.sign(guarded, [*own, *of_settings, *load_parameters("Another load than the recorded one", *NOT_SIMULATED)])
     return guarded
 
 

@@ -2,7 +2,6 @@
 address of Ray."""
 
 import asyncio
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -11,13 +10,13 @@ from splittime.cluster.config import Cluster, read_cluster
 from splittime.cluster.keeper import FleetKeeper
 from splittime.cluster.places import LocalPlaces, ReplicaPlaces
 from splittime.cluster.state import REPLICAS, taken_cluster
-from splittime.core.this_process import end_when_gone
+from splittime.core.this_process import end_when_gone, log_to_stderr
 
 
 def main() -> None:
     path, folder, up, ray_address = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     end_when_gone(up)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     cluster = taken_cluster(folder) or read_cluster(path)
     asyncio.run(_keep(FleetKeeper(path, cluster, _places(cluster, up, ray_address))))
 

@@ -3,7 +3,7 @@
     controller = FleetController(ScaleSettings(max_replicas=8))
     decision = controller.decide(now_ns, Fleet(revision="r1", replicas=(...), held_tokens=0))
 
-`scaling` says how many should serve. Whoever decides again with what became of the actions gets there:
+`config.ReplicaCount` says how many should serve. Whoever decides again with what became of the actions gets there:
 
 - too few: a replica that drains is taken back, one that sleeps is woken, another is started, in this order;
 - too many: one that still starts is stopped, or the one that has least to do is drained; when it has nothing left, it
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from splittime.cluster.scaling import ReplicaCount, ScaleLoad, ScaleSettings
+from splittime.cluster.config import ReplicaCount, ScaleLoad, ScaleSettings
 
 SETTLE_S = 1.0  # from the order to drain until "nothing to do" is believed: gateways must have heard of it
 MAX_START_PAUSE_S = 60.0

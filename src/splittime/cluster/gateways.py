@@ -9,12 +9,19 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from splittime.cluster.config import Cluster, ReplicaLaunch
-from splittime.cluster.gateway_files import ListedReplica, digest_of, gateway_config, operator_key, write_whole
 from splittime.cluster.observed import GatewayGauges, ask, gateway_gauges
-from splittime.cluster.state import GatewayFiles, read_mark
+from splittime.cluster.state import (
+    GatewayFiles,
+    ListedReplica,
+    digest_of,
+    gateway_config,
+    operator_key,
+    read_mark,
+    write_whole,
+)
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.versions.carried import check_change
+from splittime.gateway.config_file import check_change
 
 MAX_ACCOUNTS = 1000
 FIXED = ("runner", "ray_address", "gateways", "folder")

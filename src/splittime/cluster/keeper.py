@@ -10,7 +10,7 @@ Another revision of model or settings: tried on one replica first where `[canary
 launch that is in force is the state's `revision`; the controller changes replicas to it one by one.
 
 The comparison of what that one replica answered with what the others did is the gateway's for configs
-(`gateway.versions.canary`), with the replica's revision in the place of the config's version: a look at so many
+(`gateway.canary`), with the replica's revision in the place of the config's version: a look at so many
 requests of each, then at twice as many, with less of the chance of error each time. There is no comparison with before:
 who is routed where is chance, so both arms have the same clients.
 """
@@ -27,35 +27,34 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from splittime.cluster import observed
 from splittime.cluster.config import Cluster, ReplicaLaunch, read_cluster
 from splittime.cluster.controller import Fleet, FleetAction, FleetController, FleetDecision, FleetOrder
-from splittime.cluster.gateway_files import ListedReplica, write_whole
 from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.observed import (
-    FleetEvent,
-    ReplicaGauges,
-    ReplicaWatch,
-    ask,
-    enter,
-    names_by,
-    replica_gauges,
-    status_json,
-)
 from splittime.cluster.places import ReplicaPlaces, key_of
 from splittime.cluster.replica_process import ReplicaSeen
-from splittime.cluster.state import KEPT_EVENTS, REREAD, STATUS, ClusterState, ManagedReplica, ReplicaPhase, StateFile
+from splittime.cluster.state import (
+    KEPT_EVENTS,
+    REREAD,
+    STATUS,
+    ClusterState,
+    ListedReplica,
+    ManagedReplica,
+    ReplicaPhase,
+    StateFile,
+    write_whole,
+)
 from splittime.core.errors import SplittimeError
+from splittime.gateway.canary import CanaryDecision
 from splittime.gateway.config import CanaryConfig
-from splittime.gateway.versions.canary import CanaryDecision
 from splittime.ledger.account import ClosedAccount
 
 if TYPE_CHECKING:
     from splittime.diagnose.comparison import Comparison
-from collections.abc import Iterable
 
 import msgspec
 
-from splittime.gateway.versions.canary import CanaryTrial, CompareArms
+from splittime.gateway.canary import CanaryTrial, CompareArms
 from splittime.ledger.account_json import account_from_json
 
 log = logging.getLogger("splittime.cluster")
@@ -91,13 +90,13 @@ class Rollout:
         if revision == state.revision:
             return
         state.launches[revision] = launch
-        if canary is not None and names_by(state.replicas, ReplicaPhase.SERVING):
+        if canary is not None and observed.names_by(state.replicas, ReplicaPhase.SERVING):
             state.trial = revision
         else:
             state.revision = revision
 
     async def advance(
-        self, session: aiohttp.ClientSession, gateways: ManagedGateways, events: deque[FleetEvent]
+        self, session: aiohttp.ClientSession, gateways: ManagedGateways, events: deque[observed.FleetEvent]
     ) -> None:
         """Go on with the trial, if there is one; what it comes to is in the events."""
         state, now_s = self._state, time.monotonic()
@@ -114,19 +113,19 @@ class Rollout:
         if decision.promotes is not None:
             self._end(decision, events)
 
-    def _await_replica(self, now_s: float, events: deque[FleetEvent]) -> None:
+    def _await_replica(self, now_s: float, events: deque[observed.FleetEvent]) -> None:
         """The comparison begins when the replica on trial serves; one that never does is an answer too."""
         state = self._state
-        serving = (state.replicas[name] for name in names_by(state.replicas, ReplicaPhase.SERVING))
+        serving = (state.replicas[name] for name in observed.names_by(state.replicas, ReplicaPhase.SERVING))
         if state.trial is not None and any(one.revision == state.trial for one in serving):
             canary = self._canary or CanaryConfig()
             self.trial = RevisionTrial(canary, state.revision, state.trial, now_s, compare_revisions)
         elif now_s - self._begun_s > self._start_s:
             self._end(CanaryDecision(False, f"its replica did not serve within {self._start_s:g} s"), events)
 
-    def _end(self, decision: CanaryDecision, events: deque[FleetEvent]) -> None:
+    def _end(self, decision: CanaryDecision, events: deque[observed.FleetEvent]) -> None:
         state, what = self._state, "promoted" if decision.promotes else "rolled_back"
-        events.append(FleetEvent(round(time.time(), 3), what, "", str(state.trial), decision.why))
+        events.append(observed.FleetEvent(round(time.time(), 3), what, "", str(state.trial), decision.why))
         state.revision = state.trial if decision.promotes and state.trial else state.revision
         state.trial = self.trial = None
 
@@ -186,12 +185,8 @@ class RevisionTrial:
 
 def _revision(account: ClosedAccount, revisions: Mapping[str, str]) -> str | None:
     """Returns the revision that answered; None where several were tried, or none that is known."""
-    found = set(_found(account, revisions))
+    found = {revisions.get(attempt.upstream) for attempt in account.attempts}
     return found.pop() if len(found) == 1 else None
-
-
-def _found(account: ClosedAccount, revisions: Mapping[str, str]) -> Iterable[str | None]:
-    return (revisions.get(attempt.upstream) for attempt in account.attempts)
 
 
 class FleetKeeper:
@@ -204,9 +199,9 @@ class FleetKeeper:
         self._controller = self._controlled(cluster)
         self._gateways = ManagedGateways(cluster)
         self._rollout = Rollout(self.state, cluster.config.canary, cluster.config.replica.start_s)
-        self._watches: dict[str, ReplicaWatch] = {}
+        self._watches: dict[str, observed.ReplicaWatch] = {}
         self._naps: dict[str, asyncio.Task[Any]] = {}
-        self._events: deque[FleetEvent] = deque(maxlen=KEPT_EVENTS)
+        self._events: deque[observed.FleetEvent] = deque(maxlen=KEPT_EVENTS)
         self._ended = asyncio.Event()
 
     def end(self) -> None:
@@ -265,16 +260,16 @@ class FleetKeeper:
         start_s = self._cluster.config.replica.start_s
         for name, told in zip(names, gauges, strict=True):
             if name not in self._watches:
-                self._watches[name] = ReplicaWatch(self.state.replicas[name], start_s, at_s)
+                self._watches[name] = observed.ReplicaWatch(self.state.replicas[name], start_s, at_s)
             self._watches[name].note(placed.get(name), told, at_s)
 
     async def _gauges(
         self, session: aiohttp.ClientSession, name: str, seen: ReplicaSeen | None
-    ) -> ReplicaGauges | None:
+    ) -> observed.ReplicaGauges | None:
         if seen is None or seen.url is None:
             return None
         launch = self.state.launches[self.state.replicas[name].revision]
-        return await replica_gauges(session, seen.url, launch, key_of(launch))
+        return await observed.replica_gauges(session, seen.url, launch, key_of(launch))
 
     def _fleet(self, at_s: float) -> Fleet:
         seen = tuple(
@@ -302,14 +297,14 @@ class FleetKeeper:
             self._places.end(name)
         elif order.action is FleetAction.ADMIT:
             was_warming = state.replicas[name].phase is ReplicaPhase.WARMING
-            enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
+            observed.enter(state.replicas[name], ReplicaPhase.STARTING if was_warming else ReplicaPhase.SERVING)
         else:
-            enter(state.replicas[name], PHASES[order.action])
+            observed.enter(state.replicas[name], PHASES[order.action])
         self._note_event(str(order.action), name, order.revision, order.why, words)
-        log.warning("%s %s (%s): %s", order.action, name, order.revision, f"{order.why} {words}".strip())
+        log.info("%s %s (%s): %s", order.action, name, order.revision, f"{order.why} {words}".strip())
 
     def _note_event(self, what: str, name: str, revision: str, why: str, words: str = "") -> None:
-        self._events.append(FleetEvent(round(time.time(), 3), what, name, revision, why, words))
+        self._events.append(observed.FleetEvent(round(time.time(), 3), what, name, revision, why, words))
 
     async def _start(self, order: FleetOrder) -> str:
         """Write it down first: one that was started and not written down is ended."""
@@ -327,7 +322,7 @@ class FleetKeeper:
     @property
     def _peers(self) -> list[str]:
         """Returns the addresses of some that serve, those that began latest."""
-        serving = [self.state.replicas[name] for name in names_by(self.state.replicas, ReplicaPhase.SERVING)]
+        serving = [self.state.replicas[name] for name in observed.names_by(self.state.replicas, ReplicaPhase.SERVING)]
         return [one.url for one in serving if one.url is not None][-MAX_PEERS:]
 
     def _nap_where_due(self, session: aiohttp.ClientSession) -> None:
@@ -338,13 +333,13 @@ class FleetKeeper:
                 continue
             launch = self.state.launches[self.state.replicas[name].revision]
             query = f"?level={launch.replica.sleep_level}" if nap.path == "/sleep" else ""
-            asking = ask(session, "POST", url + nap.path + query, key_of(launch), NAP_ANSWER_S)
+            asking = observed.ask(session, "POST", url + nap.path + query, key_of(launch), NAP_ANSWER_S)
             self._naps[name] = asyncio.get_running_loop().create_task(asking)
 
     def _listed(self) -> list[ListedReplica]:
         """Returns the replicas that gateways may ask. Streams go on at another only where all have one revision."""
         state, listed = self.state, []
-        serving = names_by(state.replicas, ReplicaPhase.SERVING)
+        serving = observed.names_by(state.replicas, ReplicaPhase.SERVING)
         for name in serving:
             one = state.replicas[name]
             if one.url is not None:
@@ -383,3 +378,46 @@ class FleetKeeper:
 def _last_lines(words: str) -> str:
     lines = [line for line in words.splitlines() if line.strip()]
     return "\n".join(lines[-LAST_LINES:])[-LAST_LETTERS:]
+
+
+def status_json(
+    state: ClusterState,
+    watches: Mapping[str, observed.ReplicaWatch],
+    gateways: ManagedGateways,
+    rollout: Rollout,
+    decision: FleetDecision,
+    events: Sequence[observed.FleetEvent],
+    at_s: float,
+) -> bytes:
+    """Returns the status as JSON. at_s: on the clock of the watches."""
+    told = {
+        "at_unix_s": round(time.time(), 3),
+        "revision": state.revision,
+        "trial": state.trial and {"revision": state.trial, **(rollout.stats() or {})},
+        "wanted": decision.wanted,
+        "needed": decision.needed,
+        "gateways": [
+            {"url": one.url, "is_alive": one.is_alive, "held_tokens": one.gauges.held_tokens if one.gauges else None}
+            for one in gateways.seen
+        ],
+        "replicas": [_replica(name, state, watches, at_s) for name in state.replicas],
+        "events": events,
+    }
+    return msgspec.json.format(msgspec.json.encode(told))
+
+
+def _replica(
+    name: str, state: ClusterState, watches: Mapping[str, observed.ReplicaWatch], at_s: float
+) -> dict[str, Any]:
+    one, watch = state.replicas[name], watches.get(name)
+    gauges = None if watch is None else watch.gauges
+    return {
+        "name": name,
+        "phase": str(one.phase),
+        "revision": one.revision,
+        "url": one.url,
+        "since_s": round(time.time() - one.since_unix_s, 1),
+        "tokens": None if gauges is None else gauges.tokens,
+        "capacity_tokens": None if gauges is None else gauges.capacity_tokens,
+        "is_lost": watch is not None and watch.is_lost(at_s),
+    }

@@ -10,7 +10,7 @@ prompts will, and requests beside `max_num_seqs`.
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
@@ -18,16 +18,13 @@ import msgspec
 import orjson
 
 from splittime.cluster.config import ReplicaLaunch
-from splittime.cluster.controller import FleetDecision, FleetReplica, FleetState
-from splittime.cluster.gateway_files import LOST_S
+from splittime.cluster.controller import FleetReplica, FleetState
 from splittime.cluster.replica_process import ReplicaSeen
-from splittime.cluster.state import ClusterState, ManagedReplica, ReplicaPhase
-from splittime.core.engine_stats import EngineStats
-from splittime.core.sleep import AWAKE
+from splittime.cluster.state import LOST_S, ManagedReplica, ReplicaPhase
+from splittime.core.engine import AWAKE, EngineStats
 
 if TYPE_CHECKING:
-    from splittime.cluster.gateways import ManagedGateways
-    from splittime.cluster.keeper import Rollout
+    pass
 
 NAP_S = 120.0  # to fall asleep
 COMING = (ReplicaPhase.STARTING, ReplicaPhase.WARMING, ReplicaPhase.WAKING)
@@ -210,44 +207,3 @@ class FleetEvent(msgspec.Struct, frozen=True):
     revision: str
     why: str
     words: str = ""
-
-
-def status_json(
-    state: ClusterState,
-    watches: Mapping[str, ReplicaWatch],
-    gateways: "ManagedGateways",
-    rollout: "Rollout",
-    decision: FleetDecision,
-    events: Sequence[FleetEvent],
-    at_s: float,
-) -> bytes:
-    """Returns the status as JSON. at_s: on the clock of the watches."""
-    told = {
-        "at_unix_s": round(time.time(), 3),
-        "revision": state.revision,
-        "trial": state.trial and {"revision": state.trial, **(rollout.stats() or {})},
-        "wanted": decision.wanted,
-        "needed": decision.needed,
-        "gateways": [
-            {"url": one.url, "is_alive": one.is_alive, "held_tokens": one.gauges.held_tokens if one.gauges else None}
-            for one in gateways.seen
-        ],
-        "replicas": [_replica(name, state, watches, at_s) for name in state.replicas],
-        "events": events,
-    }
-    return msgspec.json.format(msgspec.json.encode(told))
-
-
-def _replica(name: str, state: ClusterState, watches: Mapping[str, ReplicaWatch], at_s: float) -> dict[str, Any]:
-    one, watch = state.replicas[name], watches.get(name)
-    gauges = None if watch is None else watch.gauges
-    return {
-        "name": name,
-        "phase": str(one.phase),
-        "revision": one.revision,
-        "url": one.url,
-        "since_s": round(time.time() - one.since_unix_s, 1),
-        "tokens": None if gauges is None else gauges.tokens,
-        "capacity_tokens": None if gauges is None else gauges.capacity_tokens,
-        "is_lost": watch is not None and watch.is_lost(at_s),
-    }

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from splittime.core.whole_file import write_whole
+from splittime.core.files import write_whole
 
 STARTED = """import signal, sys
 from splittime.core.this_process import end_when_gone

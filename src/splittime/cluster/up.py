@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from splittime.cluster import state
 from splittime.cluster.config import Cluster
-from splittime.cluster.gateway_files import gateway_config, write_whole
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.replica_process import STARTED
+from splittime.cluster.state import gateway_config, write_whole
 from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.web.ports import hold_shared_port
 
 if TYPE_CHECKING:
-    from splittime.cluster.ray_head import RayHead
+    from splittime.cluster.ray_places import RayHead
 
 TELL_S = 0.5
 LISTEN_S = 60.0
@@ -96,7 +96,7 @@ class UpCluster:
 
     def _ray_address(self, folder: Path) -> str:
         """Returns where Ray is, which is started here unless the config names one."""
-        from splittime.cluster.ray_head import RayHead, check_ray
+        from splittime.cluster.ray_places import RayHead, check_ray
 
         check_ray()
         address = self._cluster.config.ray_address

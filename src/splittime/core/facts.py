@@ -1,13 +1,15 @@
 """What both columns know of a machine and a model: the runner measures and counts it, the ledger's facts hold it.
 
 What follows from it (a step's floor, a share of the roofline) is an estimate, made in `diagnose` and stored nowhere.
+
+How an embedding is made of what a model computes, as the model's own files say; and one made so.
 """
 
 import msgspec
 
 PREFILL_SLICE_NS = 250_000_000
 """How long a step may compute prompts while others wait for their next token, unless `max_prefill_tokens` is set: steps
-are made so long at a start, and only longer ones are an illness (`diagnose.rules.interference`). Products are as fast
+are made so long at a start, and only longer ones are an illness (`diagnose.rules.prefill`). Products are as fast
 for some dozens of tokens as for thousands, but what a step takes beside them is paid each time: steps of 40 ms took a
 135M model's median first token from 4.6 to 11.2 s at the same load."""
 
@@ -84,3 +86,30 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     idle_expert_bytes: int = 0
     num_experts: int = 0
     chosen_experts: int = 0
+
+
+NO_FILE = "no file of the model says how its outputs become an embedding: the last token's, normalised"
+NO_FILE_OF_ENCODER = NO_FILE.replace("last", "first")
+LEAST_LENGTH = 1e-12  # a shorter vector is divided by this
+
+
+class Pooling(msgspec.Struct, frozen=True, kw_only=True):
+    """kind: one of `sampling.POOLINGS`. is_normalised: an embedding has the length 1.
+
+    named_by: the file, or the key of a GGUF file, that says so; "" where none does. Such a model was not made for
+        embeddings; it makes them as decoders do that were.
+    size: how many values an embedding has; 0 where nobody knows. sizes: to which it may be cut; () is any.
+    refusal: why it makes none, in words; "" if it does.
+    is_all: the model is an encoder, and generates nothing. score: it judges pairs of texts by a head, and what becomes
+        of that: "sigmoid", or "none" if nothing; "" where it has no such head.
+    """
+
+    kind: str = "last"
+    is_normalised: bool = True
+    named_by: str = ""
+    size: int = 0
+    sizes: tuple[int, ...] = ()
+    may_be_cut: bool = True
+    refusal: str = ""
+    is_all: bool = False
+    score: str = ""

@@ -181,7 +181,7 @@ def _owners(account: ClosedAccount, parts: Iterable[numpy.ndarray], own_prompt_n
             continue
         yield from ((interval, owner, spent[part]) for part, owner in BY_DEPRIVED.items())
         left_ns = interval.duration_ns - sum(spent[part] for part in BY_DEPRIVED)
-        if not _is_divided(interval):
+        if interval.stage not in _DIVIDED and interval.cause is not Cause.STEP_IN_FLIGHT:
             yield interval, _stated(interval), left_ns
             continue
         own_ns = min(own_prompt_ns, spent[Part.PROMPTS]) if interval.stage in (Stage.PREFILL, Stage.RECOMPUTE) else 0.0
@@ -190,10 +190,6 @@ def _owners(account: ClosedAccount, parts: Iterable[numpy.ndarray], own_prompt_n
         divided = [(interval, owner, spent[part]) for part, owner in _BY_PART.items()]
         yield from divided
         yield interval, _stated(interval), left_ns - sum(ns for _, _, ns in divided)
-
-
-def _is_divided(interval: StageInterval) -> bool:
-    return interval.stage in _DIVIDED or interval.cause is Cause.STEP_IN_FLIGHT
 
 
 def _stated(interval: StageInterval) -> Owner:

@@ -6,6 +6,7 @@ books_from_run(run, arm)    of one server of a run
 books_from_server(get, ...)  of a live server's answers; the caller's `get` raises `NotFound` for a path it lacks
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import wraps
@@ -35,7 +36,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     """facts: None from a server that tells none. accounts by their ends, steps by their begins.
     run, arm: with what the client saw, and which of its servers this is. source: for people, where this is from.
     num_unsound: accounts and steps that were left out, as their own times contradict each other (a clock that jumped,
-    a file that was tampered with)."""
+    a file that was tampered with). most_times: by which a cure may raise a setting, where a replay tells of no more."""
 
     facts: ServerFacts | None
     accounts: tuple[ClosedAccount, ...]
@@ -44,6 +45,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     arm: int = 0
     num_unsound: int = 0
+    most_times: float = math.inf
 
     @property
     def engine(self) -> str:

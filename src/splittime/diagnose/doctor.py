@@ -19,19 +19,9 @@ from typing import Any
 
 import msgspec
 
+from splittime.diagnose import finding as answers
 from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import (
-    CANNOT_TELL,
-    FOUND,
-    NO_CURE_KNOWN,
-    NOTHING_FOUND,
-    RULES,
-    Abstention,
-    Finding,
-    Rule,
-    in_order,
-)
 from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns
@@ -41,9 +31,9 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
 
 THEMES = (
-    "failures client callers network loops stated processor threads order admission overload burst kv interference "
-    "prefill prompts host device start decode speculation speculation_off "
-    "reported_queue reported_memory reported_prefixes reported_prompts reported_interference"
+    "failures client network loops stated processor order admission burst kv "
+    "prefill prompts host start decode speculation "
+    "reported_queue reported_prefixes reported_prompts"
 )
 for _theme in THEMES.split():
     import_module(f"splittime.diagnose.rules.{_theme}")
@@ -53,7 +43,7 @@ MAX_RESIDUAL = 0.05  # the issue's bound
 RESIDUAL_NS = 1_000_000  # of each request: what two clocks and a socket cost, and the goal of the joined books
 OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book explains does not shake them
     ["client_bound", "client_backlog", "requests_fail", "buffering_proxy", "slow_way", "nagle", "slow_client"]
-) | {name for name, rule in RULES.items() if "reported" in rule.needs}
+) | {name for name, rule in answers.RULES.items() if "reported" in rule.needs}
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +52,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
     void: the client was at fault, and the server tells nothing of itself, neither in a book nor by its gauges."""
 
-    findings: tuple[Finding, ...]
-    abstentions: tuple[Abstention, ...]
+    findings: tuple[answers.Finding, ...]
+    abstentions: tuple[answers.Abstention, ...]
     num_requests: int
     num_steps: int
     source: str
@@ -74,11 +64,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     spent: tuple[Spent, ...] = ()
 
     @property
-    def illnesses(self) -> tuple[Finding, ...]:
+    def illnesses(self) -> tuple[answers.Finding, ...]:
         return tuple(finding for finding in self.findings if not finding.is_limit)
 
     @property
-    def limits(self) -> tuple[Finding, ...]:
+    def limits(self) -> tuple[answers.Finding, ...]:
         return tuple(finding for finding in self.findings if finding.is_limit)
 
     @property
@@ -88,7 +78,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_unexplained(self) -> bool:
         """A large part of the time is a wait that no rule knows a cure for."""
-        return any(f.name == NO_CURE_KNOWN and f.share_of_time >= MAX_UNEXPLAINED for f in self.findings)
+        return any(f.name == answers.NO_CURE_KNOWN and f.share_of_time >= MAX_UNEXPLAINED for f in self.findings)
 
     @property
     def healthy(self) -> bool:
@@ -98,8 +88,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         if self.illnesses:
-            return FOUND
-        return NOTHING_FOUND if self.could_tell else CANNOT_TELL
+            return answers.FOUND
+        return answers.NOTHING_FOUND if self.could_tell else answers.CANNOT_TELL
 
     def as_json(self) -> dict[str, Any]:
         """Returns the diagnosis and its verdict; each finding with the command that its cure is."""
@@ -112,24 +102,24 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(books: Books) -> Diagnosis:
     """See the module's docstring. Steps in which none of these requests was in flight are left out."""
     books = _in_their_time(books)
-    outside = [rule for rule in RULES.values() if rule.name in OUTSIDE_RULES]
+    outside = [rule for rule in answers.RULES.values() if rule.name in OUTSIDE_RULES]
     findings, abstentions = _run(books, outside)
     if books.num_unsound:
         why = f"{books.num_unsound} accounts or steps contradict themselves in their times and were left out"
-        abstentions.append(Abstention(name="clocks", why=why))
+        abstentions.append(answers.Abstention(name="clocks", why=why))
     abstentions += _gaps(books)
     residual = _residual(books)
-    rest = [rule for rule in RULES.values() if rule.name not in OUTSIDE_RULES]
+    rest = [rule for rule in answers.RULES.values() if rule.name not in OUTSIDE_RULES]
     more, unable = _run(books, rest)
     withheld = residual > MAX_RESIDUAL and all(finding.is_limit for finding in findings)
     if withheld:
         more = []
         why = f"{residual:.0%} of the requests' time is explained by neither book: first find out where that goes"
-        unable = [Abstention(name=rule.name, why=why, was_asked=False) for rule in rest]
+        unable = [answers.Abstention(name=rule.name, why=why, was_asked=False) for rule in rest]
     findings, abstentions = findings + more, abstentions + unable
     left = None if withheld or _lacks(books, "accounts") else unexplained(books, findings, abstentions)
     told = _in_words_of_the_server(books, findings if left is None else [*findings, left])
-    ordered = in_order(told, roots(), of_time())
+    ordered = answers.in_order(told, roots(), of_time())
     facts = books.facts or ServerFacts(version="", model="", max_model_len=0)
     return Diagnosis(
         findings=one_direction(ordered, facts.settings, facts.refuses),
@@ -145,7 +135,15 @@ def diagnose(books: Books) -> Diagnosis:
     )
 
 
-def _gaps(books: Books) -> list[Abstention]:
+def found_again(books: Books, name: str) -> answers.Finding | None:
+    """Returns what one rule finds in other books, told as `diagnose` tells it where nothing else is found."""
+    books, facts = _in_their_time(books), books.facts or ServerFacts(version="", model="", max_model_len=0)
+    findings, _ = _run(books, [answers.RULES[name]] if name in answers.RULES else [])
+    told = one_direction(_in_words_of_the_server(books, findings), facts.settings, facts.refuses)
+    return next(iter(told), None)
+
+
+def _gaps(books: Books) -> list[answers.Abstention]:
     """What books that are kept inside another's server say of themselves."""
     settings = books.facts.settings if books.facts is not None else {}
     found = []
@@ -153,10 +151,10 @@ def _gaps(books: Books) -> list[Abstention]:
         found.append(f"its books ended before the server did ({stopped}): what came later is not in them")
     if lost := settings.get("lost_messages"):
         found.append(f"{lost} messages of its books were lost: some requests or steps are missing")
-    return [Abstention(name="books", why=why) for why in found]
+    return [answers.Abstention(name="books", why=why) for why in found]
 
 
-def _in_words_of_the_server(books: Books, findings: list[Finding]) -> list[Finding]:
+def _in_words_of_the_server(books: Books, findings: list[answers.Finding]) -> list[answers.Finding]:
     kind = books.engine or (books.served.kind if books.served is not None else OURS)
     return [in_their_words(finding, kind, ATTACHED.get(books.engine, "")) for finding in findings]
 
@@ -171,28 +169,28 @@ def _in_their_time(books: Books) -> Books:
 
 def roots() -> dict[str, tuple[str, ...]]:
     """Returns for each rule the names that it is the root of."""
-    return {rule.name: rule.root_of for rule in RULES.values()}
+    return {rule.name: rule.root_of for rule in answers.RULES.values()}
 
 
 def of_time() -> frozenset[str]:
     """The rules that explain somebody's time."""
-    return frozenset(name for name, rule in RULES.items() if rule.explains)
+    return frozenset(name for name, rule in answers.RULES.items() if rule.explains)
 
 
-def _run(books: Books, rules: list[Rule]) -> tuple[list[Finding], list[Abstention]]:
-    findings: list[Finding] = []
-    abstentions: list[Abstention] = []
+def _run(books: Books, rules: list[answers.Rule]) -> tuple[list[answers.Finding], list[answers.Abstention]]:
+    findings: list[answers.Finding] = []
+    abstentions: list[answers.Abstention] = []
     for rule in rules:
         lack = next((why for need in rule.needs if (why := _lacks(books, need))), None) or _unknown(books, rule)
-        answer = Abstention(name=rule.name, why=lack, was_asked=False) if lack else rule.check(books)
-        if isinstance(answer, Finding):
+        answer = answers.Abstention(name=rule.name, why=lack, was_asked=False) if lack else rule.check(books)
+        if isinstance(answer, answers.Finding):
             findings.append(answer)
         elif answer is not None:
             abstentions.append(answer)
     return findings, abstentions
 
 
-def _unknown(books: Books, rule: Rule) -> str | None:
+def _unknown(books: Books, rule: answers.Rule) -> str | None:
     """Why a rule cannot tell where its quantities are 0 since nobody could measure them."""
     missing = [name for name in rule.reads if books.facts is not None and name in books.facts.unknown]
     if not missing or books.facts is None:

@@ -14,7 +14,8 @@ from splittime.ledger.account import ClosedAccount
 from splittime.simulate.recorded import Recorded
 
 MAX_REQUESTS = 500
-MAX_STEPS, MOST_STEPS = 4_000, 12_000  # the latter where more wait at the begin of the former than come later
+MAX_STEPS, MOST_STEPS = 4_000, 12_000  # the latter where the former begins behind a queue
+FEW = 0.1  # in flight at the begin, of those that come later: a queue left out makes the replay too quick
 MIN_SHARE = 0.5  # of the latest requests: at least so many are kept, however quiet a later begin would be
 
 
@@ -34,7 +35,7 @@ def latest_excerpt(books: Books) -> Excerpt | None:
         first_ns = books.steps[-most].begin_ns if len(books.steps) > most else 0
         latest = [account for account in by_start if account.start_ns >= first_ns][-MAX_REQUESTS:]
         begin, num_open = _quietest(latest, books.accounts) if latest else (0, 1)
-        if num_open <= len(latest) - begin:
+        if num_open <= FEW * (len(latest) - begin):
             break
     if not latest:
         return None

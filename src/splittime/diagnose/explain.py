@@ -22,9 +22,8 @@ from splittime.diagnose.explain_trace import attempt_lines, in_ms
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.device_time import device_time, sentence
 from splittime.ledger.stages import Cause, Stage
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import StepRecord, device_time, sentence
 
 LINE_COLUMNS = 80
 TIMELINE_COLUMNS = 32

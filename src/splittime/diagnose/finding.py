@@ -68,12 +68,11 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True):
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
     """What the latest requests would be with the cure (`diagnose.sized`).
 
-    settings: what was changed; is_nearer: not as far as the cure says, since the recorded steps do not reach there.
-    figures: the one that the finding is about first. sentence: all this for people.
+    settings: what was changed, all that the cure's flags set. figures: the one that the finding is about first.
+    sentence: all this for people.
     """
 
     settings: dict[str, Any]
-    is_nearer: bool
     figures: tuple[PredictedFigure, ...]
     num_requests: int
     draws: int

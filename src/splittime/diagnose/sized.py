@@ -9,15 +9,16 @@ finding gets the reason and stays as it is. The simulator also abstains if its r
 
 A cure is withdrawn if its interval is not a gain throughout. The finding then keeps its claim, its evidence and its
 place among the illnesses (what the books state outranks what is inferred), but has no flags any more, and comes after
-the others, whose cures help. A cure is judged by its own value only: if that needs steps beyond the recorded ones, a
-value on the way is replayed and shown, and the cure stays.
+the others, whose cures help. A cure is judged by its own value only, and no figure is of another than is prescribed: if
+that needs steps beyond the recorded ones, a step on the way is prescribed instead, the largest of `WAY` that can be
+replayed and helps. If there is none, the cure stays, and no gain is told.
 
 A printed interval is where a run with the cure would lie, made in another hour (`simulate.what_if`). Whether a cure
 helps is judged by what it does in the very hour, widened by the replay's error without it, at least by `LEAST_ERROR`.
-The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `diagnose.excerpt` picks.
+The replay is bounded: `DRAWS` pairs of simulations of the excerpt that `latest_excerpt` picks.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
@@ -25,15 +26,17 @@ from msgspec.structs import replace
 from splittime.core.errors import ConfigError
 from splittime.diagnose.agree import flags_of, number_of
 from splittime.diagnose.books import Books
-from splittime.diagnose.doctor import Diagnosis
+from splittime.diagnose.doctor import Diagnosis, found_again
 from splittime.diagnose.excerpt import Excerpt, latest_excerpt
 from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain
 from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
+from splittime.simulate.cost import OutOfRange
 
 if TYPE_CHECKING:
     from splittime.simulate.what_if import Prediction, ReplicaOf
 
 DRAWS = 8
+WAY = (4.0, 2.0, 1.5)  # times what is set: how far a cure goes that cannot be replayed whole
 MAX_ERROR = 0.3  # of the replay as it was, against the record
 LEAST_ERROR = 0.03  # that no replay is free of: an interval is at least so wide on either side
 NO_HARM = 0.95  # an interval that begins above: it would not help; below, it might
@@ -100,7 +103,7 @@ def sized(
 
 def is_withdrawn(finding: Finding) -> bool:
     """Whether the finding had a flag that would not help."""
-    return finding.predicted is not None and not finding.predicted.is_nearer and not helps(finding.predicted)
+    return finding.predicted is not None and not helps(finding.predicted)
 
 
 def helps(gain: Gain) -> bool:
@@ -114,6 +117,8 @@ def _sized(
 ) -> Finding:
     try:
         gain = _gain(books, finding, excerpt, say, replays)
+    except OutOfRange as error:
+        return _first_step(books, finding, excerpt, say, replays, error.info.message)
     except ConfigError as error:
         return replace(finding, not_predicted=error.info.message)
     finding = replace(finding, predicted=gain)
@@ -122,6 +127,32 @@ def _sized(
     flags = " ".join(finding.cure.flags)
     cure = replace(finding.cure, flags=(), sentence=f"{finding.cure.sentence} ({flags} is withdrawn: see the gain.)")
     return replace(finding, cure=cure)
+
+
+def _first_step(
+    books: Books, finding: Finding, excerpt: Excerpt | None, say: Callable[[float], None], replays: Replays, why: str
+) -> Finding:
+    """Returns the finding with a cure that goes a part of the way and helps; or as it is, and why no gain is told. why:
+    not of the whole cure."""
+    tried, names = [finding.cure.flags], dict(flags_of(finding.cure.flags)).keys()
+    for most in WAY:
+        step = found_again(replace(books, most_times=most), finding.name)
+        if step is None or step.cure.flags in tried or not dict(flags_of(step.cure.flags)).keys() <= names:
+            continue
+        tried.append(step.cure.flags)
+        try:
+            gain = _gain(books, step, excerpt, say, replays)
+        except OutOfRange:
+            continue
+        except ConfigError as error:
+            why = error.info.message
+            break
+        if helps(gain):
+            told = f"{' '.join(finding.cure.flags)} may be right in the end; the recorded steps are too small to tell"
+            cure = replace(step.cure, sentence=f"{step.cure.sentence} Ask again with this set: {told}.")
+            return replace(step, cure=cure, predicted=gain)
+        why = f"{why}; and a replay with {' '.join(step.cure.flags)} does not show that it helps"
+    return replace(finding, not_predicted=why)
 
 
 def _gain(
@@ -136,18 +167,17 @@ def _gain(
         )
     if excerpt is None:
         raise ConfigError("too little of the books can be replayed: it takes their steps, facts and ended requests")
-    wanted = settings_of(finding, books, replays)
-    prediction, made = _prediction(excerpt, wanted, say, replays)
+    from splittime.simulate.replica import replica_of
+    from splittime.simulate.what_if import predict  # scipy: half a second
+
+    settings, to_replica = settings_of(finding, books, replays), replays.to_replica or replica_of
+    on_draw = lambda number: say(number / DRAWS)  # noqa: E731
+    prediction = predict(excerpt.recorded, Change(settings), DRAWS, 0, on_draw, 1, to_replica)
     names = dict.fromkeys((*ABOUT.get(finding.name, (MEAN,)), MEAN))
     figures = tuple(_figure(prediction, name) for name in names)
     _require_like(figures[0])
     gain = Gain(
-        settings=made,
-        is_nearer=made != wanted,
-        figures=figures,
-        num_requests=prediction.num_requests,
-        draws=prediction.draws,
-        sentence="",
+        settings=settings, figures=figures, num_requests=prediction.num_requests, draws=prediction.draws, sentence=""
     )
     return replace(gain, sentence=_sentence(gain, excerpt.num_open, prediction.interval_words))
 
@@ -185,41 +215,6 @@ def _blocks(size: str, books: Books) -> int:
     return int(number) // (block_size * facts.cost.kv_bytes_per_token)
 
 
-def _prediction(
-    excerpt: Excerpt, wanted: dict[str, Any], say: Callable[[float], None], replays: Replays
-) -> tuple["Prediction", dict[str, Any]]:
-    """Returns that of the wanted settings, or of what is nearest to them within the recorded steps' reach."""
-    from splittime.simulate.cost import OutOfRange
-    from splittime.simulate.replica import replica_of
-    from splittime.simulate.what_if import predict  # scipy: half a second
-
-    to_replica = replays.to_replica or replica_of
-    refused: ConfigError | None = None
-    for settings in _towards(wanted, excerpt.recorded.facts.settings):
-        try:
-            on_draw = lambda number: say(number / DRAWS)  # noqa: E731
-            return predict(excerpt.recorded, Change(settings), DRAWS, 0, on_draw, 1, to_replica), settings
-        except OutOfRange as error:
-            refused = error
-    assert refused is not None
-    raise refused
-
-
-def _towards(wanted: dict[str, Any], now: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the wanted settings, then those half as far from what is set now, and so on, where something grows."""
-    settings: dict[str, Any] = {}
-    nearer = wanted
-    while nearer != settings:
-        settings = nearer
-        yield settings
-        nearer = {name: _half_way(value, now.get(name)) for name, value in settings.items()}
-
-
-def _half_way(value: Any, now: Any) -> Any:
-    is_growth = type(value) is int and type(now) is int and value > now + 1
-    return (value + now) // 2 if is_growth else value
-
-
 def _figure(prediction: "Prediction", name: str) -> PredictedFigure:
     """Returns the figure. Whether the change helps is judged by its own part of the interval, wider by the replay's
     own error."""
@@ -247,11 +242,10 @@ def _sentence(gain: Gain, num_open: int, interval: str) -> str:
     change = ", ".join(f"{name} {value}" for name, value in gain.settings.items())
     left_out = f" ({num_open} that were in flight at their begin left out)" if num_open else ""
     told = "; ".join(_change_words(figure) for figure in gain.figures if figure.ratio is not None)
-    nearer = " The recorded steps tell nothing of a larger change." if gain.is_nearer else ""
     main = gain.figures[0]
     return (
         f"A replay of the latest {gain.num_requests} requests{left_out} with {change} changes {told}: "
-        f"{_verdict(gain)}.{_refusals(gain)}{nearer} {interval} Replayed as it was, {_off(main)}."
+        f"{_verdict(gain)}.{_refusals(gain)} {interval} Replayed as it was, {_off(main)}."
     )
 
 

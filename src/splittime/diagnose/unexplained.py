@@ -13,8 +13,7 @@ import msgspec
 from splittime.diagnose.attribution import Computed, Owner, attribution, meaning, waits
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import NO_CURE_KNOWN, RULES, Abstention, Cure, Fact, Finding
-from splittime.diagnose.rules.evidence import CERTAIN, served, worst
-from splittime.diagnose.rules.share import MIN_SHARE, of_requests
+from splittime.diagnose.rules.evidence import CERTAIN, MIN_SHARE, of_requests, served, worst
 
 MAX_UNEXPLAINED = 0.3  # of the requests' time: beyond, "nothing found" would be an all-clear that nobody can give
 MIN_TOLD = 0.01  # of the requests' time, in the summary of where it went

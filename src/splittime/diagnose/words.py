@@ -65,16 +65,9 @@ class MetricNames(NamedTuple):
 
 
 _SAME_IN_VLLM = (
-    "--max-num-batched-tokens",
-    "--max-model-len",
-    "--enable-prefix-caching",
-    "--no-enable-prefix-caching",
-    "--enable-chunked-prefill",
-    "--block-size",
-    "--kv-cache-memory-bytes",
-    "--async-scheduling",
-    "--tensor-parallel-size",
-    "--max-loras",
+    *("--max-num-batched-tokens", "--max-model-len", "--enable-prefix-caching", "--no-enable-prefix-caching"),
+    *("--enable-chunked-prefill", "--block-size", "--kv-cache-memory-bytes", "--async-scheduling"),
+    *("--tensor-parallel-size", "--max-loras"),
 )
 
 WORDS: dict[str, MetricNames] = {

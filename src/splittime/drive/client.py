@@ -12,11 +12,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import BlocksAsk, BlocksTold, EngineStats, Rest, SleepAsk, SleepReport
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, SplittimeError, error_from_info
-from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import FinishReason, Request
-from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.drive.messages import StepOutput
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import ServerFacts

@@ -29,8 +29,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from splittime.core.allowed import affinity, throttled_ns
 from splittime.core.clock import Clock
+from splittime.core.this_process import affinity, throttled_ns
 from splittime.engine.recorder import ThreadTime
 from splittime.ledger.store import Ran
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from splittime.core.engine import ASLEEP, AWAKE, FALLING_ASLEEP, WAKING, Rest, SleepAsk, SleepReport
 from splittime.core.facts import Machine
-from splittime.core.sleep import ASLEEP, AWAKE, FALLING_ASLEEP, WAKING, Rest, SleepAsk, SleepReport
 from splittime.drive.host_time import MAX_KEPT
 from splittime.drive.messages import Ready, Sleep, SleepDone, ToEngine, Wake
 from splittime.drive.residency import sleeps_already
@@ -144,9 +144,9 @@ class Sleeping:
         took_ms = (report.end_ns - report.begin_ns) / 1e6
         if report.action == "sleep":
             self._asleep_since_ns = report.end_ns
-            log.warning("asleep (level %d) after %.0f ms", report.level, took_ms)
+            log.info("asleep (level %d) after %.0f ms", report.level, took_ms)
         else:
-            log.warning("awake again after %.0f ms", took_ms)
+            log.info("awake again after %.0f ms", took_ms)
 
     async def _wake_anew(self) -> SleepReport:
         begin_ns, level = time.monotonic_ns(), self.rest.level

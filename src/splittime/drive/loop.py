@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from splittime.core.engine import SleepReport
 from splittime.core.errors import ConfigError, SplittimeError
 from splittime.core.facts import Machine
-from splittime.core.sleep import SleepReport
 from splittime.drive import messages
 from splittime.drive.crank import Crank
 

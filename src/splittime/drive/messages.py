@@ -11,12 +11,10 @@ from typing import Any
 
 import msgspec
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import BlocksAsk, BlocksTold, EngineStats, Rest, SleepAsk, SleepReport
 from splittime.core.errors import ErrorInfo
 from splittime.core.facts import Machine
-from splittime.core.kv_blocks import BlocksAsk, BlocksTold
 from splittime.core.request import Request
-from splittime.core.sleep import Rest, SleepAsk, SleepReport
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord

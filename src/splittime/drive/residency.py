@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from splittime.core.clock import Clock
+from splittime.core.engine import ASLEEP, FALLING_ASLEEP, WAY_OUT, Moved, Rest, SleepAsk, Sleeper, SleepReport
 from splittime.core.errors import Conflict, EngineError, ErrorInfo, Overloaded, RequestError, SplittimeError
-from splittime.core.sleep import ASLEEP, FALLING_ASLEEP, WAY_OUT, Moved, Rest, SleepAsk, Sleeper, SleepReport
 
 Answer = Callable[[SleepReport | SplittimeError], None]
 REFUSED_CODE = "asleep"

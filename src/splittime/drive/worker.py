@@ -23,9 +23,8 @@ from splittime.core import background
 from splittime.core.clock import SystemClock
 from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.this_process import process_start_ns
-from splittime.drive.adapter_gate import AdapterGate
 from splittime.drive.crank import Crank, EngineParts
-from splittime.drive.grammar_gate import GrammarGate
+from splittime.drive.gates import AdapterGate, GrammarGate
 from splittime.drive.host_time import GcPauses, freeze_heap, processor_time
 from splittime.drive.kv_gate import KvGate
 from splittime.drive.loop import Inbox, run_loop

@@ -20,7 +20,7 @@ from collections import deque
 
 import msgspec
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.core.errors import ErrorInfo, RequestError, SplittimeError
 from splittime.core.request import FinishReason, Request
 from splittime.core.step import StepPlan, StepResult

@@ -12,17 +12,15 @@ import msgspec
 from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
-from splittime.gateway import routes_operator
-from splittime.gateway.cache import paths as cache_paths
+from splittime.gateway import routes
+from splittime.gateway.canary import CompareArms
 from splittime.gateway.config import GatewayConfig
-from splittime.gateway.config_keys import Secrets
-from splittime.gateway.endpoints import ENDPOINTS, RESPONSES
+from splittime.gateway.config_file import Secrets
+from splittime.gateway.forwarded import ENDPOINTS, RESPONSES
 from splittime.gateway.page import paths as page_paths
 from splittime.gateway.page.paths import page
-from splittime.gateway.responses import paths as response_paths
 from splittime.gateway.service import GatewayService
-from splittime.gateway.versions.canary import CompareArms
-from splittime.gateway.versions.swap import GatewayVersions
+from splittime.gateway.versions import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
 from splittime.ledger.store import Ledger
 from splittime.web import http, serving
@@ -132,11 +130,11 @@ async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.
 
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visit) for path in ENDPOINTS),
-    ("GET", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.retrieve)),
-    ("DELETE", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.delete)),
-    ("POST", f"{RESPONSES}/{{response_id}}", _in_arm(response_paths.cancel)),
-    ("POST", cache_paths.PURGE, cache_paths.purge),
-    ("POST", cache_paths.WRONG, cache_paths.wrong),
+    ("GET", f"{RESPONSES}/{{response_id}}", _in_arm(routes.retrieve_response)),
+    ("DELETE", f"{RESPONSES}/{{response_id}}", _in_arm(routes.delete_response)),
+    ("POST", f"{RESPONSES}/{{response_id}}", _in_arm(routes.cancel_response)),
+    ("POST", routes.PURGE, routes.purge),
+    ("POST", routes.WRONG, routes.wrong),
     ("GET", "/", index),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name}", one_model),
@@ -144,18 +142,18 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),
     ("GET", "/stats", stats),
-    ("GET", routes_operator.LINT, routes_operator.send_lint),
+    ("GET", routes.LINT, routes.send_lint),
     ("GET", page_paths.DATA, page_paths.send_data),
     ("GET", PREFIX + "{name}", page_paths.send_file),
     ("GET", "/ledger/requests", requests),
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
     ("GET", "/ledger/facts", facts),
-    ("POST", "/ledger/hops", routes_operator.post_hops),
-    ("GET", "/ledger/hops/{trace_id}", routes_operator.hops),
-    ("GET", routes_operator.CONFIG, routes_operator.status),
-    ("PATCH", routes_operator.CONFIG, routes_operator.apply),
-    ("PATCH", routes_operator.ROLLBACK, routes_operator.rollback),
+    ("POST", "/ledger/hops", routes.post_hops),
+    ("GET", "/ledger/hops/{trace_id}", routes.hops),
+    ("GET", routes.CONFIG, routes.config_status),
+    ("PATCH", routes.CONFIG, routes.apply_config),
+    ("PATCH", routes.ROLLBACK, routes.rollback),
 )
 SHARED_PATHS = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
 """What a shared port answers: what clients ask. Of a response that is kept (to go on from, read, delete or cancel) only

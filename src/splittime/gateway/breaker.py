@@ -1,23 +1,205 @@
 """Whether an upstream may be asked now: closed, open after failures in a row, then open for one request that tries.
 
 What counts as a failure, a success or a pause, `verdict` says; `Upstream.hear` tells it here. An upstream that has a
-checker (`health_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds out
-whether it lives again. What opens by one tenant's requests alone is open for that tenant, and for others when they meet
-a failure too.
+checker (`upstream_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds
+out whether it lives again. What opens by one tenant's requests alone is open for that tenant, and for others when they
+meet a failure too.
 
 A 429 that tells no reason may be about its request: its size, its tenant's own part of something. So it pauses the
 upstream for that tenant alone. When another tenant is refused there too before that is over, it is the upstream that
 has too much to do, or the gateway's key that is used up, and the pause holds for all. No pause is cut short by a later,
 shorter one.
+
+How many requests an upstream is given at once, where that is found from how long they wait there.
+
+A cap that is too high moves the queue to the upstream, where no tenant's share is kept and nobody is refused; one that
+is too low leaves it idle. What tells them apart is the wait in the upstream's own queue, and never the time that an
+answer takes: that is long where answers are, and says nothing of a queue.
+
+* A splittime upstream tells each request's wait in its account (`account_wait_ns`: in its queue for want of slots,
+  blocks or tokens of a step, or thrown out again). Of `WINDOW` answers to requests that were sent since the limit last
+  changed, as others tell of another limit, the median wait is judged. Beyond `queue_wait_s` there is a standing queue,
+  and the limit falls by the part of the requests that it holds: their waits beside their times (Little's law, 1961), as
+  TCP Vegas counts what its packets have queued (Brakmo and Peterson, 1995).
+* Any other upstream tells how many wait (`/metrics`, `upstream_checks`). A queue is standing if it was in none of
+  `POLLS` polls empty, as in CoDel (Nichols and Jacobson, 2012); the limit falls by the fewest that were in it. Polls
+  while more are in flight than may be tell of the last limit, and are not judged.
+
+Either way it falls to half at most, and never below one. Without a standing queue it rises by one, if the limit was
+reached: an upstream that is not asked for more tells nothing about more. It begins at `max_in_flight`, and never
+exceeds that; an upstream that tells nothing has it for good.
+
+How many retries a tenant may have: a share of its requests of the latest window, and a few where they are few.
+
+Without a bound every retry is one more request for upstreams that fail because they have too many. What is no such
+request is free (`forwarding`): one that goes on with a stream, as an upstream that dies has done its part of the work,
+and all its streams break off at once; and one that leaves an upstream that answers nobody for one that answers.
+Tenants have budgets of their own: what one's requests make upstreams fail at takes no retry from another's.
 """
 
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from statistics import median
 from typing import TypeVar
 
-from splittime.gateway.config import BreakerConfig
+from splittime.gateway.config import BreakerConfig, RetryConfig
+from splittime.ledger.attempts import NestedStage
+from splittime.ledger.stages import Cause, Stage
 
+WINDOW, POLLS = 16, 3
+LACKING = frozenset({Cause.BATCH_SLOTS, Cause.KV_BLOCKS, Cause.TOKEN_BUDGET, Cause.POLICY})
+MAX_PAUSE_S = 2.0
+PARTS = 60  # of a window; the oldest goes as a whole
 LEAST_BACKOFF_S = 1.0  # where a 429 does not say for how long
+
+
+def account_wait_ns(stages: tuple[NestedStage, ...]) -> int:
+    """Returns how long a request waited at its upstream because that had too many. A wait for the end of the step that
+    runs, for a grammar or an adapter of its own, or while the server was paused is none."""
+    return sum(
+        stage.end_ns - stage.begin_ns
+        for stage in stages
+        if stage.stage is Stage.PREEMPTED or (stage.stage is Stage.QUEUE and stage.cause in LACKING)
+    )
+
+
+class InFlightLimit:
+    """now: the limit. The upstream tells it when it is full (`note_full`) and what it hears of waits."""
+
+    def __init__(self, most: int, queue_wait_s: float) -> None:
+        self._most, self._queue_wait_ns = most, queue_wait_s * 1e9
+        self.now = most
+        self._changed_ns = 0
+        self._was_full = False
+        self._waits: list[tuple[int, int]] = []  # (wait, whole time) of the window
+        self._polls: list[int] = []
+
+    def note_full(self) -> None:
+        self._was_full = True
+
+    def note_wait(self, wait_ns: int, lasted_ns: int, sent_ns: int, now_ns: int) -> None:
+        """A request is over that waited so long of its time at the upstream."""
+        if sent_ns < self._changed_ns:
+            return
+        self._waits.append((wait_ns, lasted_ns))
+        if len(self._waits) >= WINDOW:
+            waits, self._waits = self._waits, []
+            if median(wait for wait, _ in waits) > self._queue_wait_ns:
+                held = sum(wait for wait, _ in waits) / max(1, sum(lasted for _, lasted in waits))
+                self._lower(round(self.now * held), now_ns)
+            else:
+                self._raise(now_ns)
+
+    def note_waiting(self, count: int, in_flight: int, now_ns: int) -> None:
+        """A poll found so many waiting."""
+        if in_flight > self.now:
+            return
+        self._polls.append(count)
+        if len(self._polls) >= POLLS:
+            least, self._polls = min(self._polls), []
+            if least > 0:
+                self._lower(least, now_ns)
+            else:
+                self._raise(now_ns)
+
+    def _lower(self, excess: int, now_ns: int) -> None:
+        self._set(max(1, self.now // 2, self.now - max(1, excess)), now_ns)
+
+    def _raise(self, now_ns: int) -> None:
+        if self._was_full:
+            self._set(min(self._most, self.now + 1), now_ns)
+
+    def _set(self, limit: int, now_ns: int) -> None:
+        self._was_full = False
+        if limit != self.now:
+            self.now, self._changed_ns = limit, now_ns
+            self._waits, self._polls = [], []
+
+
+class RetryBudget:
+    """Counts by parts of the window. Times are ns of one monotonic clock, given by the caller."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._part_ns = max(1, int(config.window_s * 1e9) // PARTS)
+        self._parts: deque[list[int]] = deque()  # [number of the part, requests, retries]
+        self._requests = self._retries = 0  # of all parts
+        self.num_taken = 0  # retries since the start, failovers among them
+
+    def note_request(self, now_ns: int) -> None:
+        self._part(now_ns)[1] += 1
+        self._requests += 1
+
+    def may_retry(
+        self,
+        num_attempts: int,
+        now_ns: int,
+        deadline_ns: int | None = None,
+        *,
+        is_free: bool = False,
+        is_failover: bool = False,
+    ) -> bool:
+        """Returns whether a request may have another attempt after so many, which is then counted. is_free: it is no
+        retry, and bounded by `max_attempts` alone; is_failover: a retry, and not held against the budget."""
+        if num_attempts >= self._config.max_attempts or (deadline_ns is not None and now_ns >= deadline_ns):
+            return False
+        self.num_taken += is_failover and not is_free
+        return is_free or is_failover or self.take(now_ns)
+
+    def take(self, now_ns: int) -> bool:
+        """Returns whether one more retry may be had, which is then counted."""
+        part = self._part(now_ns)
+        if self._retries + 1 > self._allowed:
+            return False
+        part[2] += 1
+        self._retries += 1
+        self.num_taken += 1
+        return True
+
+    def used(self, now_ns: int) -> tuple[int, float]:
+        """Returns the retries of the window, and how many it allows."""
+        self._part(now_ns)
+        return self._retries, self._allowed
+
+    @property
+    def _allowed(self) -> float:
+        return self._config.ratio * self._requests + self._config.spare
+
+    def _part(self, now_ns: int) -> list[int]:
+        number = now_ns // self._part_ns
+        while self._parts and self._parts[0][0] <= number - PARTS:
+            _, requests, retries = self._parts.popleft()
+            self._requests -= requests
+            self._retries -= retries
+        if not self._parts or self._parts[-1][0] != number:
+            self._parts.append([number, 0, 0])
+        return self._parts[-1]
+
+
+class RetryBudgets:
+    """The budgets of all tenants. num_taken: of all, as of one."""
+
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._by_tenant: dict[str, RetryBudget] = {}
+
+    def of(self, tenant: str) -> RetryBudget:
+        return self._by_tenant.get(tenant) or self._by_tenant.setdefault(tenant, RetryBudget(self._config))
+
+    @property
+    def num_taken(self) -> int:
+        return sum(one.num_taken for one in self._by_tenant.values())
+
+    def used(self, now_ns: int) -> tuple[int, float]:
+        """Returns the retries of the window, and how many it allows."""
+        each = [one.used(now_ns) for one in self._by_tenant.values()]
+        return sum(used for used, _ in each), sum(allowed for _, allowed in each)
+
+
+def longest_pause_s(config: RetryConfig, num_attempts: int) -> float:
+    """Returns the longest pause behind so many attempts."""
+    return min(config.pause_s * 2 ** (num_attempts - 1), MAX_PAUSE_S)
 
 
 class LeftOut:

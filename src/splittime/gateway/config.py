@@ -71,7 +71,7 @@ class TenantConfig(Strictly, frozen=True, kw_only=True):
     max_open_requests: Annotated[int | None, Doc("Requests that it may have at once, each answer counted.", 1)] = None
     requests_per_minute: Annotated[int | None, Doc("Likewise, that it may send in a minute.", 1)] = None
     tokens_per_minute: Annotated[int | None, Doc("Tokens that it may use in a minute.", 1)] = None
-    tokens_per_day: Annotated[int | None, Doc("Tokens in a day (UTC); needs budget_file or limits_valkey.", 1)] = None
+    tokens_per_day: Annotated[int | None, Doc("Tokens in a day (UTC); needs budget_file.", 1)] = None
     tokens_per_month: Annotated[int | None, Doc("Tokens in a month (UTC); needs one of them too.", 1)] = None
 
 
@@ -99,25 +99,19 @@ class EscalateConfig(Strictly, frozen=True, kw_only=True):
     below: Annotated[
         float | None, Doc("The mean log-probability below which the large one is asked; or labels.", -100, 0)
     ] = None
-    labels: Annotated[
-        str | None, Doc("JSONL file of prompts with small_logprob, from which below is found for the target.")
-    ] = None
+    labels: Annotated[str | None, Doc("JSONL file of judged answers, from which below is found for the target.")] = None
     tokens: Annotated[int, Doc("Of how many first tokens; of all of a shorter answer.", 1, 256)] = 16
     at_most: Annotated[float, Doc("Of the latest 100 answers, the share that is asked anew at the most.", 0, 1)] = 0.5
 
 
 class DifficultyConfig(Strictly, frozen=True, kw_only=True):
-    """`[[difficulty]]`: a name for which a small or a large model is asked, by the text of the request."""
+    """`[[difficulty]]`: a name for which a small model is asked, and a large one where that seems unsure."""
 
     model: Annotated[str, Doc("The name that requests use; no upstream has it.")]
     small: Annotated[str, Doc("The small model, of an upstream.")]
     large: Annotated[str, Doc("The large model, of an upstream.")]
-    labels: Annotated[
-        str | None, Doc("JSONL file of prompts and what the small one's answers were worth; default: all go to it.")
-    ] = None
-    target: Annotated[float, Doc("The worth of answers to be expected: its interval's lower end.", 0, 1)] = 0.95
-    neighbours: Annotated[int, Doc("How many of the file's prompts, the most alike, decide.", 1, 1000)] = 16
-    escalate: EscalateConfig | None = None
+    escalate: Annotated[EscalateConfig, Doc("What decides whether the large one is asked.")]
+    target: Annotated[float, Doc("With escalate.labels: the worth of answers, its interval's lower end.", 0, 1)] = 0.95
 
 
 class QueueConfig(Strictly, frozen=True, kw_only=True):
@@ -143,16 +137,6 @@ class RetryConfig(Strictly, frozen=True, kw_only=True):
     spare: Annotated[int, Doc("Retries of the window beyond that share, of each tenant.", 0)] = 1
     window_s: Annotated[float, Doc("The length of the window.", 1, 3600)] = 60.0
     pause_s: Annotated[float, Doc("The longest pause before the second attempt; doubles with each.", 0, 60)] = 0.05
-
-
-class TiedConfig(Strictly, frozen=True, kw_only=True):
-    """`[tied]`: a stream of which no byte has come for a while is sent to a second upstream too; whoever gives a byte
-    first has the client. It counts as an attempt, and in the budget of retries. One of the two keys says how long."""
-
-    after_s: Annotated[float | None, Doc("How long no byte has come.", 0.001, 3600)] = None
-    quantile: Annotated[
-        float | None, Doc("Longer than such a share of the model's latest streams waited for theirs.", 0.5, 0.999)
-    ] = None
 
 
 class AffinityConfig(Strictly, frozen=True, kw_only=True):
@@ -239,7 +223,7 @@ class CanaryConfig(Strictly, frozen=True, kw_only=True):
 
 
 class AuditConfig(Strictly, frozen=True, kw_only=True):
-    """`[audit]`: a file of who asked for what, in lines that are chained by their hashes."""
+    """`[audit]`: a file of who asked for what, a line each."""
 
     file: Annotated[str, Doc("The file; it is gone on with.")]
     prompts: Annotated[bool, Doc("Bodies of requests too, 64 KiB of each.")] = False
@@ -281,7 +265,6 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     aliases: Annotated[dict[str, str], Doc("Other names of models; they are replaced in the body.")] = {}
     queue: QueueConfig = QueueConfig()
     retries: RetryConfig = RetryConfig()
-    tied: TiedConfig | None = None
     affinity: AffinityConfig | None = None
     breaker: BreakerConfig = BreakerConfig()
     owner: Annotated[str | None, Doc("Who answers for the gateway: a team, an address. For `inventory`.")] = None
@@ -306,9 +289,6 @@ class GatewayConfig(Strictly, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[str | None, Doc("PEM file of its key; default: in ssl_certfile.")] = None
     ledger_file: Annotated[str | None, Doc("SQLite file for all accounts; default: memory only.")] = None
     budget_file: Annotated[str | None, Doc("SQLite file for what budgets have used.")] = None
-    limits_valkey: Annotated[
-        str | None, Doc("redis://HOST:PORT of a Valkey or Redis: gateways share limits by the minute and budgets.")
-    ] = None
     max_file_accounts: Annotated[int, Doc("Accounts kept in the ledger file.", 1)] = 100_000
     max_body_bytes: Annotated[int, Doc("A longer request body is refused (413).", 1)] = 4 * 2**20
     max_answer_bytes: Annotated[int, Doc("A longer answer that is no stream is refused (502).", 1)] = 64 * 2**20

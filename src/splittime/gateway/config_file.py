@@ -3,32 +3,70 @@
 A key that is planned and not built is refused by its name: nobody believes in a cache that is not there.
 
 Its tables are checked together: no rule names what is not there, and each ladder of degradation can be climbed.
+
+Reads the keys that a config points at, and the files of labels that it names.
+
+Keys stand in no config. A file of one is small and regular, so nobody waits for it.
+
+A running gateway's next config is checked against the one that it has: what only a restart changes stays, one from
+elsewhere reaches for nothing of this host, and a canary has the same tenants.
 """
 
 import difflib
+import os
 import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.files import read_small
 from splittime.core.settings import check, meaning_of
-from splittime.core.small_file import read_small
 from splittime.gateway import config as sections
-from splittime.gateway.budgets import check_budgets
+from splittime.gateway.budgets import budgets_of, check_budgets
+from splittime.gateway.config import (
+    EmbedderConfig,
+    GatewayConfig,
+    MetricsConfig,
+    TenantConfig,
+    TracingConfig,
+    UpstreamConfig,
+)
+from splittime.gateway.routing.difficulty import ChosenBound, bounds_of
 from splittime.gateway.routing.policy import MAX_HEADER_CHARS, pools_of
-from splittime.gateway.routing.regions import check_regions
-from splittime.gateway.tied import check_tied
-from splittime.gateway.upstreams import held_line
+from splittime.gateway.upstreams import check_regions, held_line
 from splittime.web.http import is_loopback
 from splittime.web.ports import check_certificate
+from splittime.web.tenants import Tenant, check_key
 from splittime.wire.target import Target
 
+MAX_KEY_BYTES = 64 * 1024
+TRACING = "[tracing]"
+EMBEDDER = "[embedder]"  # among upstreams' keys: no upstream has such a name
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+KeyedTable = UpstreamConfig | TenantConfig | EmbedderConfig | TracingConfig | MetricsConfig
+FIXED = (
+    *("host", "port", "shared_port", "ssl_certfile", "ssl_keyfile", "body_timeout_s", "slow_reader_s"),
+    *(
+        "ledger_file",
+        "max_file_accounts",
+        "budget_file",
+        "audit",
+        "cache",
+        "cache_route",
+        "embedder",
+        "verifier",
+        "tracing",
+        "lint",
+    ),
+)
 TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[[upstream]]", sections.UpstreamConfig),
     ("[[tenant]]", sections.TenantConfig),
@@ -37,7 +75,6 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
     ("[difficulty.escalate]", sections.EscalateConfig),
     ("[queue]", sections.QueueConfig),
     ("[retries]", sections.RetryConfig),
-    ("[tied]", sections.TiedConfig),
     ("[affinity]", sections.AffinityConfig),
     ("[breaker]", sections.BreakerConfig),
     ("[cache]", sections.CacheConfig),
@@ -53,16 +90,24 @@ TABLES: tuple[tuple[str, type[msgspec.Struct]], ...] = (
 )
 NOT_BUILT = {
     "api_key": "keys stand in no config file; use key_env or key_file",
-    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file or limits_valkey",
+    "budget": "a tenant's are tokens_per_day and tokens_per_month, kept in budget_file",
     "cors_origins": "pages of other origins are not let in",
     "embeddings": "requests for them are passed on as others are; [embedder] names who makes vectors for the cache",
     "health_check": "requests tell how an upstream is; one that fails is asked by the gateway itself (breaker.open_s)",
-    "hedge": "after_s in [tied] says when what has had no byte is sent to a second upstream",
+    "hedge": "nothing is sent twice; first_byte_s in [[upstream]] bounds how long an upstream may say nothing",
     "key": "keys stand in no config file; use key_env, key_file or (a tenant) sha256",
     "root_path": "the gateway's paths begin at /",
     "salt": "tenants share an upstream's prefix cache; give a tenant upstreams of its own to keep them apart",
     "semantic_cache": "set semantic = true in a [[cache_route]]; it needs an [embedder] and a [verifier]",
     "shed": "shed_from in [queue] says from where on newcomers are refused by chance",
+}
+BY_TEXT = "the text decides nothing, as it told no better than chance; escalate = { below = -1.0 } goes by first tokens"
+REMOVED = {
+    "difficulty.labels": BY_TEXT,
+    "difficulty.neighbours": BY_TEXT,
+    "limits_valkey": "limits by the minute are each gateway's own, so give each its part; gateways that share a "
+    "budget_file share budgets by day and month",
+    "tied": "no stream is sent to two upstreams; first_byte_s in [[upstream]] bounds how long one may say nothing",
 }
 _UNKNOWN = re.compile(r"contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
@@ -70,6 +115,149 @@ _AT = re.compile(r"(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 _INDEX = re.compile(r"\[[^\]]*\]")  # of a table among others
 _HEADER = re.compile(r"[a-z0-9-]{1,64}")
 _SECRET = re.compile(r"(^|-)(api-?key|key|authorization|auth|token|secret|password|cookie|signature)(-|$)")
+
+
+class Secrets(NamedTuple):
+    """What the config only points at. upstream_keys: by the upstream's name. holders: digests of tenants' keys.
+    metrics_key: the digest of that for `/metrics` alone. bounds: found in files of labels, by the model of their
+    `[[difficulty]]`."""
+
+    upstream_keys: dict[str, str]
+    holders: tuple[tuple[bytes, Tenant], ...]
+    metrics_key: bytes | None = None
+    bounds: Mapping[str, ChosenBound] = {}
+
+
+def secrets_of(config: GatewayConfig, environment: Mapping[str, str] | None = None) -> Secrets:
+    """Returns the keys and labels that the config points at. Raises `ConfigError`, without the key, for one that is not
+    there."""
+    environment = os.environ if environment is None else environment
+    keys = {}
+    for number, upstream in enumerate(config.upstream):
+        key = _key_of(upstream, f"upstream[{number}]", environment)
+        if key is not None:
+            keys[upstream.name] = key
+    if config.embedder is not None and (key := _key_of(config.embedder, "embedder", environment)) is not None:
+        keys[EMBEDDER] = key
+    if config.tracing is not None and (key := _key_of(config.tracing, "tracing", environment)) is not None:
+        keys[TRACING] = key
+    holders = [_holder(tenant, f"tenant[{number}]", environment) for number, tenant in enumerate(config.tenant)]
+    metrics_key = None if config.metrics is None else _digest_of(config.metrics, "metrics", environment)
+    return Secrets(keys, tuple(holders), metrics_key, bounds_of(config))
+
+
+def _key_of(table: KeyedTable, path: str, environment: Mapping[str, str]) -> str | None:
+    """Returns the key that a table points at; None if it points at none."""
+    if table.key_env is not None and table.key_file is not None:
+        raise ConfigError(f"{path} has key_env and key_file", param=f"{path}.key_env", hint="keep one of them")
+    if table.key_env is not None:
+        key, param = environment.get(table.key_env, ""), f"{path}.key_env"
+        if not key:
+            hint = f"set it before the gateway starts: {table.key_env}=..."
+            message = f"{param}: the environment has no {table.key_env}"
+            raise ConfigError(message, param=param, value=table.key_env, hint=hint)
+    elif table.key_file is not None:
+        param = f"{path}.key_file"
+        key = _read_key(table.key_file, param)
+    else:
+        return None
+    check_key(key, param)
+    return key
+
+
+def _read_key(path: str, param: str) -> str:
+    try:
+        return read_small(path, MAX_KEY_BYTES).decode().strip()
+    except (OSError, ValueError) as error:  # a path with a NUL, and what is no UTF-8
+        hint = "write the key, and nothing else, into that file"
+        raise ConfigError(f"{param}: cannot read {path}: {error}", param=param, value=path, hint=hint) from error
+
+
+def _holder(tenant: TenantConfig, path: str, environment: Mapping[str, str]) -> tuple[bytes, Tenant]:
+    return _digest_of(tenant, path, environment), Tenant(
+        name=tenant.name,
+        is_operator=tenant.operator,
+        weight=tenant.weight,
+        max_open_requests=tenant.max_open_requests,
+        requests_per_minute=tenant.requests_per_minute,
+        tokens_per_minute=tenant.tokens_per_minute,
+    )
+
+
+def _digest_of(table: TenantConfig | MetricsConfig, path: str, environment: Mapping[str, str]) -> bytes:
+    """Returns the digest of the one key that a table has, or points at."""
+    key = _key_of(table, path, environment)
+    if (key is None) == (table.sha256 is None):
+        hint = "give one of key_env, key_file and sha256"
+        raise ConfigError(f"{path} needs one key", param=f"{path}.key_env", hint=hint)
+    if key is None and not _DIGEST.fullmatch(table.sha256 or ""):
+        hint = "as `printf %s KEY | sha256sum` prints it"
+        raise ConfigError(f"{path}.sha256 is not 64 hexadecimal digits", param=f"{path}.sha256", hint=hint)
+    known = bytes.fromhex(table.sha256 or "") if key is None else sha256(key.encode()).digest()
+    if known == sha256(b"").digest():  # who sends no key would have it
+        raise ConfigError(f"{path}.sha256 is that of an empty key", param=f"{path}.sha256", hint="hash a key")
+    return known
+
+
+def check_change(old: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` for a key that only a restart can change."""
+    for name in FIXED:
+        if getattr(old, name) != getattr(new, name):
+            raise _fixed(name)
+    if budgets_of(old.tenant) != budgets_of(new.tenant):
+        raise _fixed("tenant.tokens_per_day or tokens_per_month")
+
+
+def _fixed(name: str) -> ConfigError:
+    hint = "leave it as it is, or restart the gateway with the new file"
+    return ConfigError(f"{name} cannot change while the gateway runs", code="needs_restart", param=name, hint=hint)
+
+
+def check_reach(known: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` for a config from elsewhere that points at a file or a variable of this host that `known`, a
+    config of this host, does not point at, or has its key sent to another address. Nothing is looked at: not even
+    whether there is such a file is told."""
+    upstreams = {(one.key_env, one.key_file, Target(url=one.url).address) for one in known.upstream}
+    for number, one in enumerate(new.upstream):
+        if _points(one) and (one.key_env, one.key_file, Target(url=one.url).address) not in upstreams:
+            raise _beyond(f"upstream[{number}].key_env or key_file")
+    tenants = {(one.name, one.key_env, one.key_file) for one in known.tenant}
+    for number, tenant in enumerate(new.tenant):
+        if _points(tenant) and (tenant.name, tenant.key_env, tenant.key_file) not in tenants:
+            raise _beyond(f"tenant[{number}].key_env or key_file")
+    labels = _labels(known)
+    for number, graded in enumerate(new.difficulty):
+        if not _labels(msgspec.structs.replace(new, difficulty=(graded,))) <= labels:
+            raise _beyond(f"difficulty[{number}].escalate.labels")
+    if new.metrics is not None and _points(new.metrics) and new.metrics != known.metrics:
+        raise _beyond("metrics.key_env or key_file")
+
+
+def _points(table: UpstreamConfig | TenantConfig | MetricsConfig) -> bool:
+    return table.key_env is not None or table.key_file is not None
+
+
+def _labels(config: GatewayConfig) -> set[str]:
+    """Returns the files of labels that a config names."""
+    return {one.escalate.labels for one in config.difficulty if one.escalate.labels is not None}
+
+
+def _beyond(name: str) -> ConfigError:
+    hint = "write it into the file that the gateway was started with, and send SIGHUP; tenants may have sha256"
+    message = f"{name} points at something of this host that its own config does not use there"
+    return ConfigError(message, code="needs_own_file", param=name, hint=hint)
+
+
+def check_canary(old: GatewayConfig, new: GatewayConfig) -> None:
+    """Raises `ConfigError` where a share of tenants cannot try this config."""
+    if old.tenant != new.tenant:
+        message = "a canary has the tenants of the config that it is compared with"
+        hint = "apply the [[tenant]] tables first, whole, and then the rest as a canary"
+        raise ConfigError(message, code="canary_tenants", param="tenant", hint=hint)
+    if len(old.tenant) < 2:
+        hint = "apply it whole, or give keys to two tenants or more"
+        message = f"a canary is a share of tenants, and there are {len(old.tenant)}"
+        raise ConfigError(message, code="canary_tenants", param="canary", value=len(old.tenant), limit=2, hint=hint)
 
 
 def read_config(path: Path) -> sections.GatewayConfig:
@@ -99,7 +287,6 @@ def config_unread(told: Mapping[str, Any]) -> sections.GatewayConfig:
     _check_upstreams(config.upstream)
     _check_names("tenant", [tenant.name for tenant in config.tenant])
     check_cache(config)
-    check_tied(config)
     _check_names("degradation", [stage.name for stage in config.degradation])
     check_ladder(config)
     check_budgets(config)
@@ -130,6 +317,9 @@ def _refusal(message: str) -> ConfigError:
 
 def _unknown_key(name: str, path: str) -> ConfigError:
     full = _join(path, name)
+    if (removed := _INDEX.sub("", full)) in REMOVED:
+        hint = f"take it out: {REMOVED[removed]}"
+        return ConfigError(f"{full} was removed", code="removed", param=full, hint=hint)
     if name in NOT_BUILT:
         hint = f"take it out: {NOT_BUILT[name]}"
         return ConfigError(f"{full} is not built", code="not_built", param=full, hint=hint)
@@ -148,15 +338,14 @@ def _check_bounds(config: sections.GatewayConfig) -> None:
     names = ("upstream", "tenant", "rule", "difficulty", "cache_route", "degradation")
     lists = {name: getattr(config, name) for name in names}
     check_table("", config)
-    for name in ("queue", "retries", "tied", "affinity", "breaker", "cache", "embedder", "verifier", "canary", "audit"):
+    for name in ("queue", "retries", "affinity", "breaker", "cache", "embedder", "verifier", "canary", "audit"):
         if getattr(config, name) is not None:
             check_table(name, getattr(config, name))
     for name, tables in lists.items():
         for number, table in enumerate(tables):
             check_table(f"{name}[{number}]", table)
     for number, route in enumerate(config.difficulty):
-        if route.escalate is not None:
-            check_table(f"difficulty[{number}].escalate", route.escalate)
+        check_table(f"difficulty[{number}].escalate", route.escalate)
 
 
 def check_table(path: str, table: msgspec.Struct) -> None:
@@ -319,12 +508,9 @@ def _check_difficulty(
     _among(f"{path}.large", route.large, models)
     if route.small == route.large:
         raise ConfigError(f"{path}.large is the small one too", param=f"{path}.large", hint="name two models")
-    if route.escalate is not None and (route.escalate.below is None) == (route.escalate.labels is None):
+    if (route.escalate.below is None) == (route.escalate.labels is None):
         param, hint = f"{path}.escalate.below", 'below = -1.0 is a bound; labels = "judged.jsonl" finds one'
         raise ConfigError(f"{param}: escalate needs it or labels, and not both", param=param, hint=hint)
-    if route.labels is None and route.escalate is None:
-        hint = 'give labels = "labels.jsonl", or escalate = { below = -1.0 }, or both'
-        raise ConfigError(f"{path} decides nothing", param=f"{path}.labels", hint=hint)
 
 
 def _check_header(param: str, name: str, value: str) -> None:

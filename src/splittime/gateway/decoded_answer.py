@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from splittime import __version__
-from splittime.gateway.upstream_answer import UpstreamAnswer
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
 from splittime.web import http
 from splittime.wire.target import Address
 

@@ -1,12 +1,16 @@
 """One request brought to upstreams: attempt after attempt, until its client has an answer or no other may be made.
 
-Each attempt waits for a place (`fair_queue`), asks one upstream (`running_attempt`), and gives the place back; a second
-one may race with it (`tied`). What follows a failure is decided here: another attempt, that goes on with a stream where
-one had begun (`resume`), or the failure is told.
+Each attempt waits for a place (`fair_queue`), asks one upstream (`RunningAttempt`), and gives the place back. What
+follows a failure is decided here: another attempt, that goes on with a stream where one had begun (`resume`), or the
+failure is told.
 
 While a stream waits for an upstream, its client is told that it does, and how long that may last at the most. The head
 of the answer goes first, so that what refuses the request afterwards is an error event and no status of its own.
 Comments are no events: clients skip them, and proxies between see that the connection lives.
+
+One attempt while it runs: a place at an upstream, the relay to it, and what is written down when it ends.
+
+It ends once, however many say so, and then its place is free, the breaker and the metrics know, and the account has it.
 """
 
 import asyncio
@@ -16,25 +20,23 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from splittime.core.errors import DeadlineExceeded, Overloaded, Refused
+from splittime.core.errors import DeadlineExceeded, Overloaded, Refused, SplittimeError
+from splittime.gateway import verdict as verdicts
+from splittime.gateway.breaker import longest_pause_s
 from splittime.gateway.breaks import Deadline
-from splittime.gateway.degrade.lesser import MarkedAnswer
+from splittime.gateway.degrade import MarkedAnswer
 from splittime.gateway.fair_queue import QUEUE_TIMEOUT
 from splittime.gateway.forwarded import ForwardedRequest
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
-from splittime.gateway.responses.held import HeldResponse
-from splittime.gateway.resume.resumption import Asked, Resumption
-from splittime.gateway.retry_budget import longest_pause_s
-from splittime.gateway.routing.escalation import AskedAnew
-from splittime.gateway.routing.prefix_table import SeenPrefix
-from splittime.gateway.routing.turn import DifficultyTurn
-from splittime.gateway.running_attempt import RunningAttempt
-from splittime.gateway.sent_headers import sent_headers
+from splittime.gateway.responses import HeldResponse
+from splittime.gateway.resume import Asked, Resumption
+from splittime.gateway.routing.affinity import SeenPrefix
+from splittime.gateway.routing.escalation import AskedAnew, DifficultyTurn
 from splittime.gateway.service import GatewayService
-from splittime.gateway.tied import TiedRace
-from splittime.gateway.upstreams import Routed, Upstream
+from splittime.gateway.upstreams import Routed, Upstream, sent_headers
 from splittime.gateway.verdict import Interrupted, UpstreamFailure, Whose
+from splittime.ledger.attempts import CANCELLED, UNSURE
 from splittime.ledger.stages import Cause, Stage
 from splittime.web import http
 from splittime.web.reading import BodySender
@@ -42,6 +44,107 @@ from splittime.web.tenants import Sharer
 
 now_ns = time.monotonic_ns
 HEAD: http.Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+
+
+class RunningAttempt:
+    """attempt_id: by which the upstream knows it. begin_ns: when it was sent. tokens, prompt_tokens: of its request, as
+    estimated. prefix: of its prompt, where affinity remembers it."""
+
+    def __init__(
+        self,
+        gateway: GatewayService,
+        account: RequestAccount,
+        routed: Routed,
+        relay: Relay,
+        resumption: Resumption,
+        *,
+        attempt_id: str,
+        begin_ns: int,
+        tenant: str,
+        tokens: int,
+        prompt_tokens: int,
+        prefix: SeenPrefix | None = None,
+        is_stream: bool = True,
+        is_written: bool = True,
+    ) -> None:
+        self._gateway, self._account, self._tenant = gateway, account, tenant
+        self._tokens, self._prompt_tokens, self._prefix = tokens, prompt_tokens, prefix
+        self.routed, self.relay, self.resumption = routed, relay, resumption
+        self.attempt_id, self.begin_ns = attempt_id, begin_ns
+        self.is_ended, self._successes = False, routed.upstream.breaker.num_successes
+        self._is_stream = is_stream
+        self._plain_tokens = 0 if is_written else tokens  # what writes a whole answer is soon in no prompt's way
+        self._has_begun = not is_stream  # of no stream the first byte is the end, which tells nothing of a queue
+        relay.on_first_byte = self._begun
+        if is_stream:
+            routed.upstream.waits.sent(tokens, begin_ns)
+        else:
+            routed.upstream.in_flight.plain_tokens += self._plain_tokens
+        gateway.affinity.note_sent(prefix, routed.upstream.name, routed.affinity)
+
+    async def run(self) -> None:
+        """Returns when the client has the answer, whole or with an error event at its end. Raises `UpstreamFailure`, or
+        `AskedAnew` where that is not given."""
+        error: SplittimeError | None = None
+        try:
+            await self.relay.run()
+            verdict = self.relay.verdict  # that of a refusal which is the request's own has an answer
+            self.end(verdict.code if verdict.answer is None else "", verdict)
+        except verdicts.AttemptFailure as failure:
+            error = failure.with_traceback(None).error  # whose frames may have it
+            self._end_failed(failure)
+            if isinstance(failure, verdicts.UpstreamFailure):
+                raise
+        except AskedAnew as asked:
+            self.end(asked.verdict, verdicts.GOOD if asked.verdict == UNSURE else verdicts.LEFT)
+            raise
+        finally:
+            self.end(CANCELLED)
+        self._account.close_answered(self.relay, error)
+
+    def _begun(self) -> None:
+        is_answer = self.relay.status is None or self.relay.status in verdicts.ANSWERED
+        if is_answer and not (self._has_begun or self.is_ended):
+            self._has_begun = True
+            self.routed.upstream.waits.begun(self._tokens, now_ns())
+
+    def _end_failed(self, failure: verdicts.AttemptFailure) -> None:
+        code, successes = failure.error.info.code, self.routed.upstream.breaker.num_successes
+        self.relay.failed_by = failure.verdict.whose
+        if isinstance(failure, verdicts.UpstreamFailure):
+            failure.is_outright = failure.verdict.is_upstreams and successes == self._successes
+        self.end(code, verdicts.or_own(failure.verdict, is_own=self._gateway.lag.explains(code, self.begin_ns)))
+
+    def end(self, ending: str, verdict: verdicts.AnswerVerdict = verdicts.LEFT) -> None:
+        """ending: "" for an answer, or else a code."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        self.relay.tell_nobody()
+        upstream, at_ns = self.routed.upstream, now_ns()
+        is_silent = self.relay.first_byte_ns is None and verdict.code in verdicts.OWN_LIMITS
+        may_hang = is_silent and not self._gateway.lag.was_late(self.begin_ns)
+        if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s):
+            verdict = verdict._replace(whose=verdicts.Whose.HEALTH, is_answered=True)
+        if not self._is_stream:
+            upstream.in_flight.plain_tokens -= self._plain_tokens
+        elif not self._has_begun:
+            upstream.waits.gone(self._tokens, at_ns)
+        upstream.hear(verdict, self.relay.path, self.relay.model, at_ns, self._tenant)
+        if verdict.is_against:
+            self._gateway.affinity.note_failed(self._prefix, upstream.name)
+        elif verdict.whose is verdicts.Whose.NOBODY:
+            self._gateway.affinity.note_answered(self._prefix, upstream.name)
+        self._account.keep_attempt(
+            self.routed,
+            self.relay,
+            self.begin_ns,
+            ending,
+            lost_tokens=self._prompt_tokens if ending == UNSURE else 0,
+            first_tokens=self.resumption.first_tokens if self.relay.first_byte_ns else None,
+        )
+        self._gateway.metrics.count_attempt(upstream.name, ending or "answered", verdict.whose)
+        self._gateway.queue.leave(self.routed, self._tenant, self._tokens)
 
 
 class SignOfLife:
@@ -123,7 +226,7 @@ class Forwarding:
         self._gateway.retry_budgets.of(self._tenant).note_request(now_ns())
         if self._gateway.lint is not None and request.is_written:
             self._gateway.lint.note(request)
-        request = await self._turn.begin(request)
+        request = self._turn.begin(request)
         while True:
             try:
                 return await self._until_answered(request)
@@ -251,52 +354,15 @@ class Forwarding:
 
     async def _attempt(self, request: ForwardedRequest, routed: Routed) -> None:
         """Returns when the client has the answer, whole or with an error event at its end; gives back the place."""
-        attempt = await self._sent(request, routed, self._resumption)
+        attempt = await self._sent(request, routed)
         self._account.enter(Stage.UPSTREAM, attempt.begin_ns)
-        self._attend(attempt)
-        if self._gateway.tied.is_on and request.is_stream and not self._resumption.is_continuing:
-            attempt = await self._first_of_two(request, attempt)
+        self.relay, self.upstream_name = attempt.relay, routed.upstream.name
+        self._account.begin_attempt(attempt.attempt_id)
         await attempt.run()
 
-    def _attend(self, attempt: RunningAttempt) -> None:
-        """This attempt's answer is the client's."""
-        self.relay, self._resumption = attempt.relay, attempt.resumption
-        self.upstream_name = attempt.routed.upstream.name
-        self._account.begin_attempt(attempt.attempt_id)
-
-    async def _first_of_two(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt:
-        """Returns who has the first byte of an answer: this one, or a second that is sent if none comes for a while."""
-        race = TiedRace(self._gateway.tied, request.pool, first, partial(self._second, request))
-        try:
-            await race.run()
-        finally:
-            if race.decisive is not first:
-                self._attend(race.decisive)
-        return race.decisive
-
-    async def _second(self, request: ForwardedRequest, first: RunningAttempt) -> RunningAttempt | None:
-        """Returns an attempt beside the first one, already sent; None if there may be no other now."""
-        gateway, at_ns = self._gateway, now_ns()
-        if len(self._tried) >= gateway.config.retries.max_attempts:
-            return None
-        tenant, tried, prefix = self._tenant, self._without(request, at_ns), self._prefix
-        asked, answers = (tenant, request.pool, request.tokens, tried, prefix), request.places
-        routed = gateway.queue.place_now(*asked, is_charged=False, answers=answers)
-        if routed is None:
-            return None
-        if not gateway.retry_budgets.of(self._tenant).take(at_ns):
-            gateway.queue.leave(routed, self._tenant, request.tokens)
-            return None
-        try:
-            second = await self._sent(request, routed, self._turn.resumption(request))
-        except Refused:  # as many bodies of its tenant wait to be read as may
-            return None
-        first.tied_to, second.tied_to = second.attempt_id, first.attempt_id
-        return second
-
-    async def _sent(self, request: ForwardedRequest, routed: Routed, resumption: Resumption) -> RunningAttempt:
+    async def _sent(self, request: ForwardedRequest, routed: Routed) -> RunningAttempt:
         """Returns an attempt that has its place, and is about to be sent."""
-        attempt_id = http.new_request_id()
+        attempt_id, resumption = http.new_request_id(), self._resumption
         self._tried.append(routed.upstream.name)
         try:
             asked = await resumption.asked(routed.upstream, self._sender)

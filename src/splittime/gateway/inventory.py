@@ -15,7 +15,7 @@ import msgspec
 
 from splittime.gateway.config import GatewayConfig, UpstreamConfig
 from splittime.gateway.config_file import config_of
-from splittime.gateway.lint.words import lint_notes
+from splittime.gateway.lint import lint_notes
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.attempts import NO_FAILURE

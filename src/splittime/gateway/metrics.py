@@ -1,30 +1,123 @@
 """What the gateway exports on `/metrics`. docs/reference/metrics.md lists it from `GATEWAY_METRICS`.
 
 Histograms of stages go by the server's name for them: a request has one account, whoever keeps it.
+
+What `/metrics` and `/stats` tell of routing: who was chosen by affinity, how far and how busy upstreams are, and
+what was decided by difficulty; that is counted as accounts are closed. Models are the config's.
+
+The metrics of the cache, of versions and of the audit log; the cache's are left out without a cache.
 """
 
 import time
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from splittime.gateway.feature_metrics import CACHE_METRICS, VERSION_METRICS, cache_series, version_series
-from splittime.gateway.routing.measured import DIFFICULTY_METRICS, ROUTING_METRICS, counted, routing_series
+from splittime.gateway.audit import AuditLog
+from splittime.gateway.breaker import RetryBudgets
+from splittime.gateway.breaks import LoopLag
+from splittime.gateway.budgets import TokenBudgets
+from splittime.gateway.cache.answers import KINDS
+from splittime.gateway.cache.spare_room import VERDICTS
+from splittime.gateway.canary import CanaryTrial
+from splittime.gateway.degrade import Ladder
+from splittime.gateway.routing.affinity import PrefixAffinity
+from splittime.gateway.tracing import SpanExporter
+from splittime.gateway.upstreams import Upstream
 from splittime.gateway.verdict import AGAINST
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import TIED_LOST, Attempt
 from splittime.ledger.export.metrics import Histogram, MetricSpec
 from splittime.ledger.steps import StepRecord
+from splittime.ledger.store import Ledger
 
 if TYPE_CHECKING:
-    from splittime.gateway.service import GatewayService
+    from splittime.gateway.cache.service import ResponseCache
 
-VERDICTS = "splittime_gateway_verdicts_total"
+DECIDED = "splittime_gateway_difficulty_total"
+CHECKED = "splittime_gateway_first_tokens_total"
+HELD = "splittime_gateway_first_tokens_held_seconds_total"
+ANEW = "splittime_gateway_asked_anew_seconds_total"
+
+ROUTING_METRICS = (
+    MetricSpec(
+        "splittime_gateway_affinity_total",
+        "counter",
+        ("result",),
+        "Attempts by [affinity]: hit, capped (who served the beginning had too much to do), none (nobody did)",
+    ),
+    MetricSpec("splittime_gateway_affinity_blocks", "gauge", (), "Pieces of prompts that affinity remembers"),
+    MetricSpec(
+        "splittime_gateway_round_trip_seconds", "gauge", ("upstream",), "To the upstream and back, as TCP measured it"
+    ),
+    MetricSpec(
+        "splittime_gateway_expected_wait_seconds",
+        "gauge",
+        ("upstream",),
+        "For a first byte of a request that were sent now, from those that have none yet",
+    ),
+)
+DIFFICULTY_METRICS = (
+    MetricSpec(DECIDED, "counter", ("model", "choice"), "Requests for a [[difficulty]], which begin at the small one"),
+    MetricSpec(
+        CHECKED,
+        "counter",
+        ("upstream", "verdict", "why"),
+        "Answers of small models by what their first tokens said, and why unsure ones were kept",
+    ),
+    MetricSpec(HELD, "counter", ("verdict",), "Time for which such answers were held back, from their first piece on"),
+    MetricSpec(ANEW, "counter", ("verdict",), "Time of the attempts whose answers were not given, and asked anew"),
+)
+PREFIX = "splittime_gateway_cache_"
+CACHE_METRICS = (
+    MetricSpec(
+        f"{PREFIX}requests_total",
+        "counter",
+        ("result", "why"),
+        "Requests of models whose answers are kept: hit (equal or like), miss, shared, bypass (and why)",
+    ),
+    MetricSpec(f"{PREFIX}wrong_total", "counter", ("kind",), "Hits that were said to be wrong"),
+    MetricSpec(
+        f"{PREFIX}shadowed_total", "counter", ("kind", "outcome"), "Hits for which the model ran too, by what it said"
+    ),
+    MetricSpec(
+        f"{PREFIX}verdicts_total",
+        "counter",
+        ("verdict",),
+        "What the verifier was asked and said: yes, no, late, failed, not_asked (no room, or it is left alone)",
+    ),
+    MetricSpec(f"{PREFIX}errors_total", "counter", (), "Times that the store of answers failed"),
+    MetricSpec(f"{PREFIX}answers", "gauge", (), "Answers kept"),
+    MetricSpec(f"{PREFIX}bytes", "gauge", (), "Their bytes"),
+    MetricSpec(f"{PREFIX}questions", "gauge", (), "Questions whose vectors are held"),
+    MetricSpec(
+        f"{PREFIX}false_hit_rate",
+        "gauge",
+        ("kind", "bound"),
+        "Share of shadowed hits for which the model said something else, and the ends of its 95 % interval",
+    ),
+)
+
+Series = dict[tuple[str, ...], float]
+VERSION_METRICS = (
+    MetricSpec("splittime_gateway_config_version", "gauge", (), "Number of the config that serves, 1 at the start"),
+    MetricSpec(
+        "splittime_gateway_config_changes_total",
+        "counter",
+        ("result",),
+        "Changes of the config: started, applied, canary, promoted, rolled_back, refused",
+    ),
+    MetricSpec(
+        "splittime_gateway_canary_requests", "gauge", ("arm",), "Requests that count for a canary's decision, by arm"
+    ),
+    MetricSpec("splittime_gateway_audit_lines_total", "counter", (), "Lines written to the audit log"),
+    MetricSpec("splittime_gateway_audit_drops_total", "counter", (), "Records that the audit log lacks"),
+)
+VERDICTS_TOLD = "splittime_gateway_verdicts_total"
 GATEWAY_METRICS = (
     MetricSpec("splittime_stage_seconds", "histogram", ("stage", "cause"), "Time of a request in a stage, by cause"),
     MetricSpec(
@@ -41,7 +134,7 @@ GATEWAY_METRICS = (
         "Attempts ended: answered, cancelled, or the code of the failure; upstream_401 and upstream_403: of its key",
     ),
     MetricSpec(
-        VERDICTS,
+        VERDICTS_TOLD,
         "counter",
         ("upstream", "whose"),
         "Attempts ended, by whose doing: nobody (an answer), request, busy, health, key, model, path, client, own",
@@ -50,16 +143,7 @@ GATEWAY_METRICS = (
         "splittime_gateway_retries_total",
         "counter",
         (),
-        "Second attempts and later, those that left an upstream that answers nobody and tied ones among them",
-    ),
-    MetricSpec(
-        "splittime_gateway_tied_total", "counter", ("result",), "Tied requests, by who had a byte first, if anybody"
-    ),
-    MetricSpec(
-        "splittime_gateway_tied_lost_seconds_total", "counter", ("upstream",), "Time of the attempts that lost a tie"
-    ),
-    MetricSpec(
-        "splittime_gateway_tied_lost_tokens_total", "counter", ("upstream",), "Tokens of their prompts, as estimated"
+        "Second attempts and later, those that left an upstream that answers nobody among them",
     ),
     MetricSpec("splittime_gateway_degraded_total", "counter", ("stage",), "Requests that a stage has changed"),
     MetricSpec(
@@ -103,12 +187,10 @@ GATEWAY_METRICS = (
     MetricSpec(
         "splittime_gateway_budget_used_tokens", "gauge", ("tenant", "budget"), "Of the day or month that is now"
     ),
-    MetricSpec(
-        "splittime_gateway_limits_shared", "gauge", (), "1 while limits are told to the other gateways; none if never"
-    ),
     MetricSpec("splittime_gateway_loop_lag_seconds", "gauge", (), "The longest that the event loop was late"),
     MetricSpec("splittime_gateway_queued_requests", "gauge", (), "Requests that wait for an upstream"),
     MetricSpec("splittime_gateway_queued_tokens", "gauge", (), "Their tokens, as estimated"),
+    MetricSpec("splittime_gateway_kept_bytes", "gauge", ("kind",), "Kept in memory to be asked for: records"),
     *ROUTING_METRICS,
     *CACHE_METRICS,
     *DIFFICULTY_METRICS,
@@ -116,19 +198,139 @@ GATEWAY_METRICS = (
 )
 NOT_THE_CLIENTS = frozenset({"upstream_429"})  # refusals that no client can mend
 _HISTOGRAMS = tuple(spec for spec in GATEWAY_METRICS if spec.kind == "histogram")
-_COUNTED = (
-    "requests",
-    "attempts",
-    "verdicts",
-    "refusals",
-    "resumes",
-    "degraded",
-    "routed",
-    "tied_lost_seconds",
-    "tied_lost_tokens",
-)
+_COUNTED = ("requests", "attempts", "verdicts", "refusals", "resumes", "degraded", "routed")
 
-Series = dict[tuple[str, ...], float]
+
+class OnTrial(Protocol):
+    """The versions of the config, as far as they are counted."""
+
+    trial: CanaryTrial | None
+    counts: dict[str, int]
+
+
+class MeasuredGateway(Protocol):
+    """A gateway, as far as it is measured. waiting: requests and their tokens."""
+
+    ledger: Ledger
+    version: str
+    affinity: PrefixAffinity
+    ladder: Ladder
+    budgets: TokenBudgets
+    retry_budgets: RetryBudgets
+    lag: LoopLag
+    audit: AuditLog | None
+    tracing: SpanExporter | None
+    cache: "ResponseCache | None"
+
+    @property
+    def versions(self) -> OnTrial | None: ...
+    @property
+    def seen_upstreams(self) -> dict[str, Upstream]: ...
+    @property
+    def waiting(self) -> tuple[int, int]: ...
+
+
+def routing_series(gateway: MeasuredGateway) -> dict[str, dict[tuple[str, ...], float]]:
+    """Returns the samples of `ROUTING_METRICS` by name and labels; what is not known has none."""
+    upstreams, at_ns = gateway.seen_upstreams.items(), time.monotonic_ns()
+    trips = {(name,): one.round_trip.ns for name, one in upstreams}
+    waits = {(name,): one.waits.wait_ns(at_ns) for name, one in upstreams}
+    return {
+        "splittime_gateway_affinity_total": {(name,): count for name, count in gateway.affinity.results.items()},
+        "splittime_gateway_affinity_blocks": {(): gateway.affinity.num_blocks},
+        "splittime_gateway_round_trip_seconds": {key: ns / 1e9 for key, ns in trips.items() if ns is not None},
+        "splittime_gateway_expected_wait_seconds": {key: ns / 1e9 for key, ns in waits.items() if ns is not None},
+    }
+
+
+def _distance(upstream: Upstream, at_ns: int) -> dict[str, Any]:
+    """Returns where an upstream is, and how long a request would wait there."""
+    return {
+        "region": upstream.config.region,
+        "round_trip_ns": upstream.round_trip.ns,
+        "expected_wait_ns": upstream.waits.wait_ns(at_ns),
+    }
+
+
+def counted(account: ClosedAccount) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Yields name, labels and increase of each series that an account adds to."""
+    routing = account.routing
+    if routing is not None and routing.difficulty is not None:
+        yield DECIDED, (routing.model, routing.difficulty.choice), 1
+    for attempt in account.attempts:
+        found = attempt.first_tokens
+        if found is not None:
+            yield CHECKED, (attempt.upstream, found.verdict, found.why), 1
+            yield HELD, (found.verdict,), found.held_ns / 1e9
+            if attempt.error == found.verdict:
+                yield ANEW, (found.verdict,), (attempt.end_ns - attempt.begin_ns) / 1e9
+
+
+def upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
+    """Returns what `/stats` tells of one upstream."""
+    breaker = upstream.breaker
+    return {
+        "name": name,
+        "requests": upstream.requests,
+        "tokens": upstream.tokens,
+        "limit": upstream.limit,
+        "is_open": breaker.is_open,
+        "is_busy": breaker.is_busy(at_ns),
+        "failing": upstream.failing,
+        "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
+        **_distance(upstream, at_ns),
+    }
+
+
+def cache_series(cache: "ResponseCache | None") -> dict[str, Series]:
+    """Returns the values of each of `CACHE_METRICS`, by labels."""
+    if cache is None:
+        return {spec.name: {} for spec in CACHE_METRICS}
+    values: list[Series] = [
+        {(result, why): count for (result, why), count in cache.results.items()},
+        {(kind,): cache.wrong[kind] for kind in KINDS},
+        {(kind, found): count for (kind, found), count in cache.shadowed.items()},
+        {} if cache.verifier is None else {(verdict,): cache.verifier.counts[verdict] for verdict in VERDICTS},
+        {(): cache.num_errors},
+        {(): cache.store.num_answers},
+        {(): cache.store.num_bytes},
+        {(): cache.num_questions},
+        _rates(cache),
+    ]
+    return {spec.name: series for spec, series in zip(CACHE_METRICS, values, strict=True)}
+
+
+def _rates(cache: "ResponseCache") -> Series:
+    """The rate itself is absent while nothing was compared: it is not known to be 0."""
+    from splittime.gateway.cache.service import wilson
+
+    rates: Series = {}
+    for kind in KINDS:
+        false, trials = cache.false_hits(kind)
+        rates[kind, "low"], rates[kind, "high"] = wilson(false, trials)
+        if trials:
+            rates[kind, "rate"] = false / trials
+    return rates
+
+
+def version_series(gateway: MeasuredGateway) -> dict[str, dict[tuple[str, ...], float]]:
+    """Returns the samples of `VERSION_METRICS` by name and labels."""
+    versions, audit = gateway.versions, gateway.audit
+    trial = None if versions is None else versions.trial
+    arms: dict[tuple[str, ...], float] = {}
+    if trial is not None:
+        arms = {("canary",): trial.num_tried, ("others",): trial.num_control}
+    number = float(gateway.version.partition(":")[0] or 0)
+    changes: dict[tuple[str, ...], float] = (
+        {} if versions is None else {(what,): float(count) for what, count in versions.counts.items()}
+    )
+    return {
+        "splittime_gateway_config_version": {(): number},
+        "splittime_gateway_config_changes_total": changes,
+        "splittime_gateway_canary_requests": arms,
+        "splittime_gateway_audit_lines_total": {(): 0 if audit is None else audit.num_lines},
+        "splittime_gateway_audit_drops_total": {(): 0 if audit is None else audit.num_dropped},
+    }
 
 
 class GatewayMetrics(Collector):
@@ -136,7 +338,7 @@ class GatewayMetrics(Collector):
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, gateway: "GatewayService") -> None:
+    def __init__(self, gateway: MeasuredGateway) -> None:
         self.gateway = gateway  # the version that serves
         self._histograms = {spec.name: Histogram() for spec in _HISTOGRAMS}
         self._counts: dict[str, Series] = {f"splittime_gateway_{name}_total": {} for name in _COUNTED}
@@ -150,7 +352,7 @@ class GatewayMetrics(Collector):
 
     def count_attempt(self, upstream: str, result: str, whose: str) -> None:
         self._count("splittime_gateway_attempts_total", upstream, result)
-        self._count(VERDICTS, upstream, whose)
+        self._count(VERDICTS_TOLD, upstream, whose)
 
     def keep(self, upstreams: Collection[str]) -> None:
         """Drops the series of all others: upstreams that come and go leave none behind."""
@@ -180,7 +382,7 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         values = {**self._counts, **self._totals(), **self._gauges(), **self._extras()}
-        values[VERDICTS] = self._none_against() | values[VERDICTS]
+        values[VERDICTS_TOLD] = self._none_against() | values[VERDICTS_TOLD]
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
                 make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
@@ -204,7 +406,6 @@ class GatewayMetrics(Collector):
             "splittime_gateway_hops_total": {(name,): getattr(hops, name) for name in ("kept", "known", "forgotten")},
             "splittime_gateway_spans_total": self._spans(),
             "splittime_gateway_retries_total": {(): self.gateway.retry_budgets.num_taken},
-            "splittime_gateway_tied_total": {(name,): count for name, count in self.gateway.tied.results.items()},
             "splittime_gateway_invalid_accounts_total": {(): counts.invalid_accounts},
             "splittime_gateway_ledger_drops_total": {("queue_full",): counts.dropped, ("disk",): counts.unwritten},
         }
@@ -222,16 +423,11 @@ class GatewayMetrics(Collector):
             "splittime_gateway_breaker_open": {(name,): int(one.breaker.is_open) for name, one in upstreams},
             "splittime_gateway_degradation_level": {(): self.gateway.ladder.observe(time.monotonic_ns())},
             "splittime_gateway_budget_used_tokens": self.gateway.budgets.used(),
-            "splittime_gateway_limits_shared": self._is_sharing(),
             "splittime_gateway_loop_lag_seconds": {(): self.gateway.lag.longest_ns / 1e9},
             "splittime_gateway_queued_requests": {(): requests},
             "splittime_gateway_queued_tokens": {(): tokens},
+            "splittime_gateway_kept_bytes": {("records",): self.gateway.ledger.counts().kept_bytes},
         }
-
-    def _is_sharing(self) -> Series:
-        gateway = self.gateway
-        shared = gateway.shared_limits
-        return {} if shared is None else {(): int(shared.is_shared and gateway.budgets.is_written)}
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
         if isinstance(record, StepRecord):
@@ -241,8 +437,6 @@ class GatewayMetrics(Collector):
         for attempt in record.attempts:
             if attempt.resumed_by:
                 self._count("splittime_gateway_resumes_total", attempt.resumed_by)
-            if attempt.error == TIED_LOST:
-                self._count_lost(attempt)
             if attempt.first_byte_ns is not None and attempt.num_events:  # of a stream
                 lasted_ns = attempt.first_byte_ns - attempt.begin_ns
                 self._histograms["splittime_gateway_first_byte_seconds"].observe((attempt.upstream,), lasted_ns)
@@ -255,11 +449,6 @@ class GatewayMetrics(Collector):
         for name, labels, by in counted(record):
             self._count(name, *labels, by=by)
         self._count("splittime_gateway_requests_total", _known(record.finish_reason))
-
-    def _count_lost(self, attempt: Attempt) -> None:
-        lasted_s = (attempt.end_ns - attempt.begin_ns) / 1e9
-        self._count("splittime_gateway_tied_lost_seconds_total", attempt.upstream, by=lasted_s)
-        self._count("splittime_gateway_tied_lost_tokens_total", attempt.upstream, by=attempt.lost_tokens)
 
     def _count(self, name: str, *labels: str, by: float = 1) -> None:
         series = self._counts[name]

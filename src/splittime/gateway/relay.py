@@ -12,31 +12,145 @@ a body.
 
 Nothing is buffered beyond the event that is not yet whole: while the client does not take a piece the next is not read,
 and TCP tells the upstream.
+
+One request at one upstream: it is sent, and its answer is read, within the times that there are.
+
+A stream has `first_byte_s` to its first byte and `between_s` between two pieces. An answer that is no stream has
+`whole_answer_s` in all, as long as its upstream lives (`UpstreamPulse`): that its time is over says nothing against
+the upstream, and nobody else is asked to write the same again.
 """
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from splittime.gateway import verdict as verdicts
-from splittime.gateway.answer_events import DONE, WholeEvents, ignored, readable
-from splittime.gateway.breaks import AttemptBreaks, Deadline
-from splittime.gateway.decoded_answer import EVENT_STREAM, Answer, KeyMask, PassedAnswer, drain, is_stream
-from splittime.gateway.degrade.lesser import MarkedAnswer
-from splittime.gateway.endpoints import error_event
-from splittime.gateway.resume.resumption import BREAKS, Asked, Resumption
-from splittime.gateway.sent_headers import SLO_HEADER
-from splittime.gateway.typed_events import events_of
-from splittime.gateway.upstream_call import UpstreamCall
-from splittime.gateway.upstream_connections import UpstreamConnections
-from splittime.gateway.upstreams import Upstream
+from splittime.gateway.answer_events import DONE, WholeEvents, events_of, ignored, readable
+from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
+from splittime.gateway.decoded_answer import EVENT_STREAM, Answer, KeyMask, PassedAnswer, begun, drain, is_stream
+from splittime.gateway.degrade import MarkedAnswer
+from splittime.gateway.forwarded import ForwardedRequest, error_event
+from splittime.gateway.resume import BREAKS, Asked, Resumption
+from splittime.gateway.upstream_connections import UpstreamAnswer, UpstreamConnections
+from splittime.gateway.upstreams import SLO_HEADER, Upstream
+from splittime.gateway.usage_asked import REFUSED, UsageAsked
+from splittime.gateway.verdict import AttemptAsked, BrokenStream, UpstreamFailure, Whose, bad_answer
 from splittime.web import http
-from splittime.wire.sse import MAX_EVENT_BYTES, EventLines
 
 now_ns = time.monotonic_ns
 CLIENT_WAIT_NS = 1_000_000  # a send that blocks longer than this is the client's doing, as in `api.choice`
 DONE_EVENT = b"data: %b\n\n" % DONE
 BEGIN, EVENT_BEGINS = b"data:", re.compile(rb"^(?:data|error):", re.MULTILINE)
+
+
+class UpstreamCall:
+    """usage: what is asked of a stream's tokens beside the request, and taken out of the answer again."""
+
+    def __init__(
+        self,
+        connections: UpstreamConnections,
+        upstream: Upstream,
+        request: ForwardedRequest,
+        headers: Mapping[str, str],
+        deadline: Deadline,
+        asked: AttemptAsked,
+        *,
+        counts_each: bool,
+        max_answer_bytes: int,
+    ) -> None:
+        self._connections, self._upstream, self._headers = connections, upstream, headers
+        self._deadline, self._asked, self._max_answer_bytes = deadline, asked, max_answer_bytes
+        self.usage = UsageAsked(request, upstream, each=counts_each)
+        self._breaks = AttemptBreaks(upstream.config, deadline)
+        self._is_stream, self._begin_ns, self._most_bytes = request.is_stream, now_ns(), request.most_bytes
+        self._watched: UpstreamAnswer | None = None
+
+    async def open(self) -> tuple[Answer, bytes]:
+        """Returns the answer, whose head is there, and its first piece, b"" if it has no body. Raises
+        `UpstreamFailure`."""
+        answer, first = await self._open()
+        self.usage.note_answered(answer.status)
+        if not (self.usage.may_be_refused and answer.status in REFUSED):
+            return answer, first
+        try:
+            first = await self.read(answer, first)
+        except UpstreamFailure:
+            answer.close()
+            raise
+        if not self.usage.is_refused(answer.status, first):
+            return answer, first
+        answer.close()
+        return await self.open()
+
+    async def _open(self) -> tuple[Answer, bytes]:
+        config, begin_ns = self._upstream.config, now_ns()
+        limit_s, is_deadline = self._within(config.first_byte_s)
+        response: Answer | None = None
+        try:
+            response = answer = await self._connections.ask(
+                "POST",
+                self._upstream.address,
+                self._asked.path,
+                self._headers,
+                self.usage.request.body,
+                connect_s=min(config.connect_s, limit_s),
+            )
+            if not self._is_stream:
+                self._watched = answer
+                self._upstream.pulse.watch(answer, self._connections)
+            response, first = await begun(answer, max(0.0, limit_s - (now_ns() - begin_ns) / 1e9))
+        except BaseException as error:
+            if response is not None:
+                response.close()
+            if not self._is_stream and type(error) is TimeoutError and not is_deadline:
+                raise UpstreamFailure(self._breaks.whole_too_late()) from error
+            verdict = self._breaks.before(error, limit_s, is_deadline=is_deadline)
+            if verdict is None:
+                raise
+            raise UpstreamFailure(verdict) from error
+        return response, first
+
+    async def next(self, response: Answer) -> bytes:
+        """Returns the next piece, b"" at the end. Raises `BrokenStream`, told to nobody yet."""
+        limit_s, is_deadline = self._within(self._upstream.config.between_s)
+        try:
+            return await response.piece(limit_s)
+        except BROKEN as error:
+            if not self._is_stream and type(error) is TimeoutError and not is_deadline:
+                raise BrokenStream(self._breaks.whole_too_late()) from error
+            raise BrokenStream(self._breaks.within(error, is_deadline=is_deadline)) from error
+
+    async def read(self, response: Answer, piece: bytes) -> bytes:
+        """Returns the whole body, of which this piece is there; then nobody waits for it. Raises `UpstreamFailure`."""
+        pieces, size, most = [], 0, self._max_answer_bytes
+        try:
+            while piece:
+                pieces.append(piece)
+                size += len(piece)
+                if size > most:
+                    verdict = bad_answer(self._asked, f"answered more than {most} bytes", limit=most)
+                    if self._most_bytes > most:  # as it was asked to
+                        verdict = verdict._replace(whose=Whose.REQUEST, is_retryable=False)
+                    raise BrokenStream(verdict)
+                piece = await self.next(response)
+        except BrokenStream as broken:
+            raise UpstreamFailure(broken.verdict) from broken
+        finally:
+            self.leave()
+        return b"".join(pieces)
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._watched is not None:
+            self._upstream.pulse.leave(self._watched)
+            self._watched = None
+
+    def _within(self, of_stream_s: float) -> tuple[float, bool]:
+        """Returns how long the next wait may last, and whether the deadline says so."""
+        if self._is_stream:
+            return self._deadline.within(of_stream_s)
+        passed_s = (now_ns() - self._begin_ns) / 1e9
+        return self._deadline.within(max(0.0, self._upstream.config.whole_s - passed_s))
 
 
 class Relay:
@@ -94,42 +208,22 @@ class Relay:
             counts_each=resumption.counts_each,
             max_answer_bytes=max_answer_bytes,
         )
-        self._opened: tuple[Answer, bytes] | None = None
-        self._whole_verdict: verdicts.AnswerVerdict | None = None
         self._is_judged = False  # a stream has begun well
         self._held = b""  # events of a stream that has not begun: another upstream may still have the client
-
-    async def open(self) -> None:
-        """Returns when an answer that the client shall have is there, or the first event of a stream: for who waits to
-        see whether it comes. Raises `UpstreamFailure`, for an answer that says "try another" too."""
-        self._opened = response, first = await self._open()
-        try:
-            if not is_stream(response, first, self._request.is_stream):
-                self._whole_verdict = await self._judged(response, first)
-            else:
-                self._opened = response, await self._until_event(response, first)
-        except verdicts.AttemptFailure as failure:
-            response.close()
-            raise verdicts.UpstreamFailure(failure.verdict) from failure
 
     def tell_nobody(self) -> None:
         """Let go of those whom it told, as it is over: no circle is left for the garbage collector."""
         self.on_first_byte, self.events.on_id = ignored, ignored
         self._call.leave()
 
-    def close(self) -> None:
-        """Nobody wants the answer that has begun."""
-        if self._opened is not None:
-            self._opened[0].close()
-
     async def run(self) -> None:
         """Returns when the client has the whole answer. Raises `UpstreamFailure` or `BrokenStream`."""
-        response, first = self._opened or await self._open()
+        response, first = await self._open()
         try:
-            if self._whole_verdict is None and is_stream(response, first, self._request.is_stream):
+            if is_stream(response, first, self._request.is_stream):
                 await self._stream(response, first)
             else:
-                await self._whole(self._whole_verdict or await self._judged(response, first))
+                await self._whole(await self._judged(response, first))
         finally:
             response.close()
 
@@ -149,19 +243,6 @@ class Relay:
             self.on_first_byte()
 
     # ---- a stream
-
-    async def _until_event(self, response: Answer, first: bytes) -> bytes:
-        """Returns what a stream has begun with, up to the end of its first event. Raises `BrokenStream`."""
-        lines, piece = EventLines(), first
-        while not (found := lines.feed(self._mask.masked(piece))):
-            piece = await self._call.next(response)
-            if not piece or len(first) > MAX_EVENT_BYTES:
-                raise verdicts.BrokenStream(self._breaks.died())
-            first += piece
-        self._note_begun(first)
-        if (verdict := verdicts.of_begin(self._asked, found[0])) is not None:
-            raise verdicts.BrokenStream(verdict)
-        return first
 
     async def _stream(self, response: Answer, piece: bytes) -> None:
         try:

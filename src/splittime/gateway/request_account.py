@@ -8,19 +8,18 @@ divided by lengths, not by instants of two clocks: first the account's length, t
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError, UpstreamError
 from splittime.core.request import FinishReason
 from splittime.core.trace_context import NO_TRACE, TraceContext
-from splittime.gateway.answer_events import NestedAccount, ignored
-from splittime.gateway.audit.log import AuditLog
-from splittime.gateway.endpoints import ENDPOINTS
-from splittime.gateway.forwarded import ForwardedRequest
-from splittime.gateway.in_flight_limit import account_wait_ns
-from splittime.gateway.learnt_use import LearntUse
+from splittime.gateway.answer_events import AnswerEvents, NestedAccount, ignored
+from splittime.gateway.audit import AuditLog
+from splittime.gateway.breaker import account_wait_ns
+from splittime.gateway.budgets import LearntUse
+from splittime.gateway.forwarded import ENDPOINTS, ForwardedRequest
 from splittime.gateway.relay import Relay
-from splittime.gateway.tracing.spans import attempt_context
+from splittime.gateway.tracing import attempt_context
 from splittime.gateway.upstreams import Routed, Upstream
 from splittime.gateway.verdict import Whose
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
@@ -31,12 +30,20 @@ from splittime.ledger.store import Ledger
 from splittime.web import http
 from splittime.wire.sse import AnswerReader
 
-if TYPE_CHECKING:
-    from splittime.gateway.cache.giving import Giving
-
 now_ns = time.monotonic_ns
 UNKNOWN = "unknown"  # finish reason of an answer that told none
 MAX_MODEL_CHARS = 256
+
+
+class EndedAnswer(Protocol):
+    """Where the answer comes from that a client has: an upstream (`Relay`), or the cache."""
+
+    @property
+    def events(self) -> AnswerEvents: ...
+    @property
+    def status(self) -> int | None: ...
+    @property
+    def ended_ns(self) -> int | None: ...
 
 
 class RequestAccount:
@@ -113,7 +120,7 @@ class RequestAccount:
             self._nested = nested
         self._account.enter(Stage.DELIVER, at_ns)
 
-    def used_tokens(self, relay: "Relay | Giving | None", learnt: LearntUse) -> int:
+    def used_tokens(self, relay: Relay | EndedAnswer | None, learnt: LearntUse) -> int:
         """Returns the tokens of the request, as told, or as estimated, and learns from those that are told: that both
         are 0 tells nothing. None of a request that no upstream was sent, or of whose answers its client was given none;
         but who leaves one that works at it, or is given none by his own doing, has used what it did until then."""
@@ -160,20 +167,17 @@ class RequestAccount:
         begin_ns: int,
         error: str,
         *,
-        attempt_id: str,
-        tied_to: str = "",
         lost_tokens: int = 0,
         first_tokens: FirstTokens | None = None,
     ) -> None:
         """Write down an attempt that is over."""
-        nested = self._nested if attempt_id == self.attempt_id else NestedAccount()
-        usage, at_ns = relay.events.read(), now_ns()
+        nested, usage, at_ns = self._nested, relay.events.read(), now_ns()
         if nested.stages and (limit := routed.upstream.in_flight_limit) is not None:
             limit.note_wait(account_wait_ns(nested.stages), nested.duration_ns, begin_ns, at_ns)
         self._attempts.append(
             Attempt(
                 upstream=routed.upstream.name,
-                request_id=attempt_id,
+                request_id=self.attempt_id,
                 considered=routed.considered,
                 begin_ns=begin_ns,
                 end_ns=at_ns,
@@ -186,7 +190,6 @@ class RequestAccount:
                 nested_fault=nested.fault,
                 resumed_by=relay.resumed_by,
                 resumed_after=relay.resumed_after,
-                tied_to=tied_to,
                 lost_tokens=lost_tokens,
                 first_tokens=first_tokens,
                 affinity=routed.affinity,
@@ -195,7 +198,7 @@ class RequestAccount:
 
     # ---- the end
 
-    def close_answered(self, relay: "Relay | Giving", error: SplittimeError | None) -> None:
+    def close_answered(self, relay: EndedAnswer, error: SplittimeError | None) -> None:
         """The client has an answer: close the account at the instant at which it had the end."""
         usage, events, status = relay.events.read(), relay.events, relay.status or 0
         at_ns = relay.ended_ns or now_ns()

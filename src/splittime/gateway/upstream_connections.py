@@ -9,26 +9,271 @@ whole and allows it, and for `KEEPALIVE_S` at most; an upstream may close it at 
 finds one closed within `STALE_WITHIN_S`, before any byte of an answer, is sent again, once, over a new one. Later it
 has been worked at: it may be what ended its server. A head, or what stands between two
 pieces of a body, is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment.
+
+How far upstreams are: the least round trip of the connections that requests use, as the kernel measured it.
+
+Linux knows it of each TCP connection, from its first packets on (`tcpi_min_rtt` of TCP_INFO: the least of the latest
+five minutes). It is read whenever a request gets a connection, new or kept, which takes a system call and no packet:
+nothing is probed. What a TLS handshake, the upstream's work or its queue take is not in it; a proxy that ends the
+connection is taken for the upstream. Where the system does not tell, nothing is known.
+
+How long a request that comes now will wait for a first byte at an upstream, by what those before it did.
+
+Counted are the tokens of the requests that the upstream has and has not begun to answer, and how fast such tokens have
+come to a first byte of late, over the time in which there were any. Their ratio is the wait (Little's law, 1961). A
+request whose answer streams already is not counted: a server that computes several at once begins the next beside it,
+and where it does not, the rate says so. While nothing comes the rate falls, so that an upstream that hangs has a longer
+wait with every second.
+
+One answer of an upstream, as it is read: what has come of it, and the waits for what comes next.
+
+What the client has not taken is read up to `MAX_UNREAD_BYTES` and the end of that read, which may bring 256 KiB; then
+TCP tells the upstream.
 """
 
 import asyncio
+import math
+import socket
 import ssl
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import httptools
 
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_answer import UpstreamAnswer
 from splittime.wire.target import Address
 
+TCP_INFO = getattr(socket, "TCP_INFO", None)
+MIN_RTT_AT, MIN_RTT = 148, struct.Struct("=I")  # in us, in `struct tcp_info`
+NOT_MEASURED = 2**32 - 1
+RISE = 8  # of the way to a longer one with each request
+FORGET_S = 30.0  # in which a rate forgets all but 1/e
+LEAST_SEEN_S = 0.05  # for a rate to be told
+LEAST_TOKENS = 1e-9  # a rate falls to so many at most, and never to "nothing was seen"
+MOST_S = 86_400.0  # of a wait that is told: records keep its nanoseconds in 64 bits
+MAX_UNREAD_BYTES = 64 * 1024
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn, and so vLLM, closes an idle connection
 STALE_WITHIN_S = 1.0  # longer than a message there and back
 MAX_HEAD_BYTES = 256 * 1024
 NOT_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 IN_A_PATH = "/%:@!$&'()*+,;=~-._"  # and what a config has escaped already
+
+
+class RoundTrip:
+    """ns: from the gateway to an address and back; None while nobody knows. It falls at once to a shorter one, and
+    rises by an eighth of the difference to a longer one: connections may have taken different ways."""
+
+    __slots__ = ("ns",)
+
+    def __init__(self) -> None:
+        self.ns: int | None = None
+
+    def note(self, ns: int) -> None:
+        if self.ns is None or ns <= self.ns:
+            self.ns = ns
+        else:
+            self.ns += (ns - self.ns) // RISE
+
+
+class RoundTrips:
+    """One `RoundTrip` for each host and port that a config names."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[tuple[str, int], RoundTrip] = {}
+
+    def of(self, host: str, port: int) -> RoundTrip:
+        """Returns that of an address of the config."""
+        return self._by_address.setdefault((host, port), RoundTrip())
+
+    def note(self, host: str | None, port: int | None, connection: Any) -> None:
+        """A request has this socket to that address."""
+        known = self._by_address.get((host or "", port or 0))
+        ns = None if known is None else min_rtt_ns(connection)
+        if known is not None and ns is not None:
+            known.note(ns)
+
+    def keep(self, addresses: Collection[tuple[str, int]]) -> None:
+        """Drops all other addresses, which no config names now."""
+        self._by_address = {address: one for address, one in self._by_address.items() if address in addresses}
+
+
+def min_rtt_ns(connection: Any) -> int | None:
+    """Returns the least round trip of a connected socket; None if the system does not tell."""
+    if TCP_INFO is None or connection is None:
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, TCP_INFO, MIN_RTT_AT + MIN_RTT.size)
+    except OSError:  # it is closed already
+        return None
+    if len(info) < MIN_RTT_AT + MIN_RTT.size:
+        return None
+    (us,) = MIN_RTT.unpack_from(info, MIN_RTT_AT)
+    return None if us == NOT_MEASURED else us * 1000
+
+
+class FirstByteWaits:
+    """tokens: of requests that were sent and have no first byte. Times are ns of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._requests = 0
+        self._begun = self._seconds = 0.0
+        self._since_ns: int | None = None  # up to when `_seconds` has been counted, while any wait
+
+    def sent(self, tokens: int, now_ns: int) -> None:
+        self._elapse(now_ns)
+        self._since_ns = now_ns
+        self._requests += 1
+        self.tokens += tokens
+
+    def begun(self, tokens: int, now_ns: int) -> None:
+        """A request that was sent has the first byte of an answer."""
+        self.gone(tokens, now_ns)
+        self._begun += tokens
+
+    def gone(self, tokens: int, now_ns: int) -> None:
+        """A request that was sent is over, and had none."""
+        self._elapse(now_ns)
+        self._requests -= 1
+        self.tokens -= tokens
+        if self._requests == 0:
+            self._since_ns = None
+
+    def wait_ns(self, now_ns: int) -> int | None:
+        """Returns the wait of a request that is sent now; None while too little was seen."""
+        if self.tokens == 0:
+            return 0
+        self._elapse(now_ns)
+        if self._seconds < LEAST_SEEN_S or self._begun <= 0:
+            return None
+        return int(min(self.tokens * self._seconds / self._begun, MOST_S) * 1e9)
+
+    def _elapse(self, now_ns: int) -> None:
+        if self._since_ns is not None and now_ns > self._since_ns:
+            kept = math.exp((self._since_ns - now_ns) / 1e9 / FORGET_S)
+            self._begun = max(self._begun * kept, LEAST_TOKENS) if self._begun else 0.0
+            self._seconds = self._seconds * kept + FORGET_S * (1 - kept)  # the same, looked at often or once
+            self._since_ns = now_ns
+
+
+class AnswerSource(Protocol):
+    """The connection that an answer comes from."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self, answer: "UpstreamAnswer | None") -> None:
+        """Read on, if this is the answer that is being read."""
+
+    def cut(self) -> None:
+        """End the connection: nobody reads the rest."""
+
+
+class UpstreamAnswer:
+    """One answer, as it is read. status, headers: known once `piece` has returned; names in lower case, the first of
+    each name counts. is_given_up: nobody wants it any more."""
+
+    def __init__(self, connection: AnswerSource) -> None:
+        self.status, self.headers = 0, dict[bytes, bytes]()
+        self._connection = connection
+        self.is_given_up = False
+        self._pieces: list[bytes] = []
+        self._num_unread = 0
+        self._is_whole = False
+        self._error: OSError | ValueError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._until_s = 0.0  # of the loop's clock: when the wait has lasted too long
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+    async def piece(self, within_s: float) -> bytes:
+        """Returns all that has been read and not returned yet, as soon as there is any; b"" at the end. Raises
+        `TimeoutError`, `OSError` for a connection that broke off, `ValueError` for what is not HTTP."""
+        if not (self._pieces or self._is_whole or self._error):
+            await self._wait(within_s)
+        if self._pieces:
+            return self._taken()
+        if self._error is not None:
+            raise copy(self._error)  # whose frames have this answer
+        return b""
+
+    def close(self) -> None:
+        """Nobody reads on: a connection in the middle of an answer is cut."""
+        self.is_given_up = True
+        self._stop()
+        if not self._is_whole:
+            self._connection.cut()
+
+    def _taken(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        if self._num_unread > MAX_UNREAD_BYTES:
+            self._connection.resume(self)
+        self._num_unread = 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _wait(self, within_s: float) -> None:
+        self._until_s = self._loop.time() + within_s
+        if self._watch is None or self._watch.when() > self._until_s:
+            self._stop()
+            self._watch = self._loop.call_later(within_s, self._look)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _look(self) -> None:
+        """The timer of an earlier wait, which later ones leave as it is."""
+        self._watch = None
+        if self._waiter is None or self._waiter.done():
+            return
+        left_s = self._until_s - self._loop.time()
+        if left_s > 0:
+            self._watch = self._loop.call_later(left_s, self._look)
+        else:
+            self._waiter.set_exception(TimeoutError())
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    # ---- what its connection tells
+
+    def come_from(self, connection: AnswerSource) -> None:
+        """Take note that it is asked for again, over another connection; nothing of it was there."""
+        self._connection = connection
+
+    def begin(self, status: int) -> None:
+        """Takes note that the head is there, for which `piece` does not wait."""
+        self.status = status
+
+    def feed(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        before, self._num_unread = self._num_unread, self._num_unread + len(piece)
+        if before <= MAX_UNREAD_BYTES < self._num_unread:
+            self._connection.pause()
+        self._wake()
+
+    def end(self, error: OSError | ValueError | None = None) -> None:
+        """Takes note that it is whole, or, with an error, that nothing more of it comes. The connection of one that is
+        whole may be another's by now."""
+        if self._is_whole:
+            return
+        self._is_whole, self._error = error is None, error
+        self._stop()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class NoConnection(ConnectionError):

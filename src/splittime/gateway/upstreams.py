@@ -3,38 +3,50 @@
 Where there are more than `MANY`, some of each region are drawn first, and with them those that served the prompt's
 beginning: what a choice takes does not grow with the number of upstreams (with a thousand it took 3 ms). Of those that
 have room and a breaker that allows it, the ones of the nearest region are looked at where there are
-regions (`routing.regions`); of these the one that served the prompt's beginning gets it where there is affinity
+regions (`Regions`); of these the one that served the prompt's beginning gets it where there is affinity
 (`routing.affinity`). Else `DRAWN` are drawn, and of these the one has it that has the fewest tokens to come to a first
 byte at this gateway; where those are equal, the fewest tokens in flight, then requests. What streams already is hardly
 in a prompt's way, so counting it alike sent prompts to where others were being computed: of two drawn by tokens in
-flight the slowest first tokens took up to twice as long as one after the other, with this less (`cluster.simulated`,
-docs/log.md). More than two choices (Mitzenmacher 2001) are no herd while each gateway knows at once what it sent.
+flight the slowest first tokens took up to twice as long as one after the other, with this less (docs/log.md). More than
+two choices (Mitzenmacher 2001) are no herd while each gateway knows at once what it sent.
 A retry goes to an upstream that has not been tried, while there is one.
 
 A body takes a place for each answer that a model writes for it (`ForwardedRequest.places`). The last places of an
 upstream, one of `FOR_OTHERS`, no body of several answers takes: one that asks for more than the rest begins where
 nothing else is in flight, and leaves those to others, whoever they are.
+
+Which region a request goes to: the one of the upstream with the least round trip and expected wait.
+
+`RoundTrips` measures the first and expects the second; what is not known yet counts as nothing, so
+that it is soon known. Costs that differ by less than `EQUAL_NS` or a tenth are equal, as estimates are no closer than
+that; among equals the gateway's own region comes first. Who of a region gets the request, affinity and load say.
+
+What an upstream is told in the head of a request: its own key, never the client's, and what is left of the time. A
+server of ours is told whose request it is: the tenant whose key came, whatever its client says in such a header.
 """
 
 import logging
 import random
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from splittime.core.errors import Refused
-from splittime.gateway.breaker import Breaker, LeftOut
-from splittime.gateway.config import BreakerConfig, UpstreamConfig
-from splittime.gateway.in_flight_limit import InFlightLimit
-from splittime.gateway.routing.affinity import PrefixAffinity
-from splittime.gateway.routing.prefix_table import SeenPrefix
-from splittime.gateway.routing.regions import NOWHERE, Regions
-from splittime.gateway.routing.round_trips import FirstByteWaits, RoundTrip
-from splittime.gateway.upstream_pulse import UpstreamPulse
+from splittime.core.errors import ConfigError, Refused
+from splittime.gateway.breaker import Breaker, InFlightLimit, LeftOut
+from splittime.gateway.breaks import UpstreamPulse
+from splittime.gateway.config import BreakerConfig, GatewayConfig, UpstreamConfig
+from splittime.gateway.decoded_answer import USER_AGENT
+from splittime.gateway.forwarded import OF_ANTHROPIC
+from splittime.gateway.routing.affinity import PrefixAffinity, SeenPrefix
+from splittime.gateway.upstream_connections import FirstByteWaits, RoundTrip
 from splittime.gateway.usage_asked import EACH_CHUNK
 from splittime.gateway.verdict import AnswerVerdict, Whose
 from splittime.ledger.attempts import AffinityDecision, Considered
+from splittime.web import http
+from splittime.web.tenants import tenant_of, told_tenant
 from splittime.wire.target import Target
 
+EQUAL_NS, EQUAL_SHARE = 1_000_000, 0.1
 log = logging.getLogger("splittime.gateway")
 
 DRAWN = 8
@@ -45,6 +57,70 @@ LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not t
 MAX_CONSIDERED = 8  # in an account
 HUNG_AFTER = 3  # requests in a row without a byte; fewer may have been too long
 HELD_BY = "responses kept by "  # begins the name of a line
+now_ns = time.monotonic_ns
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+ANTHROPIC_HEADERS = (b"anthropic-version", b"anthropic-beta")
+ANTHROPIC_VERSION = "2023-06-01"
+ANTHROPIC_KEY = "sk-ant-api"  # begins one, which Anthropic does not take as a bearer's
+SLO_HEADER = "x-llm-d-slo-ttft-ms"
+
+
+class DistanceCost(NamedTuple):
+    """What a request to an upstream is expected to take before its first byte, work aside; None where nobody knows."""
+
+    rtt_ns: int | None
+    wait_ns: int | None
+
+    @property
+    def total_ns(self) -> int:
+        return (self.rtt_ns or 0) + (self.wait_ns or 0)
+
+
+NOWHERE = DistanceCost(None, None)  # where there are no regions
+
+
+class Regions:
+    """home: the gateway's own region. is_on: whether upstreams have regions."""
+
+    def __init__(self, home: str | None, is_on: bool) -> None:
+        self._home, self.is_on = home, is_on
+
+    def costs(self, free: Sequence["Upstream"], now_ns: int) -> dict[str, DistanceCost]:
+        """Returns what each of these costs now, by name; {} where there are no regions."""
+        if not self.is_on:
+            return {}
+        return {one.name: DistanceCost(one.round_trip.ns, one.waits.wait_ns(now_ns)) for one in free}
+
+    def nearest(self, free: Sequence["Upstream"], costs: Mapping[str, DistanceCost]) -> list["Upstream"]:
+        """Returns the upstreams that cost least, all of one region; all of them where there are no regions."""
+        if not costs:
+            return list(free)
+        most_ns = equal_to_ns(min(costs[one.name].total_ns for one in free))
+        equal = [one for one in free if costs[one.name].total_ns <= most_ns]
+        first = min(equal, key=lambda one: (one.config.region != self._home, costs[one.name].total_ns))
+        return [one for one in equal if one.config.region == first.config.region]
+
+
+def equal_to_ns(cost_ns: int) -> int:
+    """Returns up to which cost another is equal to this one."""
+    return cost_ns + max(EQUAL_NS, int(cost_ns * EQUAL_SHARE))
+
+
+def regions_of(config: GatewayConfig) -> Regions:
+    return Regions(config.region, any(upstream.region is not None for upstream in config.upstream))
+
+
+def check_regions(config: GatewayConfig) -> None:
+    """Raises `ConfigError` where some upstreams have a region and others none, or the gateway's own is nobody's."""
+    named = {upstream.region for upstream in config.upstream if upstream.region is not None}
+    lacking = next((number for number, one in enumerate(config.upstream) if one.region is None), None)
+    if named and lacking is not None:
+        param = f"upstream[{lacking}].region"
+        raise ConfigError(f"{param} is missing, and others have one", param=param, hint="give each one, or none")
+    if config.region is not None and config.region not in named:
+        hint = f"the upstreams are in {', '.join(sorted(named))}" if named else "give each [[upstream]] a region"
+        message = f"region: no upstream is in {config.region!r}"
+        raise ConfigError(message, param="region", value=config.region, hint=hint)
 
 
 class UpstreamLoad:
@@ -376,3 +452,40 @@ class Router:
         if busy:
             return Refused(told, reason="upstreams_busy", retry_after_s=after_s)
         return Refused(told, reason="no_upstream", status=503, retry_after_s=after_s)
+
+
+def sent_headers(
+    scope: http.Scope, upstream: Upstream, attempt_id: str, until_ns: int, first_token_by_ns: int | None
+) -> dict[str, str]:
+    """Returns the headers of one attempt. until_ns, first_token_by_ns: the deadlines."""
+    headers = {
+        "content-type": "application/json",
+        "accept-encoding": "identity",
+        "user-agent": USER_AGENT,
+        "x-request-id": attempt_id,
+        "x-request-deadline-ms": _left_ms(until_ns),
+    }
+    is_anthropics = scope["path"] in OF_ANTHROPIC
+    headers |= key_headers(upstream.key, is_anthropics=is_anthropics)
+    if upstream.keeps_accounts:
+        headers |= {"x-include-timing": "1", **told_tenant(tenant_of(scope))}
+    if first_token_by_ns is not None:
+        headers[SLO_HEADER] = _left_ms(first_token_by_ns)
+    for name in (*TRACE_HEADERS, *(ANTHROPIC_HEADERS if is_anthropics else ())):
+        value = http.header(scope, name)
+        if value is not None and value.isascii() and value.isprintable():  # else no header of ours
+            headers[name.decode()] = value
+    return headers
+
+
+def key_headers(key: str | None, *, is_anthropics: bool) -> dict[str, str]:
+    """Returns how an upstream knows the gateway. is_anthropics: the path is one of Anthropic's API."""
+    headers = {"anthropic-version": ANTHROPIC_VERSION} if is_anthropics else {}
+    if key is None:
+        return headers
+    is_its_key = is_anthropics and key.startswith(ANTHROPIC_KEY)
+    return headers | ({"x-api-key": key} if is_its_key else {"authorization": f"Bearer {key}"})
+
+
+def _left_ms(until_ns: int) -> str:
+    return str(max(1, (until_ns - now_ns()) // 1_000_000))

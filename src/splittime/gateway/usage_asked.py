@@ -14,8 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from splittime.gateway.endpoints import WITH_CHOICES
-from splittime.gateway.forwarded import ForwardedRequest
+from splittime.gateway.forwarded import WITH_CHOICES, ForwardedRequest
 from splittime.gateway.verdict import ANSWERED
 from splittime.wire.sse import EventLines
 

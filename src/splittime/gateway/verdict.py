@@ -7,7 +7,8 @@ a stream, and `breaks` at what broke off or came too late; all make one `AnswerV
     nobody    a success                               no                    the answer
     request   nothing                                 where it was a 429    the answer: it is about what was asked
     busy      a pause, by Retry-After                 yes                   the 429
-    health    a failure                               yes                   a 5xx of its own, or 502
+    health    a failure                               yes                   a 5xx of its own, or 502; of a refusal of
+              who asked (`OF_THE_GATEWAY`)                                  the gateway nothing that the upstream said
     key       a failure                               yes                   502, and nothing that the upstream said
     model     a failure; of one with several models   yes                   502, likewise
               that model alone is kept from it
@@ -18,6 +19,11 @@ a stream, and `breaks` at what broke off or came too late; all make one `AnswerV
 A request can bring a refusal about by itself: by a deadline, a size, a form, a text that is not allowed. Such a refusal
 says nothing of what others would get. Our own servers say the reason; of others, a 429 to a request with a deadline of
 its client's own is taken to be about that deadline.
+
+The error that an upstream's answer or event tells, by its fields alone.
+
+Nothing here reads a message for what it means but its beginning, where servers that tell no code name the model: the
+rest of a message may be a piece of the request, and would let a client say what is held against an upstream.
 """
 
 from enum import StrEnum
@@ -25,24 +31,124 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from splittime.core.errors import RequestError, SplittimeError, UpstreamError
+from splittime.core.errors import NotFound, RequestError, SplittimeError, UpstreamError
 from splittime.gateway.decoded_answer import JSON, PassedAnswer, pause_of
-from splittime.gateway.endpoints import ENDPOINTS, RESPONSES, WITH_CHOICES
-from splittime.gateway.told_error import TIME_IS_OVER, ToldError, decoded, refusal_of, says_no_such_path, told_error
+from splittime.gateway.forwarded import ENDPOINTS, RESPONSES, WITH_CHOICES
 from splittime.wire.sse import body_text
 
+NO_SUCH_MODEL = frozenset({"model_not_found", "deploymentnotfound"})
+NO_SUCH_MODEL_BEGINS = ("the model ", "model ", "model:")  # the last is Anthropic's
+TIME_IS_OVER = frozenset({"deadline_exceeded", "upstream_total_timeout", "upstream_whole_answer_timeout"})  # of ours
+RPC_TOO_LATE = "DEADLINE_EXCEEDED"  # of Google's: the upstream's own time, not the request's
+NO_SUCH_ROUTE = {"detail": "Not Found"}  # of FastAPI: vLLM, SGLang
+STATUS_OF = {  # where a type stands for a status
+    "invalid_request_error": 400,
+    "badrequesterror": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "notfounderror": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "overloaded_error": 529,
+    **dict.fromkeys(TIME_IS_OVER, 504),
+}
 ANSWERED = (200, 201)
 BAD_REQUEST, BAD_GATEWAY, BUSY_STATUS, TOO_LATE = 400, 502, 429, 504
 KEY_REFUSED = (401, 402, 403, 407)  # no client can mend that: the key, and who pays for it, is the gateway's
-OF_A_PROXY_TOO = (402, 403, 407)  # a firewall and a proxy answer so too, with a page or with words
+OF_A_PROXY_TOO = (402, 403, 407, 451)  # a firewall and a proxy answer so too, with a page or with words
+OF_THE_GATEWAY = (402, 403, 407, 421, 426, 451, 511)  # about who asks the upstream, from where and how: no client
 KEY_CODES = {"invalid_api_key", "api_key_invalid", "authentication_error", "account_deactivated", "insufficient_quota"}
+
+
+class ToldError(NamedTuple):
+    """codes: its code, type, status and reason, in lower case. status: a number that stands for one, or that its type
+    stands for; None for none. is_flagged: it says that the request's text is not allowed."""
+
+    codes: frozenset[str] = frozenset()
+    status: int | None = None
+    param: str = ""
+    message: str = ""
+    is_flagged: bool = False
+
+    @property
+    def names_a_model(self) -> bool:
+        """Returns whether it says that there is no such model."""
+        begin = self.message[:16].lower()
+        return bool(self.codes & NO_SUCH_MODEL) or self.param == "model" or begin.startswith(NO_SUCH_MODEL_BEGINS)
+
+
+def told_error(told: object) -> ToldError | None:
+    """Returns the error that a decoded answer is; None for one that is none."""
+    if not isinstance(told, dict):
+        return None
+    error = told.get("error")
+    if error is None and (told.get("object") == "error" or told.get("type") == "error"):
+        error = told
+    if error is None or error is False or error == {}:
+        return None
+    return _of_fields(error) if isinstance(error, dict) else ToldError(message=str(error)[:1000])
+
+
+def refusal_of(told: object) -> ToldError:
+    """Returns what a decoded refusal says, in whatever form."""
+    found = told_error(told)
+    if found is None and isinstance(told, dict):
+        found = _of_fields(told if "message" in told else {"message": told.get("detail")})
+    return found or ToldError()
+
+
+def event_error(data: bytes) -> ToldError | None:
+    """Returns the error that an event of a stream is. Few events are decoded for it: a text that has the word has it
+    between quotes that are escaped."""
+    return told_error(decoded(data)) if b'"error"' in data else None
+
+
+def says_no_such_path(told: object, *, has_kept: bool = False) -> bool:
+    """Returns whether a decoded 404 is about the path, not about what was asked for there: an API's own error is about
+    a model, a file or a response, unless it is one of ours that names nothing. Who has no API there answers with a page
+    or with words: `{"detail": "Not Found"}` of FastAPI, `{"message": "no Route matched"}` of a proxy. has_kept: an API
+    with things that are kept, of which words may be."""
+    if not isinstance(told, dict):
+        return True
+    error, found = told.get("error"), refusal_of(told)
+    if isinstance(error, dict):
+        return error.get("code") == NotFound.code and not found.param
+    if has_kept:
+        return told == NO_SUCH_ROUTE
+    return not (found.codes or found.param or found.names_a_model or told.get("object") == "error")
+
+
+def decoded(body: bytes) -> Any:
+    """Returns what JSON says; None for what is none."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _of_fields(error: dict[str, Any]) -> ToldError:
+    words = [error.get(name) for name in ("reason", "code", "type", "status")]
+    codes = [one.lower() for one in words if isinstance(one, str) and one != RPC_TOO_LATE]
+    numbers = [one for one in words if type(one) is int]
+    numbers += [int(one) for one in codes if len(one) == 3 and one.isascii() and one.isdigit()]
+    numbers += [STATUS_OF[one] for one in codes if one in STATUS_OF]
+    metadata = error.get("metadata")
+    return ToldError(
+        codes=frozenset(codes),
+        status=next((one for one in numbers if 400 <= one < 600), None),
+        param=str(error.get("param") or ""),
+        message=str(error.get("message") or "")[:1000],
+        is_flagged=isinstance(metadata, dict) and "flagged_input" in metadata,
+    )
 
 
 KEY_CODES |= {"billing_not_active", "billing_hard_limit_reached"}
 FLAGGED = frozenset({"content_policy_violation", "content_filter", "moderation_blocked"})
 NO_SUCH_PATH = (405, 501)
 PASSING = (408, 425, 502, 503, 504, 529)
-UPSTREAM_MAY_TRY = (408, 421, 425)  # 4xx that are about the exchange
+UPSTREAM_MAY_TRY = (408, 421, 425, 426)  # 4xx that are about the exchange
 # Reasons of a 429 that another request need not meet.
 OF_THE_REQUEST = {"deadline", "slo_ttft", "deadline_exceeded", "grammars_queue_full", "queued_prompt_tokens"}
 OF_THE_REQUEST |= {"queued_texts", "queued_bodies", "open_prefills"}
@@ -217,7 +323,7 @@ def _shape_of(body: bytes) -> WholeShape | None:
 def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told: bool) -> AnswerVerdict:
     """is_told: the body is an object, which a client may read."""
     status, code = answer.status, f"upstream_{answer.status}"
-    if whose in (Whose.KEY, Whose.MODEL):
+    if whose in (Whose.KEY, Whose.MODEL) or (whose is Whose.HEALTH and status in OF_THE_GATEWAY):
         return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True, is_answered=True)
     words = f"upstream {asked.upstream!r} answered {status}"
     if whose is Whose.PATH:
@@ -237,11 +343,11 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
 
 
 def _not_for_clients(asked: AttemptAsked, whose: Whose, code: str) -> tuple[str, UpstreamError]:
-    if whose is Whose.KEY:
-        words, hint = "refuses the gateway", "its operator can mend that: the key of the upstream, or its account there"
-    else:
+    if whose is Whose.MODEL:
         words, hint = f"does not have {asked.model!r}", "its operator can mend that: `models` of the upstream"
         code = "upstream_lacks_model"
+    else:
+        words, hint = "refuses the gateway", "its operator can mend that: its key or account there, or a proxy between"
     return code, UpstreamError(f"upstream {asked.upstream!r} {words}", code=code, status=BAD_GATEWAY, hint=hint)
 
 
@@ -283,7 +389,7 @@ def of_event(asked: AttemptAsked, told: ToldError, data: bytes) -> AnswerVerdict
     """Returns the verdict on a stream with an event that is an error; its answer is for who has nothing of it yet."""
     (status, whose), code = _whose_within(asked, told), "upstream_error_event"
     found = _refused(asked, PassedAnswer(status, [(b"content-type", JSON)], data), whose, is_told=True)
-    if found.whose in (Whose.KEY, Whose.MODEL, Whose.REQUEST):
+    if found.answer is None or found.whose is Whose.REQUEST:
         return found
     words = f"an error inside the stream of upstream {asked.upstream!r}: {told.message}"
     error = UpstreamError(words, code=code, status=status)

@@ -17,22 +17,19 @@ import msgspec
 from splittime.core.errors import EngineError, ErrorInfo, Overloaded, SplittimeError, error_from_info
 from splittime.core.request import FinishReason
 from splittime.gateway.answer_events import ignored
-from splittime.gateway.cache.giving import Giving
-from splittime.gateway.cache.turn import CacheTurn
-from splittime.gateway.degrade.lesser import Lesser, lesser, template_answer
-from splittime.gateway.endpoints import error_at_once, error_event, respond_error
-from splittime.gateway.forwarded import ForwardedRequest, forwarded
+from splittime.gateway.cache.turn import CacheTurn, Giving
+from splittime.gateway.degrade import Lesser, lesser, template_answer
+from splittime.gateway.forwarded import ForwardedRequest, error_at_once, error_event, forwarded, respond_error
 from splittime.gateway.forwarding import Forwarding, SignOfLife
 from splittime.gateway.relay import Relay
 from splittime.gateway.request_account import RequestAccount, reason_of
-from splittime.gateway.responses.held import bound
+from splittime.gateway.responses import bound
 from splittime.gateway.service import GatewayService
 from splittime.ledger.account import REFUSED
 from splittime.ledger.stages import Stage
 from splittime.web import http
-from splittime.web.quota import QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import Sharer, tenant_of
+from splittime.web.tenants import QuotaUse, Sharer, tenant_of
 
 now_ns = time.monotonic_ns
 SHED_DRAW = "splittime.shed_draw"  # key in an ASGI scope

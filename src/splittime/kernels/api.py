@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, ProductUses
 
 
@@ -43,6 +43,7 @@ class WeightScheme:
     bfloat16, on every processor alike; where it is not set x stays float32. `Ops.product_dtype` tells which.
     is_turned, of integers that we round ourselves: a CPU's backend that rounds activations too turns both before
     (`kernels.reference.rounding.turned`). The product is that of the weight all the same, with smaller errors.
+    bits, of GGUF's K types: of how many bits an integer is, where scales and minima are counted in `RoundedRows.steps`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class WeightScheme:
     has_minima: bool = False
     rounds_activations: bool = False
     is_turned: bool = False
+    bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,15 @@ class RoundedRows:
     their place. scales: float32 [rows, groups].
     zeros: uint8 [rows, groups], zero points of "int4"; None: 8 for "int4", 0 for "int8".
     minima: float32 [rows, groups], what is taken off whatever the integer is; None: nothing.
+    steps, where the scheme has `bits`: float32 [rows, 1 or 2, in / 256 rounded up]. Scales are whole multiples of the
+        first, and minima + scales * (8 for "int4", else 16) of the second.
     """
 
     integers: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     minima: Tensor | None = None
+    steps: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +166,8 @@ class RunnableLayer(Protocol):
     def needs_host(self) -> bool: ...
 
     def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
-        """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2]; kv: this layer's; plan: of
-        its group; uses: of adapters, in this layer -> [T, hidden], one layer on."""
+        """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2], see `models.rope`; kv: this
+        layer's; plan: of its group; uses: of adapters, in this layer -> [T, hidden], one layer on."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +247,9 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 I] -> silu(gate) * up, [T, I]."""
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 I] -> gelu(gate) * up, [T, I], by the approximation with a tanh."""
+
     def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> AttentionPlan:
         """Work out once a step what the layers with this sliding window share: indices and masks.
 
@@ -254,11 +262,10 @@ class Ops(Protocol):
         """qkv [T, num_heads + 2 num_kv_heads, head_dim], in place: norm each query and key head (unless `head_norm` is
         None), turn its adjacent pairs by `turns`, complex64 [T, D / 2], and put keys and values at their places."""
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:
         """q [T, num_heads, head_dim] against one layer's `kv` -> [T, num_heads * head_dim].
 
-        Query head h reads KV head h // (num_heads // num_kv_heads).
-        """
+        Query head h reads KV head h // (num_heads // num_kv_heads)."""
 
     def finite(self, x: Tensor) -> list[bool]:
         """Returns whether all of each row of x [N, D] is finite."""

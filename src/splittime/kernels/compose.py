@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
-from splittime.kernels.layer import AttentionWeights, LayerWeights, MixtureWeights, MlpWeights
+from splittime.kernels.layer import (
+    AttentionWeights,
+    Clamped,
+    LayerWeights,
+    MixtureWeights,
+    MlpWeights,
+    PackedNorm,
+    RouterSpec,
+)
 from splittime.kernels.low_rank import LayerUses, ProductUses
+from splittime.kernels.plain import each_alike
 
 
 @dataclass(frozen=True)
@@ -28,21 +37,32 @@ class ComposedLayer:
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
     def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
-        hidden, normed = attention(self.ops, self.weights, hidden, turns, kv, plan, uses)
-        return feed_forward(self.ops, self.weights.feed_forward, normed, hidden, uses)
+        ops, layer = self.ops, self.weights
+        hidden, normed = attention(ops, layer, hidden, turns, kv, plan, uses)
+        if layer.norm_after_feed_forward is None:
+            return feed_forward(ops, layer.feed_forward, normed, hidden, uses)
+        return hidden + ops.rms_norm(
+            feed_forward(ops, layer.feed_forward, normed, None, uses), layer.norm_after_feed_forward
+        )
+
+
+def normed_by(ops: Ops, norm: PackedNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else ops.rms_norm(x, norm)
 
 
 def attention(
     ops: Ops, layer: LayerWeights, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses
 ) -> tuple[Tensor, Tensor]:
     """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
-    on_qkv = [(one.qkv, tokens) for one, tokens in uses]
-    mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan, on_qkv)
-    if not uses:
-        return ops.linear_norm(mixed, layer.mixer.output, hidden, layer.feed_forward_norm)
-    hidden = ops.linear(mixed, layer.mixer.output, hidden)
-    ops.add_low_rank(hidden, mixed, [(one.output, tokens) for one, tokens in uses])
-    return hidden, ops.rms_norm(hidden, layer.feed_forward_norm)
+    on_qkv, on_output = [(one.qkv, tokens) for one, tokens in uses], [(one.output, tokens) for one, tokens in uses]
+    mixed = attend(ops, layer.mixer, normed_by(ops, layer.mixer_norm, hidden), turns, kv, plan, on_qkv)
+    after, norm = layer.norm_after_mixer, layer.feed_forward_norm
+    if not uses and after is None and norm is not None:
+        return ops.linear_norm(mixed, layer.mixer.output, hidden, norm)
+    added = ops.linear(mixed, layer.mixer.output, hidden if after is None else None)
+    ops.add_low_rank(added, mixed, on_output)
+    hidden = added if after is None else hidden + ops.rms_norm(added, after)
+    return hidden, normed_by(ops, norm, hidden)
 
 
 def attend(
@@ -52,9 +72,22 @@ def attend(
     queries, keys and values."""
     spec, product = part.spec, ops.linear(x, part.qkv)
     ops.add_low_rank(product, x, uses)
+    if part.all_norms is not None:
+        places = slice(0, spec.query_width), slice(spec.query_width, spec.query_width + spec.kv_width)
+        for norm, place in zip(part.all_norms, places, strict=True):
+            product[:, place] = ops.rms_norm(product[:, place], norm)
+    factors = []
+    if spec.position.query_growth:
+        turns, grown = turns[:, :-1].contiguous(), turns[:, -1].real
+        factors.append(grown[:, None, None].to(x.dtype))
+    if part.query_factors is not None:
+        factors.append(part.query_factors)
     qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
     ops.rope_write(qkv, part.head_norm, turns, kv, plan)
-    return ops.attention(qkv[:, : spec.num_heads], kv, plan, spec.scale)
+    queries = qkv[:, : spec.num_heads]
+    for factor in factors:
+        queries = queries * factor
+    return ops.attention(queries, kv, plan, part.weighing)
 
 
 def feed_forward(
@@ -67,23 +100,31 @@ def feed_forward(
 def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None, uses: LayerUses = ()) -> Tensor:
     gate_up = ops.linear(x, part.gate_up)
     ops.add_low_rank(gate_up, x, [(one.gate_up, tokens) for one, tokens in uses])
-    inner = ops.silu_mul(gate_up)
+    if part.spec.clamped is not None:
+        inner = clamped_mul(gate_up, part.spec.clamped)
+    else:
+        inner = ops.silu_mul(gate_up) if part.spec.activation == "silu" else ops.gelu_mul(gate_up)
     y = ops.linear(inner, part.down, residual)
     ops.add_low_rank(y, inner, [(one.down, tokens) for one, tokens in uses])
     return y
 
 
+def clamped_mul(gate_up: Tensor, clamped: Clamped) -> Tensor:
+    """gate_up [T, 2 I] -> [T, I]."""
+    alpha, limit = clamped
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * each_alike(torch.sigmoid, gate * alpha) * (up + 1)
+
+
 def mixture(ops: Ops, part: MixtureWeights, x: Tensor, residual: Tensor | None) -> Tensor:
     """An expert runs once, on all the tokens that chose it."""
-    scores = ops.linear(x, part.router).float().softmax(-1)  # [T, E]
-    weights, chosen = scores.topk(part.spec.num_chosen, dim=-1)  # [T, k]
-    if part.spec.normalises:
-        weights = weights / weights.sum(-1, keepdim=True)
+    weights, chosen = choose_experts(ops.linear(x, part.router), part.spec, part.correction)
     order = chosen.flatten().argsort()  # (token, choice) pairs, grouped by expert
     tokens = order // part.spec.num_chosen
     shares = weights.flatten()[order].to(x.dtype).unsqueeze(1)
     counts = chosen.flatten().bincount(minlength=len(part.experts)).tolist()
-    out = torch.zeros_like(x) if residual is None else residual.clone()
+    out = _beside(ops, part, x, residual)
     begin = 0
     for expert, count in zip(part.experts, counts, strict=True):
         if count:
@@ -91,3 +132,37 @@ def mixture(ops: Ops, part: MixtureWeights, x: Tensor, residual: Tensor | None) 
             out.index_add_(0, mine, mlp(ops, expert, x[mine], None) * shares[begin : begin + count])
             begin += count
     return out
+
+
+def choose_experts(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [T, E], correction [E] -> the experts' weights, float32 [T, k], and their numbers, int64 [T, k]."""
+    wide = logits.float()
+    scores = each_alike(torch.sigmoid, wide) if spec.scoring == "sigmoid" else wide.softmax(-1)
+    ranked = scores if correction is None else scores + correction
+    if spec.num_groups > 1:
+        ranked = _of_best_groups(ranked, spec)
+    weights, chosen = ranked.topk(spec.num_chosen, dim=-1)
+    if ranked is not scores:
+        weights = scores.gather(-1, chosen)
+    if spec.normalises:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(spec.least_sum)
+    return weights * spec.scale, chosen
+
+
+def _of_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
+    """ranked [T, E] -> the same, -inf outside the best groups."""
+    groups = ranked.unflatten(-1, (spec.num_groups, -1))  # [T, G, E / G]
+    goodness = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    best = goodness.topk(spec.chosen_groups, dim=-1).indices
+    is_out = torch.ones_like(goodness, dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _beside(ops: Ops, part: MixtureWeights, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Returns what the experts add to, which may be changed: the residual and what the shared expert makes of x."""
+    if part.shared is None:
+        return torch.zeros_like(x) if residual is None else residual.clone()
+    if part.shared_gate is None:
+        return mlp(ops, part.shared, x, residual)
+    y = mlp(ops, part.shared, x, None) * each_alike(torch.sigmoid, ops.linear(x, part.shared_gate))
+    return y if residual is None else y.add_(residual)

@@ -1,7 +1,8 @@
 """The language of decoder layers: named parts, each a small value that says what the part computes.
 
-    layer = norm, mixer, norm, feed-forward          each of the two added to the residual stream
-    mixer = attention: heads, position, window, a norm of each head
+    layer = norm, mixer, norm, feed-forward          each of the two added to the residual stream; norms before it,
+                                                     after it, or both
+    mixer = attention: heads, position, window, a norm of each head or of all of them
     feed-forward = MLP, or a router and a mixture of MLPs
 
 A model is a sequence of `LayerSpec`s, composed from its checkpoint's config by its architecture's entry
@@ -13,6 +14,7 @@ run part by part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -26,10 +28,16 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """A rotary position embedding; all after `theta` are read only by the types that use them.
+    """A rotary position embedding; all after `theta` are read only by the types that use them, but for the last three.
 
-    rope_type: "default", "linear" or "llama3", as in `config.json`; or "divided", which is how GGUF files say what they
-        do: each pair's frequency is divided by its own of `divisors`.
+    rope_type: "default", "linear", "llama3", "yarn" or "longrope", as in `config.json`; or "divided", which is how GGUF
+        files say what they do: each pair's frequency is divided by its own of `divisors`.
+    divisors, far_divisors: of "longrope", for contexts up to `original_max_position_embeddings`, and for longer.
+    fast_turns, slow_turns, truncates: of "yarn", between how many turns in the original context the pairs are blended,
+        and whether the blend begins and ends at whole pairs.
+    share: of each head's elements, the first, that are turned; with 0 the layer knows no positions.
+    factor_of_turned: what they are multiplied by besides.
+    query_growth: g, above 0: a turned query at position p is multiplied by 1 + g ln(1 + floor(p / original context)).
     """
 
     rope_type: str
@@ -39,6 +47,24 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
     divisors: tuple[float, ...] = ()
+    far_divisors: tuple[float, ...] = ()
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    truncates: bool = True
+    share: float = 1.0
+    factor_of_turned: float = 1.0
+    query_growth: float = 0.0
+
+    def is_far(self, num_positions: int) -> bool:
+        """Returns whether a context of so many positions is turned by `far_divisors`."""
+        return bool(self.far_divisors) and num_positions > self.original_max_position_embeddings
+
+    def turned_dims(self, head_dim: int) -> int:
+        """Returns how many of a head's elements are turned."""
+        return int(head_dim * self.share)
+
+
+NO_ROPE = RopeSpec("default", theta=1.0, share=0.0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,10 @@ class AttentionSpec:
     """window_tokens: a query at position p sees positions (p - window_tokens, p]; None: all of [0, p].
 
     head_norm: queries and keys pass this norm, head by head, before their position; None: they do not.
+    normed: "heads", each by itself; "turned", the same, after their position; "all", those of a token as one row.
+    score_factor: on the scores; None: one over the root of head_dim. score_cap: above 0, a score s becomes
+        score_cap * tanh(s / score_cap).
+    has_sinks: each head has a score of its own for seeing nothing, which takes its share of the softmax.
     """
 
     num_heads: int
@@ -56,11 +86,15 @@ class AttentionSpec:
     head_norm: NormSpec | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    normed: Literal["heads", "turned", "all"] = "heads"
+    score_factor: float | None = None
+    score_cap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         """Returns the factor on the scores."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.score_factor is None else self.score_factor
 
     @property
     def query_width(self) -> int:
@@ -75,12 +109,24 @@ class AttentionSpec:
         return hidden_size * (2 * self.query_width + 2 * self.kv_width)
 
 
+class Clamped(NamedTuple):
+    """In the place of silu(g) * u: g * sigmoid(alpha * g) * (u + 1), of a g of at most `limit` and a u within it."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
 @dataclass(frozen=True)
 class MlpSpec:
-    """down(silu(gate(x)) * up(x)), `inner` wide between."""
+    """down(activation(gate(x)) * up(x)), `inner` wide between. "gelu_tanh": GELU by its approximation with a tanh."""
 
     inner: int
     has_bias: bool = False
+    activation: Activation = "silu"
+    clamped: Clamped | None = None
 
     def num_weights(self, hidden_size: int) -> int:
         return 3 * hidden_size * self.inner
@@ -88,40 +134,68 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Each token goes to its `num_chosen` best of `num_experts`, weighted by their probabilities; with `normalises`
-    these are made to sum to 1."""
+    """Each token goes to its `num_chosen` best of `num_experts`, weighted by their scores, which are the `scoring` of
+    the router's logits, times `scale`.
+
+    normalises: the chosen scores are divided by their sum, or by `least_sum` where that is more. Of a softmax that
+        makes them the softmax of the chosen logits alone, as some families put it.
+    has_bias: the router's product has one. is_corrected: each expert has a number that is added to its score when
+        experts are chosen, and not when they are weighted.
+    num_groups, chosen_groups: neighbouring experts are a group, and only those of the best groups are chosen; a group
+        is as good as its two best experts together.
+    """
 
     num_experts: int
     num_chosen: int
     normalises: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    is_corrected: bool = False
+    num_groups: int = 1
+    chosen_groups: int = 1
+    least_sum: float = 1e-20
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """A mixture of experts, all of which have the shape of `expert`."""
+    """A mixture of experts, all of which have the shape of `expert`, and one that every token goes to: `shared`, times
+    the sigmoid of a product of its own if `gates_shared`."""
 
     router: RouterSpec
     expert: MlpSpec
+    shared: MlpSpec | None = None
+    gates_shared: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
         """Returns how many weights one token is multiplied by."""
-        return self.router.num_experts * hidden_size + self.router.num_chosen * self.expert.num_weights(hidden_size)
+        beside = 0 if self.shared is None else self.shared.num_weights(hidden_size)
+        small = (self.router.num_experts + self.gates_shared) * hidden_size
+        return small + self.router.num_chosen * self.expert.num_weights(hidden_size) + beside
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """norm: of both places, before the mixer and before the feed-forward."""
+    """norm: of all places. places: whether mixer and feed-forward are each given what a norm made of the residual
+    stream, or add what a norm made of their own output, or both."""
 
     norm: NormSpec
     mixer: AttentionSpec
     feed_forward: MlpSpec | MixtureSpec
+    places: Literal["before", "after", "both"] = "before"
 
     @property
     def widest(self) -> int:
         """Outputs of its widest product."""
-        part = self.feed_forward
-        inner = part.inner if isinstance(part, MlpSpec) else part.expert.inner
+        inner = max(mlp.inner for mlp in mlps_of(self.feed_forward))
         return max(self.mixer.query_width + 2 * self.mixer.kv_width, inner)
+
+
+def mlps_of(part: MlpSpec | MixtureSpec) -> tuple[MlpSpec, ...]:
+    """Returns each kind of MLP in it, the experts' first."""
+    if isinstance(part, MlpSpec):
+        return (part,)
+    return (part.expert,) if part.shared is None else (part.expert, part.shared)
 
 
 @dataclass(frozen=True)
@@ -146,6 +220,16 @@ def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KvGroup, ...]:
     return tuple(KvGroup(tuple(mine), *kind) for kind, mine in found.items())
 
 
+class Weighing(NamedTuple):
+    """How scores become shares of the values: by a softmax, after `scale` and `cap` (see `AttentionSpec`).
+
+    sinks: float32 [num_heads], the score of a token that every query sees besides and whose values are 0, or None."""
+
+    scale: float
+    cap: float = 0.0
+    sinks: Tensor | None = None
+
+
 class PackedWeight:
     """A linear weight as a backend keeps it. blob: uint8, all of it."""
 
@@ -159,12 +243,23 @@ class PackedNorm:
 @dataclass(frozen=True)
 class AttentionWeights:
     """qkv: [query_width + 2 kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
-    head_dim], None where the spec has none."""
+    head_dim]; sinks: float32 [num_heads]; None where the spec has none, or norms of all.
+
+    all_norms: of all queries, and of all keys, of a token. query_factors: [head_dim], what turned queries are
+        multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.
+    """
 
     spec: AttentionSpec
     qkv: PackedWeight
     output: PackedWeight
     head_norm: PackedNorm | None
+    all_norms: tuple[PackedNorm, PackedNorm] | None = None
+    query_factors: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def weighing(self) -> Weighing:
+        return Weighing(self.spec.scale, self.spec.score_cap, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -178,19 +273,26 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """router: [num_experts, hidden]."""
+    """router: [num_experts, hidden]; correction: float32 [num_experts]; shared_gate: [1, hidden]. The last three are
+    None where the spec has none."""
 
     spec: RouterSpec
     router: PackedWeight
     experts: tuple[MlpWeights, ...]
+    correction: Tensor | None = None
+    shared: MlpWeights | None = None
+    shared_gate: PackedWeight | None = None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer of `kernels.layer`, each part with its weights."""
+    """A layer of `kernels.layer`, each part with its weights, and the norms before and after each, where there are
+    some."""
 
     spec: LayerSpec
-    mixer_norm: PackedNorm
+    mixer_norm: PackedNorm | None
     mixer: AttentionWeights
-    feed_forward_norm: PackedNorm
+    feed_forward_norm: PackedNorm | None
     feed_forward: MlpWeights | MixtureWeights
+    norm_after_mixer: PackedNorm | None = None
+    norm_after_feed_forward: PackedNorm | None = None

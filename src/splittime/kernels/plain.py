@@ -10,15 +10,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
 from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
 from splittime.kernels.low_rank import ProductUses
 
+WHOLE_VECTORS = 128  # elements: a multiple of what torch takes at once, for each instruction set and dtype
+ONE_THREAD = 32_768  # elements: torch shares out more than these
 _lock = threading.Lock()
 _bytes: Counter[str] = Counter()
 
@@ -59,6 +63,37 @@ def _count(kind: str, tensors: tuple[Tensor | None, ...]) -> None:
             _bytes[kind] += num_bytes
 
 
+def each_alike(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Returns `function` of each element, the same bits whatever stands beside it. function: of torch, with an `out`.
+
+    On a CPU torch computes what does not fill its vectors by another formula: the last elements, and the last of each
+    thread's part. So it is given pieces that one thread computes, the last filled up to whole vectors.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.device != CPU:
+        return function(x, out=y)
+    size = ONE_THREAD if torch.get_num_threads() > 1 else max(1, x.numel())
+    for piece, made in zip(x.contiguous().view(-1).split(size), y.view(-1).split(size), strict=True):
+        missing = -len(piece) % WHOLE_VECTORS
+        if missing:
+            filled = F.pad(piece, (0, missing))
+            made.copy_(function(filled, out=filled)[: len(piece)])
+        else:
+            function(piece, out=made)
+    return y
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """approximate: as torch has it, "none" or "tanh"."""
+    return each_alike(partial(torch.ops.aten.gelu.out, approximate=approximate), x)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See `kernels.api.Ops.gelu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, "tanh").mul_(up)
+
+
 @dataclass(frozen=True)
 class Stack(PackedWeight):
     """Packed weights, the outputs of each beside those of the one before."""
@@ -84,6 +119,9 @@ class PlainOps(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, packed: PackedNorm) -> Tensor: ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return gelu_mul(gate_up)
 
     def add_low_rank(self, y: Tensor, x: Tensor, uses: ProductUses) -> None:
         for low_rank, tokens in uses:

@@ -6,7 +6,7 @@
 
 A group that spans the whole row is `in_features` rounded up to a multiple of these. Scales and minima of groups of
 integers are kept as float16 (tests/models/product_bounds.py says what that costs), so they must lie within its range;
-those of fp8 stay float32.
+those of fp8 stay float32. Three schemes, those of GGUF's K types, have scales and minima in `steps` (`STEPPED`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,10 +18,12 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.api import LinearShape, RoundedRows, WeightScheme
 
 UNITS = {"int8": 16, "int4": 32, "fp8": 128}  # columns of a group: a multiple of these
-RANGES = {"int4": (0, 15)}
+RANGES = {4: (0, 15), 5: (-16, 15), 6: (-32, 31)}  # by bits
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_HALF = 65504.0
 INT4_ZERO = 8
+STEPPED = {("int4", 32, True, 4), ("int8", 32, True, 5), ("int8", 16, False, 6)}  # name, group, minima, bits
+STEP_COLUMNS = 256
 
 
 def check_scheme(scheme: WeightScheme) -> None:
@@ -37,6 +39,9 @@ def check_scheme(scheme: WeightScheme) -> None:
     if scheme.name == "int8" and scheme.has_zeros:
         hint = "minima = scales * (zeros - 128), of the integers less 128, say the same"
         raise _refusal("int8 with zero points", True, "zero points of int4", hint)
+    kept = (scheme.name, scheme.group, scheme.has_minima, scheme.bits)
+    if scheme.bits and (scheme.has_zeros or scheme.is_turned or kept not in STEPPED):
+        raise _refusal(f"scales in steps beside {scheme}", scheme, sorted(STEPPED))
     if scheme.has_minima and scheme.group == 0:
         raise _refusal("int8 with minima but no groups", 0, "groups", "give the number of columns as the group")
 
@@ -84,12 +89,12 @@ def in_panels(parts: Iterable[RoundedRows], panel_rows: int) -> Iterator[Rounded
 
 def joined(parts: Iterable[RoundedRows]) -> RoundedRows:
     """These rows, one below the other."""
-    columns = zip(*((part.integers, part.scales, part.zeros, part.minima) for part in parts), strict=True)
+    columns = zip(*((part.integers, part.scales, part.zeros, part.minima, part.steps) for part in parts), strict=True)
     return RoundedRows(*(None if some[0] is None else torch.cat(some) for some in columns))  # type: ignore[arg-type]
 
 
 def rows_of(part: RoundedRows, begin: int, end: int) -> RoundedRows:
-    kept = (part.integers, part.scales, part.zeros, part.minima)
+    kept = (part.integers, part.scales, part.zeros, part.minima, part.steps)
     return RoundedRows(*(None if one is None else one[begin:end] for one in kept))  # type: ignore[arg-type]
 
 
@@ -105,11 +110,13 @@ def as_packed(part: RoundedRows, scheme: WeightScheme) -> RoundedRows:
 
 def _check_part(part: RoundedRows, in_features: int, scheme: WeightScheme) -> None:
     rows, groups = len(part.integers), num_groups(in_features, scheme)
+    steps = (rows, 1 + scheme.has_minima, -(-in_features // STEP_COLUMNS))
     wanted = {
         "integers": (part.integers, True, (rows, in_features), FLOAT8 if scheme.name == "fp8" else torch.int8),
         "scales": (part.scales, True, (rows, groups), torch.float32),
         "zeros": (part.zeros, scheme.has_zeros, (rows, groups), torch.uint8),
         "minima": (part.minima, scheme.has_minima, (rows, groups), torch.float32),
+        "steps": (part.steps, scheme.bits > 0, steps, torch.float32),
     }
     for name, (tensor, is_there, shape, dtype) in wanted.items():
         if (tensor is not None) != is_there:
@@ -123,12 +130,12 @@ def _check_part(part: RoundedRows, in_features: int, scheme: WeightScheme) -> No
 def _check_values(part: RoundedRows, scheme: WeightScheme) -> None:
     if scheme.name == "fp8":
         return
-    if scheme.name == "int4" and part.integers.numel():
-        low, high = RANGES[scheme.name]
+    if (scheme.name == "int4" or scheme.bits) and part.integers.numel():
+        low, high = RANGES[scheme.bits or 4]
         for name, values in (("integers", part.integers), ("zeros", part.zeros)):
             if values is not None and (int(values.min()) < low or int(values.max()) > high):
                 found = [int(values.min()), int(values.max())]
-                raise _refusal(f"{name} of int4 rows are in {found[0]} to {found[1]}", found, [low, high])
+                raise _refusal(f"{name} of {scheme.name} rows are in {found[0]} to {found[1]}", found, [low, high])
     if not scheme.group:
         return
     for name, numbers in (("scales", part.scales), ("minima", part.minima)):

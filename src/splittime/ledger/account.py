@@ -114,7 +114,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     started_at_unix_ns: wall-clock time of `start_ns`, for display only; never subtracted from anything.
     cached_tokens: prompt tokens that were found in the prefix cache; host_tokens: of these, the ones that were copied
         back from host memory. ahead_tokens: of these, the ones that were there only because a prefill had computed
-        them (`server.prefilled`), and ahead_ns: how long it computed them.
+        them (`server.service`), and ahead_ns: how long it computed them.
     token_steps, token_ready_ns: for each output token, the step that made it and the instant it was ready.
     token_written_ns: for each output token, the instant the chunk that holds it had been given to the socket;
         shorter than `token_steps` if the client went away.
@@ -135,7 +135,7 @@ class ClosedAccount(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         (`ledger.hops`); empty where it sent none.
     attempts: of a gateway, which upstreams were asked, in order; () in a server's account.
     lookup_guesses, lookup_right: tokens of the answer that a lookup in the request's own text would have guessed, and
-        of these the ones that it would have guessed right (`ledger.lookup`); None where that was not counted.
+        of these the ones that it would have guessed right (`ledger.prompt_parts`); None where that was not counted.
     reasoning_tokens: output tokens of reasoning, with its marks; most_reasoning_tokens: behind so many of them, without
         the marks, the reasoning was to be closed; None: no bound.
     degraded: of a gateway, the stage of its ladder that made the answer a lesser one; "" for none.

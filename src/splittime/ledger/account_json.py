@@ -20,19 +20,8 @@ from splittime.ledger.attempts import Attempt, RouteDecision
 from splittime.ledger.stages import Cause, Stage
 
 _PLAIN_FIELDS = (
-    "request_id",
-    "group_id",
-    "model",
-    "endpoint",
-    "started_at_unix_ns",
-    "start_ns",
-    "end_ns",
-    "finish_reason",
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "num_preemptions",
-    "first_chunk_tokens",
+    *("request_id", "group_id", "model", "endpoint", "started_at_unix_ns", "start_ns", "end_ns", "finish_reason"),
+    *("prompt_tokens", "cached_tokens", "output_tokens", "num_preemptions", "first_chunk_tokens"),
 )
 
 _ATTEMPT_INSTANTS = ("begin_ns", "end_ns", "first_byte_ns")

@@ -10,8 +10,9 @@ import msgspec
 
 from splittime.ledger.stages import Cause, Stage
 
-CANCELLED, TIED_LOST = "cancelled", "tied_lost"  # ends of attempts that did not fail: their client left, another won
+CANCELLED = "cancelled"  # the end of an attempt whose client left
 UNSURE, LOGPROBS_REFUSED = "unsure", "logprobs_refused"  # a small model seemed unsure, or would not say: asked anew
+TIED_LOST = "tied_lost"  # another had a byte first; in ledgers of before decision 32
 NO_FAILURE = frozenset({"", CANCELLED, TIED_LOST, UNSURE, LOGPROBS_REFUSED})  # `error` of attempts that did not fail
 UNSURE_KEPT = "unsure_kept"  # it seemed unsure, and its answer was given all the same
 HIT, CAPPED, NO_AFFINITY = "hit", "capped", "none"  # results of prefix affinity
@@ -27,18 +28,10 @@ class NestedStage(msgspec.Struct, frozen=True, gc=False):
 
 
 class DifficultyDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Which of two models a request's text was given to, and by what.
-
-    choice: `small` or `large`. labels: the beginning of the SHA-256 of the file of labelled prompts, and neighbours:
-    how many of them decide; "" and 0 where the config names no file. score: what the small model's answer was worth for
-    them; None for a request without a text. threshold: the score from which on the small model is asked.
-    """
+    """Which of two models a request was given to first. choice: `small`; `large` too, in ledgers of before decision 32,
+    where its text decided."""
 
     choice: str
-    labels: str = ""
-    neighbours: int = 0
-    score: float | None = None
-    threshold: float = 0.0
 
 
 class FirstTokens(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -67,7 +60,7 @@ class RouteDecision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     asked_model, model: as the client named it, and as it was passed on. upstreams: whom the rule named; () for all.
     prompt_tokens: as the gateway estimated them. headers: of those that some rule of that config asks for, the ones
     that were there, at most 65 characters of each.
-    difficulty: what was decided by the text, where the name was that of a `[[difficulty]]`; None before that, as of an
+    difficulty: who was asked first, where the name was that of a `[[difficulty]]`; None before that, as of an
     answer from the cache.
     """
 
@@ -129,10 +122,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     nested: the upstream's own stages; () if it keeps none. nested_fault: why they could not be nested.
     resumed_by: how it goes on with the stream of the attempt before it, `token_ids` or `text`; "" if it does not.
     resumed_after: after how many tokens (by `text`: pieces) of it.
-    tied_to: the `request_id` of the attempt that was under way at the same time, for the client to have whichever had a
-    byte first; the other's `error` is `tied_lost`. lost_tokens: of one that lost, the prompt's as estimated: with the
-    time from its begin to its end, what it cost its upstream at most.
-    first_tokens: of a small model, where a `[[difficulty]]` has `escalate`; one that is `unsure` has lost tokens too.
+    first_tokens: of a small model, where a `[[difficulty]]` has `escalate`. lost_tokens: of one that is `unsure`, the
+    prompt's as estimated: with the time from its begin to its end, what it cost its upstream at most.
     affinity: by what prefix affinity chose; None where there is none.
     """
 
@@ -150,7 +141,6 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     nested_fault: str = ""
     resumed_by: str = ""
     resumed_after: int = 0
-    tied_to: str = ""
     lost_tokens: int = 0
     first_tokens: FirstTokens | None = None
     affinity: AffinityDecision | None = None

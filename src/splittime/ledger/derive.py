@@ -5,6 +5,7 @@ Pure functions of closed books; nothing here reads a clock. With n output tokens
     E2E        = end - start
     TTFT       = instant the first token was written - start         includes the queue; None if none was written
     TPOT       = (E2E - TTFT) / (n - tokens in the first chunk)      None if the first chunk held them all
+    first ready, per token: the same by when tokens were ready, so that whole answers and streams are compared
     ITL        = gaps between tokens by the server's clock           ready to ready; 0 within one step
     max stall  = the longest ITL
     send lag   = instant a token was written - instant it was ready  its own distribution, part of no sum
@@ -48,6 +49,15 @@ def tpot_ns(account: ClosedAccount) -> float | None:
     if first_ns is None or later_tokens <= 0:
         return None
     return (e2e_ns(account) - first_ns) / later_tokens
+
+
+def first_ready_ns(account: ClosedAccount) -> int | None:
+    return account.token_ready_ns[0] - account.start_ns if account.token_ready_ns else None
+
+
+def per_token_ns(account: ClosedAccount) -> float | None:
+    ready_ns = account.token_ready_ns
+    return (ready_ns[-1] - ready_ns[0]) / (len(ready_ns) - 1) if len(ready_ns) > 1 else None
 
 
 def itl_ns(account: ClosedAccount) -> list[int]:

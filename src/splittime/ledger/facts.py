@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from splittime.core.engine import Part, SleepReport
 from splittime.core.facts import Machine, RefusedValues, TokenCost
-from splittime.core.sleep import Part, SleepReport
 
 UNATTRIBUTED = "unattributed"
 

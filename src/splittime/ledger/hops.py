@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from splittime.core.errors import RequestError
-from splittime.core.kept_by_owner import KeptByOwner
+from splittime.core.shares import KeptByOwner
 from splittime.core.trace_context import MAX_TRACE_HOPS, HopKind
 
 MAX_TENANT_HOPS = 16_384

@@ -4,7 +4,7 @@ Owns: the rings, their index, the list of subscribers. What was refused has a ri
 is asked for ten times what it can do refuses a thousand a second, and would remember nobody that it served.
 
 `add_account` and `add_step` are called on the serving path and only append: they never wait for the disk (see
-`sqlite_file`), and nothing that a subscriber or the disk does wrong reaches the caller. What goes wrong is counted in
+`sqlite`), and nothing that a subscriber or the disk does wrong reaches the caller. What goes wrong is counted in
 `counts()` and logged. An account that does not verify is kept as evidence.
 
 An engine counts its steps from 1. In a file that holds a former server's, they are counted on, with one number left out
@@ -30,8 +30,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop, HopBook
 from splittime.ledger.ring import Ring
-from splittime.ledger.sqlite_file import FileWriter
-from splittime.ledger.sqlite_read import LedgerFile
+from splittime.ledger.sqlite import FileWriter, LedgerFile
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
@@ -67,6 +66,7 @@ class LedgerCounts(msgspec.Struct, frozen=True):
     subscriber_errors: int = 0
     dropped: int = 0
     unwritten: int = 0
+    kept_bytes: int = 0  # of those in memory now, roughly
 
 
 class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +215,7 @@ class Ledger:
             subscriber_errors=self._num_subscriber_errors,
             dropped=self._file.num_dropped if self._file else 0,
             unwritten=self._file.num_unwritten if self._file else 0,
+            kept_bytes=self._served.num_bytes + self._refused.num_bytes + self._steps.num_bytes,
         )
 
     def flush(self, timeout_s: float = 10.0) -> bool:

@@ -48,13 +48,14 @@ _NAME = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.([a-z_.]+)\.lo
 @dataclass(frozen=True)
 class Projection:
     """A module of a layer that may be adapted. product: of `LayerAdapter`'s; begin: its first output there. head_dim:
-    within which halves become pairs; 0: its rows stay as they are."""
+    within which halves become pairs; 0: its rows stay as they are; turned_dims: see `packing.WeightRows`."""
 
     product: str
     begin: int
     out_features: int
     in_features: int
     head_dim: int = 0
+    turned_dims: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,25 @@ def _check_fields(values: dict[str, object]) -> None:
 
 
 def projections(config: ModelConfig, index: int) -> dict[str, Projection]:
-    """Returns what may be adapted in a layer, by the module's name below it; of a mixture of experts nothing is."""
+    """Returns what may be adapted in a layer, by the module's name below it. Experts are not, nor are modules that hold
+    several projections, or these by names that the base model does not have."""
     spec: LayerSpec = config.layers[index]
     names, mixer, hidden = layer_names(config.architecture), spec.mixer, config.hidden_size
-    query, kv = mixer.query_width, mixer.kv_width
-    found = {
-        names.query: Projection("qkv", 0, query, hidden, mixer.head_dim),
-        names.key: Projection("qkv", query, kv, hidden, mixer.head_dim),
-        names.value: Projection("qkv", query + kv, kv, hidden),
-        names.output: Projection("output", 0, hidden, query),
-    }
+    query, kv, turned = mixer.query_width, mixer.kv_width, mixer.position.turned_dims(mixer.head_dim)
+    heads = (0, 0) if names.rows_are_paired else (mixer.head_dim, turned)
+    found = {names.output: Projection("output", 0, hidden, query)}
+    if not names.qkv:
+        found |= {
+            names.query: Projection("qkv", 0, query, hidden, *heads),
+            names.key: Projection("qkv", query, kv, hidden, *heads),
+            names.value: Projection("qkv", query + kv, kv, hidden),
+        }
     if isinstance(spec.feed_forward, MlpSpec):
         inner = spec.feed_forward.inner
-        found[names.mlp.gate] = Projection("gate_up", 0, inner, hidden)
-        found[names.mlp.up] = Projection("gate_up", inner, inner, hidden)
         found[names.mlp.down] = Projection("down", 0, hidden, inner)
+        if not names.gate_up:
+            found[names.mlp.gate] = Projection("gate_up", 0, inner, hidden)
+            found[names.mlp.up] = Projection("gate_up", inner, inner, hidden)
     return found
 
 
@@ -167,7 +172,10 @@ def _pairs(tensors: list[str], layers: list[dict[str, Projection]]) -> dict[int,
         match = _NAME.fullmatch(tensor)
         index = int(match[1]) if match else -1
         if match is None or index >= len(layers) or match[2] not in layers[index]:
-            wanted = "base_model.model.model.layers.N.MODULE.lora_A.weight, and lora_B, of the base model's modules"
+            wanted = (
+                f"base_model.model.model.layers.N.MODULE.lora_A.weight, and lora_B, of {', '.join(sorted(layers[0]))}; "
+                "serve an adapter of other modules merged into the base model"
+            )
             raise _misfit(tensor, "is no part of an adapter that can be served", sorted(layers[0]), wanted)
         halves.setdefault((index, match[2]), set()).add(match[3])
     if not halves:
@@ -198,7 +206,7 @@ class _AdapterPacker:
             place, prefix = places[module], f"base_model.model.model.layers.{index}.{module}.lora_"
             downs.append(self._read(f"{prefix}A.weight", rank, place.in_features))
             up = self._scaled(f"{prefix}B.weight", place.out_features, rank)
-            up = pair_rows(up, place.head_dim) if place.head_dim else up
+            up = pair_rows(up, place.head_dim, place.turned_dims) if place.head_dim else up
             ends = place.begin, place.begin + place.out_features
             parts.append(LowRankPart(*ends, rank, self._pack(up)))
         return LowRank(self._pack(torch.cat(downs)), tuple(parts))

@@ -5,14 +5,20 @@ filled with the default that transformers gives that architecture. What the part
 activation) is not supported and is refused by name.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec
+from splittime.kernels.layer import NO_ROPE, AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec
 from splittime.models import parts
-from splittime.models.fields import Fields, bad
+from splittime.models.fields import Bounds, Fields, bad
 
+NUMBER = re.compile("[0-9]{1,9}")  # of an expert, in a name of a stranger's file
 SLIDING_WINDOW = 4096  # of Mistral, Qwen2 and Qwen3 where the config names none
 
 
@@ -26,10 +32,43 @@ class MlpNames:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """All experts of a layer in one tensor of each kind: gate_up [experts, 2 inner, hidden], down [experts, hidden,
+    inner]; their biases are called as they are, with `_bias` behind.
+
+    is_turned: the last two dimensions change places. alternates: rows of gate and up come in turn, else gate's first.
+    """
+
+    gate_up: str
+    down: str
+    is_turned: bool = False
+    alternates: bool = False
+
+
+class ExpertPlace(NamedTuple):
+    """Where one expert's linear is in a stack: of its rows the first (0) or the second part (1), or all (None)."""
+
+    stacked: Stacked
+    tensor: str
+    number: int
+    part: int | None
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """rows [2 inner, ..], or of `down` [hidden, ..], as they are stored -> those of the linear."""
+        if self.part is None:
+            return rows
+        return rows[self.part :: 2] if self.stacked.alternates else rows.chunk(2)[self.part]
+
+
+@dataclass(frozen=True)
 class LayerNames:
     """What a checkpoint calls the modules of a layer, below `model.layers.N.`.
 
-    experts: the place of one expert, by number; expert: its linears, below that place.
+    experts: the place of one expert, by number; expert: its linears, below that place. correction: of the router, with
+    these dimensions before its own. stacked: how experts are stored where each has no tensors of its own.
+    rows_are_paired: the rows of queries and keys have rotary pairs as neighbours, where others have them in halves.
+    norms_less_one: their scales are stored less 1. qkv, gate_up: modules that hold several projections, one below the
+    other, if there are such.
     """
 
     input_norm: str = "input_layernorm"
@@ -40,10 +79,22 @@ class LayerNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     mlp_norm: str = "post_attention_layernorm"
+    norm_after_mixer: str = "post_attention_layernorm"  # where there is one: else it is the name of `mlp_norm`
+    norm_after_mlp: str = "post_feedforward_layernorm"
     mlp: MlpNames = MlpNames("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    correction_dims: tuple[int, ...] = ()
     experts: str = "mlp.experts.{}."
     expert: MlpNames = MlpNames("gate_proj", "up_proj", "down_proj")
+    shared: MlpNames = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
+    shared_gate: str = "mlp.shared_expert_gate"
+    sinks: str = "self_attn.sinks"
+    stacked: Stacked | None = None
+    rows_are_paired: bool = False
+    norms_less_one: bool = False
+    qkv: str = ""
+    gate_up: str = ""
 
     def mlps(self, feed_forward: MlpSpec | MixtureSpec) -> tuple[MlpNames, ...]:
         """The names of the one MLP, or of each expert."""
@@ -53,13 +104,37 @@ class LayerNames:
         one = self.expert
         return tuple(MlpNames(place + one.gate, place + one.up, place + one.down) for place in places)
 
+    def place_of(self, module: str) -> ExpertPlace | None:
+        """Returns where an expert's linear is, called as if it had tensors of its own."""
+        prefix, _, rest = module.partition(self.experts.partition("{}")[0])
+        number, _, linear = rest.partition(".")
+        part = {self.expert.gate: 0, self.expert.up: 1, self.expert.down: None}
+        if self.stacked is None or not NUMBER.fullmatch(number) or linear not in part:
+            return None
+        tensor = self.stacked.down if linear == self.expert.down else self.stacked.gate_up
+        return ExpertPlace(self.stacked, prefix + tensor, int(number), part[linear])
+
+
+class Ends(NamedTuple):
+    """What is done before the layers and behind the head: embeddings and logits are multiplied, then a logit z becomes
+    logits_cap * tanh(z / logits_cap), unless that is 0."""
+
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_cap: float = 0.0
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """compose: from the config's fields to the layers."""
+    """compose: from the config's fields to the layers. defaults: of transformers, for what the config leaves out, where
+    they are others than those of `parts`. has_head: else the model was saved without one, as embedders are; the table
+    of embeddings takes its place."""
 
     compose: Callable[[Fields], tuple[LayerSpec, ...]]
     names: LayerNames = LayerNames()
+    ends: Callable[[Fields], Ends] = lambda fields: Ends()
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    has_head: bool = True
 
 
 def _llama(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -75,7 +150,7 @@ def _mistral(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def _mixtral(fields: Fields) -> tuple[LayerSpec, ...]:
     mixers = parts.attention(fields, parts.same_windows(fields), theta=1_000_000.0)
-    experts = parts.mixtures(fields, num_chosen=2, normalises=True)
+    experts = parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True))
     return parts.layers(parts.norm(fields, 1e-5), mixers, experts)
 
 
@@ -97,9 +172,305 @@ def _qwen3_moe(fields: Fields) -> tuple[LayerSpec, ...]:
     if not fields.flag("use_sliding_window", False):
         windows = parts.no_windows(fields)
     mixers = parts.attention(fields, windows, head_norm=norm, qkv_bias=is_biased, output_bias=is_biased)
-    experts = parts.mixtures(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
-    return parts.layers(norm, mixers, experts)
+    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
+    return parts.layers(norm, mixers, parts.mixtures(fields, router))
 
+
+def _qwen2_moe(fields: Fields) -> tuple[LayerSpec, ...]:
+    has_windows = fields.flag("use_sliding_window", False)
+    windows = parts.same_windows(fields, SLIDING_WINDOW) if has_windows else parts.no_windows(fields)
+    last = fields.count("max_window_layers", 28)
+    kinds = [has_windows and layer % 2 == 0 and layer < last for layer in range(len(windows))]
+    windows = parts.windows_of_kinds(fields, windows, kinds)
+    mixers = parts.attention(fields, windows, qkv_bias=fields.flag("qkv_bias", True))
+    router = parts.router(fields, num_chosen=4, normalises=fields.flag("norm_topk_prob", False))
+    shared = fields.count("shared_expert_intermediate_size", 5632)
+    return parts.layers(parts.norm(fields), mixers, parts.mixtures(fields, router, shared, gates_shared=True))
+
+
+def _gpt_oss(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Its softmax of the chosen logits alone is what `normalises` comes to."""
+    windows, biases = parts.same_windows(fields, 128), _biases(fields, True)
+    windows = parts.windows_of_kinds(fields, windows, [layer % 2 == 0 for layer in range(len(windows))])
+    mixers = parts.attention(fields, windows, has_sinks=True, **biases)
+    router = replace(parts.router(fields, num_chosen=4, normalises=True), has_bias=True)
+    clamped = Clamped(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
+    experts = parts.mixtures(fields, router, has_bias=True, clamped=clamped)
+    return parts.layers(parts.norm(fields), mixers, experts)
+
+
+def _ernie_moe(fields: Fields) -> tuple[LayerSpec, ...]:
+    if fields.flag("use_bias", False):
+        raise fields.bad("use_bias", True, "false (a head with a bias is not implemented)")
+    num_layers, mixers = fields.count("num_hidden_layers"), parts.attention(fields, parts.no_windows(fields))
+    router = parts.router(fields, num_chosen=6, normalises=True)
+    router = replace(router, is_corrected=True, least_sum=fields.number("moe_norm_min", 1e-12))
+    first, last = fields.count("moe_layer_start_index", 1), fields.count("moe_layer_end_index", -1)
+    every, beyond = fields.count("moe_layer_interval", 1), num_layers if last == -1 else last + 1
+    plain = [layer for layer in range(num_layers) if not first <= layer < beyond or (layer + 1) % every]
+    shared = fields.count("moe_num_shared_experts", 2) * fields.count("moe_intermediate_size", 1536)
+    return parts.layers(parts.norm(fields), mixers, parts.mixtures(fields, router, shared, plain=plain))
+
+
+def _glm_moe(fields: Fields) -> tuple[LayerSpec, ...]:
+    norm, biases = parts.norm(fields), {"qkv_bias": fields.flag("attention_bias", False)}
+    head_norm = norm if fields.flag("use_qk_norm", False) else None
+    mixers = parts.attention(fields, parts.no_windows(fields), partial=0.5, head_norm=head_norm, **biases)
+    router = parts.grouped(fields, parts.router(fields, 8, fields.flag("norm_topk_prob", True)))
+    shared = fields.count("n_shared_experts", 1) * fields.count("moe_intermediate_size", 1408)
+    plain = range(fields.count("first_k_dense_replace", 1))
+    return parts.layers(norm, mixers, parts.mixtures(fields, router, shared, plain=plain))
+
+
+def _dots(fields: Fields) -> tuple[LayerSpec, ...]:
+    norm, windows = parts.norm(fields), parts.same_windows(fields, SLIDING_WINDOW)
+    beyond = fields.count("max_window_layers", 62)
+    windows = parts.windows_of_kinds(fields, windows, [layer >= beyond for layer in range(len(windows))])
+    mixers = parts.attention(fields, windows, head_norm=norm, **_biases(fields))
+    router = parts.grouped(fields, parts.router(fields, 8, fields.flag("norm_topk_prob", False)))
+    shared = fields.count("n_shared_experts") * fields.count("moe_intermediate_size", 1408)
+    plain = range(fields.count("first_k_dense_replace", 0))
+    return parts.layers(norm, mixers, parts.mixtures(fields, router, shared, plain=plain))
+
+
+def _mellum(fields: Fields) -> tuple[LayerSpec, ...]:
+    norm, windows = parts.norm(fields), parts.same_windows(fields, 1024)
+    windows = parts.windows_of_kinds(fields, windows, [False] * len(windows))
+    mixers = parts.attention(fields, windows, head_norm=norm, **_biases(fields))
+    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", True))
+    return parts.layers(norm, mixers, parts.mixtures(fields, router))
+
+
+def _olmoe(fields: Fields) -> tuple[LayerSpec, ...]:
+    if fields.values.get("clip_qkv") is not None:
+        raise fields.bad("clip_qkv", fields.values["clip_qkv"], "absent (clipping is not implemented)")
+    norm = parts.norm(fields)
+    mixers = parts.attention(fields, parts.no_windows(fields), head_norm=norm, normed="all", **_biases(fields))
+    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
+    return parts.layers(norm, mixers, parts.mixtures(fields, router))
+
+
+def _granite_moe(fields: Fields) -> tuple[LayerSpec, ...]:
+    experts = parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True))
+    return tuple(replace(one, feed_forward=part) for one, part in zip(_granite(fields), experts, strict=True))
+
+
+def _biases(fields: Fields, default: bool = False, key: str = "attention_bias") -> dict[str, bool]:
+    has_bias = fields.flag(key, default)
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
+
+
+def _smollm3(fields: Fields) -> tuple[LayerSpec, ...]:
+    """The flag says which layers have a window only where `layer_types` does not."""
+    has_windows, windows = fields.flag("use_sliding_window", False), parts.same_windows(fields)
+    turned = [bool(one) for one in fields.ints("no_rope_layers", Bounds(0, 1))]
+    turned = turned or parts.all_but_every(fields.count("no_rope_layer_interval", 4), windows)
+    if len(turned) != len(windows):
+        raise fields.bad("no_rope_layers", turned, f"a list of 0 or 1 for each of {len(windows)} layers")
+    windows = parts.windows_of_kinds(fields, windows, [has_windows and not one for one in turned])
+    mixers = parts.attention(fields, windows, **_biases(fields))
+    mixers = parts.without_rope(mixers, [not one for one in turned])
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+
+
+def _seed_oss(fields: Fields) -> tuple[LayerSpec, ...]:
+    biases = _biases(fields, True) | {"output_bias": fields.flag("attention_out_bias", False)}
+    mixers = parts.attention(fields, parts.no_windows(fields), **biases)
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+
+
+def _ernie(fields: Fields) -> tuple[LayerSpec, ...]:
+    biases = _biases(fields, key="use_bias")
+    mixers = parts.attention(fields, parts.no_windows(fields), **biases)
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, biases["qkv_bias"]))
+
+
+def _granite(fields: Fields) -> tuple[LayerSpec, ...]:
+    """What a layer adds is multiplied by r. Of the residual stream over r instead, all is as it is elsewhere: a norm of
+    it is that of the stream, with an epsilon over r squared."""
+    factor = fields.number("attention_multiplier", 1.0)
+    mixers = parts.attention(fields, parts.no_windows(fields), score_factor=factor, **_biases(fields))
+    norm = NormSpec(parts.norm(fields).eps / fields.number("residual_multiplier", 1.0) ** 2)
+    return parts.layers(norm, mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+
+
+def _granite_ends(fields: Fields) -> Ends:
+    stream = fields.number("embedding_multiplier", 1.0) / fields.number("residual_multiplier", 1.0)
+    return Ends(stream, 1 / fields.number("logits_scaling", 1.0))
+
+
+def _granite_hybrid(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Composes those of the family that have attention alone, with one MLP."""
+    experts = fields.values.get("num_local_experts")
+    kinds = fields.values.get("layer_types") or fields.values.get("layers_block_type")
+    if experts != 0:
+        raise fields.bad("num_local_experts", experts, "0 (experts of this family are not served)")
+    if not isinstance(kinds, list) or any(kind not in ("attention", parts.FULL) for kind in kinds):
+        raise fields.bad("layer_types", kinds, "attention in every layer (Mamba layers are not served)")
+    plain, inner = _granite(fields), fields.count("shared_intermediate_size")
+    layers = tuple(replace(one, feed_forward=MlpSpec(inner)) for one in plain)
+    if fields.text("position_embedding_type", "nope") == "rope":
+        return layers
+    return tuple(replace(one, mixer=replace(one.mixer, position=NO_ROPE)) for one in layers)
+
+
+def _phi3(fields: Fields) -> tuple[LayerSpec, ...]:
+    mixers = parts.attention(fields, parts.same_windows(fields), partial=1.0)
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
+
+
+def _ministral(fields: Fields) -> tuple[LayerSpec, ...]:
+    windows = parts.same_windows(fields, SLIDING_WINDOW)
+    mixers = parts.attention(fields, parts.windows_of_kinds(fields, windows, [True] * len(windows)))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
+
+
+def _ministral3(fields: Fields) -> tuple[LayerSpec, ...]:
+    mixers = parts.attention(fields, parts.same_windows(fields))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
+
+
+def _hunyuan(fields: Fields) -> tuple[LayerSpec, ...]:
+    norm, windows = parts.norm(fields), parts.no_windows(fields)
+    mixers = parts.attention(fields, windows, normed="turned", stretches=True, **_biases(fields))
+    return parts.layers(norm, [_normed_behind(mixer, norm.eps) for mixer in mixers], parts.mlps(fields))
+
+
+def _normed_behind(mixer: AttentionSpec, eps: float) -> AttentionSpec:
+    """Returns the mixer with a norm behind its position, which takes out again the factor f that turned elements are
+    multiplied by: the norm of f x is that of x, with an epsilon over f squared."""
+    head_norm = NormSpec(eps / mixer.position.factor_of_turned**2)
+    return replace(mixer, position=replace(mixer.position, factor_of_turned=1.0), head_norm=head_norm)
+
+
+def _olmo2(fields: Fields) -> tuple[LayerSpec, ...]:
+    return _olmo(fields, parts.no_windows(fields))
+
+
+def _olmo3(fields: Fields) -> tuple[LayerSpec, ...]:
+    windows = parts.same_windows(fields, SLIDING_WINDOW)
+    every = fields.count("sliding_window_pattern", 4)
+    windows = parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows))
+    return _olmo(fields, windows, local_theta=500_000.0)
+
+
+def _olmo(fields: Fields, windows: parts.Windows, local_theta: float | None = None) -> tuple[LayerSpec, ...]:
+    norm = parts.norm(fields)
+    mixers = parts.attention(fields, windows, head_norm=norm, normed="all", local_theta=local_theta, **_biases(fields))
+    return parts.layers(norm, mixers, parts.mlps(fields), "after")
+
+
+def _exaone4(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Where some layers have windows, those that have none know no positions."""
+    norm, windows = parts.norm(fields), parts.same_windows(fields, SLIDING_WINDOW)
+    is_local = [False] * len(windows) if windows[0] is None else None
+    is_said = is_local or fields.values.get("layer_types") is not None  # a pattern beside it may be in letters
+    pattern = is_local or parts.all_but_every(4 if is_said else fields.count("sliding_window_pattern", 4), windows)
+    windows = parts.windows_of_kinds(fields, windows, pattern)
+    mixers = parts.attention(fields, windows, head_norm=norm)
+    mixers = parts.without_rope(mixers, [is_local is None and window is None for window in windows])
+    return parts.layers(norm, mixers, parts.mlps(fields), "after")
+
+
+def _glm(fields: Fields, places: parts.Places = "before") -> tuple[LayerSpec, ...]:
+    biases = {"qkv_bias": fields.flag("attention_bias", True)}
+    mixers = parts.attention(fields, parts.no_windows(fields), partial=0.5, **biases)
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields), places)
+
+
+def _gemma(fields: Fields) -> tuple[LayerSpec, ...]:
+    mixers = parts.attention(fields, parts.no_windows(fields), **_biases(fields))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, activation="gelu_tanh"))
+
+
+def _gemma2(fields: Fields) -> tuple[LayerSpec, ...]:
+    return _sandwiched(fields, 2, score_cap=fields.number_or_zero("attn_logit_softcapping"))
+
+
+def _sandwiched(
+    fields: Fields,
+    every: int,
+    local_theta: float | None = None,
+    head_norm: NormSpec | None = None,
+    score_cap: float = 0.0,
+) -> tuple[LayerSpec, ...]:
+    windows = parts.same_windows(fields, SLIDING_WINDOW)
+    windows = parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows))
+    mixers = parts.attention(
+        fields,
+        windows,
+        local_theta=local_theta,
+        head_norm=head_norm,
+        score_factor=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        score_cap=score_cap,
+        **_biases(fields),
+    )
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, activation="gelu_tanh"), "both")
+
+
+def _gemma3(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Its scores have no cap: transformers reads `attn_logit_softcapping` and gives it to nobody."""
+    local_theta = fields.number("rope_local_base_freq", 10_000.0)
+    every = fields.count("sliding_window_pattern", 6)
+    return _sandwiched(fields, every, local_theta=local_theta, head_norm=parts.norm(fields))
+
+
+def _gemma_ends(fields: Fields) -> Ends:
+    """The embedding's factor is rounded as the checkpoint's numbers are, which is how it was trained."""
+    dtype = getattr(torch, parts.dtype_of(fields))
+    root = torch.tensor(fields.count("hidden_size") ** 0.5).to(dtype).item()
+    return Ends(root, logits_cap=fields.number_or_zero("final_logit_softcapping"))
+
+
+SHARED_EXPERTS = MlpNames(*(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
+GRANITE_MOE = LayerNames(
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.experts.{}.",
+    stacked=Stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
+GPT_OSS = LayerNames(
+    router="mlp.router",
+    stacked=Stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_turned=True, alternates=True),
+)
+ERNIE_MOE = LayerNames(
+    rows_are_paired=True,
+    correction="mlp.moe_statics.e_score_correction_bias",
+    correction_dims=(1,),
+    shared=SHARED_EXPERTS,
+)
+GRANITE_4 = LayerNames(
+    mlp=MlpNames("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear"),
+    gate_up="shared_mlp.input_linear",
+)
+HUNYUAN = LayerNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
+GLM = LayerNames(rows_are_paired=True, gate_up="mlp.gate_up_proj")
+GEMMA = LayerNames(norms_less_one=True)
+SANDWICH = replace(GEMMA, mlp_norm="pre_feedforward_layernorm")
+GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+GEMMA_2_DEFAULTS = {
+    **GEMMA_DEFAULTS,
+    **{"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+    **{"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+}
+GEMMA_3_DEFAULTS = {
+    **GEMMA_2_DEFAULTS,
+    **{"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
+    **{"final_logit_softcapping": None, "attn_logit_softcapping": None},
+}
+MINISTRAL_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+GPT_OSS_YARN = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    **{"original_max_position_embeddings": 4096},
+}
+MELLUM_ROPES = {
+    parts.FULL: {"rope_type": "default", "rope_theta": 500_000.0},
+    parts.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+SHORT_EPS = {"rms_norm_eps": 1e-5}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(_llama),
@@ -114,7 +485,72 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "Qwen3MoeForCausalLM": Architecture(_qwen3_moe),
+    "Qwen2MoeForCausalLM": Architecture(_qwen2_moe),
+    "GptOssForCausalLM": Architecture(
+        _gpt_oss,
+        GPT_OSS,
+        defaults={"head_dim": 64, "rope_theta": 150_000.0, "rope_parameters": GPT_OSS_YARN, **SHORT_EPS},
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        _ernie_moe, ERNIE_MOE, defaults={"rope_theta": 5e5, "tie_word_embeddings": True, **SHORT_EPS}
+    ),
+    "Glm4MoeForCausalLM": Architecture(_glm_moe, LayerNames(shared=SHARED_EXPERTS), defaults=SHORT_EPS),
+    "Dots1ForCausalLM": Architecture(_dots, LayerNames(shared=SHARED_EXPERTS)),
+    "MellumForCausalLM": Architecture(_mellum, defaults={"head_dim": 128, "rope_parameters": MELLUM_ROPES}),
+    "OlmoeForCausalLM": Architecture(_olmoe, defaults=SHORT_EPS),
+    "GraniteMoeForCausalLM": Architecture(_granite_moe, GRANITE_MOE, _granite_ends),
+    "SmolLM3ForCausalLM": Architecture(_smollm3, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}),
+    "SeedOssForCausalLM": Architecture(_seed_oss, defaults={"head_dim": 128}),
+    "Ernie4_5ForCausalLM": Architecture(
+        _ernie,
+        LayerNames(rows_are_paired=True),
+        defaults={"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, **SHORT_EPS},
+    ),
+    "GraniteForCausalLM": Architecture(_granite, ends=_granite_ends),
+    "GraniteMoeHybridForCausalLM": Architecture(_granite_hybrid, GRANITE_4, _granite_ends),
+    "Phi3ForCausalLM": Architecture(
+        _phi3,
+        LayerNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+        defaults={"original_max_position_embeddings": 4096, **SHORT_EPS},
+    ),
+    "MinistralForCausalLM": Architecture(_ministral),
+    "Ministral3ForCausalLM": Architecture(
+        _ministral3, defaults={"head_dim": 128, "rope_parameters": MINISTRAL_YARN, **SHORT_EPS}
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(_hunyuan, HUNYUAN, defaults=SHORT_EPS),
+    "Olmo2ForCausalLM": Architecture(_olmo2, defaults=SHORT_EPS),
+    "Olmo3ForCausalLM": Architecture(_olmo3, defaults={"rope_theta": 5e5, **SHORT_EPS}),
+    "Exaone4ForCausalLM": Architecture(_exaone4, defaults=SHORT_EPS),
+    "GlmForCausalLM": Architecture(_glm, GLM, defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7}),
+    "Glm4ForCausalLM": Architecture(
+        lambda fields: _glm(fields, "both"),
+        replace(GLM, norm_after_mixer="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
+        defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    ),
+    "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
+    "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
+    "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
+    "LlamaModel": Architecture(_llama, has_head=False),
+    "MistralModel": Architecture(_mistral, has_head=False),
+    "Qwen3Model": Architecture(_qwen3, has_head=False),
 }
+WRAPPERS = {
+    ("Gemma3ForConditionalGeneration", "gemma3_text"): "Gemma3ForCausalLM",
+    ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
+    ("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM",
+}
+"""By the name of a multimodal model and the type of its text part, which is served."""
+
+
+def unwrapped(values: dict[str, object]) -> dict[str, object]:
+    """Returns the config of a multimodal model's text part, with what stands beside it; any other as it is."""
+    text, names = values.get("text_config"), values.get("architectures")
+    if not isinstance(text, dict) or not isinstance(names, list) or len(names) != 1:
+        return values
+    name = WRAPPERS.get((str(names[0]), str(text.get("model_type"))))
+    beside = {key: value for key, value in values.items() if key not in ("text_config", "vision_config")}
+    whole = {key: beside[key] for key in ("tie_word_embeddings",) if key in beside}  # the head is the wrapper's
+    return values if name is None else {**beside, **text, **whole, "architectures": [name]}
 
 
 def layer_names(name: str) -> LayerNames:

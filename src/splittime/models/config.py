@@ -15,16 +15,17 @@ so a file with `do_sample: false` and a temperature advises that temperature. `m
 request gets that names no number itself (in vLLM it cuts off larger numbers too).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splittime.core.errors import ConfigError, RequestError
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.layer import LayerSpec, MixtureSpec, NormSpec
-from splittime.models import architectures
+from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec, NormSpec
+from splittime.models import architectures, parts
 from splittime.models.fields import Bounds, Fields, bad, read_json
 from splittime.models.pooling import read_pooling
 from splittime.models.weights.formats import read as formats
@@ -77,13 +78,10 @@ def advice(values: dict[str, Any], name: str = NAME) -> dict[str, float | int]:
     return given
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """layers: what each computes; norm: of the last layer's output. checkpoint_dtype: as config.json says, of what is
     not quantised; quantization: how the rest is stored. sampling: what the model's makers advise, by the names of
-    `SamplingParams`."""
+    `SamplingParams`. embedding_factor and the like: see `architectures.Ends`."""
 
     architecture: str
     vocab_size: int
@@ -97,6 +95,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Recipe | None = None
     sampling: dict[str, float | int] = {}
     pooling: Pooling = Pooling()
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_cap: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -116,7 +117,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
     """Read `config.json`, and where they are there: `generation_config.json`, as `generation` says (see above),
     what AutoGPTQ and AutoAWQ once wrote into a file of its own (`SIDE_FILES`), and what tells how to embed."""
-    values = read_json(folder / "config.json")
+    values = architectures.unwrapped(read_json(folder / "config.json"))
     for name, method in formats.SIDE_FILES.items():
         if not formats.is_quantised(values) and (folder / name).exists():
             values[formats.KEY] = {"quant_method": method, **read_json(folder / name)}
@@ -129,10 +130,21 @@ def load_config(folder: Path, generation: str = "auto") -> ModelConfig:
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     """Raises `ConfigError` naming the key and the value that cannot be served."""
+    values = architectures.unwrapped(values)
     name = architectures.find(values)
-    _refuse_unsupported(values)
-    fields = Fields(values)
-    layers = architectures.ARCHITECTURES[name].compose(fields)
+    architecture = architectures.ARCHITECTURES[name]
+    left_out = parts.NEW if values.get(parts.OLD) is not None else None  # the same in the old form is no default
+    defaults = {key: value for key, value in architecture.defaults.items() if key != left_out}
+    said = {key: value for key, value in values.items() if key != parts.NEW or value is not None}
+    config = config_of(name, Fields({**defaults, **said}))
+    _refuse_unsupported(values, config.layers)
+    return msgspec.structs.replace(config, quantization=formats.parse(values))
+
+
+def config_of(name: str, fields: Fields) -> ModelConfig:
+    """Returns what the fields say of a model of the architecture `name`, whose weights are floats."""
+    architecture = architectures.ARCHITECTURES[name]
+    layers, ends = architecture.compose(fields), architecture.ends(fields)
     fields.count("intermediate_size")  # also where every layer has experts of another size
     vocab_size = fields.count("vocab_size")
     ids = Bounds(0, vocab_size - 1)
@@ -144,24 +156,26 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         layers=layers,
         norm=layers[-1].norm,
         max_position_embeddings=fields.count("max_position_embeddings"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        checkpoint_dtype=dtype_of(fields),
+        tie_word_embeddings=not architecture.has_head or fields.flag("tie_word_embeddings", False),
+        checkpoint_dtype=parts.dtype_of(fields),
         eos_token_ids=fields.ints("eos_token_id", ids),
-        quantization=formats.parse(values),
+        embedding_factor=ends.embedding_factor,
+        logits_factor=ends.logits_factor,
+        logits_cap=ends.logits_cap,
     )
 
 
-def _refuse_unsupported(values: dict[str, Any]) -> None:
-    activation = values.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise bad("hidden_act", activation, "silu (the only activation implemented)")
-    if values.get("is_causal") is False:
-        raise bad("is_causal", False, "true: no token attends to those behind it")
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""By the names that `MlpSpec` has, those of configs."""
 
 
-def dtype_of(fields: Fields) -> str:
-    """Returns the dtype that a checkpoint's floats are said to have."""
-    dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise bad("torch_dtype", dtype, f"one of {', '.join(DTYPES)}")
-    return dtype
+def _refuse_unsupported(values: dict[str, Any], layers: Sequence[LayerSpec]) -> None:
+    part = layers[0].feed_forward
+    known = ACTIVATIONS[(part if isinstance(part, MlpSpec) else part.expert).activation]
+    for key in ("hidden_act", "hidden_activation"):
+        is_old_gemma = key == "hidden_act" and known == ACTIVATIONS["gelu_tanh"] and values.get(key) == "gelu"
+        if not is_old_gemma and (values.get(key) or known[0]) not in known:
+            raise bad(key, values[key], f"{known[0]} (the only activation implemented for this architecture)")
+    for key, want in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if values.get(key) not in (None, want):
+            raise bad(key, values[key], f"{str(want).lower()}: no token attends to those behind it")

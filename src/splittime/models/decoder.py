@@ -84,8 +84,13 @@ class Decoder:
         adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
         """`forward`, with the attention planned: one plan for each of `kv_groups`."""
-        hidden = embed(self.embedding, token_ids, self.ops.activation_dtype)
+        hidden = self.embedded(token_ids)
         return self.through(hidden, positions, stores, plans, adapter_uses)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> the first layer's input, [T, hidden]."""
+        rows = embed(self.embedding, token_ids, self.ops.activation_dtype)
+        return rows if self.config.embedding_factor == 1.0 else rows.mul_(self.config.embedding_factor)
 
     def through(
         self,
@@ -108,8 +113,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""
-        logits = self.ops.linear(self.normed(hidden), self.head).float()
+        logits = self.headed(self.normed(hidden))
         return logits if self.ranks is None else self.ranks.join(logits, self.config.vocab_size)
+
+    def headed(self, normed: Tensor) -> Tensor:
+        """Returns the logits of the own part of the vocabulary, float32."""
+        logits = self.ops.linear(normed, self.head).float()
+        factor, cap = self.config.logits_factor, self.config.logits_cap
+        logits = logits if factor == 1.0 else logits.mul_(factor)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def position_of(layer: LayerSpec) -> Position:

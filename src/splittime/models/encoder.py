@@ -1,8 +1,7 @@
 """An encoder of BERT's kind: embed, layers with a norm behind each part, each token's output.
 
 It holds weights and nothing else. Texts come one behind the other, without padding: products are those of all tokens at
-once, and attention is computed text by text, so that what a text becomes does not depend on whose texts are beside it
-(but for rounding, where `gelu` is by tanh and the inner size no multiple of 32: see `runner.encoder`).
+once, and attention is computed text by text, so that what a text becomes does not depend on whose texts are beside it.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.layer import PackedWeight
+from splittime.kernels.plain import gelu
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.encoder_parts import EncoderReader, JudgingHead, LayerNorm
 from splittime.models.modern_encoder import ModernEncoder, ModernReader
@@ -58,7 +58,7 @@ class TextEncoder:
         hidden = self.norm(hidden.to(self.ops.activation_dtype))
         for layer in self.layers:
             hidden = layer.attention_norm(self.ops.linear(self._attended(layer, hidden, sizes), layer.output, hidden))
-            inner = functional.gelu(self.ops.linear(hidden, layer.up), approximate=self.config.gelu)
+            inner = gelu(self.ops.linear(hidden, layer.up), self.config.gelu)
             hidden = layer.norm(self.ops.linear(inner, layer.down, hidden))
         return hidden.float().split(sizes)
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.pooling import Pooling
-from splittime.models.config import dtype_of
+from splittime.core.facts import Pooling
 from splittime.models.fields import EPSILON, LAYERS, LIMITS, THETA, Bounds, Fields, bad, read_json
+from splittime.models.parts import dtype_of
 from splittime.models.pooling import MODULES, read_pooling
 
 _BODIES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}  # and what its tensors' names begin with

@@ -6,8 +6,8 @@ a layer, a table with a row a position. Each bound is 8 times or more what any p
 model; it keeps each size small enough to be multiplied and looped over. Whether all of them together fit the machine is
 asked later, with the tensors' own shapes (`weights.checkpoint`) and the free memory (`runner.load`).
 
-A field has one name here for `config.json` and one for GGUF; a field without a row cannot be read as a number at all.
-`Fields` and `gguf.config.GgufKeys` look rows up; tests/models/test_limits.py holds both to it.
+A field without a row cannot be read as a number at all; what GGUF files say is read by the same names (`gguf.config`).
+tests/models/test_limits.py holds both to it.
 """
 
 import json
@@ -36,6 +36,7 @@ class Bounds(NamedTuple):
 
 
 LAYERS, HEADS, EXPERTS = Bounds(1, 4096), Bounds(1, 8192), Bounds(1, 8192)
+SOME_LAYERS, SOME_EXPERTS = Bounds(0, 4096), Bounds(0, 8192)
 WIDTH, VOCABULARY = Bounds(1, 1 << 20), Bounds(1, 1 << 24)
 HEAD_DIM, POSITIONS = Bounds(1, 8192), Bounds(1, 1 << 27)
 EPSILON, THETA, FACTOR = Bounds(1e-20, 1.0), Bounds(1e-3, 1e15), Bounds(1e-3, 1e6)
@@ -45,6 +46,7 @@ LIMITS: dict[str, Bounds] = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH,
     "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "max_window_layers": Bounds(0, 1 << 20),  # compared only: Qwen2 has more of them than layers
     "decoder_sparse_step": LAYERS,
@@ -57,38 +59,50 @@ LIMITS: dict[str, Bounds] = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "num_experts_per_tok": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "moe_k": EXPERTS,
+    "n_shared_experts": SOME_EXPERTS,
+    "moe_num_shared_experts": SOME_EXPERTS,
+    "n_group": EXPERTS,
+    "topk_group": EXPERTS,
+    "routed_scaling_factor": FACTOR,
+    "first_k_dense_replace": SOME_LAYERS,
+    "moe_layer_start_index": SOME_LAYERS,
+    "moe_layer_end_index": Bounds(-1, 4096),
+    "moe_layer_interval": LAYERS,
+    "moe_norm_min": EPSILON,
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
     "rms_norm_eps": EPSILON,
     "rope_theta": THETA,
     "partial_rotary_factor": Bounds(0.0, 1.0),
     "factor": FACTOR,
     "low_freq_factor": FACTOR,
     "high_freq_factor": FACTOR,
+    "attention_factor": FACTOR,
+    "beta_fast": FACTOR,
+    "beta_slow": FACTOR,
+    "mscale": Bounds(0.0, 1e6),
+    "mscale_all_dim": Bounds(0.0, 1e6),
+    "no_rope_layer_interval": LAYERS,
+    "embedding_multiplier": FACTOR,
+    "attention_multiplier": FACTOR,
+    "residual_multiplier": FACTOR,
+    "logits_scaling": FACTOR,
+    "alpha": FACTOR,
+    "llama_4_scaling_beta": Bounds(0.0, 1e6),
+    "shared_intermediate_size": WIDTH,
+    "sliding_window_pattern": LAYERS,
+    "query_pre_attn_scalar": FACTOR,
+    "attn_logit_softcapping": FACTOR,
+    "final_logit_softcapping": FACTOR,
+    "rope_local_base_freq": THETA,
     "bits": Bounds(1, 64),
     "num_bits": Bounds(1, 64),
     "group_size": WIDTH,
 }
 """By the name in config.json."""
-
-GGUF_LIMITS: dict[str, Bounds] = {
-    "embedding_length": WIDTH,
-    "feed_forward_length": WIDTH,
-    "expert_feed_forward_length": WIDTH,
-    "block_count": LAYERS,
-    "attention.head_count": HEADS,
-    "attention.head_count_kv": HEADS,
-    "attention.key_length": HEAD_DIM,
-    "attention.value_length": HEAD_DIM,
-    "rope.dimension_count": HEAD_DIM,
-    "context_length": POSITIONS,
-    "attention.sliding_window": POSITIONS,
-    "expert_count": EXPERTS,
-    "expert_used_count": EXPERTS,
-    "attention.layer_norm_rms_epsilon": EPSILON,
-    "rope.freq_base": THETA,
-    "rope.scaling.factor": FACTOR,
-    "rope.scale_linear": FACTOR,
-}
-"""By the key below the architecture's own name."""
 
 
 CONFIG_NAME = "config.json"
@@ -129,15 +143,23 @@ class Fields:
         self.file = file
         self.limits = limits
 
+    def below(self, values: dict[str, Any], prefix: str) -> "Fields":
+        """Returns the fields of an object within this one, whose names begin with `prefix`."""
+        return Fields(values, prefix, self.file, self.limits)
+
+    def named(self, key: str) -> str:
+        """Returns what errors call it."""
+        return self.prefix + key
+
     def bad(self, key: str, value: object, want: str, limit: object = None) -> ConfigError:
-        return bad(self.prefix + key, value, want, limit, self.file)
+        return bad(self.named(key), value, want, limit, self.file)
 
     def _get(self, key: str, default: object) -> Any:
         value = self.values.get(key)
         if value is not None:
             return value
         if default is MISSING:
-            raise ConfigError(f"{self.file}: {self.prefix}{key} is missing", param=self.prefix + key)
+            raise ConfigError(f"{self.file}: {self.named(key)} is missing", param=self.named(key))
         return default
 
     def count(self, key: str, default: object = MISSING) -> int:
@@ -157,6 +179,17 @@ class Fields:
         if not is_number(value, bounds):
             raise self.bad(key, value, in_words("a number", bounds), list(bounds))
         return float(value)
+
+    def number_or_zero(self, key: str) -> float:
+        """As `number`, or 0 where there is none."""
+        return 0.0 if self.values.get(key) is None else self.number(key)
+
+    def numbers(self, key: str, bounds_of: str, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers, each within the bounds of the field `bounds_of`."""
+        value, bounds = self._get(key, MISSING), self.limits[bounds_of]
+        if not isinstance(value, list) or len(value) != count or not all(is_number(item, bounds) for item in value):
+            raise self.bad(key, value, f"a list of {count} numbers, each {in_words('', bounds).strip()}", list(bounds))
+        return tuple(map(float, value))
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)

@@ -21,7 +21,7 @@ from torch import Tensor
 from splittime.kernels.api import AttentionBatch, KvPools
 from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.kernels.low_rank import AdapterUse
-from splittime.models.decoder import Decoder, embed
+from splittime.models.decoder import Decoder
 
 PREFIX = "model.mtp_layers.0."
 DTYPE = torch.bfloat16
@@ -68,7 +68,7 @@ class HeadDecoder(Decoder):
         batch: AttentionBatch,
         adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
-        tokens = embed(self.model().embedding, token_ids, self.ops.activation_dtype)
+        tokens = self.model().embedded(token_ids)
         tokens[positions <= NO_TOKEN] = 0
         before = self.features.before(positions, batch).to(self.ops.activation_dtype)
         normed = self.ops.rms_norm(before, self.feature_norm), self.ops.rms_norm(tokens, self.token_norm)
@@ -76,4 +76,4 @@ class HeadDecoder(Decoder):
         return self.through(hidden, positions, kv.layers, self.planned(kv, batch), adapter_uses)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(self.normed(hidden), self.model().head).float()
+        return self.model().headed(self.normed(hidden))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from splittime.kernels.api import Ops
 from splittime.kernels.layer import PackedWeight
+from splittime.kernels.plain import gelu
 from splittime.models.encoder_config import EncoderConfig, ModernLayer
 from splittime.models.encoder_parts import EncoderReader, JudgingHead, LayerNorm
 
@@ -59,7 +60,7 @@ class ModernEncoder:
             attended = self._attended(layer, inner, sizes, turns[layer.kind.theta])
             hidden = self.ops.linear(attended, layer.output, hidden)
             given, gate = self.ops.linear(layer.norm(hidden), layer.up).chunk(2, dim=-1)
-            gated = functional.gelu(given, approximate=self.config.gelu) * gate
+            gated = gelu(given, self.config.gelu) * gate
             hidden = self.ops.linear(gated, layer.down, hidden)
         return self.last_norm(hidden).float().split(sizes)
 

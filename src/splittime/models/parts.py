@@ -8,85 +8,197 @@ The rotary settings come in each form that transformers has given them.
     rope_parameters {rope_theta, rope_type, ..}       transformers 5
     rope_parameters {"full_attention": {..}, ..}      transformers 5, of models with several kinds of layers
 
-Of the last form all kinds that the model's layers have must say the same: one table of turns serves every layer. A key
-that is not known here may change the arithmetic, so it is refused by name; so are two forms that contradict each other.
+A key that is not known here may change the arithmetic, so it is refused by name; so are two forms that contradict each
+other.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
-from splittime.models.fields import LAYERS, Bounds, Fields, bad
+from splittime.kernels.layer import (
+    NO_ROPE,
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MixtureSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
+from splittime.models.fields import LAYERS, Bounds, Fields
 
-ROPE_TYPES = ("default", "linear", "llama3")
 NEW, OLD = "rope_parameters", "rope_scaling"
-KNOWN = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
-    *("original_max_position_embeddings",),
+LLAMA3, YARN, LONGROPE, DYNAMIC = "llama3", "yarn", "longrope", "dynamic"
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+OF_TYPE: dict[str, set[str]] = {
+    "default": set(),
+    "linear": set(),
+    LLAMA3: set(),
+    YARN: {*_YARN, "attention_factor", "truncate", "llama_4_scaling_beta"},
+    DYNAMIC: {*_YARN, "alpha"},
+    LONGROPE: {"attention_factor", "short_factor", "long_factor"},
 }
-LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Keys that these types of rotary embedding read besides `OF_ALL`."""
+OF_ALL = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "max_position_embeddings"),
+}
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
+EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
+CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
-def parse_rope(fields: Fields, default_theta: float, max_positions: int, kinds: Collection[str]) -> RopeSpec:
-    """kinds: of `LAYER_KINDS`, those that the model has. Raises `ConfigError` naming what is not carried out."""
-    found = {
-        where: _parse(values, where, fields, default_theta, max_positions)
-        for key in (NEW, OLD)
-        for where, values in _forms(key, fields.values.get(key), kinds).items()
-    }
-    if not found:
-        return _parse({}, OLD, fields, default_theta, max_positions)
-    (first, rope), *others = found.items()
-    for where, other in others:
-        if other != rope:
-            raise ConfigError(
-                f"config.json: {first} is {_shown(rope)}, {where} is {_shown(other)}; "
-                "only one rotary embedding for all layers is implemented",
-                param=where,
-                value=_shown(other),
-                limit=_shown(rope),
-            )
-    return rope
+class Ropes:
+    """What a config says of rotary embeddings. theta: where it names none. local_theta: of layers with windows, where
+    the architecture gives them a plain one of their own; None: theirs is that of all. partial: the share of each head
+    that is turned, where the config names none; None: all is, and nothing else is implemented. stretches: its "dynamic"
+    embedding has an alpha that stretches theta, which others do not know."""
+
+    def __init__(
+        self,
+        fields: Fields,
+        head_dim: int,
+        theta: float = 10_000.0,
+        local_theta: float | None = None,
+        partial: float | None = None,
+        stretches: bool = False,
+    ) -> None:
+        self._fields, self._head_dim, self._partial, self._stretches = fields, head_dim, partial, stretches
+        self._theta, self._local_theta = fields.number("rope_theta", theta), local_theta
+
+    def of_layers(self, kinds: Sequence[str]) -> list[RopeSpec]:
+        """Returns the embedding of each layer. Raises `ConfigError` naming what is not carried out."""
+        ropes = {kind: self._of_kind(kind, kinds) for kind in dict.fromkeys(kinds)}
+        return [ropes[kind] for kind in kinds]
+
+    def _of_kind(self, kind: str, kinds: Sequence[str]) -> RopeSpec:
+        is_local = kind == SLIDING and self._local_theta is not None
+        theta = self._local_theta if is_local and self._local_theta is not None else self._theta
+        found = {}
+        for key in (NEW,) if is_local else (NEW, OLD):
+            for where, values in self._forms(key, kind, kinds):
+                found[where] = self._parse(values, where, theta)
+        if not found:
+            return self._parse({}, OLD, theta)
+        (first, rope), *others = found.items()
+        for where, other in others:
+            if other != rope:
+                raise ConfigError(
+                    f"config.json: {first} is {_shown(rope)}, {where} is {_shown(other)}; they must say the same",
+                    param=where,
+                    value=_shown(other),
+                    limit=_shown(rope),
+                )
+        return rope
+
+    def _forms(self, key: str, kind: str, kinds: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """The object that holds a kind's settings, and where it stands; none if nothing is given. Where layers with
+        windows have a plain embedding of their own, a kind may be left out, and what is flat is nobody's."""
+        given, has_local = self._fields.values.get(key), self._local_theta is not None
+        if not isinstance(given, dict | None):
+            raise self._fields.bad(key, given, "an object")
+        given = {name: value for name, value in (given or {}).items() if value is not None}
+        if not given:
+            return []
+        is_flat = not any(isinstance(value, dict) for value in given.values())
+        if is_flat and not (has_local and key == NEW):
+            return [(key, given)]
+        needed = given if has_local else kinds
+        if is_flat or any(not isinstance(given.get(each), dict) for each in needed) or set(given) - set(LAYER_KINDS):
+            flat = "" if has_local and key == NEW else "flat, or "
+            want = f"{flat}an object for each of {', '.join(LAYER_KINDS)} that the layers are"
+            raise self._fields.bad(key, given, want)
+        return [(f"{key}.{kind}", given[kind])] if kind in given else []
+
+    def _parse(self, values: dict[str, Any], where: str, theta: float) -> RopeSpec:
+        own = self._fields.below(values, f"{where}.")
+        rope_type = own.text("rope_type", own.text("type", "default"))
+        rope_type = LONGROPE if rope_type == "su" else rope_type
+        if rope_type not in OF_TYPE:
+            raise own.bad("rope_type", rope_type, f"one of {', '.join(OF_TYPE)}")
+        known = OF_ALL | OF_TYPE[rope_type]
+        for name in values:
+            if name not in known and values[name] is not None:
+                raise own.bad(name, values[name], f"absent: only {', '.join(sorted(known))} are implemented")
+        plain = RopeSpec("default", own.number("rope_theta", theta), share=self._share(own))
+        if rope_type == "default":
+            return plain
+        if rope_type == DYNAMIC:
+            return replace(plain, theta=plain.theta * self._stretch(own, where))
+        if rope_type == LONGROPE:
+            return self._longrope(own, where, plain)
+        rope = replace(plain, rope_type=rope_type, factor=own.number("factor"))
+        if rope_type == "linear":
+            return rope
+        rope = replace(rope, original_max_position_embeddings=self._original(own, where))
+        return _yarn(own, rope) if rope_type == YARN else _llama3(own, rope)
+
+    def _share(self, own: Fields) -> float:
+        key = "partial_rotary_factor"
+        share = own.number(key, self._fields.number(key, 1.0 if self._partial is None else self._partial))
+        if share != 1.0 and self._partial is None:
+            raise own.bad(key, share, "1 (partial rotary embedding is not implemented for this architecture)")
+        if int(self._head_dim * share) % 2 or int(self._head_dim * share) == 0:
+            raise own.bad(key, share, f"such that an even number of a head's {self._head_dim} elements is turned")
+        return share
+
+    def _stretch(self, own: Fields, where: str) -> float:
+        """Returns what theta is multiplied by in a "dynamic" embedding whose alpha is the same for every length."""
+        if own.values.get("alpha") is None or not self._stretches:
+            want = "another type: it follows the length, which is implemented for no architecture"
+            raise own.bad("rope_type", DYNAMIC, f"{want} (HunYuan's has an alpha in its place)")
+        if self._head_dim <= 2:
+            raise self._fields.bad("head_dim", self._head_dim, f"above 2, with {where} of type {DYNAMIC}")
+        return own.number("alpha") ** (self._head_dim / (self._head_dim - 2))
+
+    def _original(self, own: Fields, where: str) -> int:
+        """Phi-3's configs have it outside of the settings, whose own it then goes before, unless they are by kind."""
+        key, fields = "original_max_position_embeddings", self._fields
+        outer = None if "." in where else fields.count_or_none(key)
+        return outer or own.count(key, fields.count("max_position_embeddings"))
+
+    def _longrope(self, own: Fields, where: str, plain: RopeSpec) -> RopeSpec:
+        original, pairs = self._original(own, where), plain.turned_dims(self._head_dim) // 2
+        factor = own.number("factor", max(1.0, self._fields.count("max_position_embeddings") / original))
+        attention = max(1.0, 1 + math.log(factor) / math.log(original)) ** 0.5 if original > 1 else 1.0
+        return replace(
+            plain,
+            rope_type=LONGROPE,
+            original_max_position_embeddings=original,
+            divisors=own.numbers("short_factor", "factor", pairs),
+            far_divisors=own.numbers("long_factor", "factor", pairs),
+            factor_of_turned=own.number("attention_factor", attention),
+        )
 
 
-def _forms(key: str, given: Any, kinds: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The objects that hold settings, by where they stand."""
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise bad(key, given, "an object")
-    if not any(isinstance(value, dict) for value in given.values()):
-        return {key: given}
-    missing = [kind for kind in kinds if not isinstance(given.get(kind), dict)]
-    if missing or set(given) - set(LAYER_KINDS):
-        raise bad(key, given, f"flat, or an object for each of {', '.join(LAYER_KINDS)} that the layers are")
-    return {f"{key}.{kind}": given[kind] for kind in kinds}
-
-
-def _parse(values: dict[str, Any], where: str, fields: Fields, default_theta: float, max_positions: int) -> RopeSpec:
-    for name in values:
-        if name not in KNOWN and values[name] is not None:
-            raise bad(f"{where}.{name}", values[name], f"absent: only {', '.join(sorted(KNOWN))} are implemented")
-    own = Fields(values, f"{where}.")
-    theta = own.number("rope_theta", fields.number("rope_theta", default_theta))
-    partial = own.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise bad("partial_rotary_factor", partial, "1 (partial rotary embedding is not implemented)")
-    rope_type = own.text("rope_type", own.text("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise bad(f"{where}.rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
-    if rope_type == "default":
-        return RopeSpec("default", theta)
-    factor = own.number("factor")
-    if rope_type == "linear":
-        return RopeSpec("linear", theta, factor)
+def _llama3(own: Fields, rope: RopeSpec) -> RopeSpec:
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if high <= low:
-        raise bad(f"{where}.high_freq_factor", high, f"above low_freq_factor, {low}")
-    original = own.count("original_max_position_embeddings", max_positions)
-    return RopeSpec("llama3", theta, factor, low, high, original)
+        raise own.bad("high_freq_factor", high, f"above low_freq_factor, {low}")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(own: Fields, rope: RopeSpec) -> RopeSpec:
+    if rope.theta <= 1:
+        raise own.bad("rope_theta", rope.theta, "above 1: pairs are blended along its logarithm")
+
+    def stretched(strength: float) -> float:
+        return 1.0 + 0.1 * strength * math.log(max(1.0, rope.factor))
+
+    whole, part = own.number("mscale", 0.0), own.number("mscale_all_dim", 0.0)
+    inferred = stretched(whole) / stretched(part) if whole and part else stretched(1.0)
+    return replace(
+        rope,
+        fast_turns=own.number("beta_fast", 32.0),
+        slow_turns=own.number("beta_slow", 1.0),
+        truncates=own.flag("truncate", True),
+        query_growth=own.number("llama_4_scaling_beta", 0.0),
+        factor_of_turned=own.number("attention_factor", inferred),
+    )
 
 
 def _shown(rope: RopeSpec) -> str:
@@ -94,13 +206,18 @@ def _shown(rope: RopeSpec) -> str:
 
 
 Windows = tuple[int | None, ...]  # of each layer, in tokens
+Places = Literal["before", "after", "both"]
 
 
 def layers(
-    norm: NormSpec, mixers: Iterable[AttentionSpec], feed_forwards: Iterable[MlpSpec | MixtureSpec]
+    norm: NormSpec,
+    mixers: Iterable[AttentionSpec],
+    feed_forwards: Iterable[MlpSpec | MixtureSpec],
+    places: Places = "before",
 ) -> tuple[LayerSpec, ...]:
+    """places: of the norms, see `LayerSpec`."""
     pairs = zip(mixers, feed_forwards, strict=True)
-    return tuple(LayerSpec(norm, mixer, feed_forward) for mixer, feed_forward in pairs)
+    return tuple(LayerSpec(norm, mixer, feed_forward, places) for mixer, feed_forward in pairs)
 
 
 def norm(fields: Fields, eps: float = 1e-6) -> NormSpec:
@@ -121,17 +238,25 @@ def same_windows(fields: Fields, default: int | None = None) -> Windows:
 
 def windows_by_layer(fields: Fields, default: int) -> Windows:
     """The window for the layers that `layer_types` or `max_window_layers` say, if `use_sliding_window` is set."""
-    windows = same_windows(fields, default)
-    if not fields.flag("use_sliding_window", False):
-        windows = no_windows(fields)
+    has_windows = fields.flag("use_sliding_window", False)
+    windows = same_windows(fields, default) if has_windows else no_windows(fields)
     full_layers = fields.count("max_window_layers", 28)
+    return windows_of_kinds(fields, windows, [layer >= full_layers for layer in range(len(windows))])
+
+
+def windows_of_kinds(fields: Fields, windows: Windows, has_window: Sequence[bool]) -> Windows:
+    """These windows for the layers that `layer_types` says. has_window: which have theirs where it says nothing."""
     types = fields.values.get("layer_types")
     if types is None:
-        return tuple(window if layer >= full_layers else None for layer, window in enumerate(windows))
+        types = [LAYER_KINDS[one] for one in has_window]
     if not isinstance(types, list) or len(types) != len(windows) or any(kind not in LAYER_KINDS for kind in types):
-        raise bad("layer_types", types, f"a list of {len(windows)} names from {', '.join(LAYER_KINDS)}")
-    pairs = zip(types, windows, strict=True)
-    return tuple(window if kind == "sliding_attention" else None for kind, window in pairs)
+        raise fields.bad("layer_types", types, f"a list of {len(windows)} names from {', '.join(LAYER_KINDS)}")
+    return tuple(window if kind == SLIDING else None for kind, window in zip(types, windows, strict=True))
+
+
+def all_but_every(nth: int, windows: Windows) -> list[bool]:
+    """Returns for each layer whether it is none of every `nth`; 0: all are none."""
+    return [nth == 0 or bool((layer + 1) % nth) for layer in range(len(windows))]
 
 
 def attention(
@@ -140,46 +265,100 @@ def attention(
     *,
     head_dim: int | None = None,
     theta: float = 10_000.0,
-    head_norm: NormSpec | None = None,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
+    local_theta: float | None = None,
+    partial: float | None = None,
+    stretches: bool = False,
+    **alike: Any,
 ) -> list[AttentionSpec]:
-    """head_dim, theta: where the config names none; without either, hidden_size is divided among the heads."""
+    """head_dim, theta: where the config names none; without either, hidden_size is divided among the heads.
+    local_theta, partial, stretches: see `Ropes`. alike: what else all layers have, by the names of `AttentionSpec`."""
     num_heads = fields.count("num_attention_heads")
-    max_positions = fields.count("max_position_embeddings")
-    alike = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=_kv_heads(fields, num_heads),
-        head_dim=_head_dim(fields, head_dim, num_heads),
-        position=parse_rope(fields, theta, max_positions, _kinds(fields, windows)),
-        head_norm=head_norm,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-    )
-    return [replace(alike, window_tokens=window) for window in windows]
+    fields.count("max_position_embeddings")
+    head_dim = _head_dim(fields, head_dim, num_heads)
+    positions = Ropes(fields, head_dim, theta, local_theta, partial, stretches).of_layers(_kinds(fields, windows))
+    num_kv_heads = _kv_heads(fields, num_heads)
+    return [
+        AttentionSpec(num_heads, num_kv_heads, head_dim, position, window, **alike)
+        for position, window in zip(positions, windows, strict=True)
+    ]
 
 
-def mlps(fields: Fields, has_bias: bool = False) -> list[MlpSpec]:
-    return [MlpSpec(fields.count("intermediate_size"), has_bias)] * fields.count("num_hidden_layers")
+def without_rope(mixers: Sequence[AttentionSpec], are_without: Sequence[bool]) -> list[AttentionSpec]:
+    """Returns the mixers, of which some know no positions."""
+    pairs = zip(mixers, are_without, strict=True)
+    return [replace(mixer, position=NO_ROPE) if is_without else mixer for mixer, is_without in pairs]
 
 
-def mixtures(fields: Fields, num_chosen: int, normalises: bool) -> list[MlpSpec | MixtureSpec]:
-    """Every layer's experts, but for the layers that the config makes plain. num_chosen: where it names none."""
-    num_experts = fields.count_or_none("num_experts") or fields.count("num_local_experts")
-    chosen = fields.count("num_experts_per_tok", num_chosen)
+def mlps(fields: Fields, has_bias: bool = False, activation: Activation = "silu") -> list[MlpSpec]:
+    mlp = MlpSpec(fields.count("intermediate_size"), has_bias, activation)
+    return [mlp] * fields.count("num_hidden_layers")
+
+
+def router(fields: Fields, num_chosen: int, normalises: bool) -> RouterSpec:
+    """num_chosen: where the config names none."""
+    num_experts = next(filter(None, map(fields.count_or_none, EXPERTS)), None) or fields.count(EXPERTS[-1])
+    key = next((key for key in CHOSEN if fields.values.get(key) is not None), CHOSEN[0])
+    chosen = fields.count(key, num_chosen)
     if chosen > num_experts:
-        raise bad("num_experts_per_tok", chosen, f"at most the number of experts, {num_experts}")
+        raise fields.bad(key, chosen, f"at most the number of experts, {num_experts}")
+    return RouterSpec(num_experts, chosen, normalises)
+
+
+def grouped(fields: Fields, router: RouterSpec) -> RouterSpec:
+    """Returns the router as DeepSeek-V3's is: by sigmoid, corrected, in groups, scaled."""
+    groups, chosen_groups = fields.count("n_group", 1), fields.count("topk_group", 1)
+    if router.num_experts % groups or router.num_experts == groups > 1:
+        want = f"a divisor of the number of experts, {router.num_experts}, with two or more in a group"
+        raise fields.bad("n_group", groups, want)
+    if chosen_groups > groups or chosen_groups * (router.num_experts // groups) < router.num_chosen:
+        want = f"at most {groups}, with {router.num_chosen} experts in them or more"
+        raise fields.bad("topk_group", chosen_groups, want)
+    return replace(
+        router,
+        scoring="sigmoid",
+        is_corrected=True,
+        num_groups=groups,
+        chosen_groups=chosen_groups,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def mixtures(
+    fields: Fields,
+    router: RouterSpec,
+    shared_inner: int = 0,
+    *,
+    gates_shared: bool = False,
+    plain: Iterable[int] = (),
+    **alike: Any,
+) -> list[MlpSpec | MixtureSpec]:
+    """Every layer's experts, but for the layers that are `plain` or that the config makes so. shared_inner: of the
+    shared expert; 0: there is none. alike: what else every MLP has, by the names of `MlpSpec`."""
     inner = fields.count_or_none("moe_intermediate_size") or fields.count("intermediate_size")
-    experts = MixtureSpec(RouterSpec(num_experts, chosen, normalises), MlpSpec(inner))
-    plain = set(fields.ints("mlp_only_layers", Bounds(0, LAYERS.most)))
+    shared = MlpSpec(shared_inner, **alike) if shared_inner else None
+    experts = MixtureSpec(router, MlpSpec(inner, **alike), shared, gates_shared)
+    plain = {*plain, *fields.ints("mlp_only_layers", Bounds(0, LAYERS.most)), *_dense(fields)}
     every = fields.count("decoder_sparse_step", 1)
-    return [mlp if layer in plain or (layer + 1) % every else experts for layer, mlp in enumerate(mlps(fields))]
+    mlp = MlpSpec(fields.count("intermediate_size"), **alike)
+    layers = range(fields.count("num_hidden_layers"))
+    return [mlp if layer in plain or (layer + 1) % every else experts for layer in layers]
+
+
+def _dense(fields: Fields) -> list[int]:
+    """Returns the layers that `mlp_layer_types` calls dense."""
+    types = fields.values.get("mlp_layer_types")
+    if types is None:
+        return []
+    num_layers = fields.count("num_hidden_layers")
+    if not isinstance(types, list) or len(types) != num_layers or any(one not in ("dense", "sparse") for one in types):
+        raise fields.bad("mlp_layer_types", types, f"a list of {num_layers} names from dense, sparse")
+    return [layer for layer, kind in enumerate(types) if kind == "dense"]
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise bad("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
+        raise fields.bad("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
     return num_kv_heads
 
 
@@ -187,17 +366,28 @@ def _head_dim(fields: Fields, default: int | None, num_heads: int) -> int:
     hidden_size = fields.count("hidden_size")
     given = fields.count_or_none("head_dim", default)
     if given is None and hidden_size % num_heads:
-        raise bad("hidden_size", hidden_size, f"a multiple of num_attention_heads, {num_heads}, or head_dim given")
+        want = f"a multiple of num_attention_heads, {num_heads}, or head_dim given"
+        raise fields.bad("hidden_size", hidden_size, want)
     head_dim = given or hidden_size // num_heads
     if head_dim % 2:
-        raise bad("head_dim", head_dim, "even, for the rotary embedding")
+        raise fields.bad("head_dim", head_dim, "even, for the rotary embedding")
     return head_dim
 
 
-def _kinds(fields: Fields, windows: Sequence[int | None]) -> tuple[str, ...]:
-    """Returns those of `LAYER_KINDS` that the layers are."""
+def _kinds(fields: Fields, windows: Sequence[int | None]) -> list[str]:
+    """Returns which of `LAYER_KINDS` each layer is."""
     types = fields.values.get("layer_types")
-    named = [LAYER_KINDS[window is not None] for window in windows]
     if isinstance(types, list) and len(types) == len(windows) and all(kind in LAYER_KINDS for kind in types):
-        named = types
-    return tuple(kind for kind in LAYER_KINDS if kind in named)
+        return types
+    return [LAYER_KINDS[window is not None] for window in windows]
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_of(fields: Fields) -> str:
+    """Returns the dtype that a checkpoint's floats are said to have."""
+    dtype = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise fields.bad("torch_dtype", dtype, f"one of {', '.join(DTYPES)}")
+    return dtype

@@ -1,4 +1,4 @@
-"""How a model's outputs become an embedding, by the files that come with it: `core.pooling.Pooling`.
+"""How a model's outputs become an embedding, by the files that come with it: `core.facts.Pooling`.
 
     modules.json              sentence-transformers' list: a transformer, a pooling, perhaps a normalisation
     1_Pooling/config.json     which pooling; the folder has the name that modules.json gives it
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.core.pooling import Pooling
+from splittime.core.facts import Pooling
 from splittime.models.fields import MAX_CONFIG_BYTES, Bounds, Fields, read_bounded, read_json
 
 MODULES = "modules.json"

@@ -3,14 +3,15 @@
 `runner.ranks.group` does it with torch.distributed; `weights.shards` says which part is whose.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
-from splittime.kernels.compose import attend, feed_forward
-from splittime.kernels.layer import LayerWeights, MixtureWeights
+from splittime.kernels.compose import attend, feed_forward, normed_by
+from splittime.kernels.layer import LayerWeights, MixtureWeights, PackedNorm
 from splittime.kernels.low_rank import LayerUses
 
 
@@ -53,10 +54,15 @@ class SharedLayer:
     def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
         assert not uses, "ranks share no adapters"
         ops, layer = self.ops, self.weights
-        mixed = attend(ops, layer.mixer, ops.rms_norm(hidden, layer.mixer_norm), turns, kv, plan)
-        hidden = self.ranks.sum(ops.linear(mixed, layer.mixer.output, self._brought(hidden)))
-        normed = ops.rms_norm(hidden, layer.feed_forward_norm)
-        return self.ranks.sum(feed_forward(ops, layer.feed_forward, normed, self._brought(hidden)))
+        mixed = attend(ops, layer.mixer, normed_by(ops, layer.mixer_norm, hidden), turns, kv, plan)
+        output = layer.mixer.output
+        hidden = self._added(lambda residual: ops.linear(mixed, output, residual), hidden, layer.norm_after_mixer)
+        normed, part = normed_by(ops, layer.feed_forward_norm, hidden), layer.feed_forward
+        after = layer.norm_after_feed_forward
+        return self._added(lambda residual: feed_forward(ops, part, normed, residual), hidden, after)
 
-    def _brought(self, hidden: Tensor) -> Tensor | None:
-        return hidden if self.ranks.index == 0 else None
+    def _added(self, part: Callable[[Tensor | None], Tensor], hidden: Tensor, after: PackedNorm | None) -> Tensor:
+        """Returns the residual stream and the sum of all ranks' parts. part: given a residual, with that in it."""
+        if after is not None:
+            return hidden + self.ops.rms_norm(self.ranks.sum(part(None)), after)
+        return self.ranks.sum(part(hidden if self.ranks.index == 0 else None))

@@ -12,10 +12,9 @@ from markupsafe import Markup
 
 from splittime.bench.book.metrics import RATES, SHARES
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import check_writable, write_whole
+from splittime.core.files import check_writable, write_whole
 from splittime.plan.worksheet import PlanTerms, Sheet, SheetLine, money
-from splittime.present.plot import Plot, plot_styles
-from splittime.present.scale import Scale, duration, fitting, number, share
+from splittime.present.plot import Plot, Scale, duration, fitting, number, plot_styles, share
 
 COLUMNS = ("server", "source", "name", "value", "low", "high", "unit", "formula")
 OWN = {"out": b"<title>splittime plan</title>", "csv": ",".join(COLUMNS).encode()}  # near the begin of such a file

@@ -33,17 +33,8 @@ from splittime.bench.book.records import Run, load_run
 from splittime.bench.book.requests import output_tokens
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
-from splittime.core.whole_file import SQLITE
-from splittime.plan.seen_steps import (
-    Seen,
-    StepsRead,
-    answered,
-    checked_by_runs,
-    merged,
-    most_at_once,
-    prompt_tokens_of,
-    read_steps,
-)
+from splittime.core.files import SQLITE
+from splittime.plan import seen_steps
 from splittime.simulate.change import MAX_BLOCKS
 from splittime.simulate.cost import HOST_PARTS, LIMITED, REACH, CostModel, Errors, bucket_of
 from splittime.simulate.data_sheet import Device, device_named, replica_of_data_sheet
@@ -131,8 +122,6 @@ def _is_run(path: Path) -> bool:
 
 
 def _from_outside(runs: list[Run], settings: dict[str, Any]) -> Replica:
-    from splittime.plan.sources import Guesses, replica_of_runs
-
     unknown = sorted(set(settings) - set(Guesses._fields))
     if unknown:
         hint = f"Of a server that is seen from outside one can say: {', '.join(Guesses._fields)}."
@@ -166,8 +155,8 @@ class Explained(NamedTuple):
     alone depend on the budget."""
 
     budget: int
-    seen: list[Seen]
-    sums: list[Seen]
+    seen: list[seen_steps.Seen]
+    sums: list[seen_steps.Seen]
     line: Line
     error: float
     prompt_error: float
@@ -183,19 +172,19 @@ def replica_of_runs(runs: Sequence[Run], arm: int = 0, **guesses: Any) -> Replic
     source = f"bench runs of {runs[0].label or runs[0].arms[arm].url}, from outside"
     replica = replica_with(settings, _costs(explained), around, source)
     replica = msgspec.structs.replace(replica, mix=_mix(runs, arm))
-    return checked_by_runs(replica, runs, arm, max(explained.error, explained.prompt_error))
+    return seen_steps.checked_by_runs(replica, runs, arm, max(explained.error, explained.prompt_error))
 
 
 def _explained(runs: Sequence[Run], arm: int, budget: int | None) -> Explained:
     """Returns the runs as the likeliest budget explains them."""
     best: Explained | None = None
     for one in (budget,) if budget else BUDGETS:
-        readings = [read_steps(run, one, arm) for run in runs]
+        readings = [seen_steps.read_steps(run, one, arm) for run in runs]
         seen = [each for reading in readings for each in reading.seen]
         _require_enough(seen)
         if best is not None and _is_beyond(readings):
             break  # smaller ones are too
-        sums = merged(seen, max(1, min(MERGED, len(seen) // WANTED)))
+        sums = seen_steps.merged(seen, max(1, min(MERGED, len(seen) // WANTED)))
         error, prompt_error = _held_out(sums)
         if best is None or prompt_error < BETTER * best.prompt_error:
             best = Explained(one, seen, sums, line_of(_columns(sums), _taken(sums)), error, prompt_error)
@@ -203,7 +192,7 @@ def _explained(runs: Sequence[Run], arm: int, budget: int | None) -> Explained:
     return best
 
 
-def _steady(explained: Explained) -> list[Seen]:
+def _steady(explained: Explained) -> list[seen_steps.Seen]:
     """Returns the steps that tell how they vary: the single ones, or the sums, if what one took longer the next took
     less: then it was not the steps that varied but the tokens' way to the client."""
     late = _lateness(_ratios(explained.seen, explained.line))
@@ -218,17 +207,17 @@ def _lateness(ratios: Array) -> float:
     return (next_one - apart) / (own - apart) if own - apart > TINY else 0.0
 
 
-def _ratios(seen: Sequence[Seen], line: Line) -> Array:
+def _ratios(seen: Sequence[seen_steps.Seen], line: Line) -> Array:
     """Returns what they took, over what the line says."""
     return _taken(seen) / np.maximum(_columns(seen) @ line.coefficients, 1.0)
 
 
-def _is_beyond(readings: Sequence[StepsRead]) -> bool:
+def _is_beyond(readings: Sequence[seen_steps.StepsRead]) -> bool:
     beyond, linked = (sum(getattr(each, name) for each in readings) for name in ("num_beyond", "num_linked"))
     return beyond > MOST_BEYOND * linked
 
 
-def _require_enough(seen: Sequence[Seen]) -> None:
+def _require_enough(seen: Sequence[seen_steps.Seen]) -> None:
     """Raises ConfigError with what is missing."""
     rows = sorted(one.shape.decode_rows for one in seen if one.decode_rows)
     prompts = sum(one.with_prompts > 0 for one in seen)
@@ -247,7 +236,7 @@ def _require_enough(seen: Sequence[Seen]) -> None:
         raise ConfigError(f"the runs say too little of the server: {missing}", param="runs", hint=hint)
 
 
-def _columns(seen: Sequence[Seen]) -> Array:
+def _columns(seen: Sequence[seen_steps.Seen]) -> Array:
     """Returns `FEATURES` summed over the steps, and the arrivals."""
     return np.array(
         [
@@ -258,11 +247,11 @@ def _columns(seen: Sequence[Seen]) -> Array:
     )
 
 
-def _taken(seen: Sequence[Seen]) -> Array:
+def _taken(seen: Sequence[seen_steps.Seen]) -> Array:
     return np.array([one.taken_ns for one in seen], float)
 
 
-def _held_out(seen: Sequence[Seen]) -> tuple[float, float]:
+def _held_out(seen: Sequence[seen_steps.Seen]) -> tuple[float, float]:
     """Returns the errors of `Explained`."""
     clusters = clusters_of(len(seen))
     learned, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
@@ -298,10 +287,12 @@ def _drift(ratios: Array) -> float:
 
 def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesses) -> dict[str, int]:
     told = [run.arms[arm].max_model_len for run in runs]
-    longest = max(prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in answered(run, arm))
+    longest = max(
+        seen_steps.prompt_tokens_of(o) + (output_tokens(o) or 1) for run in runs for o in seen_steps.answered(run, arm)
+    )
     context = known.max_model_len or next((length for length in told if length), longest)
     held = max(one.shape.kv_tokens for one in explained.seen)
-    slots = known.max_num_seqs or max(most_at_once(run, arm) for run in runs)
+    slots = known.max_num_seqs or max(seen_steps.most_at_once(run, arm) for run in runs)
     return {
         "max_num_seqs": slots,
         "max_num_batched_tokens": known.max_num_batched_tokens or _likely_budget(explained),
@@ -312,8 +303,8 @@ def _settings(runs: Sequence[Run], arm: int, explained: Explained, known: Guesse
 
 
 def _mix(runs: Sequence[Run], arm: int) -> Mix:
-    served = [outcome for run in runs for outcome in answered(run, arm)]
-    rows = tuple((prompt_tokens_of(one), output_tokens(one) or len(one.chunk_ns)) for one in served)
+    served = [outcome for run in runs for outcome in seen_steps.answered(run, arm)]
+    rows = tuple((seen_steps.prompt_tokens_of(one), output_tokens(one) or len(one.chunk_ns)) for one in served)
     return Mix(rows, sum(one.cached_tokens or 0 for one in served) / sum(prompt for prompt, _ in rows))
 
 

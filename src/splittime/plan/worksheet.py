@@ -21,8 +21,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine, TokenCost
 from splittime.diagnose.floor import read_bytes_per_s
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
-from splittime.plan.capacity import Capacity
-from splittime.plan.rate_trial import RateTrial
+from splittime.plan.capacity import Capacity, RateTrial
 from splittime.simulate.replica import AnyReplica
 
 

@@ -12,187 +12,79 @@ which depends on who else is served, decides nothing about the arithmetic that i
 A row with drafts becomes several: its known tokens, and a decode row for each draft. They share the request's block
 table, and a layer writes the KV of all tokens before any attends to it, so each draft is computed as the token that it
 guesses would be in a step of its own, to the last bit.
+
+The adapters that are loaded, by the id that a plan's requests name. A load runs in a thread of its own
+(`drive.gates`), beside the steps; what it has made is there for them at once.
+
+A request that has been admitted keeps its adapter, also when that is unloaded meanwhile.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import EngineError, ErrorInfo, SplittimeError
-from splittime.core.step import PENDING, Admitted, Row
-from splittime.kernels.api import AttentionBatch
+from splittime.core.errors import ConfigError, EngineError, SplittimeError
+from splittime.core.step import Admitted, Row
+from splittime.kernels.api import AttentionBatch, WeightScheme
 from splittime.kernels.low_rank import AdapterUse
-from splittime.models.adapters import Adapter
-from splittime.runner.adapters import Adapters, uses_of
+from splittime.models.adapters import Adapter, load_adapter
+from splittime.models.decoder import Decoder
 from splittime.runner.marks import to_device
-from splittime.runner.penalties import TokenCounts, listed, listed_at_all
-from splittime.runner.reasoning_bound import bound_of
+from splittime.runner.slot import Slot
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from splittime.runner.grammars import FormMasks, Grammars
 
-    from splittime.runner.far_forms import FarWalk
-    from splittime.runner.form_looks import FoundMasks
-    from splittime.runner.form_masks import FormMasks
-    from splittime.runner.form_walk import GrammarWalk, Key
-    from splittime.runner.grammars import Grammars
+MOST_LOADED = 128
 
 
-class Slot:
-    """State of one request. tokens: int64 [max_tokens + 1], known up to `num_known`; behind that, while a row with
-    drafts runs, its drafts.
+class Adapters:
+    """decoder: the base model, of which only its configuration and operations are looked at. scheme: that the adapters
+    are kept in."""
 
-    place: a small number that no other slot has at the time.
-    error: why no row of it can be computed, or what was computed does not count; or None.
-    dead_end: the position of the first draft of its row behind which nothing may come.
-    pooled: what an embedding needs of the chunks that were computed (`torch_runner`).
-    adapter: what is added to the model's products for it; None: nothing.
-    is_late: nothing is sampled for it in this step, as what may come is not known in time. late_mask: where that was
-        so last, which place, and the look at it.
-    """
+    def __init__(self, decoder: Decoder, scheme: WeightScheme, max_rank: int) -> None:
+        self._config, self._ops = decoder.config, decoder.ops
+        self._scheme, self._max_rank = scheme, max_rank
+        self._loaded: dict[str, Adapter] = {}
 
-    __slots__ = (
-        "adapter",
-        "admitted",
-        "block_ids",
-        "counts",
-        "dead_end",
-        "error",
-        "grammar",
-        "is_late",
-        "late_mask",
-        "listed_at_all",
-        "max_tokens",
-        "num_known",
-        "place",
-        "pooled",
-        "prompt_len",
-        "reasoning_bound",
-        "tokens",
-    )
+    def load(self, adapter_id: str, folder: str) -> int:
+        """Returns the number of its parameters. Raises `ConfigError` for one that does not fit the base model or is
+        one too many."""
+        if len(self._loaded) >= MOST_LOADED:
+            said = f"{MOST_LOADED} adapters are loaded"
+            raise ConfigError(said, param="lora_name", limit=MOST_LOADED, hint="unload one: /v1/unload_lora_adapter")
+        with torch.inference_mode():
+            made = load_adapter(Path(folder), self._config, self._ops, self._scheme, self._max_rank)
+        self._loaded[adapter_id] = made
+        return made.num_parameters
 
-    def __init__(self, admitted: Admitted, max_tokens: int, vocab_size: int, place: int) -> None:
-        self.place = place
-        known = len(admitted.token_ids)
-        self.admitted = admitted
-        self.error: str | ErrorInfo | None = _why_unservable(admitted, max_tokens, vocab_size)
-        self.block_ids: list[int] = []
-        self.max_tokens = self.dead_end = max_tokens
-        self.prompt_len = known - admitted.num_output_tokens
-        self.tokens = np.zeros(max(max_tokens, known) + 1, dtype=np.int64)
-        self.tokens[:known] = admitted.token_ids
-        self.num_known = known
-        self.pooled: Tensor | None = None
-        self.grammar: GrammarWalk | FarWalk | None = None
-        self.is_late = False
-        self.late_mask: tuple[Key, Future[FoundMasks]] | None = None
-        self.adapter: Adapter | None = None
-        self.reasoning_bound = bound_of(admitted.sampling)
-        self.listed_at_all = listed_at_all(admitted.sampling, vocab_size) if self.error is None else None
-        self.counts: TokenCounts | None = None
-        if admitted.sampling.has_penalties and self.error is None:
-            self.counts = TokenCounts(vocab_size, self.tokens[: self.prompt_len])
-            self.counts.add_outputs(self.tokens[self.prompt_len : known])
+    def unload(self, adapter_id: str) -> None:
+        """Forgets it; one that is not there is no error."""
+        self._loaded.pop(adapter_id, None)
 
-    def known(self, row: Row) -> Row | None:
-        """The row with its tokens, where the plan could not know them; None where the step before gave none."""
-        if row.token_ids != (PENDING,):
-            return row
-        if row.start >= self.num_known:
-            return None
-        return msgspec.structs.replace(row, token_ids=(int(self.tokens[row.start]),))
-
-    def learn(self, row: Row) -> None:
-        """Take in what a row brings: its blocks, its tokens if it has them, and its drafts."""
-        self.block_ids.extend(row.new_block_ids)
-        self.dead_end, self.is_late = self.max_tokens, False
-        if row.token_ids != (PENDING,):
-            self._learn(row.start, row.token_ids)
-        if row.draft_token_ids:
-            self.tokens[self.num_known : self.num_known + len(row.draft_token_ids)] = row.draft_token_ids
-
-    @property
-    def goes_on(self) -> bool:
-        """Returns whether something may follow its last known token; of lengths it knows no limit but the context."""
-        return self.error is None and int(self.tokens[self.num_known - 1]) not in self.admitted.stop_token_ids
-
-    def learn_sampled(self, position: int, token_id: int) -> None:
-        """The token that was sampled for this position."""
-        self._learn(position, (token_id,))
-
-    def knows(self, position: int, token_id: int) -> bool:
-        """Returns whether this token is known to stand there, and another may follow; of a draft, whether it was
-        right."""
-        return position < min(self.num_known, self.dead_end) and int(self.tokens[position]) == token_id
-
-    def rewind(self, num_known: int) -> None:
-        """Forget tokens behind so many; a penalised request's outputs are counted anew."""
-        if num_known >= self.num_known:
-            return
-        self.num_known = num_known
-        if self.counts is not None:
-            self.counts = TokenCounts(len(self.counts.seen), self.tokens[: self.prompt_len])
-            self.counts.add_outputs(self.tokens[self.prompt_len : num_known])
-
-    def drop_blocks(self, block_size: int) -> None:
-        """Forget the blocks behind that of the last known token whose KV was written: all but the very last."""
-        del self.block_ids[-(-(self.num_known - 1) // block_size) :]
-
-    def counts_at(self, num_outputs: int) -> "TokenCounts | None":
-        """The counts of the first `num_outputs` outputs, drafts among them; None where nothing counts them."""
-        end = self.prompt_len + num_outputs
-        if self.counts is None or end <= self.num_known:
-            return self.counts
-        return self.counts.followed_by(self.tokens[self.num_known : end])
-
-    def listed_at(self, num_outputs: int) -> np.ndarray | None:
-        """Returns which tokens the request's lists allow behind so many outputs, drafts among them, bool [vocab]; None:
-        all. Where none may come, the request fails."""
-        if self.listed_at_all is None:
-            return None
-        outputs = self.tokens[self.prompt_len : self.prompt_len + num_outputs]
-        try:
-            return listed(self.admitted.sampling, self.listed_at_all, outputs)
-        except SplittimeError as failure:
-            self.end_behind(num_outputs, failure.info)
-            return None
-
-    def end_behind(self, num_outputs: int, error: str | ErrorInfo | None) -> None:
-        """Nothing may come behind so many outputs: the request fails; if a draft is among them, which may be wrong,
-        what is sampled there does not count."""
-        end = self.prompt_len + num_outputs
-        if end > self.num_known:
-            self.dead_end = min(self.dead_end, end - 1)
-        else:
-            self.error = error
-
-    def _learn(self, start: int, token_ids: tuple[int, ...]) -> None:
-        end = start + len(token_ids)
-        self.tokens[start:end] = token_ids
-        if end > self.num_known:
-            if self.counts is not None:
-                self.counts.add_outputs(self.tokens[self.num_known : end])
-            self.num_known = end
+    def named(self, adapter_id: str) -> Adapter:
+        """Raises `EngineError` for one that is not loaded."""
+        found = self._loaded.get(adapter_id)
+        if found is None:
+            hint = "unload it first, /v1/unload_lora_adapter, and load it again"
+            raise EngineError("the request's adapter is not loaded", code="adapter_not_loaded", hint=hint)
+        return found
 
 
-def _why_unservable(admitted: Admitted, max_tokens: int, vocab_size: int) -> str | None:
-    if len(admitted.token_ids) > max_tokens:
-        return f"{len(admitted.token_ids)} tokens are more than max_model_len {max_tokens}"
-    sampling, limit = admitted.sampling, admitted.sampling.reasoning_limit
-    lists = [("bad_words", run) for run in sampling.bad_token_ids]
-    lists += [("reasoning_limit", () if limit is None else limit.end_ids)]
-    lists += [("allowed_token_ids", sampling.allowed_token_ids), ("logit_bias", tuple(sampling.logit_bias))]
-    for kind, ids in (("prompt", admitted.token_ids), *lists):
-        strange = [token for token in ids if not 0 <= token < vocab_size]
-        if strange:
-            return f"{kind} holds token id {strange[0]}, outside the vocabulary of {vocab_size}"
-    return None
+def uses_of(adapters: Sequence[Adapter | None], begins: Sequence[int]) -> tuple[AdapterUse, ...]:
+    """Returns which tokens of a batch use which adapter. adapters: of each row; begins: the first token of each, and
+    the end of the last."""
+    tokens: dict[Adapter, list[int]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            tokens.setdefault(adapter, []).extend(range(begins[row], begins[row + 1]))
+    return tuple(AdapterUse(one.layers, torch.tensor(mine, dtype=torch.int32)) for one, mine in tokens.items())
 
 
 class Slots:

@@ -20,6 +20,11 @@ shared with others, and read 300 MiB at 7 GB/s. What memory itself gives is ther
 The figures are kept beside the packed weights, by processor, cores, threads, kernels and scheme. It takes some tenths
 of a second, in pieces of some milliseconds while nobody is served (`drive.loop`): a pass reads the memory in parts of
 `PART_BYTES`, each a piece, and takes the sum of their times.
+
+The ceilings of this machine's processor, measured now, for plans of servers that were never started.
+
+A card's ceilings: bytes a second of a copy from its memory to itself (read and written), operations a second of a
+large product of the scheme that the layers are kept in. Timed by marks on its stream, the best pass of a few.
 """
 
 import hashlib
@@ -37,11 +42,16 @@ import msgspec
 import torch
 from torch import Tensor
 
+from splittime.core import files, this_process
+from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.kernels.api import Ops, WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.kernels.native import peaks
 from splittime.kernels.native.library import LibraryMissing
-from splittime.runner import kept_json, machine
+from splittime.models.quant.plan import QUANTIZATIONS, choose
+from splittime.runner import machine
+from splittime.runner.marks import StreamMark
 
 log = logging.getLogger("splittime.runner")
 
@@ -252,7 +262,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def recall(path: Path | None) -> dict[str, list[Found]]:
     """Returns what the file holds that is not too old; of a damaged one, nothing."""
-    return _fresh(kept_json.read(path))
+    return _fresh(files.read(path))
 
 
 def _fresh(memory: dict[str, Any]) -> dict[str, list[Found]]:
@@ -280,5 +290,68 @@ def remember(path: Path, key: str, found: Found) -> list[Found]:
     """Returns all that is known now."""
     memory = recall(path)
     known = [*memory.get(key, []), found]
-    kept_json.write(path, memory | {key: known})
+    files.write(path, memory | {key: known})
     return known
+
+
+def measured_processor(precision: str) -> Machine:
+    """Returns what the processor reads and multiplies a second with weights in this precision, in under a second; None
+    for what could not be measured. Raises ConfigError for a precision that its kernels do not have."""
+    is_quantised = precision in QUANTIZATIONS
+    plain = "float32" if is_quantised or precision == "float16" else precision
+    scheme = choose(precision if is_quantised else None, plain).layers
+    ops = _backend(getattr(torch, plain))
+    ops.set_threads(this_process.num_cores())
+    found = Gauge(ops, scheme, this_process.num_cores(), None)
+    return [one for one in found.measure() if one is not None][-1]
+
+
+def _backend(dtype: torch.dtype) -> Ops:
+    try:
+        return make_backend("native", dtype)
+    except ConfigError:
+        return make_backend("torch", dtype)
+
+
+COPY_BYTES = 512 << 20  # many times a card's cache
+CARD_TOKENS, CARD_WIDTH = 4096, 4096
+
+
+class CardGauge(Gauge):
+    """A `ceilings.Gauge` of the card that `ops` runs on. `cores` are its multiprocessors."""
+
+    def __init__(self, ops: Ops, scheme: WeightScheme, threads: int, folder: Path | None) -> None:
+        super().__init__(ops, scheme, threads, folder)
+        card = torch.cuda.get_device_properties(ops.device)
+        self._plain = Machine(
+            cpu=card.name, cores=card.multi_processor_count, threads=threads, cache_bytes=card.L2_cache_size
+        )
+        self._sizes = (COPY_BYTES,)
+        self._loops = ()
+        self._key = self._make_key()
+
+    def _read(self) -> Iterator[tuple[float, ...]]:
+        with torch.inference_mode():
+            source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._ops.device)
+            target = torch.empty_like(source)
+            for seconds in self._passes(lambda: target.copy_(source)):
+                yield (2 * COPY_BYTES / seconds,)
+
+    def _multiply(self) -> Iterator[tuple[float]]:
+        with torch.inference_mode():
+            weight = self._ops.pack_linear([torch.randn(CARD_WIDTH, CARD_WIDTH)], None, self._scheme)
+            tokens = torch.randn(CARD_TOKENS, CARD_WIDTH, device=self._ops.device).to(self._ops.activation_dtype)
+            for seconds in self._passes(lambda: self._ops.linear(tokens, weight)):
+                yield (2 * CARD_TOKENS * CARD_WIDTH * CARD_WIDTH / seconds,)
+
+    def _passes(self, work: Callable[[], object]) -> Iterator[float]:
+        """Seconds, the best so far; the first pass, which compiles, does not count."""
+        work()
+        best_s = float("inf")
+        for _ in range(PASSES):
+            begin = StreamMark(self._ops.device)
+            work()
+            end = StreamMark(self._ops.device)
+            end.wait()
+            best_s = min(best_s, max(1, end.ns_since(begin)) / 1e9)
+            yield best_s

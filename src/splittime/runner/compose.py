@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 
-from splittime.core import allowed
+from splittime.core import this_process
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import AsyncRunner, StepPlan, StepResult
 from splittime.kernels.api import WeightScheme
@@ -30,17 +31,15 @@ from splittime.models.ranks import Ranks
 from splittime.models.weights.load import OnLayer, read_config
 from splittime.models.weights.shards import check
 from splittime.runner import machine, start_memory
-from splittime.runner.adapters import Adapters
-from splittime.runner.ceilings import Gauge
+from splittime.runner.batch import Adapters
+from splittime.runner.ceilings import CardGauge, Gauge
 from splittime.runner.config import RunnerConfig
-from splittime.runner.device.ceilings import CardGauge
 from splittime.runner.drafting import DraftingRunner
 from splittime.runner.execution import Execution, HostExecution
 from splittime.runner.honoured import settle_speculation
 from splittime.runner.load import OnPhase, load
 from splittime.runner.ranks.group import RankGroup, RankLost, device_of
-from splittime.runner.ranks.lead import Lead
-from splittime.runner.ranks.members import Members
+from splittime.runner.ranks.members import Lead, Members
 from splittime.runner.sleep import TorchSleeper
 from splittime.runner.torch_runner import TorchRunner
 
@@ -118,7 +117,7 @@ def load_torch_runner(
     runner = load_part(config, on_phase, on_layer)
     if start_memory.wants_threads(runner):
         begin_ns = time.monotonic_ns()
-        start_memory.choose_threads(runner, allowed.num_cores())
+        start_memory.choose_threads(runner, this_process.num_cores())
         on_phase("measure threads", begin_ns, time.monotonic_ns())
     return runner
 
@@ -131,12 +130,12 @@ def load_part(
     lead: Lead | None = None,
 ) -> TorchRunner:
     """The runner of one rank's part of a model, which without `ranks` is all of it."""
-    decoder, store, resolved, cost = load(config, on_phase, on_layer, ranks)
+    decoder, store, resolved, cost, scheme = load(config, on_phase, on_layer, ranks)
     config, guessing = settle_speculation(config, decoder.ops.name)
     execution, reason = _choose_execution(config, decoder)
     kind = "device" if execution.is_apart else "host"
     resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason, speculative_reason=guessing)
-    runner = TorchRunner(config, decoder, store, resolved, cost, execution, lead)
+    runner = TorchRunner(config, decoder, store, resolved, cost, scheme, execution, lead)
     if config.enable_lora:
         runner.slots.adapters = Adapters(decoder, WeightScheme(resolved.dtype), config.max_lora_rank)
     return runner
@@ -209,7 +208,7 @@ def _divided(config: RunnerConfig) -> tuple[RunnerConfig, str]:
     if asked is not None and asked < count:
         message = f"num_threads is {asked}, fewer than one for each of tensor_parallel_size={count} ranks"
         raise ConfigError(message, param="num_threads", value=asked, limit=count)
-    threads = asked or allowed.num_cores()
+    threads = asked or this_process.num_cores()
     told = f"{threads} as asked" if asked is not None else f"{threads} cores"
     each = max(1, threads // count)
     return msgspec.structs.replace(config, num_threads=each), f"{told}, among {count} ranks"
@@ -235,10 +234,9 @@ def sleeper_of(runner: TorchRunner, answering: object = None) -> TorchSleeper | 
 def gauge_of(runner: TorchRunner, remembers: bool = True) -> Gauge:
     """Returns what measures the machine for this runner. remembers: what was measured lately counts, and this is
     kept."""
-    config, resolved, ops = runner.config, runner.resolved, runner.decoder.ops
-    scheme = machine.choose_weights(config, resolved.dtype, resolved.kernels).layers
-    folder = machine.packed_cache_folder(config.packed_cache) if remembers else None
-    given = (ops, scheme, resolved.num_threads, folder)
+    ops, folder = runner.decoder.ops, machine.packed_cache_folder(runner.config.packed_cache) if remembers else None
+    scheme = replace(runner.scheme, has_zeros=False, has_minima=False, bits=0)  # what floats can be packed in
+    given = (ops, scheme, runner.resolved.num_threads, folder)
     if ops.device.type == "cuda" and runner.lead is None:
         return CardGauge(*given)
     return Gauge(*given)

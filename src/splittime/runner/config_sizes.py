@@ -2,22 +2,76 @@
 
 Weights are counted as they are kept where no backend pads them (`models.quant.plan.kept_bytes`). KV bytes per token are
 2 x layers x KV heads x head dimension x bytes of a number, with the scales that int8 has beside it.
+
+What a step of this model needs of the machine at the least, from its shape and from its packed weights as they lie.
+
+Left out, each well under a per cent of a step: norms, rotary turns, activations, the rows of the embedding that are
+looked up, and the arithmetic of everything that is not a product. Of a mixture of experts one token's experts count:
+a step of several tokens reads more, how many more depends on the text.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.layer import LayerSpec, MixtureSpec, kv_groups
+from splittime.kernels.layer import LayerSpec, MixtureSpec, kv_groups, mlps_of
 from splittime.models.config import ModelConfig, load_config, parse_config
 from splittime.models.fields import read_json
 from splittime.models.quant.plan import QUANTIZATIONS, WeightPlan, choose, kept_bytes
-from splittime.runner.cost import cost
 from splittime.runner.kv_store import bytes_per_block
+
+
+class PackedSizes(Protocol):
+    """What `Ops` says of the size of weights."""
+
+    def packed_bytes(self, out_features: int, in_features: int, scheme: WeightScheme) -> int | None:
+        """Returns the size of a packed weight, None where it is not known to differ from `kept_bytes`."""
+
+
+def cost(
+    model: ModelConfig, plan: WeightPlan, sizes: PackedSizes, weights_bytes: int, kv_bytes_per_token: int
+) -> TokenCost:
+    """weights_bytes: of all packed weights, the head's and every expert's among them."""
+    mixers = [layer.mixer for layer in model.layers]
+    routers = [layer.feed_forward.router for layer in model.layers if isinstance(layer.feed_forward, MixtureSpec)]
+    idle_expert_bytes = sum(_idle_expert_bytes(layer, model.hidden_size, plan, sizes) for layer in model.layers)
+    return TokenCost(
+        weight_bytes=weights_bytes - idle_expert_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        operations_per_token=2 * sum(_layer_weights(layer, model.hidden_size) for layer in model.layers),
+        operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
+        head_bytes=_bytes(sizes, model.vocab_size, model.hidden_size, plan.head),
+        operations_per_sample=2 * model.vocab_size * model.hidden_size,
+        window_tokens=max(model.windows, default=None),
+        windowed_share=len(model.windows) / model.num_layers,
+        idle_expert_bytes=idle_expert_bytes,
+        num_experts=routers[0].num_experts if routers else 0,
+        chosen_experts=routers[0].num_chosen if routers else 0,
+    )
+
+
+def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
+    """Returns how many weights one token is multiplied by."""
+    return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
+
+
+def _idle_expert_bytes(layer: LayerSpec, hidden_size: int, plan: WeightPlan, sizes: PackedSizes) -> int:
+    """Returns the bytes of the experts that one token does not choose."""
+    part = layer.feed_forward
+    if not isinstance(part, MixtureSpec):
+        return 0
+    gate_up = _bytes(sizes, 2 * part.expert.inner, hidden_size, plan.layers)
+    down = _bytes(sizes, hidden_size, part.expert.inner, plan.finer)
+    return (part.router.num_experts - part.router.num_chosen) * (gate_up + down)
+
+
+def _bytes(sizes: PackedSizes, out_features: int, in_features: int, scheme: WeightScheme) -> int:
+    return sizes.packed_bytes(out_features, in_features, scheme) or kept_bytes(out_features, in_features, scheme)
+
 
 PLAIN = ("bfloat16", "float16", "float32")
 PRECISIONS = (*PLAIN, *QUANTIZATIONS)
@@ -41,16 +95,18 @@ class Unpadded:
         return None
 
 
-def sizes_of_config(path: Path, precision: str | None = None, kv_precision: str | None = None) -> ModelSizes:
+def sizes_of_config(
+    path: Path, precision: str | None = None, kv_precision: str | None = None, *, is_card: bool = False
+) -> ModelSizes:
     """Returns what the model of this folder or `config.json` takes. precision: of the weights, None: as the checkpoint
-    has them. kv_precision: of keys and values, None: 16 bits, or 32 as the weights have. Raises ConfigError for a model
-    that cannot be served, and for a precision that there is not."""
+    has them. kv_precision: of keys and values, None: 16 bits, or 32 as the weights have. is_card: on a
+    card. Raises ConfigError for a model that cannot be served, and for a precision that there is not."""
     model = load_config(path) if path.is_dir() else parse_config(read_json(path))
     name = precision or _own_precision(model)
     plain = name if name in PLAIN else "bfloat16"
     _require(name, PRECISIONS, "precision")
     _require(kv_precision or plain, tuple(KV_DTYPES), "kv_precision")
-    plan = choose(None if name in PLAIN else name, plain)
+    plan = choose(None if name in PLAIN else name, plain, has_finer=not is_card)
     table_bytes = model.vocab_size * model.hidden_size * getattr(torch, plain).itemsize
     packed_bytes = _packed_bytes(model, plan)
     kv_bytes = bytes_per_block(kv_groups(model.layers), 1, KV_DTYPES[kv_precision or plain])
@@ -84,10 +140,14 @@ def _packed_bytes(model: ModelConfig, plan: WeightPlan) -> int:
 
 def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:
     mixer, part = layer.mixer, layer.feed_forward
-    attention = kept_bytes(mixer.query_width + 2 * mixer.kv_width, hidden, plan.layers)
+    attention = kept_bytes(mixer.query_width + mixer.kv_width, hidden, plan.layers)
+    attention += kept_bytes(mixer.kv_width, hidden, plan.finer)
     attention += kept_bytes(hidden, mixer.query_width, plan.layers)
-    mlp = part.expert if isinstance(part, MixtureSpec) else part
-    mlp_bytes = kept_bytes(2 * mlp.inner, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.layers)
+    each, *shared = (
+        kept_bytes(2 * mlp.inner, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.finer)
+        for mlp in mlps_of(part)
+    )
     if not isinstance(part, MixtureSpec):
-        return attention + mlp_bytes
-    return attention + part.router.num_experts * mlp_bytes + kept_bytes(part.router.num_experts, hidden, plan.router)
+        return attention + each
+    routed = kept_bytes(part.router.num_experts + part.gates_shared, hidden, plan.router)
+    return attention + part.router.num_experts * each + sum(shared) + routed

@@ -9,9 +9,7 @@ Texts of a step on several threads: with the native kernels each thread computes
 Of an encoder's time products take two thirds, and only they are shared among the kernels' threads: attention, norms and
 activations are torch's, which has one thread beside them, since two pools would fight for the same cores. Texts do not
 depend on each other, so that threads which take parts of a step share all of it, and wait for each other once. The
-vectors are the same to the last bit, as no kernel looks at what is beside a token. One exception: where a GELU by tanh
-has an inner size that is no multiple of 32, torch computes the last numbers of a step or part by another formula, whose
-results are up to 6e-8 apart.
+vectors are the same to the last bit, as no kernel looks at what is beside a token.
 
 A text that makes up most of its step is computed with the kernels' threads, and so are few tokens: each thread would
 read all weights for its own.
@@ -27,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from splittime.core import allowed
+from splittime.core import this_process
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.core.sampling import SCORE
@@ -40,9 +38,8 @@ from splittime.models.encoder_config import EncoderConfig, load_encoder_config
 from splittime.models.modern_encoder import ModernEncoder
 from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
-from splittime.runner.config import Resolved, RunnerConfig
+from splittime.runner.config import Resolved, RunnerConfig, speculative_config
 from splittime.runner.load import OnPhase
-from splittime.runner.speculative import speculative_config
 
 NO_TOKENS = "this model is an encoder and generates nothing"
 CORES = "one for each core"
@@ -139,7 +136,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
     name = str(dtype).removeprefix("torch.")
     ops, scheme = make_backend(kernels, dtype), machine.choose_weights(config, name, kernels).layers
-    ops.set_threads(config.num_threads or allowed.num_cores())
+    ops.set_threads(config.num_threads or this_process.num_cores())
     with torch.inference_mode():
         encoder = load_encoder(folder, model, ops, scheme)
     on_phase("load weights", begin_ns, time.monotonic_ns())
@@ -219,7 +216,7 @@ def _num_threads(config: RunnerConfig, kernels: str) -> tuple[int, str]:
     """Returns how many threads there are, and why so many."""
     if config.num_threads:
         return config.num_threads, "as asked"
-    return allowed.num_cores(), PARTS if kernels == "native" else CORES
+    return this_process.num_cores(), PARTS if kernels == "native" else CORES
 
 
 def _resolved(

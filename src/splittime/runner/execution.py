@@ -21,11 +21,12 @@ from splittime.core.step import RowResult, StepPlan, StepResult, TokenLogprob
 from splittime.kernels.api import Ops
 from splittime.models.decoder import Decoder
 from splittime.runner import sampler
-from splittime.runner.batch import Batch, Slot
+from splittime.runner.batch import Batch
 from splittime.runner.config import Resolved
 from splittime.runner.kv_store import CopyMarks, KvStore
 from splittime.runner.marks import StreamMark, to_device
 from splittime.runner.sampler import Allowed, LineLogprobs, describe_lines
+from splittime.runner.slot import Slot
 
 Flags = Callable[[], list[bool]]  # both are to be called once the step's last mark is reached
 Tokens = Callable[[], list[int]]

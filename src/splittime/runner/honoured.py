@@ -1,6 +1,8 @@
 """Whether these kernels and this checkpoint can honour a setting. Each check raises `ConfigError` if they cannot."""
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -14,9 +16,19 @@ from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, read_config
 from splittime.models.weights.source import PLAIN
-from splittime.runner.config import GPU_MEMORY_UTILIZATION, QUANTIZATIONS, Dtype, KVCacheDtype, RunnerConfig
-from splittime.runner.speculative import FIELDS, NONE, OWN_BITS, speculative_config
+from splittime.runner.config import (
+    FIELDS,
+    GPU_MEMORY_UTILIZATION,
+    NONE,
+    OWN_BITS,
+    QUANTIZATIONS,
+    Dtype,
+    KVCacheDtype,
+    RunnerConfig,
+    speculative_config,
+)
 
+log = logging.getLogger("splittime.runner")
 TRIED: dict[str, tuple[str | bool, ...]] = {
     "quantization": QUANTIZATIONS,
     "dtype": get_args(Dtype),
@@ -28,6 +40,7 @@ TRIED: dict[str, tuple[str | bool, ...]] = {
         f'{{"method":"{method}"}}' for method in FIELDS if method not in ("draft_model", "mtp")
     ),
 }
+HOST = ("native", "torch", "reference")
 EIGHT_BITS = {"fp8": ("triton", "reference"), "w8a8": ("triton", "reference", "native")}
 
 
@@ -52,6 +65,41 @@ def check_adapters(config: RunnerConfig, kernels: str) -> None:
         raise ConfigError(
             message, param="enable_lora", value=kernels, hint="kernels=native, or leave --enable-lora out"
         )
+
+
+def _parts_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields what its layers compute and not all kernels do, with those that do; the first are the quickest."""
+    if any(layer.mixer.score_cap for layer in model.layers):
+        yield "caps the scores of attention", HOST
+    if any(layer.mixer.has_sinks for layer in model.layers):
+        yield "gives heads sinks", HOST
+
+
+def settle_kernels(asked: str, model: ModelConfig, kernels: str, reason: str) -> tuple[str, str]:
+    """Returns the kernels and why: with "auto" some that compute what the model does. Raises `ConfigError` for others
+    that were asked for by name. kernels, reason: what this machine chooses."""
+    for words, having in _parts_of(model):
+        if kernels not in having:
+            message = f"{model.architecture} {words}, which the {kernels} kernels do not"
+            if asked != "auto":
+                hint = f"kernels={having[0]}"
+                raise ConfigError(message, param="kernels", value=kernels, limit=list(having), hint=hint)
+            _tell(f"computing with the {having[0]} kernels, which is slower: {message}")
+            return having[0], message
+    return kernels, reason
+
+
+@cache
+def _tell(words: str) -> None:
+    """Warn once: settings that nobody has made are tried too."""
+    log.warning(words)
+
+
+def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
+    if config.tensor_parallel_size > 1 and any(layer.mixer.normed == "all" for layer in model.layers):
+        message = f"{model.architecture} norms the queries of all heads together, which ranks do not share"
+        hint = "leave tensor_parallel_size out"
+        raise ConfigError(message, param="tensor_parallel_size", value=config.tensor_parallel_size, limit=1, hint=hint)
 
 
 def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig, str]:
@@ -100,7 +148,7 @@ def _check_fewer_bits(asked: str, config: RunnerConfig, model: ModelConfig) -> N
 
 def check_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
     """The router's activations are never rounded, so nothing is asked of them."""
-    for kind, scheme in (("layers", plan.layers), ("head", plan.head)):
+    for kind, scheme in (("layers", plan.layers), ("values and down", plan.finer), ("head", plan.head)):
         found = ops.product_dtype(scheme)
         if asked not in ("auto", found):
             raise ConfigError(

@@ -4,10 +4,10 @@ blocks to slots of host memory and back.
 Which block belongs to whom is the scheduler's business. Memory of the CPU is zeroed lazily by the system (`calloc`):
 blocks that no request has touched cost nothing. The last block of each layer is the zero block that padding reads.
 
-Slots are the memory behind `kv.host`, pinned where the KV cache is on a card. A slot holds one block of all layers, one
-after the other, so a block is one copy over the bus and not one a layer; slots that follow each other go together. On
-the device the block's pieces are gathered from the layers into a staging buffer, one launch a layer for any number of
-blocks, and scattered from it on the way back:
+Slots are the memory behind `kv.cache`, pinned where the KV cache is on a card. A slot holds one block of all layers,
+one after the other, so a block is one copy over the bus and not one a layer; slots that follow each other go together.
+On the device the block's pieces are gathered from the layers into a staging buffer, one launch a layer for any number
+of blocks, and scattered from it on the way back:
 
     offload    layers [blocks, piece]  --gather-->  staging [n, layers, piece]  --bus-->  slots [n, layers, piece]
     restore    slots  --bus-->  staging  --scatter-->  layers
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core import allowed
+from splittime.core import this_process
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.step import StepPlan, StepResult
 from splittime.kernels.api import CPU, KvShape, LayerKv
@@ -171,7 +171,7 @@ def num_host_slots(config: RunnerConfig, kernels: str, bytes_per_block: int) -> 
     if asked < bytes_per_block:
         message = f"{PARAM} is {asked}, less than one block of KV cache, {bytes_per_block} bytes"
         raise ConfigError(message, param=PARAM, value=asked, limit=bytes_per_block)
-    room, ranks = allowed.free_memory_bytes(), config.tensor_parallel_size
+    room, ranks = this_process.free_memory_bytes(), config.tensor_parallel_size
     if asked * ranks > room:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         message = f"{PARAM} is {asked}{each}, but {room} bytes of host memory are free"

@@ -1,5 +1,10 @@
-"""From a `RunnerConfig` to a decoder, an empty KV cache, the record of what the machine decided, and a step's cost."""
+"""From a `RunnerConfig` to a decoder, an empty KV cache, the record of what the machine decided, and a step's cost.
 
+How much of a card's memory the KV cache may have: what is free once the weights are there, less what the largest
+step takes beside them, which is measured by running it.
+"""
+
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +14,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from splittime.core import allowed
+from splittime.core import this_process
 from splittime.core.errors import ConfigError
 from splittime.core.facts import RefusedValues, TokenCost
-from splittime.kernels.api import Ops
+from splittime.kernels.api import AttentionBatch, Ops, WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.layer import kv_groups
 from splittime.kernels.low_rank import inner_bytes
@@ -24,23 +29,60 @@ from splittime.models.ranks import Ranks
 from splittime.models.weights.head import head_config
 from splittime.models.weights.load import Loaded, OnLayer, load_decoder, open_source, read_config
 from splittime.models.weights.shards import counted, own_config
-from splittime.runner import machine
-from splittime.runner.config import Resolved, RunnerConfig
-from splittime.runner.cost import cost
-from splittime.runner.device.memory import largest_step_bytes, room_bytes
-from splittime.runner.honoured import (
-    check_activations,
-    check_adapters,
-    check_eight_bits,
-    check_load_format,
-    check_rounding,
-    check_share_of_card,
-    check_sharing,
-    check_speculation,
-    refused,
-)
+from splittime.runner import honoured, machine
+from splittime.runner.config import Resolved, RunnerConfig, speculative_config
+from splittime.runner.config_sizes import cost
 from splittime.runner.kv_store import KvStore, bytes_per_block, num_host_slots, staging_bytes, story
-from splittime.runner.speculative import speculative_config
+
+
+def room_bytes(device: torch.device, utilization: float, step_bytes: int) -> int:
+    """utilization: the share of all memory that this process may have, with what others have taken counted as ours.
+    What torch keeps of freed memory, the largest step's above all, is given back first: it is in `step_bytes`."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(total * (1.0 - utilization)) - step_bytes)
+
+
+@torch.inference_mode()
+def largest_step_bytes(decoder: Decoder, config: RunnerConfig, kv_dtype: torch.dtype, max_model_len: int) -> int:
+    """Peak of what is allocated beside weights and cache by a step of `max_num_batched_tokens` prompt tokens and logits
+    of `max_num_seqs` rows; 0 where torch does not count (no card)."""
+    device = decoder.ops.device
+    lengths = _lengths(config.max_num_batched_tokens, max_model_len)
+    blocks = [-(-length // config.block_size) for length in lengths]
+    store = KvStore(decoder.kv_groups, sum(blocks), config.block_size, kv_dtype, device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    hidden = decoder.forward(torch.zeros_like(positions), positions, store, _batch(lengths, blocks, store))
+    decoder.logits(hidden[: config.max_num_seqs])
+    return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
+
+
+def _lengths(tokens: int, max_model_len: int) -> list[int]:
+    """Returns the lengths of prompts that are so many tokens together."""
+    count = math.ceil(tokens / max_model_len)
+    return [tokens // count + (1 if place < tokens % count else 0) for place in range(count)]
+
+
+def _batch(lengths: list[int], blocks: list[int], store: KvStore) -> AttentionBatch:
+    tables = torch.full((len(lengths), max(blocks)), store.zero_block)
+    first = 0
+    for line, count in zip(tables, blocks, strict=True):
+        line[:count] = torch.arange(first, first + count)
+        first += count
+    places = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return AttentionBatch(
+        query_begins=[0, *torch.tensor(lengths).cumsum(0).tolist()],
+        context_lens=lengths,
+        block_tables=tables,
+        token_blocks=tables[rows, places // store.block_size],
+        token_offsets=places % store.block_size,
+        num_decode_rows=0,
+    )
+
 
 OnPhase = Callable[[str, int, int], None]
 TURN_BYTES = 12  # of an element of a head at one position, while the rotary turns are made (`models.rope.turns`)
@@ -49,8 +91,9 @@ SURE_LAYERS = 4  # some models begin with layers of another size
 
 def load(
     config: RunnerConfig, on_phase: OnPhase, on_layer: OnLayer | None = None, ranks: Ranks | None = None
-) -> tuple[Decoder, KvStore, Resolved, TokenCost]:
-    """Raises `ConfigError` for what cannot be honoured, before the weights are read where that is possible.
+) -> tuple[Decoder, KvStore, Resolved, TokenCost, WeightScheme]:
+    """Returns the scheme too that most of the layers are in. Raises `ConfigError` for what cannot be honoured, before
+    the weights are read where that is possible.
 
     Also sets the number of threads, for this process. ranks: those that share the model; all of this is then of one
     rank's part, but for the number of blocks, which is the smallest of any.
@@ -64,9 +107,9 @@ def load(
     _choose_num_blocks(config, choices)  # here only to refuse a context far beyond the memory
     config_ns = time.monotonic_ns()
     on_phase("read config", begin_ns, config_ns)
-    choices.ops.set_threads(config.num_threads or allowed.num_cores())
+    choices.ops.set_threads(config.num_threads or this_process.num_cores())
     loaded = _load_weights(config, choices, on_layer or (lambda done, total, num_bytes: None), ranks)
-    check_activations(config.activation_dtype, loaded.plan, choices.ops)
+    honoured.check_activations(config.activation_dtype, loaded.plan, choices.ops)
     weights_ns = time.monotonic_ns()
     on_phase("load weights", config_ns, weights_ns)
     if ranks is not None:
@@ -79,13 +122,13 @@ def load(
         config.num_threads, loaded.weights_bytes
     )
     choices.ops.set_threads(num_threads)
-    refuses = refused(config, lambda other: _Choices.make(other, model, held_in, ranks))
+    refuses = honoured.refused(config, lambda other: _Choices.make(other, model, held_in, ranks))
     resolved = _resolved(config, choices, loaded, store, num_threads)
     resolved = msgspec.structs.replace(resolved, refuses=(*refuses, *_bounds(config, resolved)))
     kv_bytes_per_token = resolved.kv_bytes_per_block // resolved.block_size
     computed = choices.model if ranks is None else counted(choices.model, ranks)
     least = cost(computed, loaded.plan, choices.ops, loaded.weights_bytes, kv_bytes_per_token)
-    return loaded.decoder, store, resolved, least
+    return loaded.decoder, store, resolved, least, loaded.plan.layers
 
 
 @torch.inference_mode()
@@ -124,14 +167,16 @@ class _Choices:
         it is also asked of settings that nobody has made."""
         config.validate()
         path = Path(config.model_path)
-        check_load_format(config.load_format, path, model)
+        honoured.check_load_format(config.load_format, path, model)
         if config.load_format != "dummy":
-            check_rounding(config, model, held_in)
-        kernels, kernels_reason = machine.choose_kernels(config.kernels)
-        check_eight_bits(config.quantization, kernels)
-        check_speculation(config, model, kernels)
-        check_sharing(config, kernels)
-        check_adapters(config, kernels)
+            honoured.check_rounding(config, model, held_in)
+        chosen = machine.choose_kernels(config.kernels)
+        kernels, kernels_reason = honoured.settle_kernels(config.kernels, model, *chosen)
+        honoured.check_ranks(config, model)
+        honoured.check_eight_bits(config.quantization, kernels)
+        honoured.check_speculation(config, model, kernels)
+        honoured.check_sharing(config, kernels)
+        honoured.check_adapters(config, kernels)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)
@@ -153,8 +198,8 @@ class _Choices:
         )
         if choices.ops.isa_reason:
             choices.reasons["kernels_reason"] += f"; {choices.ops.isa_reason}"
-        check_activations(config.activation_dtype, choices.plan, choices.ops)
-        check_share_of_card(config, choices.ops)
+        honoured.check_activations(config.activation_dtype, choices.plan, choices.ops)
+        honoured.check_share_of_card(config, choices.ops)
         return choices
 
 
@@ -163,7 +208,7 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
     this machine's free memory, and after `SURE_LAYERS` as soon as it is clear that they all will not."""
     if config.load_format != "dummy" or ops.device.type != "cpu":
         return on_layer
-    room, first_bytes = allowed.free_memory_bytes() // config.tensor_parallel_size, 0
+    room, first_bytes = this_process.free_memory_bytes() // config.tensor_parallel_size, 0
 
     def note(done: int, total: int, num_bytes: int) -> None:
         nonlocal first_bytes
@@ -182,7 +227,8 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
 
 def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
     """Returns what is multiplied with what, such as "layers bfloat16 x float32, head int8 x int8"."""
-    kinds = {"layers": plan.layers, "head": plan.head} | ({"router": plan.router} if has_experts else {})
+    finer = {} if plan.finer == plan.layers else {"values and down": plan.finer}
+    kinds = {"layers": plan.layers, **finer, "head": plan.head} | ({"router": plan.router} if has_experts else {})
     told = ", ".join(f"{kind} {scheme.name} x {ops.product_dtype(scheme)}" for kind, scheme in kinds.items())
     return f"weights x activations: {told}"
 
@@ -190,7 +236,7 @@ def _products(plan: WeightPlan, ops: Ops, has_experts: bool) -> str:
 def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
     """What is made of the config's numbers alone, with no file's size to warn: a turn of each position, and of random
     weights the largest matrix. Raises `ConfigError` where either is more than this machine's free memory."""
-    model, room = choices.model, allowed.free_memory_bytes()
+    model, room = choices.model, this_process.free_memory_bytes()
     widest = max(model.vocab_size, *(layer.widest for layer in model.layers))
     matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
     needed = {

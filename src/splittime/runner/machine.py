@@ -19,18 +19,16 @@ from pathlib import Path
 
 import torch
 
-from splittime.core.allowed import affinity, free_memory_bytes, num_cores, quota_cores
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
-from splittime.core.this_process import cache_folder
+from splittime.core.this_process import affinity, cache_folder, free_memory_bytes, num_cores, quota_cores
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import TILES, choose_isa
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.quant.plan import WeightPlan, choose
-from splittime.runner.config import RunnerConfig
-from splittime.runner.speculative import speculative_config
+from splittime.runner.config import RunnerConfig, speculative_config
 
 log = logging.getLogger("splittime.runner")
 
@@ -85,7 +83,8 @@ def choose_dtype(asked: str, checkpoint_dtype: str, kernels: str) -> tuple[torch
 
 def choose_weights(config: RunnerConfig, dtype: str, kernels: str) -> WeightPlan:
     """Each kind's scheme. A scheme rounds activations to bfloat16 with native kernels only: others compute in dtype."""
-    return choose(config.quantization, dtype, choose_rounding(config, dtype, kernels)[0])
+    rounding = choose_rounding(config, dtype, kernels)[0]
+    return choose(config.quantization, dtype, rounding, has_finer=kernels != "triton")
 
 
 def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str, str]:

@@ -6,47 +6,53 @@ sign-aware form that transformers uses) covers *prompt and outputs*: a seen toke
 positive, else multiplied by it. Order: repetition, then frequency and presence, then logit_bias, then the mask of stop
 ids while fewer than `min_tokens` are out, then the mask of the grammar or of the request's lists (`listed`), which
 leaves the stop ids where it leaves nothing else. Where a bound of the reasoning says what comes, its mask is the one.
+
+What a bound of the reasoning says must come (`ReasoningBound`) is known before anything is computed, like what a form
+leaves no choice about, and told as drafts that cannot be wrong.
 """
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.draw import has_bits
-from splittime.runner.reasoning_bound import may_hold
+from splittime.kernels.draw import has_bit, has_bits, one_bit
 from splittime.runner.sampler import Allowed
+from splittime.runner.slot import Slot, TokenCounts
 
-if TYPE_CHECKING:
-    from splittime.runner.batch import Slot
+
+def must_come(slot: Slot, num_outputs: int) -> tuple[int, ...]:
+    """Returns the tokens that must follow so many outputs of a request, drafts among them; () where nothing must."""
+    end = slot.prompt_len + num_outputs
+    return () if slot.reasoning_bound is None else slot.reasoning_bound.must_come(slot.tokens[slot.prompt_len : end])
+
+
+def may_hold(slot: Slot, num_outputs: int) -> bool:
+    """Returns whether the bound of its reasoning may say what follows so many outputs, known or not."""
+    known = slot.tokens[slot.prompt_len : slot.num_known]
+    return slot.reasoning_bound is not None and slot.reasoning_bound.may_hold(num_outputs, known)
+
+
+def has_bounds(slots: Sequence[Slot]) -> bool:
+    return any(slot.reasoning_bound is not None for slot in slots)
+
+
+def hold_to_bounds(slots: Sequence[Slot], counts: Sequence[int], vocab_size: int, allowed: Allowed) -> Allowed:
+    """Returns which tokens may come: as `allowed` has it, and only one where a bound says which must. What a form does
+    not allow waits until it does: a character may have to be whole before."""
+    if not has_bounds(slots):
+        return allowed
+    held = dict(allowed)
+    for line, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        following = must_come(slot, count)
+        if following and (line not in held or has_bit(held[line], following[0])):
+            held[line] = one_bit(following[0], vocab_size)
+    return held
+
 
 _LARGEST = 1e30  # a tiny penalty makes logits infinite; divided by the least temperature, 1e-5, this still is not
-
-
-class TokenCounts:
-    """How often each token occurred. outputs: float32 [vocab]; seen: bool [vocab], in the prompt or the outputs."""
-
-    def __init__(self, vocab_size: int, prompt: np.ndarray) -> None:
-        self.outputs = torch.zeros(vocab_size)
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool)
-        self.seen[torch.from_numpy(prompt)] = True
-
-    def add_outputs(self, token_ids: np.ndarray) -> None:
-        ids = torch.from_numpy(token_ids)
-        self.outputs.index_add_(0, ids, torch.ones(len(token_ids)))
-        self.seen[ids] = True
-
-    def followed_by(self, token_ids: np.ndarray) -> "TokenCounts":
-        """A copy that counts these outputs too."""
-        other = copy.copy(self)
-        other.outputs, other.seen = self.outputs.clone(), self.seen.clone()
-        other.add_outputs(token_ids)
-        return other
 
 
 def changes_logits(sampling: SamplingParams, num_outputs: int) -> bool:
@@ -60,31 +66,7 @@ def changes_more(sampling: SamplingParams, num_outputs: int) -> bool:
     return has_mask or sampling.has_penalties or bool(sampling.logit_bias)
 
 
-def listed_at_all(sampling: SamplingParams, vocab_size: int) -> np.ndarray | None:
-    """Returns which tokens `allowed_token_ids` has, bool [vocab]; None where the request has no list of tokens."""
-    if not sampling.is_listed:
-        return None
-    found = np.full(vocab_size, not sampling.allowed_token_ids)
-    found[list(sampling.allowed_token_ids)] = True
-    return found
-
-
-def listed(sampling: SamplingParams, at_all: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-    """Returns which tokens may follow these outputs, bool [vocab]: those of `listed_at_all`, but for the last token of
-    any of `bad_token_ids` whose others are there. Raises RequestError where nothing is left.
-
-    outputs: int64 [N], drafts among them; a run that began in the prompt is none."""
-    found = at_all.copy()
-    for *begin, last in sampling.bad_token_ids:
-        if len(begin) <= len(outputs) and outputs[len(outputs) - len(begin) :].tolist() == begin:
-            found[last] = False
-    if not found.any():
-        words, hint = "allowed_token_ids and bad_words leave no token here", "allow more tokens, or forbid fewer words"
-        raise RequestError(words, param="bad_words", hint=hint)
-    return found
-
-
-def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
+def changed(slots: Sequence[Slot], num_outputs: Sequence[int]) -> list[int]:
     """The lines whose request changes its logits."""
     return [
         line
@@ -93,7 +75,7 @@ def changed(slots: "Sequence[Slot]", num_outputs: Sequence[int]) -> list[int]:
     ]
 
 
-def adjusted(raw: Tensor, slots: "Sequence[Slot]", num_outputs: Sequence[int], forms: Allowed) -> Tensor:
+def adjusted(raw: Tensor, slots: Sequence[Slot], num_outputs: Sequence[int], forms: Allowed) -> Tensor:
     """raw: float32 [N, vocab]; itself when no request changes its logits, else a copy. Counts lie on the host: on a
     device, a line that changes goes there and back. forms: what forms and bounds of the reasoning allow; who chooses
     leaves out the others, so that a line with nothing else is as it was."""

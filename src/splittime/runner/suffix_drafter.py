@@ -2,7 +2,7 @@
 
 Where the last tokens of a text stood before, what followed them is likely to follow again (Oliaro et al. 2024,
 "SuffixDecoding"; prompt lookup is the case without a corpus). `kernels.native.suffix` finds the longest such end;
-`acceptance` says how likely its followers are to be right.
+`draft_record` says how likely its followers are to be right.
 
 How often they are right is learnt from the text itself: what was found is held against the tokens that come, whether or
 not it was drafted, since a row with drafts gives the tokens that rows without would have given. So where no draft pays
@@ -14,7 +14,7 @@ and a request whose last search came to nothing is left alone for a while (`Sear
 come and indexed when a search wants them. In one step of `EXPLORE` all are searched, if there is time for any.
 
 A corpus is of one tenant (the request's `cache_salt`), and so is what is learnt of how often drafts are right
-(`by_tenant`): what is guessed by another's answers would show in how fast tokens come. A corpus holds the newest
+(`draft_record`): what is guessed by another's answers would show in how fast tokens come. A corpus holds the newest
 `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked last.
 
 When a request's text is searched: in the step after one that found a draft to tell, else after pauses that double.
@@ -33,14 +33,11 @@ from typing import NamedTuple
 
 from splittime.core.step import Admitted, RowResult, StepPlan, StepResult
 from splittime.kernels.native.suffix import BETWEEN_TEXTS, Follower, SuffixBatch, SuffixText, suffix_batch
-from splittime.runner.acceptance import MIN_MATCH, Acceptance, DraftKind, Trust, kind_of
-from splittime.runner.by_tenant import ByTenant
+from splittime.runner.config import CORPUS_TOKENS, MOST_TENANTS, MOST_TOKENS
+from splittime.runner.draft_record import MIN_MATCH, Acceptance, ByTenant, DraftKind, Trust, kind_of
 from splittime.runner.drafting import Draft, Look
-from splittime.runner.speculative import CORPUS_TOKENS, MOST_TENANTS, MOST_TOKENS
 
 LONGEST_PAUSE = 16  # steps; a power of two
-
-
 CERTAIN = 1.0  # where drafts pay that are less likely than this, there is something to look for
 LEAST_SURVIVAL = 0.05  # of a draft that is worth telling on the emptiest server
 EXPLORE = 4 * LONGEST_PAUSE  # in so many steps one row has a draft more than pays, or nothing is learnt of such

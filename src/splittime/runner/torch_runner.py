@@ -4,7 +4,7 @@
     collect  wait for it -> its rows' results (`execution.Launched`)
 
 Its parts: `slots`, what it remembers of requests; `store`, the KV cache; `execution`, which computes on the host's own
-time or on a card's stream; `lead`, where other ranks have parts of the model too.
+time or on a card's stream; `ranks.members`, where other ranks have parts of the model too.
 
 Only rows that sample get logits. A row fails alone, with `RowResult.error`: when its request holds ids that the model
 does not have, or when what the model computes for it is not finite (what it left in its blocks is then scrubbed, so
@@ -25,20 +25,22 @@ from splittime.core.errors import EngineError, SplittimeError
 from splittime.core.facts import TokenCost
 from splittime.core.sampling import AHEAD, LOGITS
 from splittime.core.step import Row, RowResult, StepPlan, StepResult, TokenLogprob
+from splittime.kernels.api import WeightScheme
 from splittime.models.decoder import Decoder
 from splittime.runner import batch as batches
 from splittime.runner import penalties, sampler
-from splittime.runner.batch import Batch, Slot, Slots
+from splittime.runner.batch import Batch, Slots
 from splittime.runner.config import Resolved, RunnerConfig
 from splittime.runner.execution import Chosen, ComputedRows, Execution, Launched
 from splittime.runner.kv_store import KvStore
 from splittime.runner.marks import StreamMark, to_device, to_host
-from splittime.runner.ranks.lead import Lead
-from splittime.runner.reasoning_bound import has_bounds, hold_to_bounds, must_come
+from splittime.runner.penalties import has_bounds, hold_to_bounds, must_come
+from splittime.runner.ranks.members import Lead
+from splittime.runner.slot import Slot
 from splittime.runner.warm_up import warm_up_plans
 
 if TYPE_CHECKING:  # its library is not needed where no answer is held to a form
-    from splittime.runner.form_masks import FormMasks
+    from splittime.runner.grammars import FormMasks
 
 NO_TOKEN = "the step before gave this request no token"
 OnHidden = Callable[[Batch, Tensor], None]
@@ -52,6 +54,7 @@ class TorchRunner:
     decoder: set by who puts the runner to sleep (`runner.sleep`), and by nobody else.
     on_hidden: told of each step's batch and hidden states [T, hidden], of which `decoder.logits` makes the logits of
         every position; for those who measure a model's predictions (`splittime quality`). None: nobody.
+    scheme: that most bytes of the layers' weights were found in.
     """
 
     config: RunnerConfig
@@ -59,6 +62,7 @@ class TorchRunner:
     store: KvStore
     resolved: Resolved
     cost: TokenCost
+    scheme: WeightScheme
     execution: Execution
     lead: Lead | None = None
     on_hidden: OnHidden | None = None

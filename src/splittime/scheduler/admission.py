@@ -8,7 +8,7 @@ long text count when they are known, so that what is refused in the end fills no
 The bounds are shared by key. When the queue is full, a key that has less of it than its share by weight, among the keys
 that have some, is let in all the same: what one key has queued turns nobody else away. So the queue may hold more than
 its bounds by what the later keys' shares are. Of others' requests those are before a newcomer that would be served
-before it by weight (`scheduler.turns`): of each key as many as of its own.
+before it by weight (`scheduler.prompt_pass`): of each key as many as of its own.
 
 The wait is predicted by a model of the running engine (`WaitPredictor`; in a server `simulate.wait`). Where that cannot
 tell, it is predicted from departures. While the queue is not empty, the time from one departure to the next is how long
@@ -226,15 +226,17 @@ class Admission:
         now_ns: int,
         *,
         count: int = 1,
+        others: int = 0,
         tokens: int = 0,
         deadline_ns: int | None = None,
         first_token_by_ns: int | None = None,
         tenant: str = "",
         weight: float = 1.0,
     ) -> None:
-        """Raise `Refused` if `count` generations of `tokens` prompt tokens in all have no room, or no time."""
+        """Raise `Refused` if `count` generations of `tokens` prompt tokens in all have no room, or no time.
+        others: requests of other keys that come before and are not queued yet."""
         limit, key = self.bounds.max_queued_requests, self.key(tenant, weight)
-        if self.queued_requests + count > limit and key.requests + count > limit * self._part_of(key):
+        if self.queued_requests + others + count > limit and key.requests + count > limit * self._part_of(key):
             self._refuse("queued_requests", limit)
         self.require_room_for_tokens(tokens, 0, key)
         if deadline_ns is not None or first_token_by_ns is not None:
@@ -244,8 +246,7 @@ class Admission:
     def require_room_for_tokens(self, tokens: int, own_tokens: int, key: KeyQueue) -> None:
         """own_tokens: those of the queued that are its own. In a queue of no others any prompt may stand."""
         others, limit = self.queued_prompt_tokens - own_tokens, self.bounds.max_queued_prompt_tokens
-        is_over = key.tokens - own_tokens + tokens > limit * self._part_of(key)
-        if others and others + tokens > limit and is_over:
+        if others and others + tokens > limit and key.tokens - own_tokens + tokens > limit * self._part_of(key):
             self._refuse("queued_prompt_tokens", limit)
 
     def require_first_token(self, now_ns: int, tokens: int, own: Place, first_token_by_ns: int) -> None:
@@ -284,7 +285,7 @@ class Admission:
         if places > limit:
             raise RequestError(f"{count} choices are more than the queue holds", param="n", value=count, limit=limit)
         by_ns = {"deadline_ns": deadline_ns, "first_token_by_ns": first_token_by_ns}
-        self.check(now_ns, count=places, tokens=tokens, tenant=tenant, weight=weight, **by_ns)
+        self.check(now_ns, count=places, others=0, tokens=tokens, tenant=tenant, weight=weight, **by_ns)
         if self.queued_requests == 0:
             self._busy_since_ns = now_ns
         key = self.key(tenant, weight)
@@ -305,10 +306,8 @@ class Admission:
     def _refuse(self, reason: str, limit: int) -> None:
         """For want of room, which there is when the next one leaves the queue."""
         expected, next_one = self.expected_wait(), self._expected(0, 0, 1)
-        if next_one is not None and next_one.estimate == "model":
-            retry_after_s = next_one.wait_s
-        else:
-            retry_after_s = self.rate.seconds_per_request or 1.0
+        said_s = next_one.wait_s if next_one is not None and next_one.estimate == "model" else None
+        retry_after_s = (self.rate.seconds_per_request or 1.0) if said_s is None else said_s
         raise self.refuse(
             Refused(
                 _MESSAGES[reason],
@@ -327,9 +326,8 @@ def _late(reason: str, queued: int, expected: ExpectedWait, takes_s: float, left
     shorter by as much as is missing, another would make it."""
     takes_ms, left_ms = takes_s * 1e3, max(left_ns, 0) / 1e6
     words = f"{_MESSAGES[reason]}: {takes_ms:.0f} ms predicted ({expected.estimate}), {left_ms:.0f} ms allowed"
-    alone_s = takes_s - expected.wait_s  # in an empty queue, all the same
     missing_s = max(takes_s - max(left_ns, 0) * 1e-9, 0.001)
-    is_hopeless = alone_s * 1e3 > left_ms
+    is_hopeless = (takes_s - expected.wait_s) * 1e3 > left_ms  # in an empty queue, all the same
     return Refused(
         words,
         reason=reason,

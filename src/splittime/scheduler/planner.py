@@ -11,9 +11,9 @@ up. A plan is made within one token budget, in this order:
                    never stopped half-way for want of blocks). The first that does not fit ends the admission: nobody
                    overtakes it, so nobody starves.
                    Where several keys have requests, each does 2 and 3 for itself, in turns, and one that lacks a slot
-                   or blocks may take them from another that has more (`scheduler.turns`). Who waits for blocks is
+                   or blocks may take them from another that has more (`scheduler.prompt_pass`). Who waits for blocks is
                    passed only by a key that would not have more of them than its own.
-    4. ahead       one prompt that is computed ahead, if nobody waits any more (`scheduler.ahead`).
+    4. ahead       one prompt that is computed ahead, if nobody waits any more (`scheduler.requests`).
     5. drafts      decode rows are widened by the drafts that pay, with what is left (`scheduler.speculation`).
 
 Every request that waits, and every running one that gets no row, gets its cause at this moment.
@@ -42,11 +42,9 @@ from splittime.core.row_costs import RowCosts
 from splittime.core.shares import UNIT, KeyShare
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
 from splittime.ledger.stages import Cause
-from splittime.scheduler.ahead import AHEAD_TOKENS
-from splittime.scheduler.prompt_pass import PromptPass, StepBudget, take_row
-from splittime.scheduler.requests import Requests
+from splittime.scheduler.prompt_pass import FreedBlocks, Holdings, PromptPass, StepBudget, take_row
+from splittime.scheduler.requests import AHEAD_TOKENS, Requests
 from splittime.scheduler.state import DECODE, RequestState
-from splittime.scheduler.turns import FreedBlocks, Holdings
 
 LOOK_EVERY = 64  # steps of several keys
 ROWS_WITHOUT = 0.1  # what a step takes is its rows, until one with few shows otherwise

@@ -5,30 +5,18 @@ from functools import partial
 
 import uvloop
 
-from splittime.api.limits import ModelInfo
-from splittime.drive.client import EngineClient
 from splittime.ledger.account import PREFILL
-from splittime.ledger.store import Ledger
-from splittime.server import (
-    routes_dashboard,
-    routes_engine,
-    routes_info,
-    routes_ledger,
-    routes_messages,
-    routes_responses,
-    routes_what_if,
-)
+from splittime.server import routes_apis, routes_dashboard, routes_engine, routes_info, routes_ledger
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
 from splittime.server.service import Service
 from splittime.server.visit import PrefillVisit, Visit
-from splittime.text.tokenizer import Tokenizer
 from splittime.web import http, serving
 from splittime.web.edge import Edge, Names
 from splittime.web.http import PathTable
 from splittime.web.serving import listen, make_server
 
-__all__ = ["PATHS", "App", "build_app", "listen", "make_server", "run", "serve"]
+__all__ = ["PATHS", "App", "Service", "listen", "make_server", "run", "serve"]
 
 Handler = Callable[[Service, http.Scope, http.Receive, http.Send], Awaitable[None]]
 
@@ -53,12 +41,18 @@ VISITED = {
 PATHS: tuple[tuple[str, str, Handler], ...] = (
     *(("POST", path, visited(endpoint)) for path, endpoint in VISITED.items()),
     ("POST", "/v1/prefill", visited(PREFILL, PrefillVisit)),
-    ("POST", "/v1/messages", routes_messages.create),
-    ("POST", "/v1/messages/count_tokens", routes_messages.count_tokens),
-    ("POST", "/v1/responses", routes_responses.create),
-    ("GET", "/v1/responses/{response_id}", routes_responses.retrieve),
-    ("GET", "/v1/responses/{response_id}/input_items", routes_responses.list_input),
-    ("DELETE", "/v1/responses/{response_id}", routes_responses.delete),
+    ("POST", "/v1/messages", routes_apis.create_message),
+    ("POST", "/v1/messages/count_tokens", routes_apis.count_message_tokens),
+    ("POST", "/v1/responses", routes_apis.create_response),
+    ("POST", "/v1/responses/input_tokens", routes_apis.count_tokens),
+    ("POST", "/v1/responses/{response_id}/cancel", routes_apis.cancel),
+    ("GET", "/v1/responses/{response_id}", routes_apis.retrieve),
+    ("GET", "/v1/responses/{response_id}/input_items", routes_apis.list_input),
+    ("DELETE", "/v1/responses/{response_id}", routes_apis.delete),
+    *(("POST", path, routes_apis.answer_ollama) for path in routes_apis.KINDS),
+    *(("GET", path, routes_apis.tags) for path in ("/api/tags", "/api/ps")),
+    ("POST", "/api/show", routes_apis.show),
+    ("GET", "/api/version", routes_apis.version),
     ("GET", "/", routes_dashboard.index),
     ("GET", "/v1/models", routes_info.models),
     ("GET", "/v1/models/{name}", routes_info.one_model),
@@ -90,7 +84,7 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ledger/trace.json", routes_ledger.trace_json),
     ("POST", "/ledger/hops", routes_ledger.post_hops),
     ("GET", "/ledger/hops/{trace_id}", routes_ledger.hops),
-    ("POST", "/ledger/what-if", routes_what_if.what_if),
+    ("POST", "/ledger/what-if", routes_engine.what_if),
     ("GET", "/dashboard/data", routes_dashboard.data),
     ("GET", "/dashboard/requests/{request_id}", routes_dashboard.one_request),
     ("GET", "/dashboard/findings", routes_dashboard.findings),
@@ -101,23 +95,13 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
 
 OF_OPENAI = "POST /v1/chat/completions, /v1/responses and /v1/completions speak OpenAI's API, /v1/messages Anthropic's"
 OF_EMBEDDINGS = "POST /v1/embeddings speaks OpenAI's API"
-OF_RANKING = "POST /v1/rerank ranks texts, /v1/score scores pairs"
 OTHER_APIS = {  # what a client of another API asks for
-    "/api/generate": OF_OPENAI,  # Ollama
-    "/api/chat": OF_OPENAI,
-    "/api/tags": "GET /v1/models lists the models",
-    "/completion": OF_OPENAI,  # llama.cpp
-    "/generate": OF_OPENAI,  # TGI, SGLang
-    "/score": OF_RANKING,
-    "/v2/rerank": OF_RANKING,
-    "/rerank": OF_RANKING,
-    "/api/embed": OF_EMBEDDINGS,  # Ollama
-    "/embedding": OF_EMBEDDINGS,  # llama.cpp
-    "/embed": OF_EMBEDDINGS,  # TEI
-    "/completions": "the base URL of an OpenAI client ends with /v1",
-    "/chat/completions": "the base URL of an OpenAI client ends with /v1",
-    "/embeddings": "the base URL of an OpenAI client ends with /v1",
-    "/models": "the base URL of an OpenAI client ends with /v1",
+    **dict.fromkeys(("/completion", "/generate"), OF_OPENAI),  # llama.cpp, TGI and SGLang
+    **dict.fromkeys(("/embedding", "/embed"), OF_EMBEDDINGS),  # llama.cpp, TEI
+}
+# llama.cpp and others have these at the root, and clients of OpenAI's and Anthropic's may be given a URL without /v1
+ALIASES = {path.removeprefix("/v1"): path for path in (*VISITED, "/v1/models", "/v1/responses", "/v1/messages")} | {
+    "/v2/rerank": "/v1/rerank"
 }
 
 
@@ -126,7 +110,8 @@ def _refuse_at_once(service: Service, endpoint: str, scope: http.Scope) -> http.
 
 
 class App:
-    """The ASGI application; `service` is what it serves with (drain it before the process ends)."""
+    """The ASGI application; `service` is what it serves with (drain it before the process ends). Without a model it is
+    not ready until `service.settle` names one."""
 
     def __init__(self, service: Service) -> None:
         self.service, config = service, service.config
@@ -144,6 +129,8 @@ class App:
             root_path=config.root_path,
             cors_origins=config.cors_origins,
             pages=files.paths(),
+            aliases=ALIASES,
+            spelled={"/v1/messages": routes_apis.SPELL_MESSAGE_ERRORS, "/api/": routes_apis.SPELL_OLLAMA_ERRORS},
         )
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -153,18 +140,6 @@ class App:
         """The answer to a request whose head is known, where that is enough to tell it; else None."""
         answer = self._at_once.get((scope["method"], scope["path"]))
         return None if answer is None else self._edge.at_once(scope, answer)
-
-
-def build_app(
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    ledger: Ledger,
-    config: ServerConfig,
-    model: ModelInfo | None = None,
-    started_ns: int | None = None,
-) -> App:
-    """The ASGI application. Without a model it is not ready until `service.settle` names one."""
-    return App(Service(client, tokenizer, ledger, config, model, started_ns))
 
 
 # ---- on a socket

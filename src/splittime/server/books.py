@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
-from splittime.core.engine_stats import EngineStats
+from splittime.core.engine import EngineStats
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.store import Ledger

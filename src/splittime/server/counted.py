@@ -1,4 +1,4 @@
-"""What requests count to their keys' limits (`web.quota`): generations by their answers and tokens, and work on texts
+"""What requests count to their keys' limits (`web.tenants`): generations by their answers and tokens, and work on texts
 that generates nothing (`/tokenize`, `/detokenize`, `count_tokens`) as one request of its tokens."""
 
 import asyncio
@@ -13,11 +13,10 @@ from splittime.core.request import Request
 from splittime.server.group import Group
 from splittime.server.service import Service
 from splittime.text.process import TextDone
-from splittime.text.worker import FramedWork, TextTask
+from splittime.text.workers import FramedWork, TextTask
 from splittime.web import http
-from splittime.web.quota import Quota, QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import sharer_of, tenant_of
+from splittime.web.tenants import Quota, QuotaUse, sharer_of, tenant_of
 
 now_ns = time.monotonic_ns
 
@@ -62,8 +61,8 @@ class CountedText:
     """Work on a text, as one request of its key from its head to its end (`with`)."""
 
     def __init__(self, service: Service, scope: http.Scope, receive: http.Receive) -> None:
-        self._service, self._receive, self._tenant = service, receive, tenant_of(scope)
-        self._sharer = sharer_of(scope, self._tenant)
+        self._service, self._tenant = service, tenant_of(scope)
+        self.sender = BodySender(sharer_of(scope, self._tenant), receive)
         self._use: QuotaUse | None = None
         self._used_tokens = 0
 
@@ -82,8 +81,8 @@ class CountedText:
         """Returns what came of it. framed_work: makes of the body, of so many bytes, what is to be done. Given up when
         the client goes: what it left behind would stand before others' texts. What was begun by then is charged."""
         with refusals_counted(self._service):
-            work = await read_beside(BodySender(self._sharer, self._receive), num_bytes, framed_work, *args)
-        task = self._service.texts.submit(work, tenant=self._sharer.name, weight=self._sharer.weight)
+            work = await read_beside(self.sender, num_bytes, framed_work, *args)
+        task = self._service.texts.submit(work, tenant=self.sender.sharer.name, weight=self.sender.sharer.weight)
         watcher = asyncio.get_running_loop().create_task(self._drop_when_gone(task))
         try:
             done = await task.done
@@ -97,5 +96,5 @@ class CountedText:
         return done
 
     async def _drop_when_gone(self, task: TextTask) -> None:
-        await http.until_gone(self._receive)
+        await http.until_gone(self.sender.receive)
         self._service.texts.drop(task, http.Disconnected())

@@ -36,8 +36,7 @@ from splittime.text.foreign_code import num_bytes, require_at_most
 from splittime.text.output import OutputText, make_detokenizer
 from splittime.text.process import Encode, Render, RenderEach, TextDone, TextWork, carry_out
 from splittime.text.tokenizer import Tokenizer
-from splittime.text.worker import FramedWork, TextTask, framed
-from splittime.text.workers import SHORT_CHARS
+from splittime.text.workers import SHORT_CHARS, FramedWork, TextTask, framed
 from splittime.web.http import Disconnected
 from splittime.web.tenants import Sharer
 
@@ -288,7 +287,8 @@ def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param:
 def notices_of(ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[int], model: ModelInfo) -> list[str]:
     """Returns what a client is told beside its answer: that fewer output tokens are left than it asked for, that texts
     were cut, what of a chat was left out, and that no file says how its embeddings are made."""
-    notices, wanted, least = [*pooling_notices(ask), *prompts[0].left_out], ask.sampling.max_tokens, min(budgets)
+    notices = [*pooling_notices(ask), *ask.left_out, *prompts[0].left_out]
+    wanted, least = ask.sampling.max_tokens, min(budgets)
     if wanted is not None and least < wanted:
         notices += [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
     cut = [(prompt.whole_len, len(prompt.token_ids)) for prompt in prompts if prompt.whole_len > len(prompt.token_ids)]

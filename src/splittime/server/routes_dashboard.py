@@ -6,12 +6,24 @@ whoever looks, and is started by the first look: a server that nobody looks at d
 (`web.reading`).
 An answer is bounded (`MAX_ROWS`, `MAX_STEPS`, `MAX_OPEN`) and says what it left out. The cursor is of this process: one
 from before a restart gets everything anew, with `reset`.
+
+Time by the second, for the page's charts: how many requests were in which stage, and what the steps did.
+
+A bin is one second of the host's monotonic clock, named by its number. An interval is shared out among the bins it lies
+in, in integers, so the bins of an interval that lies within the horizon sum to it. Bins are additive: what later books
+say of the same second is added by the page. Presence is time-averaged: 3e9 ns in one second means three requests.
+
+A request in a line, for the page's table; and one request with the steps it was in, for its waterfall.
+
+Durations in ns; instants as they are kept, of the host's monotonic clock, with the wall clock beside them for display.
+Texts that came from outside are shortened here and shown as text there.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
@@ -23,19 +35,38 @@ import orjson
 
 from splittime.core.errors import NotFound, RequestError
 from splittime.ledger import derive
-from splittime.ledger.account import ClosedAccount
+from splittime.ledger.account import ClosedAccount, StageInterval
+from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING
+from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
-from splittime.ledger.store import Ledger
+from splittime.ledger.store import ID_PREFIXES, Ledger
 from splittime.server import routes_info
 from splittime.server.books import KeepsBooks, OpenBook
-from splittime.server.dashboard import bins, files, rows
+from splittime.server.dashboard import files
 from splittime.server.service import Service
 from splittime.web import http
 from splittime.web.page_files import NO_STORE
 from splittime.web.reading import in_short_turns
 
+BIN_NS = 1_000_000_000
+HORIZON_S = 300
+
+# what is known of the steps in a bin, by column: counts of the steps that ended in it, time in it, the most in any step
+SUMS = (
+    *("steps", "prefill_tokens", "decode_tokens", "device_ns", "sample_ns", "host_ns", "host_gap_ns", "idle_ns"),
+    *("moves_ns", "kept_ns"),
+)
+PEAKS = ("running", "waiting", "blocks_used")
+
+Presence = dict[str, dict[int, int]]  # stage key -> bin -> ns
+Span = tuple[str, int, int]  # stage key, begin_ns, end_ns
+MAX_WATERFALL_STEPS = 2_000  # of one waterfall
+MAX_NEIGHBOURS = 50
+MAX_TEXT_CHARS = 300
+NOT_TOLD = "queue:not_told"  # why a request waits comes with its first output, or when it leaves
+
+Row = dict[str, Any]
 MAX_ROWS, MAX_STEPS, MAX_OPEN, MAX_STEPS_SEARCHED = 1_000, 8_000, 256, 16_384
 USUAL_STEPS = 200  # the latest, that say how much a thread is usually off the processor
 DIAGNOSED_FOR_S = 5.0  # a diagnosis is kept so long, whoever asks
@@ -47,6 +78,197 @@ WORDS = {
 
 
 _diagnoses: WeakKeyDictionary[Ledger, tuple[float, bytes]] = WeakKeyDictionary()  # when it was made, and its answer
+
+
+def stage_key(stage: Stage, cause: Cause | None) -> str:
+    """`queue:batch_slots`, or `prefill` where there is no cause."""
+    return stage.value if cause is None else f"{stage.value}:{cause.value}"
+
+
+def spans(intervals: Iterable[StageInterval]) -> list[Span]:
+    return [(stage_key(i.stage, i.cause), i.begin_ns, i.end_ns) for i in intervals]
+
+
+def spread(into: dict[int, int], begin_ns: int, end_ns: int, since_ns: int) -> None:
+    """Add the part of [begin, end) that lies after `since_ns` to its bins."""
+    begin_ns = max(begin_ns, since_ns)
+    while begin_ns < end_ns:
+        at = begin_ns // BIN_NS
+        until_ns = min(end_ns, (at + 1) * BIN_NS)
+        into[at] += until_ns - begin_ns
+        begin_ns = until_ns
+
+
+def presence(books: Iterable[Iterable[Span]], since_ns: int) -> Presence:
+    """Time in each stage by bin, over all books."""
+    found: Presence = defaultdict(lambda: defaultdict(int))
+    for book in books:
+        for key, begin_ns, end_ns in book:
+            at = begin_ns // BIN_NS
+            if since_ns <= begin_ns < end_ns <= (at + 1) * BIN_NS:  # most stages lie in one bin
+                found[key][at] += end_ns - begin_ns
+            elif end_ns > since_ns:
+                spread(found[key], begin_ns, end_ns, since_ns)
+    return found
+
+
+def presence_json(found: Presence) -> dict[str, list[tuple[int, int]]]:
+    return {key: sorted(bins.items()) for key, bins in found.items()}
+
+
+def step_bins(records: Iterable[StepRecord], since_ns: int, usual: float = 0.0) -> list[list[int]]:
+    """`[bin, *SUMS, *PEAKS]` for each bin that a step touched. usual: `derive.usual_off_share` of the latest steps."""
+    found: dict[int, list[int]] = defaultdict(lambda: [0] * (len(SUMS) + len(PEAKS)))
+    for record in records:
+        if record.end_ns > since_ns:
+            row = found[record.end_ns // BIN_NS]
+            _count(row, record)
+            _book(found, row, record, since_ns, usual)
+    return [[at, *row] for at, row in sorted(found.items())]
+
+
+def _count(row: list[int], record: StepRecord) -> None:
+    row[0] += 1
+    row[1] += record.prefill_tokens
+    row[2] += record.decode_tokens
+    peaks = record.num_running, record.num_waiting, record.blocks_used
+    row[len(SUMS) :] = map(max, row[len(SUMS) :], peaks)
+
+
+def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since_ns: int, usual: float) -> None:
+    at_ns = record.begin_ns - record.host_gap_ns - record.idle_ns
+    is_within = at_ns >= since_ns and at_ns // BIN_NS == record.end_ns // BIN_NS  # most steps lie in one bin
+    for column, duration_ns in ((7, record.idle_ns), *_parts(record, usual)):
+        if is_within:
+            row[column] += duration_ns
+        else:
+            bins: dict[int, int] = defaultdict(int)
+            spread(bins, at_ns, at_ns + duration_ns, since_ns)
+            for at, ns in bins.items():
+                found[at][column] += ns
+        at_ns += duration_ns
+
+
+def _parts(record: StepRecord, usual: float) -> list[tuple[int, int]]:
+    """Returns gap, plan and launch, copies of blocks, device, sample, commit: end to end, up to where the step ends.
+    While the thread had no processor or was stopped it did nothing of these, nobody knows of which: as the doctor
+    divides a step (`diagnose.timeline`), that comes first, and each has its share of the rest."""
+    parts = [
+        (6, record.host_gap_ns),
+        (5, record.plan_ns + record.launch_ns),
+        (8, record.moves_ns),
+        (3, record.device_ns),
+        (4, record.sample_ns),
+        (5, record.commit_ns),
+    ]
+    length_ns = sum(ns for _, ns in parts)
+    kept_ns = min(length_ns, (record.cpu_wait_ns or 0) + round(derive.stopped_ns(record, usual)))
+    if not kept_ns:
+        return parts
+    left = [(column, ns * (length_ns - kept_ns) // length_ns) for column, ns in parts]
+    return [(9, length_ns - sum(ns for _, ns in left)), *left]
+
+
+def open_spans(book: OpenBook, now_ns: int) -> list[Span]:
+    """Returns its stages up to now. The engine has said nothing of a request whose last mark is the hand-off: it waits
+    there."""
+    keys = [stage_key(mark.stage, mark.cause) for mark in book.marks]
+    if book.marks[-1].stage is Stage.HANDOFF:
+        keys[-1] = NOT_TOLD
+    begins = [mark.begin_ns for mark in book.marks]
+    return list(zip(keys, begins, [*begins[1:], max(now_ns, begins[-1])], strict=True))
+
+
+def open_row(book: OpenBook, now_ns: int) -> Row:
+    return {
+        "id": book.request_id,
+        "sent_as": sent_as(book.group_id),
+        "endpoint": book.endpoint,
+        "start_ns": book.start_ns,
+        "e2e_ns": max(0, now_ns - book.start_ns),
+        "prompt_tokens": book.prompt_tokens,
+        "cached_tokens": book.cached_tokens,
+        "output_tokens": book.output_tokens,
+        "stages": _totals(open_spans(book, now_ns)),
+    }
+
+
+def sent_as(group_id: str) -> str:
+    """Returns the X-Request-Id of a request: the response's id without its prefix."""
+    prefix = next((each for each in ID_PREFIXES if group_id.startswith(each)), "")
+    return group_id.removeprefix(prefix)
+
+
+def account_row(account: ClosedAccount) -> Row:
+    return {
+        "id": account.request_id,
+        "sent_as": sent_as(account.group_id),
+        "endpoint": account.endpoint,
+        "started_unix_ms": account.started_at_unix_ns // 1_000_000,
+        "start_ns": account.start_ns,
+        "end_ns": account.end_ns,
+        "e2e_ns": derive.e2e_ns(account),
+        "ttft_ns": derive.ttft_ns(account),
+        "tpot_ns": derive.tpot_ns(account),
+        "first_ready_ns": derive.first_ready_ns(account),
+        "per_token_ns": derive.per_token_ns(account),
+        "prompt_tokens": account.prompt_tokens,
+        "cached_tokens": account.cached_tokens,
+        "output_tokens": account.output_tokens,
+        "preemptions": account.num_preemptions,
+        "finish_reason": account.finish_reason,
+        "error": account.error.message[:MAX_TEXT_CHARS] if account.error is not None else None,
+        "stages": _totals(spans(account.intervals)),
+    }
+
+
+def _totals(book: Sequence[Span]) -> list[tuple[str, int]]:
+    """Time by stage and cause, in the order in which they first occur."""
+    totals_ns: dict[str, int] = {}
+    for key, begin_ns, end_ns in book:
+        totals_ns[key] = totals_ns.get(key, 0) + end_ns - begin_ns
+    return [(key, ns) for key, ns in totals_ns.items() if ns]
+
+
+def waterfall(account: ClosedAccount, records: Sequence[StepRecord]) -> Row:
+    """The account, the steps that ran while the engine had it, and with whom it shared those it was in."""
+    shown = account_json(account)
+    within = [r for r in records if r.end_ns > account.start_ns and r.begin_ns < account.end_ns]
+    shown["num_steps"] = len(within)
+    shown["steps"] = [_step(account, record) for record in within[:MAX_WATERFALL_STEPS]]
+    shown["neighbours"] = _neighbours(account.request_id, within)
+    return shown
+
+
+def _step(account: ClosedAccount, record: StepRecord) -> Row:
+    own = sum(tokens for request_id, _, tokens in record.rows if request_id == account.request_id)
+    one_token_rows = sum(1 for request_id, _, tokens in record.rows if request_id != account.request_id and tokens == 1)
+    others = sum(tokens for request_id, _, tokens in record.rows if request_id != account.request_id)
+    return {
+        "step_id": record.step_id,
+        "begin_ns": record.begin_ns - account.start_ns,
+        "end_ns": record.end_ns - account.start_ns,
+        "device_ns": record.device_ns,
+        "own_tokens": own,
+        "other_decode_tokens": min(one_token_rows, record.decode_tokens),
+        "other_prefill_tokens": others - min(one_token_rows, record.decode_tokens),
+        "rows": len(record.rows),
+        "waiting": record.num_waiting,
+        "victims": list(record.victims),
+    }
+
+
+def _neighbours(request_id: str, records: Sequence[StepRecord]) -> list[Row]:
+    """Returns who was in the same steps: those that brought most tokens first."""
+    steps: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for record in records:
+        names = [name for name, _, _ in record.rows]
+        if request_id in names:
+            steps.update(name for name in names if name != request_id)
+            tokens.update({name: count for name, _, count in record.rows if name != request_id})
+    most = tokens.most_common(MAX_NEIGHBOURS)
+    return [{"id": name, "steps": steps[name], "tokens": count} for name, count in most]
 
 
 class PageCursor(NamedTuple):
@@ -136,20 +358,20 @@ def _look(books: KeepsBooks, after: PageCursor | None) -> View:
 
 
 def _data(view: View) -> bytes:
-    now_ns, since_ns = view.now_ns, view.now_ns - bins.HORIZON_S * bins.BIN_NS
-    closed = bins.presence((bins.spans(account.intervals) for account in view.accounts), since_ns)
-    still_open = bins.presence((rows.open_spans(book, now_ns) for book in view.open_books), since_ns)
+    now_ns, since_ns = view.now_ns, view.now_ns - HORIZON_S * BIN_NS
+    closed = presence((spans(account.intervals) for account in view.accounts), since_ns)
+    still_open = presence((open_spans(book, now_ns) for book in view.open_books), since_ns)
     answer = {
         **view.head,
         "now_ns": now_ns,
         "now_unix_ms": time.time_ns() // 1_000_000,
-        "horizon_s": bins.HORIZON_S,
-        "rows": [rows.account_row(account) for account in view.accounts],
-        "open": [rows.open_row(book, now_ns) for book in view.open_books],
-        "presence": bins.presence_json(closed),
-        "presence_open": bins.presence_json(still_open),
-        "step_fields": ("at_s", *bins.SUMS, *bins.PEAKS),
-        "step_bins": bins.step_bins(view.steps, since_ns, view.usual_off_share),
+        "horizon_s": HORIZON_S,
+        "rows": [account_row(account) for account in view.accounts],
+        "open": [open_row(book, now_ns) for book in view.open_books],
+        "presence": presence_json(closed),
+        "presence_open": presence_json(still_open),
+        "step_fields": ("at_s", *SUMS, *PEAKS),
+        "step_bins": step_bins(view.steps, since_ns, view.usual_off_share),
     }
     return orjson.dumps(answer, default=str)
 
@@ -165,7 +387,7 @@ def _waterfall(ledger: Ledger, facts: ServerFacts | None, request_id: str) -> by
     steps = ledger.steps(MAX_STEPS_SEARCHED)
     owners = owners_between(make_books(facts, (), steps, "the live ledger"), account, account.start_ns, account.end_ns)
     told = [(name, round(ns), meaning(name)) for name, ns in owners.items()]
-    return orjson.dumps(rows.waterfall(account, steps) | {"owners": told})
+    return orjson.dumps(waterfall(account, steps) | {"owners": told})
 
 
 def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:

@@ -1,7 +1,7 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs, the description."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -16,16 +16,16 @@ from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
 from splittime.api.params import check_model, template_options
 from splittime.api.schema import DetokenizeBody, TokenizeBody
+from splittime.core.engine import FALLING_ASLEEP
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.settings import settings_of
-from splittime.core.sleep import FALLING_ASLEEP
 from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.counted import CountedText
 from splittime.server.dashboard.files import send_file
 from splittime.server.service import Service
-from splittime.text.process import Decode, Encode, Render
-from splittime.text.worker import FramedWork, framed
+from splittime.text.process import Decode, Encode, Render, TextDone
+from splittime.text.workers import FramedWork, framed
 from splittime.web import http
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
@@ -101,19 +101,20 @@ async def one_model(service: Service, scope: http.Scope, receive: http.Receive, 
     await http.respond(send, msgspec.json.encode(_card(name, model)))
 
 
-async def _read_body(service: Service, scope: http.Scope, receive: http.Receive) -> bytes:
-    config = service.config
-    return await http.read_body_in_time(scope, receive, config.max_body_bytes, config.body_timeout_s)
-
-
 async def tokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Token ids of a text or of rendered messages."""
-    model = service.require_model()
+    done, headers = await _done(service, scope, receive, _tokenize_work)
+    await http.respond(send, done.answer, headers=headers)
+
+
+async def _done(
+    service: Service, scope: http.Scope, receive: http.Receive, work: Callable[..., FramedWork]
+) -> tuple[TextDone, http.Headers]:
+    model, ignored = service.require_model(), service.config.new_ignored()
     with CountedText(service, scope, receive) as text:
-        body = await _read_body(service, scope, receive)
-        ignored = service.config.new_ignored()
-        done = await text.done(len(body), _tokenize_work, body, model, ignored)
-    await http.respond(send, done.answer, headers=http.notice_headers(service.note_ignored(ignored)))
+        body = await service.read_body(scope, receive)
+        done = await text.done(len(body), work, body, model, ignored)
+    return done, http.notice_headers(service.note_ignored(ignored))
 
 
 def _tokenize_work(given: bytes, model: ModelInfo, ignored: Ignored | None) -> FramedWork:
@@ -130,12 +131,7 @@ def _tokenize_work(given: bytes, model: ModelInfo, ignored: Ignored | None) -> F
 
 
 async def detokenize(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    model = service.require_model()
-    with CountedText(service, scope, receive) as text:
-        body = await _read_body(service, scope, receive)
-        ignored = service.config.new_ignored()
-        done = await text.done(len(body), _detokenize_work, body, model, ignored)
-    headers = http.notice_headers(service.note_ignored(ignored))
+    done, headers = await _done(service, scope, receive, _detokenize_work)
     await http.respond(send, msgspec.json.encode(Text(done.text)), headers=headers)
 
 
@@ -191,7 +187,7 @@ async def knobs(service: Service, scope: http.Scope, receive: http.Receive, send
 
 async def change_knobs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Change some; all of them come back. A bad one changes nothing."""
-    body = await _read_body(service, scope, receive)
+    body = await service.read_body(scope, receive)
     wanted = decode_knobs(body)
     own = {name: wanted.pop(name) for name in QueueLimits.__dataclass_fields__ if name in wanted}
     for name, value in own.items():

@@ -7,8 +7,17 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.api.hop_answers import MAX_HOPS_BYTES, hops_answer, keep_hops
-from splittime.api.ledger_answers import MAX_LIMIT, QUERY, account_answer, accounts_body, limit_of, number_of
+from splittime.api.ledger_answers import (
+    MAX_HOPS_BYTES,
+    MAX_LIMIT,
+    QUERY,
+    account_answer,
+    accounts_body,
+    hops_answer,
+    keep_hops,
+    limit_of,
+    number_of,
+)
 from splittime.core.errors import Refused
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.chrome_trace import trace

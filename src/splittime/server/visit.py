@@ -10,7 +10,7 @@ is free once the engine has let go.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,9 +33,8 @@ from splittime.server.prompts import Prompts, TokenizedPrompt, notices_of, outpu
 from splittime.server.service import Service
 from splittime.server.writers import StreamWriter, WholeWriter
 from splittime.web import http
-from splittime.web.quota import QuotaUse
 from splittime.web.reading import BodySender, read_beside
-from splittime.web.tenants import Sharer, notices_of_head, sharer_of, tenant_of
+from splittime.web.tenants import QuotaUse, Sharer, notices_of_head, sharer_of, tenant_of
 
 now_ns = time.monotonic_ns
 
@@ -44,11 +43,12 @@ CHOICES_AT_ONCE = 128
 
 class GivenBody(NamedTuple):
     """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread. ignored:
-    notes then which fields have no effect; None where such are refused."""
+    notes then which fields have no effect; None where such are refused. endpoint: whose body it is; "": the visit's."""
 
     num_bytes: int
     read: Callable[[], Strict]
     ignored: lenient.Ignored | None
+    endpoint: str = ""
 
 
 class Visit:
@@ -110,10 +110,10 @@ class Visit:
         """The refusal, if the head alone decides that there is no room now; else None, and nothing is taken."""
         self.request_id = http.new_request_id()  # until it is known to have a good one of its own
         try:
-            given = http.request_id(self.scope)
+            given, self._sharer = http.request_id(self.scope), sharer_of(self.scope, self.tenant)
             self.service.check_free(given, self.tenant)
             self.request_id = given
-            self._read_head()
+            self._read_head(self.service.coming)
         except Overloaded as error:
             self.account.enter(Stage.DELIVER, now_ns())
             return http.error_at_once(error, self.headers(), partial(self.close_refused, REFUSED, error.info))
@@ -121,9 +121,9 @@ class Visit:
             return None
         return None
 
-    def _read_head(self) -> ModelInfo:
-        """Reads the deadlines and whose it is, and returns the model; refuses if there is no room, or none for that."""
-        self._sharer = sharer_of(self.scope, self.tenant)
+    def _read_head(self, before: Mapping[str, int]) -> ModelInfo:
+        """Reads the deadlines, and returns the model; refuses if there is no room, or none for that. before: requests
+        that will have a place in the queue before this one, by whose they are."""
         deadline_ns = self._deadline_ns = http.deadline_ns(self.scope, self.start_ns)
         by_ns = self._first_token_by_ns = http.first_token_by_ns(self.scope, self.start_ns)
         model = self.service.require_serving()
@@ -131,14 +131,24 @@ class Visit:
             self.service.quota(self.tenant).check(now_ns())
         except Refused as refused:
             raise self.service.admission.refuse(refused) from None
+        own = before.get(self._sharer.name, 0)
         by: dict[str, Any] = {"deadline_ns": deadline_ns, "first_token_by_ns": by_ns}
-        self.service.admission.check(now_ns(), tokens=1, tenant=self._sharer.name, weight=self._sharer.weight, **by)
+        by |= {"tenant": self._sharer.name, "weight": self._sharer.weight, "others": sum(before.values()) - own}
+        self.service.admission.check(now_ns(), count=1 + own, tokens=1 + own, **by)
         return model
 
     async def _come_in(self) -> tuple[Ask, Group, Writer]:
         """Everything up to the hand-off. Raises what the client must be told, or `Disconnected`."""
         await self._reserve()  # before anything can be refused: an account goes by no other request's id
-        model = self._read_head()
+        self._sharer, coming = sharer_of(self.scope, self.tenant), self.service.coming
+        coming[self._sharer.name] += 1
+        try:
+            await self.service.turn.room()
+        finally:
+            coming[self._sharer.name] -= 1
+            if not coming[self._sharer.name]:  # who asks may name any number
+                del coming[self._sharer.name]
+        model = self._read_head({})
         self._quota = self.service.quota(self.tenant).enter(now_ns())
         ask, prompts = await self._read_ask(model)
         counted.count_answers(self.service, self._quota, ask.num_choices)
@@ -164,8 +174,7 @@ class Visit:
         self.request_id, self._is_reserved = given, True
 
     async def _read_ask(self, model: ModelInfo) -> tuple[Ask, Prompts]:
-        config = self.service.config
-        body = await http.read_body_in_time(self.scope, self._receive, config.max_body_bytes, config.body_timeout_s)
+        body = await self.service.read_body(self.scope, self._receive)
         sender = BodySender(self._sharer, self._receive)
         with counted.refusals_counted(self.service):
             given = await self._given_by(sender, body)
@@ -276,8 +285,7 @@ class Visit:
         if isinstance(error, Overloaded) and not isinstance(error, Refused):  # the engine client's own refusal
             self.service.exporter.count_refusal(error.info.code)
         await http.respond_error(self._send, error, self.headers())
-        late = isinstance(error, DeadlineExceeded)
-        self.close_refused(FinishReason.DEADLINE if late else REFUSED, error.info)
+        self.close_refused(FinishReason.DEADLINE if isinstance(error, DeadlineExceeded) else REFUSED, error.info)
 
     async def _answer(self, ask: Ask, group: Group, writer: Writer) -> None:
         try:
@@ -369,13 +377,13 @@ class Visit:
 
 class PrefillVisit(Visit):
     """A prefill is a visit like others: it counts to its tenant's limits, has an account of its own, and its client
-    takes it back by going away. Nobody waits behind it (`scheduler.ahead`), so it has no place in the queue once it is
-    handed off; that is why a tenant may have few at a time, and why each has a deadline."""
+    takes it back by going away. Nobody waits behind it (`scheduler.requests`), so it has no place in the queue once it
+    is handed off; that is why a tenant may have few at a time, and why each has a deadline."""
 
     is_counted = False  # among its tenant's
 
-    def _read_head(self) -> ModelInfo:
-        model, asked_ns = super()._read_head(), self._deadline_ns
+    def _read_head(self, before: Mapping[str, int]) -> ModelInfo:
+        model, asked_ns = super()._read_head(before), self._deadline_ns
         latest_ns = self.start_ns + int(self.service.config.prefill_ahead_s * 1e9)
         self._deadline_ns = latest_ns if asked_ns is None else min(asked_ns, latest_ns)
         return model

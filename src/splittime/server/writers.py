@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Generator, Sequence
 from types import coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from splittime.api.answer import DONE, Renderer, last_ended, timing, usage
 from splittime.api.choice import Choice
@@ -21,9 +21,6 @@ from splittime.server.config import ServerConfig
 from splittime.server.group import Group
 from splittime.web import http
 from splittime.web.reading import in_short_turns
-
-if TYPE_CHECKING:
-    from splittime.server.visit import Visit
 
 now_ns = time.monotonic_ns
 MANY_CHOICES = 128  # an answer of more is rendered beside the event loop
@@ -33,6 +30,16 @@ STREAM_HEADERS: http.Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class AnsweredVisit(Protocol):
+    """The visit whose answer is written."""
+
+    notices: list[str]
+
+    def timed_headers(self, choice: Choice) -> http.Headers: ...
+    def drop_client(self, limit: str) -> None: ...
+    def close_choice(self, choice: Choice, at_ns: int) -> None: ...
 
 
 class RendersWhole(Protocol):
@@ -45,7 +52,12 @@ class WholeWriter:
     """Writes one response when all choices are done."""
 
     def __init__(
-        self, visit: "Visit", renderer: RendersWhole, choices: Sequence[Choice], config: ServerConfig, send: http.Send
+        self,
+        visit: AnsweredVisit,
+        renderer: RendersWhole,
+        choices: Sequence[Choice],
+        config: ServerConfig,
+        send: http.Send,
     ) -> None:
         self._visit, self._renderer, self._choices = visit, renderer, choices
         self._config, self._send = config, send
@@ -96,7 +108,7 @@ class StreamWriter:
     """Writes one stream."""
 
     def __init__(
-        self, visit: "Visit", renderer: Renderer, choices: Sequence[Choice], config: ServerConfig, send: http.Send
+        self, visit: AnsweredVisit, renderer: Renderer, choices: Sequence[Choice], config: ServerConfig, send: http.Send
     ) -> None:
         self._visit, self._renderer, self._choices = visit, renderer, choices
         self._config, self._send = config, send

@@ -13,8 +13,6 @@ from splittime.scheduler.config import LIVE_KNOBS, SchedulerConfig
 SIMULATED_KNOBS = (*(knob for knob in LIVE_KNOBS if knob != "paused"), "num_blocks")
 LIMITS = ("max_queued_requests", "max_queued_prompt_tokens")
 MAX_BLOCKS = 2**22  # a simulated cache has some fifty bytes for each, and is made anew for every run
-
-
 CACHE = ("kv_cache_dtype", "kv_cache_memory_bytes")  # simulated by the blocks that they come to
 SIMULATED = (*SIMULATED_KNOBS, *LIMITS, *CACHE)
 UNSIMULATED = (

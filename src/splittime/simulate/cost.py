@@ -12,16 +12,17 @@ tokens, drawn towards 1 where a bucket has few steps.
 Drafts count as tokens of a prompt: more tokens of a row, computed in the same step. The time of guessing is in
 `launch_ns`.
 
-A model that was not measured (`simulate.data_sheet`) has a second line, `compute`, of the same features: the time that
-the arithmetic takes, where the first is what the memory takes. A step takes the larger of the two (Williams, Waterman
-and Patterson's roofline, 2009). A fitted model has none: what was measured has both in it.
+A second line, `compute`, of the same features, is the time that the arithmetic takes, where the first is what the
+memory takes, or what was recorded. A step takes the larger of the two (Williams, Waterman and Patterson's roofline,
+2009): recorded steps bound by memory do not tell what larger ones take that are not.
 
 Within minutes a virtual machine may take a third more or less time for the same work. `Pace` says how fast it was at
 each time, so that a simulation of the recorded time has the machine of that time. What is not known exactly is drawn:
 the coefficients (`sample`), and by how much a single step differs from steps that are alike (`Noise`).
 
 Refused are steps with more than `REACH` times the most that was recorded of anything; of pairs of prompt positions,
-with more than its square times: they grow with the square of the prompt.
+with more than its square times: they grow with the square of the prompt. Of KV positions a quarter more is taken: twice
+the rows may happen to have longer contexts.
 """
 
 import math
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
@@ -84,6 +86,14 @@ def basis_of(records: Sequence[StepRecord], cost: TokenCost | None) -> Basis:
     return Basis(max(captured) if has_both else None, idle_share)
 
 
+def operations_of(cost: TokenCost) -> NDArray[np.float64]:
+    """Returns the operations of each term of `Basis`, of steps that are all run alike. A step with prompts samples for
+    one of them."""
+    token, sample, pair = cost.operations_per_token, cost.operations_per_sample, cost.operations_per_context_token
+    experts = [0] if cost.num_experts else []
+    return np.array([0, sample, token + sample, token, pair, pair, *experts], float)
+
+
 REACH = 2.0
 MOST_NS = 1e11  # that a coefficient can be
 MOST_TIMES = 1e6  # as long as usual that a step can take
@@ -92,7 +102,8 @@ ROUNDING_NS2 = 1.0  # by so much a variance may be below 0
 HOST_PARTS = ("plan_ns", "launch_ns", "sample_ns", "commit_ns", "host_gap_ns")
 BUCKET_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens of a step, upper ends
 LIMITED = ("rows", "tokens", "decode_rows", "kv_tokens", "prompt_pairs", "moved_blocks")
-REACHES = tuple(REACH**2 if name == "prompt_pairs" else REACH for name in LIMITED)
+_REACHES = {"prompt_pairs": REACH**2, "kv_tokens": 1.25 * REACH}
+REACHES = tuple(_REACHES.get(name, REACH) for name in LIMITED)
 
 
 class Law(NamedTuple):

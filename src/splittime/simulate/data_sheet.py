@@ -25,7 +25,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.cost import HOST_PARTS, LIMITED, CostModel, Errors, basis_of
+from splittime.simulate.cost import HOST_PARTS, LIMITED, CostModel, Errors, basis_of, operations_of
 from splittime.simulate.replica import UNBOUNDED, Replica
 
 Coefficients = NDArray[np.float64]
@@ -170,7 +170,7 @@ def sheet_costs(device: Device, cost: TokenCost, precision: str) -> CostModel:
     byte_ns, byte_spread = _middle(1e9 / device.read_bytes_per_s, BANDWIDTH_SHARE)
     operation_ns, operation_spread = _middle(1e9 / device.rate(precision), RATE_SHARE)
     memory = byte_ns * _bytes_of(cost)
-    compute = operation_ns * _operations_of(cost)
+    compute = operation_ns * operations_of(cost)
     begin = np.zeros(len(memory))
     begin[0] = 1.0
     step_ns, step_deviation = sum(STEP_NS) / 2, (STEP_NS[1] - STEP_NS[0]) / 2 / DEVIATIONS
@@ -208,10 +208,3 @@ def _bytes_of(cost: TokenCost) -> Coefficients:
     """Returns the bytes that each term of `simulate.cost.Basis` reads or writes."""
     experts = [cost.idle_expert_bytes] if cost.num_experts else []
     return np.array([cost.weight_bytes, 0, 0, 0, cost.kv_bytes_per_token, 0, *experts], float)
-
-
-def _operations_of(cost: TokenCost) -> Coefficients:
-    """Returns the operations of each term of `simulate.cost.Basis`. A step with prompts samples for one of them."""
-    token, sample, pair = cost.operations_per_token, cost.operations_per_sample, cost.operations_per_context_token
-    experts = [0] if cost.num_experts else []
-    return np.array([0, sample, token + sample, token, pair, pair, *experts], float)

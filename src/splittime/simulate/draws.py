@@ -24,7 +24,7 @@ from splittime.simulate.trace import TracedRequest
 
 SHARE = 0.9  # of the draws, within an interval
 ROUNDING = 1e-9  # (1 - 0.9) / 2 is a little less than 0.05
-OTHER_HOUR = 0.08  # standard deviation of the logarithm of a machine's pace from one run to another, minutes later
+OTHER_HOUR = 0.16  # of the logarithm of a machine's pace, standard deviation from one run to one minutes later (log.md)
 LATER = 1_000_000  # between the seeds of a run and of one in another hour: more than there are draws
 TOKENS_OF_A_PROCESS = 500_000  # of prompts and answers: they take some seconds
 

@@ -155,9 +155,11 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     host_columns = np.array([basis.host_features(shape) for shape in steps.shapes])
     *host, gaps = (_host_line(host_columns, part) for part in steps.parts_ns.T)
     gaps, gap_noise = _gaps(host_columns, steps.parts_ns.T[-1], gaps)
+    compute = _compute_line(facts, columns, steps.device_ns)
     plain = cost.CostModel(
         device=tuple(line.coefficients.tolist()),
-        covariance=tuple(map(tuple, line.covariance.tolist())),
+        compute=compute,
+        covariance=tuple(map(tuple, np.pad(line.covariance, (0, len(compute))).tolist())),
         basis=basis,
         unsure=_unsure(basis, columns, line),
         host=(*host, gaps),
@@ -176,6 +178,19 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     ratios /= [pace.at(begin_ns, shape) for begin_ns, shape in zip(steps.begins_ns, steps.shapes, strict=True)]
     model = msgspec.structs.replace(plain, buckets=buckets_of(steps.shapes, ratios), persistence=persistence_of(ratios))
     return Fit(model, pace)
+
+
+def _compute_line(facts: ServerFacts | None, columns: Array, device_ns: Array) -> tuple[float, ...]:
+    """Returns what the arithmetic takes at the best rate that was measured or recorded: larger steps than the recorded
+    ones may be bound by it, where these were by memory. Empty where no rate is known."""
+    if facts is None or facts.cost is None or facts.machine is None or not facts.machine.operations_per_s:
+        return ()
+    operations = cost.operations_of(facts.cost)
+    if len(operations) != columns.shape[1] or facts.cost.windowed_share:  # captured steps; what no window sees
+        return ()
+    rates = columns @ operations / np.maximum(device_ns, 1.0)
+    recorded = max(float(np.quantile(some, RARE)) for some in (rates, rates[columns[:, 1] > 0]) if len(some))
+    return tuple((operations / max(recorded, facts.machine.operations_per_s / 1e9)).tolist())
 
 
 def _pace(steps: StepTable, ratios: Array) -> cost.Pace:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.core.errors import ConfigError
+from splittime.core.files import SQLITE, begins_with, check_writable
 from splittime.core.request import FinishReason
-from splittime.core.whole_file import SQLITE, begins_with, check_writable
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord

@@ -8,9 +8,11 @@ from a recorded run keeps the machine's pace second by second; `steady` is the s
 requests that belong to no recorded time.
 """
 
+import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -18,24 +20,28 @@ import msgspec
 
 from splittime.core.errors import ConfigError, NotFound
 from splittime.core.facts import Machine, TokenCost
-from splittime.core.whole_file import write_whole
+from splittime.core.files import write_whole
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import Stage
-from splittime.ledger.steps import StepRecord
+from splittime.ledger.steps import EXECUTIONS, StepRecord
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.simulate.change import LIMITS, Change, changed
-from splittime.simulate.cost import CostModel, Noise, Pace, PaceOf
+from splittime.simulate.cost import MOST_NS, CostModel, Law, Noise, Pace, PaceOf, are_times
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.figures import Figures, RunningFigures
 from splittime.simulate.recorded import Mix, Recorded, mix_of, plans_ahead
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime
-from splittime.simulate.sound_ledger import require_sound_accounts, require_sound_replica
+from splittime.simulate.sound_ledger import require_sound_accounts
 from splittime.simulate.trace import TracedRequest, at_speed
+
+MOST_SHOWN = 100  # characters of a value
+MOST_START_UP_NS = 10**14  # a day
+TIMES = f"times from 0 to {MOST_NS:g} ns"
 
 FORMAT = 2
 UNBOUNDED = 2**40
@@ -303,3 +309,75 @@ def _delivery(served: Sequence[ClosedAccount], steps: Sequence[StepRecord]) -> D
     ends = [derive.stage_ns(account).get(Stage.DELIVER, 0) for account in served]
     wakes = [step.host_gap_ns for step in steps if step.idle_ns]
     return Delivery(*(int(statistics.median(values)) if values else 0 for values in (lags, ends, wakes)))
+
+
+class _About(msgspec.Struct):
+    """What a model says of itself, as others read it; it may say more."""
+
+    model: str = ""
+    version: str = ""
+    kv_formula: str = ""
+
+
+class _AboutRuns(_About, kw_only=True):
+    """What a model of runs that were seen from outside says of itself (`plan.seen_steps`)."""
+
+    off: dict[str, float]
+    runs: int
+    void: int
+
+
+def require_sound_replica(replica: Replica, path: Path) -> None:
+    """Raises ConfigError for what is not as it must be. path: of the file."""
+    for law in _laws(replica):
+        if not law.holds:
+            value = str(attrgetter(law.field)(replica))[:MOST_SHOWN]
+            words = f"{path} has costs that cannot be: {law.field} is {value}; it must be {law.must_be}"
+            hint = "Calibrate the server again."
+            raise ConfigError(words, param=law.field, value=value, limit=law.must_be, hint=hint)
+
+
+def _laws(replica: Replica) -> Iterator[Law]:
+    start_up_ns, limits = replica.start_up_ns or 0, msgspec.to_builtins(replica.limits).values()
+    yield from (law._replace(field=f"costs.{law.field}") for law in replica.costs.laws())
+    yield Law("costs.about", "what a calibration says of itself", _is_about(replica.costs.about))
+    for name in ("decode", "prompts"):
+        kind = getattr(replica.pace, name)
+        yield Law(f"pace.{name}", "factors above 0, one for each of begins_ns, which rise", kind.is_sound)
+    yield Law("approach", TIMES, are_times(replica.approach))
+    yield Law("delivery", TIMES, are_times(replica.delivery))
+    yield Law("limits", "0 or more", all(one >= 0 for one in limits))
+    yield Law("execution", ", ".join(EXECUTIONS), replica.execution in EXECUTIONS)
+    yield Law("start_up_ns", f"0 to {MOST_START_UP_NS:g} ns", 0 <= start_up_ns <= MOST_START_UP_NS)
+    if replica.token_cost is not None:
+        yield from _laws_of_cost(replica.token_cost)
+    if replica.machine is not None:
+        yield from _laws_of_machine(replica.machine)
+
+
+def _laws_of_cost(cost: TokenCost) -> Iterator[Law]:
+    for name, value in msgspec.structs.asdict(cost).items():
+        yield Law(f"token_cost.{name}", "0 or more", value is None or _is_amount(value))
+    yield Law("token_cost.windowed_share", "0 to 1", cost.windowed_share <= 1)
+    chosen = f"at most num_experts ({cost.num_experts})"
+    yield Law("token_cost.chosen_experts", chosen, cost.chosen_experts <= cost.num_experts)
+
+
+def _laws_of_machine(machine: Machine) -> Iterator[Law]:
+    for name, value in msgspec.structs.asdict(machine).items():
+        if isinstance(value, (int, float)):
+            yield Law(f"machine.{name}", "0 or more", _is_amount(value))
+    are_rates = all(_is_amount(one) for pair in machine.read_rates for one in pair)
+    yield Law("machine.read_rates", "sizes and rates of 0 or more", are_rates)
+
+
+def _is_amount(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+def _is_about(about: dict[str, Any]) -> bool:
+    try:
+        msgspec.convert(about, _AboutRuns if "off" in about else _About)
+    except msgspec.ValidationError:
+        return False
+    return True

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from splittime.text.lark import pieces
+from splittime.text.grammars import pieces
 from splittime.text.reasoning import HARMONY, ReasoningMarks, reasoning_of_template
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.tool_families import ToolFamily, family_named, family_of_template

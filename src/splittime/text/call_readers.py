@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from splittime.text.argument_types import MAX_LITERAL_CHARS, is_text, python_value_of, types_of, value_of
-from splittime.text.json_pieces import JsonPieces
+from splittime.text.call_arguments import MAX_LITERAL_CHARS, JsonPieces, is_text, python_value_of, types_of, value_of
 from splittime.text.marks import behind, last_word, overlap, trigger
 from splittime.text.tool_families import Style, ToolFamily
 
@@ -377,20 +376,23 @@ class PythonNesting:
 
     def __init__(self) -> None:
         self._depth, self._quote, self._is_escaped = 0, "", False
+        self._last, self._num_quotes = "", 0  # of the same kind, one behind the other
 
     @property
     def is_outside(self) -> bool:
         return not self._quote and self._depth == 0
 
     def take(self, character: str) -> None:
-        if self._quote:
-            ends = character == self._quote and not self._is_escaped
-            self._is_escaped = character == "\\" and not self._is_escaped
-            self._quote = "" if ends else self._quote
-        elif character in "\"'":
-            self._quote = character
-        else:
-            self._depth += (character in "{[(") - (character in "}])")
+        is_quote = not self._is_escaped and character in (self._quote[:1] or "\"'")
+        self._is_escaped = self._quote != "" and character == "\\" and not self._is_escaped
+        self._num_quotes = 1 + (self._num_quotes if character == self._last else 0) if is_quote else 0
+        self._last = character
+        if not is_quote:
+            self._depth += 0 if self._quote else (character in "{[(") - (character in "}])")
+        elif not self._quote:  # a third one behind an empty text
+            self._quote, self._num_quotes = (character * 3, 0) if self._num_quotes == 3 else (character, 1)
+        elif len(self._quote) == 1 or self._num_quotes == 3:
+            self._quote, self._num_quotes = "", self._num_quotes % 3
 
 
 class PythonReader(CallReader):

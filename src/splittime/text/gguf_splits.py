@@ -7,7 +7,9 @@ The patterns are those of the models' own tokenizers; each cuts what the one bef
     qwen2        Qwen2: `pre_tokenizer` of its tokenizer.json, digits one by one
     smollm       digits one by one, then as GPT-2: `pre_tokenizer` of SmolLM's, StarCoder's and Refact's tokenizer.json
     tekken       Mistral Nemo: `pattern` of its tekken.json
-    deepseek-coder  `pre_tokenizer` of its tokenizer.json
+    deepseek-coder, hunyuan-dense, seed-coder  `pre_tokenizer` of their tokenizer.json
+    dbrx         `pat_str` of cl100k_base, openai/tiktoken, which OLMo 2, Phi-4 and Granite 4 have too; glm4 alike
+    gpt-4o       `pat_str` of o200k_base, openai/tiktoken: gpt-oss and Phi-4-mini
     default      what llama.cpp falls back to, for files made before the key existed
 
 `ignores_merges`: a piece that is a token as a whole is that token, whatever the merges say.
@@ -24,10 +26,12 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _QWEN2 = rf"{_SHORT}|{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
+_SEED = rf"{_SHORT}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_CASED = r"[^\r\n\p{L}\p{N}]?" + _UPPER
+_PATHS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_TEKKEN = rf"{_CASED}*{_LOWER}+|{_CASED}+{_LOWER}*|\p{{N}}|{_PATHS}"
+_GPT4O = rf"{_CASED}*{_LOWER}+{_SHORT}?|{_CASED}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}|{_PATHS}"
+_HUNYUAN = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,16 @@ _AS_QWEN2 = TextSplit((_QWEN2,))
 _SINGLE_DIGITS = TextSplit((r"\p{N}", _GPT2))
 
 SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _AS_GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), _AS_GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _AS_LLAMA3),
-    "smaug-bpe": TextSplit((_LLAMA3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), TextSplit((_LLAMA3,))),
+    "glm4": TextSplit((_LLAMA3,), ignores_merges=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _AS_QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SINGLE_DIGITS),
     "tekken": TextSplit((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    "gpt-4o": TextSplit((_GPT4O,)),
+    "seed-coder": TextSplit((_SEED,)),
+    "hunyuan-dense": TextSplit((r"\p{N}{1,3}", r"[一-龥\u3040-\u30ff]+", _HUNYUAN)),
     "deepseek-coder": TextSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "default": TextSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from splittime.core.errors import ConfigError
-from splittime.text import harmony
-from splittime.text.lark import literal, up_to
+from splittime.text import marks
+from splittime.text.grammars import literal, up_to
 from splittime.text.marks import ReasoningPlace, ToldApart, ToldApartParser, overlap
 
 
@@ -39,9 +39,7 @@ REASONING = {
         ReasoningMarks("think", "<think>", "</think>", "\n\n"),
         ReasoningMarks("mistral", "[THINK]", "[/THINK]"),
         ReasoningMarks("gemma4", "<|channel>thought", "<channel|>"),
-        ReasoningMarks(
-            HARMONY, harmony.THOUGHT, harmony.THOUGHT_END, answer=harmony.ANSWER, closed_by=harmony.OTHER_CHANNELS
-        ),
+        ReasoningMarks(HARMONY, marks.THOUGHT, marks.THOUGHT_END, answer=marks.ANSWER, closed_by=marks.OTHER_CHANNELS),
     )
 }
 OTHER_NAMES = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": HARMONY}  # vLLM's

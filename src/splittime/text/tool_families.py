@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from splittime.core.errors import ConfigError
-from splittime.text.harmony import ANSWER, CALL_BEGIN, CALL_END, CALL_NAMED, CHANNEL, MESSAGE, START
+from splittime.text.marks import ANSWER, CALL_BEGIN, CALL_END, CALL_NAMED, CHANNEL, MESSAGE, START
 
 MAX_TOOLS = 128
 

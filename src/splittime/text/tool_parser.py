@@ -144,6 +144,9 @@ class ToolParser:
             return True
         if rest == self._text:
             self._text = self._text[len(self._firsts[0]) :]
+            if not self._family.before_name and self._text.lstrip().startswith("{"):  # the list's bracket is missing
+                self._state = self._in_calls
+                return True
             return self._no_call()
         self._text, self._state = rest, self._in_calls if self._family.opens else self._begin_call
         return True

@@ -10,7 +10,7 @@ The values to try are multiples and fractions of the present one: a knob that is
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from splittime.core.allowed import num_cores
+from splittime.core.this_process import num_cores
 from splittime.simulate.change import SIMULATED_KNOBS
 
 Values = Callable[[Mapping[str, Any]], list[Any]]
@@ -18,6 +18,7 @@ RATIOS = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1 / 2, 2, 4, 16)
 LEAST_BUDGET = 16
 MOST_SLOTS = 1024
 MOST_BUDGET = 16_384
+DRAWS = 7  # simulations of each change, each with other draws of what a server does not know
 
 
 class Knob(NamedTuple):

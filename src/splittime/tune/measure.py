@@ -2,30 +2,57 @@
 
 Each run has prompts of its own, of the same sizes at the same instants, so that no run finds another's in the prefix
 cache. Ctrl-C and SIGTERM end a run; what was changed on the server is undone on the way out.
+
+Three profiles: each a stated set of settings to begin with, and the figure that counts once the SLO is kept.
+
+Each states the same knobs, so that none has what a server or a ledger happened to have. What a user sets goes before
+what a profile says. `splittime tune --compare-profiles` measures them beside each other.
+
+The load of a ledger file: its busiest stretch is sent again, with other tokens in the place of the recorded texts.
+
+A ledger has no texts. It says when requests came, how long they were, and which prefixes they shared. Prompts of other
+tokens are made from that, equal where the recorded ones were equal (`simulate.trace`). Each run has other tokens in
+their places, so that no run finds another's in the prefix cache.
 """
 
 import asyncio
+import math
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from splittime.bench.book.records import Run
+from splittime.bench.book.figures import summary
+from splittime.bench.book.metrics import value_of
+from splittime.bench.book.records import Phase, Run
+from splittime.bench.book.slo import limits_of
 from splittime.bench.draw import draw_for
 from splittime.bench.event_loop import interrupted, run_loop
 from splittime.bench.run import run_schedule
-from splittime.bench.schedule import Schedule
+from splittime.bench.schedule import Planned, Schedule
 from splittime.bench.share import Progress
 from splittime.core.errors import ConfigError, EngineError, SplittimeError
-from splittime.simulate.recorded import Recorded
+from splittime.ledger.facts import ServerFacts
+from splittime.simulate.recorded import Recorded, latest_run
+from splittime.simulate.trace import TracedRequest
+from splittime.simulate.what_if import requests_of
 from splittime.tune.goal import Goal, Score, fault_of, score_of
-from splittime.tune.knobs import words
+from splittime.tune.knobs import KNOBS, words
 from splittime.tune.notebook import Notebook
 from splittime.tune.search import Say
 from splittime.tune.servers import OwnServers, Servers
 from splittime.wire.scrape import ServerLimits, server_limits
 from splittime.wire.target import RunOptions, Target
+
+FIGURES = ("ttft_p50", "ttft_p99", "tpot_p99", "e2e_mean", "throughput")
+REPEATS = 3
+MIN_REQUESTS = 20
+WARM_UP_SHARE = 0.1
+SECONDS = 30.0
+USUAL_VOCAB_SIZE = 1_000
+NEEDED = ("max_model_len", "block_size", "kv_cache_memory_bytes")
 
 
 class TimeBudget:
@@ -192,3 +219,179 @@ def limits_of_run(run: Run) -> ServerLimits:
     settings = facts.settings
     found = {name: settings.get(name) for name in ("vocab_size", "block_size")}
     return msgspec.convert({**found, "max_model_len": facts.max_model_len}, ServerLimits)
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """settings: of `splittime serve`, by name; reasons: why each. seeks: a metric of `bench.book.metrics`."""
+
+    name: str
+    seeks: str
+    purpose: str
+    settings: dict[str, Any]
+    reasons: dict[str, str]
+
+
+LATENCY = Profile(
+    name="latency",
+    seeks="e2e_mean",
+    purpose="each request ends as soon as it can",
+    settings={
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "max_prefill_tokens": 64,
+        "policy": "shortest_prefill",
+    },
+    reasons={
+        "max_num_seqs": "a step of fewer rows is shorter, so each token comes sooner",
+        "max_num_batched_tokens": "the server's default: fewer rows and shorter pieces of prompts never fill it",
+        "max_prefill_tokens": "a prompt makes those who are answered wait for a short piece of it at a time",
+        "policy": "a short prompt does not wait for a long one",
+    },
+)
+THROUGHPUT = Profile(
+    name="throughput",
+    seeks="throughput",
+    purpose="as many tokens a second as the machine can write",
+    settings={"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_prefill_tokens": 2048, "policy": "fcfs"},
+    reasons={
+        "max_num_seqs": "the weights are read once for more rows",
+        "max_num_batched_tokens": "whole prompts fit into a step beside all rows",
+        "max_prefill_tokens": "a prompt takes few steps: products of many rows use the processor well",
+        "policy": "nobody is overtaken, so nothing is held back for later",
+    },
+)
+BALANCED = Profile(
+    name="balanced",
+    seeks="throughput",
+    purpose="the server's own defaults: many rows, and prompts in pieces that the others hardly feel",
+    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_prefill_tokens": None, "policy": "fcfs"},
+    reasons={
+        "max_num_seqs": "more rows gain little more from reading the weights once",
+        "max_num_batched_tokens": "the longest step stays within what a reader feels as even",
+        "max_prefill_tokens": "measured when a server starts; one that runs already takes as many as fit into a step",
+        "policy": "in the order in which they came",
+    },
+)
+PROFILES = {profile.name: profile for profile in (LATENCY, THROUGHPUT, BALANCED)}
+
+
+class ProfileFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """figures: of each run, by the metric's name, in base units. kept: of each run, whether it kept the SLO."""
+
+    name: str
+    purpose: str
+    settings: dict[str, Any]
+    kept: tuple[bool, ...]
+    figures: dict[str, tuple[float, ...]]
+
+
+def compare_profiles(
+    measurer: Measurer, asked: Mapping[str, Any], budget: TimeBudget, repeats: int = REPEATS
+) -> list[ProfileFigures]:
+    """Returns what each profile does, from `repeats` runs in rotation, or fewer if time is up before. asked: settings
+    that go before a profile's."""
+    profiles = list(PROFILES.values())
+    for number in range(repeats):
+        if number and budget.left_s < len(profiles) * (measurer.seconds or 0.0):
+            break
+        for profile in profiles[number:] + profiles[:number]:
+            measurer.run(_changes(profile, asked), number)
+    return [_figures(measurer, profile, asked) for profile in profiles]
+
+
+def _changes(profile: Profile, asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in profile.settings.items() if name not in asked}
+
+
+def _figures(measurer: Measurer, profile: Profile, asked: Mapping[str, Any]) -> ProfileFigures:
+    changes = _changes(profile, asked)
+    runs = [measurer.run(changes, number) for number in range(len(measurer.scores(changes)))]
+    goal = Goal(slo=measurer.goal.slo, seeks=profile.seeks)
+    found = [summary(run, limits=limits_of(goal.slo, run.slo)) for run in runs]
+    values = {name: tuple(v for each in found if (v := value_of(each, name)) is not None) for name in FIGURES}
+    kept = tuple(score_of(run, goal).keeps for run in runs)
+    return ProfileFigures(name=profile.name, purpose=profile.purpose, settings=changes, kept=kept, figures=values)
+
+
+class RecordedLoad:
+    """about: what tells it from other loads."""
+
+    def __init__(self, recorded: Recorded, version: str, cores: int) -> None:
+        """Raises ConfigError for a ledger that is too thin, simulated, from another version or of another machine."""
+        _refuse_another(recorded, version, cores)
+        recorded = latest_run(recorded)
+        came = requests_of(recorded, recorded.facts.max_model_len)
+        self._requests = busiest(came, round(SECONDS * 1e9))
+        if len(self._requests) < MIN_REQUESTS:
+            what = f"the ledger's busiest {SECONDS:g} s have {len(self._requests)} requests"
+            hint = "Record more: splittime serve --ledger-file FILE."
+            raise ConfigError(what, param="ledger", value=len(self._requests), limit=MIN_REQUESTS, hint=hint)
+        first = self._requests[0]
+        self.about = {"requests": len(self._requests), "first": first.request.request_id, "seconds": SECONDS}
+
+    def __call__(self, limits: ServerLimits) -> Schedule:
+        vocab_size = limits.vocab_size or USUAL_VOCAB_SIZE
+        begin_ns = self._requests[0].arrived_ns
+        end_ns = self._requests[-1].arrived_ns - begin_ns + 1
+        from_ns, renaming = round(end_ns * WARM_UP_SHARE), _renaming(vocab_size)
+        return Schedule(
+            seed=0,
+            measured_from_ns=from_ns,
+            measured_until_ns=end_ns,
+            settings=self.about,
+            requests=tuple(
+                _planned(index, one, one.arrived_ns - begin_ns, from_ns, renaming)
+                for index, one in enumerate(self._requests)
+            ),
+        )
+
+
+def recorded_settings(facts: ServerFacts, known: Container[str]) -> dict[str, Any]:
+    """Returns the settings of a ledger's server that a tune turns, or that these depend on, by name. known: the names
+    that a server can be started with."""
+    names = (*(name for name in KNOBS if name in known), *NEEDED)
+    return {name: value for name in names if (value := facts.settings.get(name)) is not None}
+
+
+def busiest(requests: Sequence[TracedRequest], length_ns: int) -> list[TracedRequest]:
+    """Returns the requests of the stretch of this length in which most came, by arrival."""
+    ordered = sorted(requests, key=lambda one: one.arrived_ns)
+    best, end = (0, 0), 0
+    for begin, one in enumerate(ordered):
+        while end < len(ordered) and ordered[end].arrived_ns < one.arrived_ns + length_ns:
+            end += 1
+        best = max(best, (begin, end), key=lambda both: both[1] - both[0])
+    return ordered[best[0] : best[1]]
+
+
+def _renaming(vocab_size: int) -> Callable[[int], int]:
+    """Returns another token for each, a different one for each. A mere shift would not do: prompts made for a trace are
+    sequences with one step, and a shifted one may begin as another."""
+    factor, shift = vocab_size, secrets.randbelow(vocab_size)
+    while math.gcd(factor, vocab_size) > 1:
+        factor = 1 + secrets.randbelow(vocab_size)
+    return lambda token: (factor * token + shift) % vocab_size
+
+
+def _planned(index: int, one: TracedRequest, at_ns: int, from_ns: int, renaming: Callable[[int], int]) -> Planned:
+    prompt = tuple(map(renaming, one.request.prompt_token_ids))
+    return Planned(
+        index=index,
+        at_ns=at_ns,
+        output_tokens=max(1, one.request.sampling.max_tokens or one.account.output_tokens),
+        prompt=prompt,
+        phase=Phase.MEASURED if at_ns >= from_ns else Phase.WARM_UP,
+        expected_prompt_tokens=len(prompt),
+    )
+
+
+def _refuse_another(recorded: Recorded, version: str, cores: int) -> None:
+    facts = recorded.facts
+    if facts.simulated:
+        raise ConfigError("the ledger is simulated", param="ledger", value=facts.simulated, hint="Give a real one.")
+    there = facts.machine.cores if facts.machine is not None else None
+    for what, found, wanted in (("version", facts.version, version), ("number of cores", there, cores)):
+        if found is not None and found != wanted:
+            hint = "Record it with this version, on this machine: splittime serve --ledger-file FILE."
+            message = f"the ledger is of another {what}: {found} there, {wanted} here"
+            raise ConfigError(message, param="ledger", value=found, limit=wanted, hint=hint)

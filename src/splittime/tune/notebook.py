@@ -19,11 +19,10 @@ import msgspec
 
 from splittime.bench.book.records import Run, load_run, save
 from splittime.core.errors import ConfigError
-from splittime.core.whole_file import check_writable
+from splittime.core.files import check_writable
 from splittime.diagnose.comparison import Verdict
-from splittime.tune.goal import WORTH_IT, Score
+from splittime.tune.goal import WORTH_IT, Score, runs_for
 from splittime.tune.search import Forecast
-from splittime.tune.verify import runs_for
 
 FORMAT = 3
 Outcome = Literal["better", "nothing to change", "slo missed", "inconclusive"]

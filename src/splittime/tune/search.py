@@ -20,16 +20,15 @@ import msgspec
 
 from splittime.bench.schedule import Schedule
 from splittime.core.errors import ConfigError
+from splittime.plan.capacity import run_of
 from splittime.plan.load import requests_of_schedule
-from splittime.plan.rate_trial import run_of
 from splittime.simulate.change import Change
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.draws import LATER, hours
 from splittime.simulate.replica import AnyReplica
 from splittime.tune.goal import WORTH_IT, Goal, Score, best_of, gain, score_of
-from splittime.tune.knobs import KNOBS, Knob, with_its_needs, words
+from splittime.tune.knobs import DRAWS, KNOBS, Knob, with_its_needs, words
 
-DRAWS = 7
 FINALISTS = 4
 MOST_STEPS = 4
 FINE = (0.71, 1.41)

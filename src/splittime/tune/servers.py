@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-from splittime.attach.command import command_of
 from splittime.attach.settings import KNOBS as VLLM_KNOBS
 from splittime.attach.settings import flag_of
+from splittime.attach.versions import command_of
 from splittime.bench.event_loop import ENDING
 from splittime.bench.own_server import as_typed, own_server, vllm_server
 from splittime.core.errors import ConfigError, Conflict, EngineError, SplittimeError

@@ -32,12 +32,24 @@ from splittime.plan.kept import KeptCalibration
 from splittime.simulate.cost import OutOfRange
 from splittime.simulate.fit import pace_of
 from splittime.simulate.replica import AnyReplica
-from splittime.tune.goal import WORTH_IT, Score, best_of, best_terms, gain, has_all_that_was_asked, quicker, score_of
+from splittime.tune.goal import (
+    LOOKS,
+    WORTH_IT,
+    Score,
+    Verified,
+    best_of,
+    best_terms,
+    gain,
+    has_all_that_was_asked,
+    middle,
+    quicker,
+    score_of,
+    verify,
+)
 from splittime.tune.knobs import KNOBS, Knob, changes_numbers, wide, words
 from splittime.tune.measure import Load, Measurer, TimeBudget, VoidRun, limits_of_run, recorded_of, recorded_of_all
 from splittime.tune.notebook import Outcome, Tuned, TuneTrial
 from splittime.tune.search import Forecast, Forecaster, Say, finalists
-from splittime.tune.verify import LOOKS, Verified, middle, verify
 
 
 def prescribed(run: Run) -> dict[str, Any]:

@@ -36,6 +36,7 @@ import socket
 import struct
 import time
 from collections import deque
+from functools import partial
 from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -153,9 +154,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._places.leave(self)
         self._tell_all()
-        self._stop_head_timer()
-        self._stop_skip_timer()
-        self._stop_stall_timer()
+        self._head_timer = ended(self._head_timer)
+        self._skip_timer = ended(self._skip_timer)
+        self._stall_timer = ended(self._stall_timer)
 
     def data_received(self, data: bytes) -> None:
         self._room -= len(data)
@@ -176,7 +177,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_head_timer()
+        self._head_timer = ended(self._head_timer)
         self._places.begin(self)
         self._refusal = self._refused()
         if self._refusal is not None:
@@ -188,6 +189,9 @@ class ConnectionProtocol(HttpToolsProtocol):
             self._answer(answer)
             return
         super().on_headers_complete()
+        if self._version == "1.0":  # which knows no chunks
+            self.cycle.chunked_encoding = False
+            self.cycle.send = partial(_send_bare, self.cycle)  # type: ignore[method-assign]
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
@@ -275,7 +279,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_complete(self) -> None:
-        self._stop_skip_timer()
+        self._skip_timer = ended(self._skip_timer)
         if self.cycle is not ANSWERED:
             super().on_message_complete()
         elif self._ends:
@@ -331,7 +335,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_stall_timer()
+        self._stall_timer = ended(self._stall_timer)
 
     def _watch_stall(self, num_bytes: int) -> None:
         self._stall_timer = self.loop.call_later(self._stall_s, self._check_stall, num_bytes)
@@ -343,20 +347,18 @@ class ConnectionProtocol(HttpToolsProtocol):
         else:
             self._watch_stall(num_bytes)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
-    def _stop_skip_timer(self) -> None:
-        if self._skip_timer is not None:
-            self._skip_timer.cancel()
-            self._skip_timer = None
+def ended(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Stops a timer, if there is one; returns what stands in its place."""
+    if timer is not None:
+        timer.cancel()
+    return None
 
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+
+async def _send_bare(cycle: RequestResponseCycle, message: Any) -> None:
+    """Sends bytes of which nothing says how many there are: the connection's end is theirs."""
+    cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
 
 
 def unseen_ns(connection: socket.socket | None) -> int:

@@ -24,7 +24,7 @@ Probes (`/health`, `/ready`, `/ping`) are taken by any name, as Kubernetes has o
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -53,7 +53,9 @@ log = logging.getLogger("splittime.server")
 
 
 class Edge:
-    """pages: paths of the files of pages. A browser asks for them, and for `/`, before it knows that there is a key."""
+    """pages: paths of the files of pages. A browser asks for them, and for `/`, before it knows that there is a key.
+    aliases: other names of paths. spelled: what makes of a `send` one that spells errors as those that ask for paths of
+    this beginning read them."""
 
     def __init__(
         self,
@@ -64,8 +66,11 @@ class Edge:
         root_path: str = "",
         cors_origins: Sequence[str] = (),
         pages: frozenset[str] = frozenset(),
+        aliases: Mapping[str, str] | None = None,
+        spelled: Mapping[str, Callable[[http.Send], http.Send]] | None = None,
     ) -> None:
         self._app, self._names, self._keys, self._pages = app, names, keys, pages
+        self._aliases, self._spelled = aliases or {}, spelled or {}
         self._root = f"{root_path}/"
         self._inside: http.Application = self._keyed
         if cors_origins:
@@ -81,6 +86,8 @@ class Edge:
         if scope["type"] != "http":
             raise NotImplementedError(f"no {scope['type']} here")
         scope["path"] = self._own_path(scope["path"])
+        for beginning, spell in self._spelled.items():
+            send = spell(send) if scope["path"].startswith(beginning) else send
         bounded = BoundedBody(scope, receive, send)
         try:
             await self._named(scope, bounded)
@@ -97,7 +104,8 @@ class Edge:
         have to know by what name, and over what, the client asked."""
         if path.startswith(self._root):  # without a root path this changes nothing
             path = "/" + path.removeprefix(self._root)
-        return path.rstrip("/") or "/"
+        path = path.replace("//", "/").rstrip("/") or "/"
+        return self._aliases.get(path, path)
 
     async def _named(self, scope: http.Scope, bounded: "BoundedBody") -> None:
         try:

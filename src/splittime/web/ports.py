@@ -10,7 +10,7 @@ import socket
 import ssl
 
 from splittime.core.errors import ConfigError
-from splittime.core.small_file import read_small
+from splittime.core.files import read_small
 
 
 def bound(host: str, port: int, *, shares: bool = False) -> socket.socket:

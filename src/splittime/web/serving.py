@@ -35,8 +35,6 @@ from splittime.web.ports import bound
 
 ACCEPTS_PER_TURN = 16
 HANDSHAKE_S = 5.0  # of TLS: until then a connection has a descriptor, and no place that it could give to a newcomer
-
-
 BACKLOG = 2048  # connections that may wait to be accepted
 EXIT_AT_ONCE = 130
 STALL_MORE_S = 5.0  # after `slow_reader_s`, so that a stream is dropped by itself, with its reason

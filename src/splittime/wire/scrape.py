@@ -19,8 +19,7 @@ import orjson
 
 from splittime.core.errors import ConfigError, EngineError, NobodyThere
 from splittime.present.terminal import clipped
-from splittime.wire.dialects import DIALECTS
-from splittime.wire.dialects.dialect import Samples, labels, parse
+from splittime.wire.dialects import DIALECTS, Samples, labels, parse
 from splittime.wire.sse import body_text
 from splittime.wire.target import NOBODY, UNKNOWN_CERTIFICATE, Target, check_key
 

@@ -38,14 +38,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, TypeVar
 
-from splittime.core.trace_context import (
-    MAX_HOP_NAME_CHARS,
-    MAX_TRACE_HOPS,
-    NO_TRACE,
-    HopKind,
-    TraceContext,
-    read_traceparent,
-)
+from splittime.core import trace_context as traces
 
 log = logging.getLogger("splittime.trace")
 
@@ -170,7 +163,7 @@ class _OwnTrace:
         """Keep a closed hop. Returns what is to be posted now: all of it with the outermost, and what is later."""
         with self._lock:
             self._is_over = self._is_over or is_outermost
-            if len(self._closed) >= MAX_TRACE_HOPS - 1 and not is_outermost:  # the outermost always has a place
+            if len(self._closed) >= traces.MAX_TRACE_HOPS - 1 and not is_outermost:  # the outermost always has a place
                 self.num_beyond += 1
                 return []
             self._closed.append(hop)
@@ -183,7 +176,7 @@ class _OwnTrace:
 class OpenHop:
     """A hop between its beginning and its end: `with`, `async with`, or over each call of a function."""
 
-    def __init__(self, tracer: "Tracer", name: str, kind: HopKind, joins: TraceContext) -> None:
+    def __init__(self, tracer: "Tracer", name: str, kind: traces.HopKind, joins: traces.TraceContext) -> None:
         self._tracer, self.name, self.kind, self._joins = tracer, name, kind, joins
         self._own: _OwnTrace | None = None
         self._token: Token[OpenHop | None] | None = None
@@ -192,17 +185,17 @@ class OpenHop:
         self._is_outermost = False
 
     @property
-    def context(self) -> TraceContext:
+    def context(self) -> traces.TraceContext:
         """The trace and the span that a request made now lies in. Raises `RuntimeError` before the hop has begun."""
         if self._own is None:
             raise RuntimeError("the hop has not begun: enter it with `with`")
-        return TraceContext(self._own.trace_id, self.span_id)
+        return traces.TraceContext(self._own.trace_id, self.span_id)
 
     def __enter__(self) -> "OpenHop":
         if self._own is not None:
             raise RuntimeError("a hop is measured once: call splittime.trace(...) for each")
         above = _CURRENT.get()
-        if self._joins != NO_TRACE or above is None:
+        if self._joins != traces.NO_TRACE or above is None:
             self._own, self._is_outermost = _OwnTrace(self._joins.trace_id or secrets.token_hex(16)), True
             self._parent_id = self._joins.span_id
         else:
@@ -225,7 +218,7 @@ class OpenHop:
         if due:
             self._tracer.post.put({"trace_id": self._own.trace_id, "clock": self._own.clock, "hops": due})
         if self._is_outermost:
-            self._tracer.post.note_dropped(self._own.num_beyond, f"a trace has more than {MAX_TRACE_HOPS} hops")
+            self._tracer.post.note_dropped(self._own.num_beyond, f"a trace has more than {traces.MAX_TRACE_HOPS} hops")
 
     async def __aenter__(self) -> "OpenHop":
         return self.__enter__()
@@ -261,7 +254,7 @@ class OpenHop:
         assert self._own is not None, "entered"
         told = {"span_id": self.span_id, "name": self.name, "kind": self.kind.value}
         told |= {"parent_id": self._parent_id} if self._parent_id else {}
-        told |= {"error": error[:MAX_HOP_NAME_CHARS]} if error else {}
+        told |= {"error": error[: traces.MAX_HOP_NAME_CHARS]} if error else {}
         start_ns = self._own.start_ns
         return told | {"begin_ns": self._begin_ns - start_ns, "duration_ns": end_ns - self._begin_ns}
 
@@ -283,19 +276,19 @@ class Tracer:
         """
         self.post.to(url, api_key)
 
-    def __call__(self, name: Any, kind: str = HopKind.OTHER.value, *, joins: str | None = None) -> Any:
+    def __call__(self, name: Any, kind: str = traces.HopKind.OTHER.value, *, joins: str | None = None) -> Any:
         """Returns a hop to be entered or to decorate with; given a function, the function measured by its own name.
 
         joins: a `traceparent` that another thread, process or host was given. Raises `ValueError` for a name or a kind
         that is none.
         """
         if callable(name):
-            return self(name.__name__[:MAX_HOP_NAME_CHARS], kind, joins=joins)(name)
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_HOP_NAME_CHARS or not name.isprintable():
-            raise ValueError(f"a hop's name is printable and of 1 to {MAX_HOP_NAME_CHARS} characters: {name!r}")
-        if kind not in HopKind.__members__.values():
-            raise ValueError(f"no kind {kind!r}: {', '.join(HopKind)}")
-        return OpenHop(self, name, HopKind(kind), read_traceparent(joins))
+            return self(name.__name__[: traces.MAX_HOP_NAME_CHARS], kind, joins=joins)(name)
+        if not isinstance(name, str) or not 0 < len(name) <= traces.MAX_HOP_NAME_CHARS or not name.isprintable():
+            raise ValueError(f"a hop's name is printable and of 1 to {traces.MAX_HOP_NAME_CHARS} characters: {name!r}")
+        if kind not in traces.HopKind.__members__.values():
+            raise ValueError(f"no kind {kind!r}: {', '.join(traces.HopKind)}")
+        return OpenHop(self, name, traces.HopKind(kind), traces.read_traceparent(joins))
 
     def headers(self) -> dict[str, str]:
         """Returns the headers of a request that is made now; {} outside of any hop."""

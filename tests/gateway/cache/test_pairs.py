@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.cache.asked import Wishes, asked_key
-from splittime.gateway.cache.flight import Flight
+from splittime.gateway.cache.answers import Flight, Wishes, asked_key
 from splittime.gateway.cache.service import ResponseCache
 from splittime.gateway.cache.stores import Purge
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamConnections
 
 from ..conftest import upstream
 from .pairs import ALL

@@ -3,13 +3,12 @@
 import asyncio
 import tomllib
 
-from splittime.gateway.cache.asked import Wishes
+from splittime.gateway.cache.answers import Wishes
 from splittime.gateway.cache.service import ResponseCache
 from splittime.gateway.cache.stores import PART, Purge
 from splittime.gateway.config_file import config_of
 from splittime.gateway.forwarded import forwarded
-from splittime.gateway.routing.round_trips import RoundTrips
-from splittime.gateway.upstream_connections import UpstreamConnections
+from splittime.gateway.upstream_connections import RoundTrips, UpstreamConnections
 
 from ..conftest import upstream
 from .test_stores import answer

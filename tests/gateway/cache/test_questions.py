@@ -5,8 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from splittime.gateway.cache.questions import QuestionIndex
-from splittime.gateway.cache.service import CLOSE, DIFFERENT, SAME, UNJUDGED, outcome, wilson
+from splittime.gateway.cache.service import CLOSE, DIFFERENT, SAME, UNJUDGED, QuestionIndex, outcome, wilson
 
 
 def test_an_index_is_exact_bounded_and_parted():

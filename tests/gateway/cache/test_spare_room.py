@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from splittime.gateway import spare_room
+from splittime.gateway.cache import spare_room
+from splittime.gateway.cache.spare_room import SpareRoom
 from splittime.gateway.config_file import config_of
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.routing.policy import RoutePolicy
-from splittime.gateway.spare_room import SpareRoom
 from splittime.gateway.upstreams import Router, Upstream
 
 from ..conftest import upstream
@@ -119,7 +119,7 @@ def test_who_waits_comes_first(gateway):
     """A place that is free just now goes to whoever has waited for it."""
 
     async def all_of_it():
-        taken = gateway.queue.place_now("kept", "v (rule rest)", 5, is_charged=True)
+        taken = gateway.queue.place_now("kept", "v (rule rest)", 5)
         waiting = asyncio.ensure_future(gateway.queue.enter("t", "v (rule rest)", 5, until_ns=2**62))
         await asyncio.sleep(0)
         taken.upstream.leave(5)  # nobody has been told yet

@@ -5,9 +5,8 @@ import time
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.gateway.cache.kept import KeptAnswer, KeptPiece
-from splittime.gateway.cache.stores import BEGUN, PART, Purge, SqliteAnswers, ValkeyAnswers
-from splittime.gateway.valkey_connection import address_of
+from splittime.gateway.cache.answers import KeptAnswer, KeptPiece
+from splittime.gateway.cache.stores import BEGUN, PART, Purge, SqliteAnswers, ValkeyAnswers, address_of
 
 from ..conftest import gateway_of
 from .conftest import config

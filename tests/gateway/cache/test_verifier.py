@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from splittime.gateway.cache.verifier import MAX_TOKENS, Verifier
+from splittime.gateway.cache.spare_room import MAX_TOKENS, Verifier
 from splittime.gateway.config import BreakerConfig, VerifierConfig
 
 

@@ -12,11 +12,10 @@ from tables import Bytes, Table, Telling, drawn_texts, random_logits, silent
 
 from splittime.core.errors import ConfigError
 from splittime.lab.quality.documents import Document
-from splittime.lab.quality.gate import Gate, Tasks, known, unread, unusual
-from splittime.lab.quality.html import render_html
 from splittime.lab.quality.margins import EXIT_CODES, Margins, judge, overall, standard
 from splittime.lab.quality.model import Reads
-from splittime.lab.quality.report import as_json
+from splittime.lab.quality.report import as_json, render_html
+from splittime.lab.quality.run import Gate, Tasks, known, unread, unusual
 from splittime.lab.quality.texts import DECODE
 from splittime.stats.paired import BootstrapEstimate
 

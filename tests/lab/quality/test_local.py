@@ -20,9 +20,9 @@ from splittime.assemble.model_source import locate
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Admitted, Row, StepPlan
 from splittime.lab.quality.documents import python_documents
-from splittime.lab.quality.gate import Gate, Tasks, unread
 from splittime.lab.quality.local import LocalModel, rounded_base
 from splittime.lab.quality.margins import EIGHT_BITS, standard
+from splittime.lab.quality.run import Gate, Tasks, unread
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 from splittime.text.tokenizer import Tokenizer

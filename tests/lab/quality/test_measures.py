@@ -8,9 +8,9 @@ from hypothesis.extra import numpy as arrays
 from tables import VOCAB, Table, Telling, random_logits
 
 from splittime.core.errors import EngineError
-from splittime.lab.quality import measures
-from splittime.lab.quality.measures import compare, divergence
+from splittime.lab.quality import texts
 from splittime.lab.quality.model import CHUNK_TOKENS, PIECE_TOKENS, chunks, log_softmax, pieces
+from splittime.lab.quality.texts import compare, divergence
 
 LOGITS = arrays.arrays(np.float32, (3, 11), elements=st.floats(-30, 30, width=32))
 TEXT = [1 + (7 * place + place * place) % (VOCAB - 1) for place in range(200)]
@@ -38,7 +38,7 @@ def test_what_the_base_excludes_counts_nothing():
 def test_divergence_in_chunks_is_the_same(monkeypatch):
     p, q = (log_softmax(random_logits(seed)) for seed in (1, 2))
     whole = divergence(p, q)
-    monkeypatch.setattr(measures, "CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr(texts, "CHUNK_ELEMENTS", 5 * VOCAB)
     assert (divergence(p, q) == whole).all()
 
 

@@ -9,10 +9,10 @@ import pytest
 from tables import VOCAB, Bytes, Table, drawn_texts, random_logits, silent
 
 from splittime.core.errors import ConfigError, EngineError, NobodyThere, RequestError
-from splittime.lab.quality.gate import Gate, Tasks
 from splittime.lab.quality.margins import Margins
-from splittime.lab.quality.measures import compare
+from splittime.lab.quality.run import Gate, Tasks
 from splittime.lab.quality.server import ServerModel
+from splittime.lab.quality.texts import compare
 
 LOGITS = random_logits()
 TEXT = [1 + (5 * place * place) % (VOCAB - 1) for place in range(150)]

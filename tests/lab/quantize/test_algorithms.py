@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tiny import correlated
 
 from splittime.core.errors import ConfigError
-from splittime.lab.quantize import gptq
+from splittime.lab.quantize import rounding
 from splittime.lab.quantize.forward import Gatherer, relative_error
-from splittime.lab.quantize.grid import Grid, round_to_nearest, round_values
+from splittime.lab.quantize.rounding import Grid, round_to_nearest, round_values
 from splittime.lab.quantize.treat import awq_clip, awq_scales, scores, semi_structured, smooth_scales, unstructured
 
 SYMMETRIC = Grid(4, 32, True, torch.float16)
@@ -77,7 +77,7 @@ ORDERS = pytest.mark.parametrize(("act_order", "static_groups"), [(False, False)
 def test_gptq_beats_rounding_on_correlated_inputs(grid, act_order, static_groups):
     seen, unseen = (moments_of(part) for part in correlated(800, 192).split(400))
     weight = layer(columns=192)  # more than a block of columns
-    found = gptq.quantize(weight, seen.gram, grid, act_order, static_groups)
+    found = rounding.gptq(weight, seen.gram, grid, act_order, static_groups)
     error = relative_error(weight, found.values(), unseen)
     assert error < 0.9 * relative_error(weight, round_values(weight, grid), unseen)
     assert torch.equal(found.scales, found.scales.half().float())
@@ -85,21 +85,21 @@ def test_gptq_beats_rounding_on_correlated_inputs(grid, act_order, static_groups
 
 def test_gptq_with_an_identity_hessian_is_rounding():
     weight = layer(columns=192)
-    found, wanted = gptq.quantize(weight, torch.eye(192), SYMMETRIC, False), round_to_nearest(weight, SYMMETRIC)
+    found, wanted = rounding.gptq(weight, torch.eye(192), SYMMETRIC, False), round_to_nearest(weight, SYMMETRIC)
     for name in ("integers", "scales", "zeros", "group_of"):
         assert torch.equal(getattr(found, name), getattr(wanted, name))
 
 
 def test_gptq_in_the_order_of_importance_groups_columns_by_it():
     weight, gram = layer(columns=64), torch.diag(torch.arange(1.0, 65.0))
-    found = gptq.quantize(weight, gram, SYMMETRIC, True)
+    found = rounding.gptq(weight, gram, SYMMETRIC, True)
     assert found.group_of.tolist() == [1] * 32 + [0] * 32  # the last columns matter most
     torch.testing.assert_close(found.values()[:, 32:], round_values(weight[:, 32:], SYMMETRIC))
 
 
 def test_static_groups_stay_as_they_lie():
     weight, gram = layer(columns=192), moments_of(correlated(400, 192)).gram
-    found, nearest = gptq.quantize(weight, gram, SYMMETRIC, True, True), round_to_nearest(weight, SYMMETRIC)
+    found, nearest = rounding.gptq(weight, gram, SYMMETRIC, True, True), round_to_nearest(weight, SYMMETRIC)
     assert torch.equal(found.group_of, nearest.group_of)
     assert torch.equal(found.scales, nearest.scales)
     first, last = int(gram.diagonal().argmax()), int(gram.diagonal().argmin())
@@ -113,8 +113,8 @@ def test_gptq_does_not_depend_on_its_blocks(act_order, static_groups, monkeypatc
     weight, gram = layer(columns=192), moments_of(correlated(400, 192)).gram
     grid, found = Grid(4, 96, True, torch.float32), []
     for columns in (1000, 128, 50):
-        monkeypatch.setattr(gptq, "BLOCK_COLUMNS", columns)
-        found.append(gptq.quantize(weight, gram, grid, act_order, static_groups))
+        monkeypatch.setattr(rounding, "BLOCK_COLUMNS", columns)
+        found.append(rounding.gptq(weight, gram, grid, act_order, static_groups))
     for other in found[1:]:  # a tie may fall the other way where sums are in another order
         close = (other.scales - found[0].scales).abs() < 1e-3 * found[0].scales
         assert close.float().mean() > 0.9
@@ -125,7 +125,7 @@ def test_gptq_is_as_its_definition_says():
     grid = Grid(4, 0, True, torch.float32)
     weight, gram = layer(columns=24), moments_of(correlated(100, 24)).gram
     left = weight.clone().double()
-    damped = gram.double() + gptq.DAMPING * gram.diagonal().mean().double() * torch.eye(24, dtype=torch.float64)
+    damped = gram.double() + rounding.DAMPING * gram.diagonal().mean().double() * torch.eye(24, dtype=torch.float64)
     wanted = torch.empty_like(left)
     scales = 2 * weight.abs().amax(1).double() / 15
     for column in range(24):
@@ -133,7 +133,7 @@ def test_gptq_is_as_its_definition_says():
         wanted[:, column] = (left[:, column] / scales).round().clamp(-8, 7) * scales
         error = (left[:, column] - wanted[:, column]) / inverse[0, 0]
         left[:, column:] -= torch.outer(error, inverse[0])
-    found = gptq.quantize(weight, gram, grid, False).values()
+    found = rounding.gptq(weight, gram, grid, False).values()
     same = (found - wanted).abs() < 1e-4  # a tie may fall the other way in float32, and then all after it differ
     assert same.all(1).float().mean() > 0.9
 
@@ -141,16 +141,16 @@ def test_gptq_is_as_its_definition_says():
 def test_gptq_rounds_channels_that_are_never_touched():
     weight, x = layer(columns=64), correlated(100, 64)
     x[:, [3, 40]] = 0
-    found = gptq.quantize(weight, moments_of(x).gram, SYMMETRIC, False)
+    found = rounding.gptq(weight, moments_of(x).gram, SYMMETRIC, False)
     assert found.values().isfinite().all()
     assert (found.values()[:, 40] - weight[:, 40]).abs().max() < 0.8  # a step of the group's scale at most
-    nothing = gptq.quantize(weight, torch.zeros(64, 64), SYMMETRIC, False)
+    nothing = rounding.gptq(weight, torch.zeros(64, 64), SYMMETRIC, False)
     assert torch.equal(nothing.values(), round_values(weight, SYMMETRIC))
 
 
 def test_a_hessian_without_numbers_is_refused():
     with pytest.raises(ConfigError, match="cannot be inverted"):
-        gptq.inverse_factor(torch.full((4, 4), float("nan")))
+        rounding.inverse_factor(torch.full((4, 4), float("nan")))
 
 
 def test_awq_scales_beat_rounding_where_channels_differ():

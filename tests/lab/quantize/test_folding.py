@@ -24,7 +24,7 @@ def treated(folder, settings):
     """The layer before and after, and the output of both."""
     settings, source, windows = settings.resolved(), QuantizeSource(folder), make_text().windows
     sequences = Sequences(source.config, windows.shape[1])
-    states = begin_states(windows, source.embedding(), folder / "hidden", 1 << 30)
+    states = begin_states(windows, source.embedding(), source.config.embedding_factor, folder / "hidden", 1 << 30)
 
     def gather(weights, widths):
         found = sequences.gather(0, weights, states, widths)

@@ -294,6 +294,14 @@ def test_a_checkpoint_that_is_quantised_already_is_refused(model, tmp_path):
         quantize(tmp_path / "out", tmp_path / "again", EVERY[0])
 
 
+def test_an_architecture_that_is_not_known_is_refused_by_name(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    shared = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 32}
+    (model / "config.json").write_text(json.dumps({**config, **shared, "architectures": ["Qwen2MoeForCausalLM"]}))
+    with pytest.raises(ConfigError, match="layers of Qwen2MoeForCausalLM are not known"):
+        quantize(model, tmp_path / "out", EVERY[0])
+
+
 def test_unknown_tensors_are_left_out_with_a_warning(model, tmp_path, caplog):
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"model.extra": torch.ones(2)}, model / "model.safetensors")

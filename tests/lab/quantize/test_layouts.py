@@ -5,9 +5,8 @@ import torch
 from tiny import correlated
 
 from splittime.core.errors import ConfigError
-from splittime.lab.quantize import gptq
-from splittime.lab.quantize.grid import Grid, round_to_e4m3, round_to_nearest
-from splittime.lab.quantize.layouts import pack, unpack
+from splittime.lab.quantize import rounding
+from splittime.lab.quantize.rounding import Grid, pack, round_to_e4m3, round_to_nearest, unpack
 from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.lab.quantize.treat import grid_of
 
@@ -110,7 +109,7 @@ def test_every_element_reads_back(layout, grid, value_at):
 def test_groups_in_the_order_of_importance_read_back():
     grid = Grid(4, 32, True, torch.float16)
     gram = (lambda x: x.t() @ x)(correlated(100, WIDTH))
-    rounded = gptq.quantize(weight(), gram, grid, True)
+    rounded = rounding.gptq(weight(), gram, grid, True)
     tensors = pack("gptq", rounded, grid)
     assert tensors["g_idx"].tolist() != sorted(tensors["g_idx"].tolist())
     found = [[gptq_value(tensors, row, column, grid) for column in range(WIDTH)] for row in range(ROWS)]

@@ -14,7 +14,7 @@ from splittime.lab.quality.local import LocalModel
 from splittime.lab.quality.margins import EIGHT_BITS, standard
 from splittime.lab.quantize import layer_map, treat
 from splittime.lab.quantize.job import quantize
-from splittime.lab.quantize.layouts import LAYOUTS, SUFFIXES, unpack
+from splittime.lab.quantize.rounding import LAYOUTS, SUFFIXES, unpack
 from splittime.lab.quantize.settings import QuantizeSettings
 from splittime.models.config import parse_config
 from splittime.runner.config import RunnerConfig

@@ -23,8 +23,18 @@ from splittime.bench.book.rates import (
     request_ends,
 )
 from splittime.bench.book.records import Ending, Outcome, Run
-from splittime.bench.book.requests import PER_REQUEST_LIMITS, is_good, sent_as, tpot_ns
-from splittime.bench.book.series import SERIES, all_series, complete, in_time_order, series, token_arrivals
+from splittime.bench.book.requests import (
+    PER_REQUEST_LIMITS,
+    SERIES,
+    all_series,
+    complete,
+    in_time_order,
+    is_good,
+    sent_as,
+    series,
+    token_arrivals,
+    tpot_ns,
+)
 from splittime.ledger import derive
 from splittime.stats.intervals import CONFIDENCE, Estimate, Interval, Pooled, Precision, nearest_rank, one_each
 

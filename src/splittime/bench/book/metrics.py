@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from splittime.bench.book.figures import Summary
 from splittime.bench.book.records import Outcome, Run, RunCheck
-from splittime.bench.book.requests import output_tokens
-from splittime.bench.book.series import SERIES
+from splittime.bench.book.requests import SERIES, output_tokens
 from splittime.core.errors import ConfigError
 from splittime.ledger import derive
 

@@ -16,24 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittime.bench.book.records import Outcome, Run
-from splittime.bench.book.requests import MAX_UNSEEN_SHARE, service_ns
-from splittime.bench.book.series import complete
+from splittime.bench.book.requests import MAX_UNSEEN_SHARE, complete, service_ns
 from splittime.ledger import derive
-from splittime.stats.intervals import (
-    CONFIDENCE,
-    MIN_FOR_LOW,
-    MIN_INDEPENDENT,
-    MIN_REQUESTS,
-    MOST_ABOVE,
-    Array,
-    Estimate,
-    Interval,
-    Precision,
-    never_negative,
-    one_each,
-    spread_beside_a_trend,
-    together,
-)
+from splittime.stats import intervals
 
 RATE_BINS = 200
 DRIFT_MARGIN = 0.10
@@ -77,10 +62,11 @@ DEFINITIONS = (
     ("percentiles", "nearest rank: a value that did occur."),
     (
         "intervals",
-        f"{CONFIDENCE:.0%}: neighbours share a queue, so n requests are worth fewer independent ones, by their "
-        f"autocorrelation. An end shown as .. cannot be known from so few; below {MIN_FOR_LOW} independent ones there "
-        f"is no interval, below {MIN_INDEPENDENT} no upper end, nor where it would be over {MOST_ABOVE:.0f} times the "
-        "figure. It reaches further up than down: a run that met no long queue cannot show it.",
+        f"{intervals.CONFIDENCE:.0%}: neighbours share a queue, so n requests are worth fewer independent ones, by "
+        f"their autocorrelation. An end shown as .. cannot be known from so few; below {intervals.MIN_FOR_LOW} "
+        f"independent ones there is no interval, below {intervals.MIN_INDEPENDENT} no upper end, nor where it would be "
+        f"over {intervals.MOST_ABOVE:.0f} times the figure. It reaches further up than down: a run that met no long "
+        "queue cannot show it.",
     ),
     (
         "drift",
@@ -114,35 +100,35 @@ def rate_window(run: Run, arm: int = 0) -> RateWindow:
     return RateWindow(run.measured_from_ns, max(last_ns, run.measured_from_ns + 1), is_makespan=True)
 
 
-def rate(at_ns: NDArray[np.int64], amounts: Array, window: RateWindow) -> Estimate:
+def rate(at_ns: NDArray[np.int64], amounts: intervals.Array, window: RateWindow) -> intervals.Estimate:
     """Per second: what of these amounts came within the window."""
     parts = rate_parts(at_ns, amounts, window)
     value = float(parts.mean())
-    if len(at_ns) < MIN_REQUESTS or not value:
-        return Estimate(value)
-    found = Precision(one_each(parts)).mean()
-    return Estimate(value, None if found is None else never_negative(found))
+    if len(at_ns) < intervals.MIN_REQUESTS or not value:
+        return intervals.Estimate(value)
+    found = intervals.Precision(intervals.one_each(parts)).mean()
+    return intervals.Estimate(value, None if found is None else intervals.never_negative(found))
 
 
-def request_ends(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:
+def request_ends(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], intervals.Array]:
     """When each complete request ended, one each."""
     ends = np.array([o.end_ns for o in complete(outcomes) if o.end_ns is not None], dtype=np.int64)
     return ends, np.ones(len(ends))
 
 
-def prompts_read(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], Array]:
+def prompts_read(outcomes: Sequence[Outcome]) -> tuple[NDArray[np.int64], intervals.Array]:
     """When each first chunk came, and the prompt tokens that had been read for it."""
     known = [(o.chunk_ns[0], o.prompt_tokens) for o in outcomes if o.chunk_ns and o.prompt_tokens is not None]
     at_ns, tokens = np.array(known, dtype=np.int64).reshape(-1, 2).T
     return at_ns, tokens.astype(np.float64)
 
 
-def rate_parts(at_ns: NDArray[np.int64], amounts: Array, window: RateWindow) -> Array:
+def rate_parts(at_ns: NDArray[np.int64], amounts: intervals.Array, window: RateWindow) -> intervals.Array:
     """Per second, in each of `RATE_BINS` equal parts of the window."""
     span_ns = window.until_ns - window.from_ns
     inside = (at_ns >= window.from_ns) & (at_ns < window.until_ns)
     part = ((at_ns - window.from_ns) * (RATE_BINS / span_ns)).astype(np.int64)[inside]
-    sums: Array = np.bincount(part, amounts[inside], minlength=RATE_BINS)[:RATE_BINS].astype(np.float64)
+    sums: intervals.Array = np.bincount(part, amounts[inside], minlength=RATE_BINS)[:RATE_BINS].astype(np.float64)
     return sums * (RATE_BINS / window.seconds)
 
 
@@ -177,22 +163,22 @@ class Drift(msgspec.Struct, frozen=True):
     falling is one that leaves out 1 and is not steady; else there is too little to tell."""
 
     ratio: float | None
-    interval: Interval | None
+    interval: intervals.Interval | None
     trend: Trend
 
 
-def drift(values: Array) -> Drift:
+def drift(values: intervals.Array) -> Drift:
     """Returns how the second half of values in time order differs from the first, at `DRIFT_CONFIDENCE`."""
     if len(values) < MIN_DRIFT_REQUESTS or values.min() <= 0:
         return Drift(None, None, Trend.UNCLEAR)
     first, second = values[: len(values) // 2], values[len(values) // 2 :]
-    before, after = (spread_beside_a_trend(half / half.mean()) for half in (first, second))
-    middle, reach = log(second.mean() / first.mean()), together(before, after).reach(DRIFT_CONFIDENCE)
-    ratio = Interval(middle - reach, middle + reach).exp()
+    before, after = (intervals.spread_beside_a_trend(half / half.mean()) for half in (first, second))
+    middle, reach = log(second.mean() / first.mean()), intervals.together(before, after).reach(DRIFT_CONFIDENCE)
+    ratio = intervals.Interval(middle - reach, middle + reach).exp()
     return Drift(float(second.mean() / first.mean()), ratio, _trend(ratio))
 
 
-def _trend(ratio: Interval) -> Trend:
+def _trend(ratio: intervals.Interval) -> Trend:
     low, high = ratio.low or 0.0, ratio.high or 0.0
     if low > 1 / (1 + DRIFT_MARGIN) and high < 1 + DRIFT_MARGIN:
         return Trend.STEADY

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from splittime.core.errors import ConfigError, NotFound
-from splittime.core.whole_file import write_whole
+from splittime.core.files import write_whole
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from splittime.bench.book import requests
 from splittime.bench.book.records import Outcome, Run
-from splittime.core.whole_file import write_whole
+from splittime.core.files import write_whole
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t")
 COLUMNS: dict[str, Callable[[Outcome], Any]] = {

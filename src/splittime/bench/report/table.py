@@ -1,6 +1,6 @@
 """A run for people: the tables that `splittime bench` ends with, the same without colour.
 
-All of it fits the terminal, and `COLUMNS` at the most (`present.tables`): `latencies` says how.
+All of it fits the terminal, and `COLUMNS` at the most (`present.tables`).
 
 `render` shows, in this order: whether the figures may be believed (VOID comes first, with the checks that failed), what
 was asked of whom, how many requests ended how, latencies by both clocks with their intervals, rates, drift, prompt
@@ -8,27 +8,167 @@ lengths, the SLO, what the server said of itself, and if asked what every word m
 
 Whether the figures may be believed is: VOID, what has no interval, what the client's lateness may have added, and what
 the client found of itself.
+
+The latencies of a run as tables: of all requests, and by prompt lengths.
+
+Where there is no room for all side by side, the two ends of an interval stand one below the other; then `LEAST_MISSED`
+go, and the table says so. tests/bench/test_narrow.py checks that nothing is lost without a word.
+
+How figures are written in a report: milliseconds with four digits, an interval as its two ends; and a line of it.
 """
 
 import datetime
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
-from splittime.bench.book.figures import Summary, summary
+from splittime.bench.book.figures import Figure, Summary, summary
 from splittime.bench.book.metrics import failed_by_lateness, off_ns, parse_metric
 from splittime.bench.book.rates import DEFINITIONS, Drift, Trend
 from splittime.bench.book.records import Ending, Phase, Run, RunCheck
 from splittime.bench.book.slo import judge, limits_of
-from splittime.bench.report.latencies import ROWS, buckets, latencies
-from splittime.bench.report.text import UNKNOWN, digits, ends, estimate, listed, ms, percent, sentence
-from splittime.present.tables import Sentence, at_most
-from splittime.stats.intervals import MIN_INDEPENDENT, MOST_ABOVE, Estimate
+from splittime.present.tables import FittingTable, Sentence, at_most
+from splittime.present.terminal import plain
+from splittime.stats.intervals import MIN_INDEPENDENT, MOST_ABOVE, Estimate, Interval
+
+UNKNOWN = "-"
+OUT_OF_REACH = ".."  # an end of an interval that so few requests do not tell
+STATISTICS = ("p50", "p90", "p95", "p99")
+LEAST_MISSED = ("p90", "p95")
+ROWS = (
+    ("ttft", "TTFT, response"),
+    ("service_ttft", "TTFT, service"),
+    ("e2e", "E2E, response"),
+    ("service_e2e", "E2E, service"),
+    ("tpot", "TPOT"),
+    ("itl", "ITL, server's"),
+    ("chunk_gap", "chunk gap"),
+    ("token_gap", "token gap"),
+    ("max_stall", "max stall"),
+    ("schedule_lag", "schedule lag"),
+)
+
+
+def digits(value: float, most: int = 3) -> str:
+    """Four significant digits where there are that many after the point, thousands with commas."""
+    if value == 0:
+        return "0"
+    decimals = min(most, max(0, 3 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{decimals}f}"
+
+
+def ms(duration_ns: float | None) -> str:
+    return UNKNOWN if duration_ns is None else digits(duration_ns / 1e6)
+
+
+def ends(interval: Interval | None, scale: float = 1.0, between: str = " ") -> str:
+    """`47.00 52.10`; empty if there is no interval."""
+    if interval is None:
+        return ""
+    low, high = (OUT_OF_REACH if end is None else digits(end * scale) for end in (interval.low, interval.high))
+    return f"{low}{between}{high}"
+
+
+def estimate(found: Estimate, scale: float = 1.0) -> str:
+    """`367.4 [335.6-398.4]`"""
+    shown = digits(found.value * scale)
+    return f"{shown} [{ends(found.interval, scale, '-')}]" if found.interval else shown
+
+
+def percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{digits(100 * share, 2)} %"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`"""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def sentence(name: str, text: str, style: str = "") -> Sentence:
+    """Returns a sentence: its subject, and what is said of it, which may be a server's words."""
+    return Sentence(plain(text.translate(_SPACES)), style, head=f"{name:<10}", indent=10)
+
+
+_SPACES = dict.fromkeys(map(ord, "\t\n\v\f\r"), " ")
+
+
+def latencies(found: Summary) -> FittingTable:
+    """The whole table; the same with intervals on two lines; the same without what is missed least."""
+    fewer = tuple(name for name in STATISTICS if name not in LEAST_MISSED)
+    narrow = _latency_table(found, fewer, "-\n")
+    narrow.caption = f"{listed(LEAST_MISSED)} have no room here: a wider terminal, --json or --html shows them."
+    return FittingTable(_latency_table(found, STATISTICS, "-"), _latency_table(found, STATISTICS, "-\n"), narrow)
+
+
+def _latency_table(found: Summary, statistics: Sequence[str], between: str) -> Table:
+    """A row for the estimates, one beneath for their intervals."""
+    table = _table()
+    table.add_column(f"ms, {found.confidence:.0%} beneath", overflow="fold")
+    for name in ("mean", *statistics, "max"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name, title in ROWS:
+        if (figure := latency(found, name)) is not None:
+            shown = estimates(figure, statistics)
+            count = gaps_counted(figure) or f"{figure.count:,}"
+            table.add_row(Text(title), *(ms(one.value) for one in shown), ms(figure.max))
+            intervals = (Text(ends(one.interval, 1e-6, between), "dim") for one in shown)
+            table.add_row(Text(f"  {count}", "dim"), *intervals, Text(""))
+    return table
+
+
+def _table() -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), expand=True, show_edge=False, pad_edge=False, caption_justify="left"
+    )
+
+
+def latency(found: Summary, name: str) -> Figure | None:
+    """Returns a figure that says something new: token gaps are the chunk gaps where every chunk is a token."""
+    figure = found.figures.get(name)
+    return None if name == "token_gap" and figure == found.figures.get("chunk_gap") else figure
+
+
+def gaps_counted(figure: Figure) -> str:
+    """Empty where every request has one value."""
+    return "" if figure.count == figure.num_requests else f"{figure.count:,} gaps"
+
+
+def estimates(figure: Figure, statistics: Sequence[str]) -> tuple[Estimate, ...]:
+    return figure.mean, *(figure.percentiles[name] for name in statistics)
+
+
+BUCKET_COLUMNS = tuple((name, statistic) for name in ("ttft", "tpot", "e2e") for statistic in ("p50", "p99"))
+
+
+def bucket_cells(found: Summary) -> Iterator[tuple[str, ...]]:
+    """Yields a row for each bucket of prompt lengths: its name, its requests, and `BUCKET_COLUMNS` in ms."""
+    for bucket, figures in found.buckets.items():
+        cells = [ms(figures[n].percentiles[s].value) if n in figures else UNKNOWN for n, s in BUCKET_COLUMNS]
+        yield bucket, f"{figures['e2e'].count:,}" if "e2e" in figures else UNKNOWN, *cells
+
+
+def buckets(found: Summary) -> FittingTable:
+    return FittingTable(_bucket_table(found, " "), _bucket_table(found, "\n"))
+
+
+def _bucket_table(found: Summary, between: str) -> Table:
+    """between: the words of a heading."""
+    table = _table()
+    table.add_column(f"prompt{between}tokens", overflow="fold")
+    table.add_column("requests", justify="right", overflow="fold")
+    for name, statistic in BUCKET_COLUMNS:
+        table.add_column(f"{name.upper()}{between}{statistic}", justify="right", overflow="fold")
+    for cells in bucket_cells(found):
+        table.add_row(*cells)
+    return table
+
 
 ROW_NAMES = {name: title.replace(",", "") for name, title in ROWS}
 MAY_BE_OFF = ("ttft", "e2e", "tpot", "chunk_gap")

@@ -9,8 +9,7 @@ import msgspec
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import LIKELY, Span, num_requests, overlap_ns, served, union, worst
-from splittime.diagnose.rules.share import stated
+from splittime.diagnose.rules.evidence import LIKELY, Span, num_requests, overlap_ns, served, stated, union, worst
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 

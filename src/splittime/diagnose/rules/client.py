@@ -14,14 +14,27 @@ from splittime.bench.book.records import Ending, Outcome, RunCheck
 from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, in_stages, median, ms, served, setting, times_ns, worst
-from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, ratio
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    MIN_SHARE,
+    Share,
+    in_stages,
+    median,
+    ms,
+    of_requests,
+    ratio,
+    served,
+    setting,
+    times_ns,
+    worst,
+)
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Stage
 
 MIN_CHUNKS = 8  # fewer make no pattern
-MIN_SPREAD_NS = 50_000_000  # a server that writes all within this leaves nothing to see
+DRAGGED_NS = 50_000_000  # past the server's own end
 DRAGGED_SPREAD = 1.5  # a network's jitter does not stretch a stream by half
 SLOW_READER_S = 20.0  # after which the server drops a client that does not read, where it is not told otherwise
 SLOW_CLIENT_SHARE = 0.05  # it is its own time that a slow reader loses: told earlier than what harms all
@@ -179,7 +192,7 @@ def spread_ns(instants_ns: Sequence[int]) -> int:
 def _drags(pair: Pair) -> bool:
     """The chunks came over a longer time than the server took to write them, and late by what is felt."""
     read_ns, written_ns = spread_ns(pair.outcome.chunk_ns), spread_ns(pair.account.token_written_ns)
-    return read_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > MIN_SPREAD_NS
+    return read_ns > DRAGGED_SPREAD * written_ns and pair.between_ns > DRAGGED_NS
 
 
 _READ_AT_ONCE = OtherCure(

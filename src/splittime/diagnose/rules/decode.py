@@ -16,13 +16,21 @@ from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.floor import Bound, FloorGroup, Kind, floors, read_bytes_per_s, sentence
-from splittime.diagnose.rules.evidence import LIKELY, served, setting, slowest_steps, threads_and_cores
-from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests
+from splittime.diagnose.rules.evidence import (
+    LIKELY,
+    MIN_SHARE,
+    Share,
+    of_requests,
+    served,
+    setting,
+    slowest_steps,
+    threads_and_cores,
+)
 from splittime.ledger.stages import Stage
 
 MIN_PART = 0.3  # of the steps' time, that a ceiling takes: a limit is told where the time goes
-MIN_OF_CEILING = 0.5  # a step at less than half of a ceiling is not held by it
-ODD = 0.1  # of such steps' time: so many beyond the ceiling may be odd ones
+MIN_OF_CEILING = 0.6  # a step at little more than half of a ceiling has other reasons
+BEYOND, ODD = 1.2, 0.1  # times the ceiling, for so much of such steps' time: more shows that it is none
 
 _COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
 
@@ -37,16 +45,18 @@ class NearCeiling(NamedTuple):
     @property
     def of_step(self) -> float:
         """What the ceiling takes of such a step, at the least."""
-        return sum(_own_ns(g, self.bound) for g in self.groups) / max(1, _device_ns(self.groups))
+        return sum(min(_own_ns(g, self.bound), g.device_ns) for g in self.groups) / max(1, _device_ns(self.groups))
 
     @property
     def refusal(self) -> Answer:
         """What is answered instead of a finding; None where there is one, or nothing to tell. Steps beyond a ceiling
-        show that it is none: it was measured in a worse moment, or counts what rows share for each."""
+        show that it is none, if they are most, or far beyond: it was measured in a worse moment, or counts what
+        rows share for each."""
         beyond = [group for group in self.groups if _nearness(group, self.bound) > 1]
+        far = [group for group in beyond if _nearness(group, self.bound) > BEYOND]
         if not self.share.is_worth_it:
             return self.share.unsure()
-        if _device_ns(beyond) < ODD * _device_ns(self.groups):
+        if _device_ns(far) < ODD * _device_ns(self.groups) and _device_ns(beyond) < _device_ns(self.groups) / 2:
             return None
         return Abstention(why=f"what was measured as this machine's ceiling is none: {sentence(beyond[0])}")
 
@@ -245,7 +255,7 @@ def compute_bound(books: Books) -> Answer:
 
 def _are_threads_meant(books: Books) -> str:
     """Who has settled their number, so that no other is prescribed; empty if a rule has. `num_threads_reason` is the
-    runner's sentence (`runner.threads`, `runner.machine`)."""
+    runner's sentence (`runner.start_memory`, `runner.machine`)."""
     reason = str(setting(books, "num_threads_reason") or "")
     if reason.startswith("measured"):
         return "what was fastest when it was measured at start"

@@ -13,8 +13,7 @@ from splittime.bench.book.requests import sent_as
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import OF_REQUESTS, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules.client import sent
-from splittime.diagnose.rules.evidence import CERTAIN
-from splittime.diagnose.rules.share import of_number
+from splittime.diagnose.rules.evidence import CERTAIN, of_number
 
 MIN_FAILED = 3  # fewer happen to anybody
 FAILED_SHARE = 0.02

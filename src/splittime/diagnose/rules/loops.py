@@ -9,8 +9,17 @@ import msgspec
 from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, rule
-from splittime.diagnose.rules.evidence import CERTAIN, median, ms, num_requests, overlap_ns, served, worst
-from splittime.diagnose.rules.share import of_requests, ratio
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    median,
+    ms,
+    num_requests,
+    of_requests,
+    overlap_ns,
+    ratio,
+    served,
+    worst,
+)
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause
 from splittime.ledger.steps import StepRecord

@@ -12,8 +12,7 @@ from splittime.bench.book.records import Outcome
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.rules import client
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, POSSIBLE, median, ms, worst
-from splittime.diagnose.rules.share import MIN_SHARE, Share
+from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, MIN_SHARE, POSSIBLE, Share, median, ms, worst
 from splittime.ledger.account import ClosedAccount
 
 BUFFERED_SPREAD = 0.5  # the chunks come within half of the time in which the server wrote them
@@ -28,6 +27,7 @@ ACK_ELSEWHERE = 0.1  # of the server's own
 FELT_GAP_NS = 5_000_000
 PAST_END_NS = 2_000_000  # a proxy that passes all on at the end of the answer takes less
 MIN_FLOW = 2  # gaps after the first burst that show how chunks come
+MIN_SPREAD_NS, LATE_READER = 10_000_000, 5  # writes within this show nothing; or so many times it, to a late reader
 MIN_PAIRS = 10  # requests with a pattern to look at
 
 
@@ -43,14 +43,14 @@ def _written_gaps(account: ClosedAccount) -> list[int]:
 @rule("run")
 def buffering_proxy(books: Books) -> Answer:
     """Something between the two collects chunks and passes them on in bursts: TTFT is up, and gaps are gone."""
-    both = [
-        pair for pair in client.pairs(books) if client.spread_ns(pair.account.token_written_ns) >= client.MIN_SPREAD_NS
-    ]
-    if len(both) >= MIN_PAIRS:
-        return _buffered_by_both(both)
+    paired = client.pairs(books)
+    if len(paired) >= len(client.streamed(books)) / 2 > 0:
+        least_ns = MIN_SPREAD_NS * (LATE_READER if client.failed_checks(books) else 1)
+        both = [pair for pair in paired if client.spread_ns(pair.account.token_written_ns) >= least_ns]
+        return _buffered_by_both(both) if len(both) >= MIN_PAIRS else None
     outcomes = [o for o in client.streamed(books) if _first_share(o) >= LATE_TTFT and _burst_share(o) >= BURST_SHARE]
-    if both or len(outcomes) < max(MIN_PAIRS, len(client.streamed(books)) / 2) or client.failed_checks(books):
-        return None  # the client's clock alone is no witness where its own checks failed: it may have read late
+    if len(outcomes) < max(MIN_PAIRS, len(client.streamed(books)) / 2) or client.failed_checks(books):
+        return None  # the client's clock alone is no witness where its own checks failed
     lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
     share = client.of_outcomes(lost, client.streamed(books))
@@ -60,19 +60,20 @@ def buffering_proxy(books: Books) -> Answer:
 
 
 def _buffered_by_both(both: Sequence[client.Pair]) -> Answer:
-    held = [pair for pair in both if is_buffered(pair) and pair.between_ns < LATE_END * pair.late_ns]
+    late = [pair for pair in both if pair.late_ns >= MIN_LATE_NS and pair.between_ns < LATE_END * pair.late_ns]
+    held = [pair for pair in late if is_buffered(pair)]
     if is_start_held(held):
         return None  # `slow_way`
-    late = {pair.outcome.request_id: float(max(0, pair.late_ns)) for pair in held}
-    share = client.of_outcomes(late, [pair.outcome for pair in both])
+    lost = {pair.outcome.request_id: float(pair.late_ns) for pair in held}
+    share = client.of_outcomes(lost, [pair.outcome for pair in both])
     if len(held) < len(both) / 2 or not share.is_worth_it:
         return share.unsure() if len(held) >= len(both) / 2 else None
     spreads = [client.spread_ns(p.outcome.chunk_ns) / client.spread_ns(p.account.token_written_ns) for p in held]
     facts = (
-        Fact("first chunk later than the server wrote it, median", ms(median(late.values()) or 0), "ms"),
+        Fact("first chunk later than the server wrote it, median", ms(median(lost.values()) or 0), "ms"),
         Fact("first to last chunk at the client, of the server's", f"{median(spreads) or 0:.0%}"),
     )
-    return _buffered(len(held), len(both), late, share, facts, CERTAIN)
+    return _buffered(len(held), len(both), lost, share, facts, CERTAIN)
 
 
 def is_buffered(pair: client.Pair) -> bool:

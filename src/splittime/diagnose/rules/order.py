@@ -5,8 +5,19 @@ from collections.abc import Sequence
 from splittime.diagnose.attribution import attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, LIKELY, median, ms, num_requests, served, setting, worst
-from splittime.diagnose.rules.share import Share, counted, of_requests
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    Share,
+    counted,
+    median,
+    ms,
+    num_requests,
+    of_requests,
+    served,
+    setting,
+    worst,
+)
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 

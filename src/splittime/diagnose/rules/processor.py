@@ -9,6 +9,8 @@ requests made no step wait, and one minute of other work is not thinned by ten q
 
 `quota_part` is stated, not divided: a group that is throttled runs nothing, whoever else would. Kernels differ in what
 they call that time of a thread, a wait or no wish to run (`off_cpu_ns`), so it is taken from both.
+
+Cores that are there and not used, while steps are long enough to share among them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,16 +24,21 @@ from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, 
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
+    MIN_SHARE,
     POSSIBLE,
+    Share,
+    median,
     ms,
+    of_requests,
     overlap_ns,
     served,
+    setting,
     slowest_steps,
+    stated,
     threads_and_cores,
     union,
     worst,
 )
-from splittime.diagnose.rules.share import MIN_SHARE, Share, of_requests, stated
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
@@ -218,7 +225,9 @@ def engine_stopped(books: Books) -> Answer:
     lost = _kept_from_running(books, 1 - quota_part(books)[1], Computed.STOPPED)
     lost = {name: lost.get(name, 0.0) + unheard.get(name, 0.0) for name in (*lost, *unheard)}
     share = stated(lost, served(books.accounts))
-    if waiting > share.value:
+    ran = beside(books)
+    free = max(0, 1 - ran.others / threads_and_cores(books)[1]) if ran is not None and waiting >= MIN_SHARE else 1
+    if waiting > share.value * free:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
     if not share.is_worth_it:
         return share.unsure()
@@ -377,3 +386,47 @@ def too_many_threads(books: Books) -> Answer:
 def _steps_with_most(books: Books, *parts: Part) -> tuple[int, ...]:
     amounts = timeline(books).by_step[:, list(parts)].sum(axis=1)
     return slowest_steps(step for step, ns in zip(books.steps, amounts, strict=True) if ns >= LONG_NS)
+
+
+LONG_STEP_NS = 5_000_000  # a hundred times what it takes to wake a thread: such a step is worth sharing
+MIN_LOST_SHARE = 0.15  # of the requests' time, which the other cores would take of such steps at the most
+MAX_CPU_WAIT = 0.1  # of it: where the one thread must wait for a processor, a second one finds none
+MEASURED = (
+    "measured"  # how the runner's reason begins where it has tried several numbers itself (`runner.start_memory`)
+)
+
+
+@rule("accounts", "steps", "machine", root_of=("overload", "slot_bound", "prefill_interference"))
+def too_few_threads(books: Books) -> Answer:
+    """Fewer threads than cores were asked for, and steps are long enough that more of them would make them shorter."""
+    threads, cores = threads_and_cores(books)
+    reason = str(setting(books, "num_threads_reason") or "")
+    if threads >= cores or not reason or reason.startswith(MEASURED):
+        return None
+    accounts, found = served(books.accounts), attribution(books)
+    device_ns = sum(step.device_ns for step in books.steps)
+    long_ns = sum(step.device_ns for step in books.steps if step.device_ns >= LONG_STEP_NS)
+    computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
+    part = long_ns / max(1, device_ns) * (1 - threads / cores)
+    lost = {name: ns * part for name, ns in computed.items() if part}
+    share = of_requests(lost, accounts, MIN_LOST_SHARE)
+    if found.share(Computed.CPU_WAIT) > MAX_CPU_WAIT or not share.is_worth_it:
+        return None
+    return Finding(
+        claim=f"{threads} of {cores} cores compute{'s' * (threads == 1)} steps of {ms(LONG_STEP_NS):.0f} ms or more: "
+        f"the others would take up to {share.value:.0%} of all requests' time away.",
+        evidence=(
+            Fact("threads and cores", f"{threads} and {cores}"),
+            Fact("why so many threads", reason),
+            Fact("device, the median step", ms(median(s.device_ns for s in books.steps) or 0), "ms"),
+            Fact("waiting for a processor", f"{found.share(Computed.CPU_WAIT):.0%}", "of the requests' time"),
+        ),
+        request_ids=worst(lost),
+        **share.as_fields,
+        confidence=POSSIBLE,
+        confidence_from="the settings and the length of the steps; what a second thread gains is not measured here",
+        cure=Cure(sentence=f"Use all {cores} cores.", flags=("--num-threads", str(cores))),
+        cost="The other cores have no room for other work; steps of a millisecond or two gain nothing.",
+        counter_check=f"With {cores} threads and the same load TPOT p50 and TTFT p50 do not fall by a tenth.",
+        regime="steps of several milliseconds: larger models, long prompts, large batches",
+    )

@@ -1,23 +1,305 @@
-"""What the prompts themselves waste: prefixes that could have come from the cache, and parts sent again and again.
+"""What prompts waste, and callers who do not wait for their answers.
 
-What was known of them is from `known_prompts`. What a token would have saved is the time that its own request took for
-each token of prompt that it computed.
+What of prompts was known when they were computed is read from `ClosedAccount.prompt_parts`, which cut a prompt where
+its own content says so: a part that two prompts share has the same hash in both, wherever it stands; and from
+`prefixes`, hashes of its beginnings. Only whole parts and whole beginnings count, and of a prompt that was given up
+what had been computed: what is said to be shared is a lower bound. What a token would have saved is the time that its
+own request took for each token of prompt that it computed.
+
+A prompt that goes on like an earlier one behind their first difference lacks what stood there before, or has something
+else instead: by how many tokens each of the two has until the first part of both. What varies is longer as often as
+shorter than before; a history that loses something is shorter each time.
+
+A request is asked again if its caller left before any of its answer was written (who had read some of it did not like
+it), and one with the same prompt came from the same key after that. A prompt of fewer than `PREFIX_TOKENS` tokens has
+no hash, so what is said is a lower bound.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
-from splittime.diagnose.attribution import Computed, in_stages
+from splittime.core.request import FinishReason
+from splittime.diagnose.attribution import Computed
+from splittime.diagnose.attribution import in_stages as time_in
 from splittime.diagnose.books import Books, once
-from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.callers import CROWDED
-from splittime.diagnose.rules.evidence import LIKELY, median, ms, served, setting, worst
-from splittime.diagnose.rules.known_prompts import DEFAULT_BLOCK, Missed, all_missed, computed_until, token_ns
-from splittime.diagnose.rules.share import Share, of_requests
+from splittime.diagnose.finding import NO_CURE_KNOWN, Answer, Cure, Fact, Finding, OtherCure, rule
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    LIKELY,
+    MIN_LOSERS,
+    Share,
+    in_stages,
+    is_whole,
+    median,
+    ms,
+    num_requests,
+    of_requests,
+    served,
+    setting,
+    stated,
+    time_ns,
+    worst,
+)
 from splittime.diagnose.words import RESTART, WORDS
+from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
+from splittime.ledger.prompt_parts import PREFIX_BYTES, PREFIX_TOKENS, prefix_list
 from splittime.ledger.stages import Stage
+
+DEFAULT_BLOCK = 16
+DROPPED_TOKENS = 24  # fewer are a sentence, which varies
+MOST, FEW = 0.5, 0.25  # of those that go on like an earlier one lack something, and as many of them have more instead
+
+
+class Missed(msgspec.Struct, frozen=True):
+    """Tokens that a request computed though they were known, the token before which that begins, and the time. dropped:
+    how many more tokens stood there in an earlier prompt that goes on as this one does; below 0: fewer. in_blocks: of
+    the tokens, those that blocks of the server's size can hold."""
+
+    account: ClosedAccount
+    tokens: int
+    at_token: int
+    saved_ns: float
+    dropped: int = 0
+    in_blocks: int = 0
+
+
+class AllMissed(NamedTuple):
+    """begun: what a cache of any size and with small blocks would have given. varied, dropped: what it would have given
+    with the varying part at the end, and with the history as it was."""
+
+    begun: list[Missed]
+    varied: list[Missed]
+    dropped: list[Missed]
+
+
+class _Known:
+    """Prompts so far, as a tree of parts with the instant from which each prefix could be reused, and the latest prompt
+    that holds each part."""
+
+    def __init__(self) -> None:
+        self.ready_ns: dict[tuple[int, ...] | bytes, int] = {}
+        self.latest: dict[int, tuple[int, ClosedAccount]] = {}
+        self.seen: dict[int, int] = {}
+
+    def prefix_parts(self, account: ClosedAccount, at_ns: int) -> int:
+        """How many of its first parts an earlier request had computed by then."""
+        path: tuple[int, ...] = ()
+        for place, (mark, _, _) in enumerate(account.prompt_parts):
+            path = (hash((path, mark)),)
+            if self.ready_ns.get(path, at_ns) >= at_ns:
+                return place
+        return len(account.prompt_parts)
+
+    def prefix_tokens(self, account: ClosedAccount, at_ns: int) -> int:
+        """Returns how many of its first tokens an earlier request had computed by then, in steps of 16."""
+        known = takewhile(lambda mark: self.ready_ns.get(mark, at_ns) < at_ns, prefix_list(account.prefixes))
+        return PREFIX_TOKENS * sum(1 for _ in known)
+
+    def dropped_tokens(self, account: ClosedAccount, place: int) -> int:
+        """Returns how many more tokens than this prompt the latest one with its next known part has before that; 0
+        where that prompt has not its first `place` parts, or, without any, not its first tokens."""
+        parts = account.prompt_parts
+        start, (then, before) = next((n, self.latest[mark]) for mark, n, _ in parts[place:] if mark in self.latest)
+        is_alike = before.prompt_parts[:place] == parts[:place]
+        return is_alike * (before.prefixes[:PREFIX_BYTES] == account.prefixes[:PREFIX_BYTES]) * (then - start)
+
+    def add(self, account: ClosedAccount, ready_ns: int, computed: int) -> None:
+        path: tuple[int, ...] = ()
+        for mark, start, _ in takewhile(lambda part: part[1] + part[2] <= computed, account.prompt_parts):
+            path = (hash((path, mark)),)
+            self.ready_ns[path] = min(ready_ns, self.ready_ns.get(path, ready_ns))
+            self.latest[mark] = start, account
+            self.seen[mark] = min(ready_ns, self.seen.get(mark, ready_ns))
+        for beginning in prefix_list(account.prefixes)[: computed // PREFIX_TOKENS]:
+            self.ready_ns.setdefault(beginning, ready_ns)
+
+
+def _prefill_begin_ns(account: ClosedAccount) -> int | None:
+    return next((i.begin_ns for i in account.intervals if i.stage is Stage.PREFILL), None)
+
+
+@once
+def computed_until(books: Books) -> dict[str, int]:
+    """Returns, by request id, how many first tokens of its prompt are known. One that was given up before its first
+    token has those that it found in the cache, and those that its rows reached."""
+    done = {a.request_id for a in books.accounts if is_whole(a) or a.token_ready_ns}
+    known = {a.request_id: a.prompt_tokens if a.request_id in done else a.cached_tokens for a in books.accounts}
+    for name, start, num_tokens in (row for step in books.steps for row in step.rows):
+        if name in known and name not in done:
+            known[name] = max(known[name], start + num_tokens)
+    return known
+
+
+def token_ns(books: Books, account: ClosedAccount) -> float:
+    """What each computed token of its prompt took this request."""
+    computed = max(1, computed_until(books)[account.request_id] - account.cached_tokens)
+    return time_ns(account, in_stages(Stage.PREFILL, Stage.PREFILL_STALL)) / computed
+
+
+@once
+def all_missed(books: Books) -> AllMissed:
+    """Returns what a prefix cache could have given, by what keeps it from that."""
+    known, found = _Known(), AllMissed([], [], [])
+    block_size = setting(books, "block_size") or DEFAULT_BLOCK
+    accounts = [account for account in served(books.accounts) if account.prompt_parts or account.prefixes]
+    computed = [(begin_ns, a) for a in accounts if (begin_ns := _prefill_begin_ns(a)) is not None]
+    for begin_ns, account in sorted(computed, key=lambda entry: entry[0]):
+        place = known.prefix_parts(account, begin_ns)
+        first, rest = account.prompt_parts[:place], account.prompt_parts[place:]
+        in_parts = sum(num_tokens for _, _, num_tokens in first)
+        at_token = max(in_parts, known.prefix_tokens(account, begin_ns))
+        until, each_ns = computed_until(books)[account.request_id], token_ns(books, account)
+        prefix = min(at_token, account.prompt_tokens - 1, until)
+        had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
+        lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
+        found.begun.append(Missed(account, lost, had, lost * each_ns, in_blocks=in_blocks))
+        again = sum(n for mark, at, n in rest if at + n <= until and known.seen.get(mark, begin_ns) < begin_ns)
+        dropped = known.dropped_tokens(account, place) if again else 0
+        found.varied.append(Missed(account, again, at_token, again * each_ns, dropped))
+        known.add(account, account.token_ready_ns[0] if account.token_ready_ns else account.end_ns, until)
+    return _apart(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))
+
+
+def _apart(found: AllMissed) -> AllMissed:
+    """Returns the same with those apart that lack something, where that is the rule."""
+    lacks = [miss for miss in found.varied if miss.dropped >= DROPPED_TOKENS]
+    has_more = [miss for miss in found.varied if miss.dropped <= -DROPPED_TOKENS]
+    if len(lacks) < MOST * len(found.varied) or len(has_more) > FEW * len(lacks):
+        return found
+    return found._replace(dropped=lacks, varied=[miss for miss in found.varied if miss.dropped < DROPPED_TOKENS])
+
+
+LATE_NS = 500_000_000  # a busy server notices that somebody has left so much later, when the next has come already
+SOON_NS = 60_000_000_000  # who asks the same a minute later is not known to be asking again
+CROWDED = (
+    *("overload", "slot_bound", "kv_bound", "token_budget_bound", "head_of_line", "prefill_interference"),
+    NO_CURE_KNOWN,
+)
+AFTER_STEPS = 2  # an abort is heard between steps: what runs then, and one that is planned ahead, may still give tokens
+
+
+@rule("accounts", root_of=(*CROWDED, "burst", "deadlines_missed", "computed_for_nobody"))
+def asked_again(books: Books) -> Answer:
+    """Callers give their requests up before the end and ask the same again, so that it is computed several times."""
+    accounts = served(books.accounts)
+    tries = _tries(accounts)
+    again = {account.group_id for line in tries for account in line[:-1]}
+    given_up = [account for account in accounts if account.group_id in again]
+    share = stated({a.request_id: float(a.end_ns - a.start_ns) for a in given_up}, accounts)
+    if not share.is_worth_it or len(again) < MIN_LOSERS:
+        return share.unsure()
+    patience_ns = median(a.end_ns - a.start_ns for a in given_up) or 0.0
+    whole = [account.end_ns - account.start_ns for account in accounts if is_whole(account)]
+    needed_ns = derive.percentile(whole, 90) or 0.0
+    needs = f"{needed_ns / 1e9:.2g} s (p90 of {len(whole)} that came to their end)"
+    if needed_ns <= patience_ns:
+        needs = "at least that; nobody was let finish" + " who needed longer" * bool(whole)
+    left = num_requests(a for a in accounts if _was_left(a))
+    return Finding(
+        claim=f"{left} of {num_requests(accounts)} requests were given up by their callers, and {len(again)} of "
+        f"them asked again, the same prompt up to {max(map(len, tries))} times: {share.value:.0%} of all requests' "
+        "time was spent for nobody.",
+        evidence=(
+            Fact("given up after, median", ms(patience_ns), "ms"),
+            Fact("whole requests, p90", ms(needed_ns) if whole else "none came to its end", "ms" if whole else ""),
+            Fact("different prompts that were asked again", len(tries)),
+            Fact("tokens computed for nobody", _computed_tokens(books, given_up), "tokens"),
+        ),
+        request_ids=tuple(account.request_id for account in max(tries, key=len)[:5]),
+        **share.as_fields,
+        confidence=LIKELY,
+        confidence_from="prompts with equal hashes and lengths, of one key, each after the one before had been left",
+        cure=Cure(
+            sentence=f"Have callers wait longer than {ms(patience_ns) / 1000:.2g} s: whole requests take {needs}. Have "
+            "them ask again once at most, after a pause that doubles and is drawn, and tell the server how long they "
+            "wait (X-Request-Deadline-Ms): it refuses at once what cannot be in time."
+        ),
+        cost="A caller whose request is truly lost learns of it later.",
+        counter_check="With longer time-outs and the same load the number of requests does not fall.",
+        regime="callers with a time-out near to what a request takes; each try makes the others slower",
+    )
+
+
+def _was_left(account: ClosedAccount) -> bool:
+    has_read = bool(account.token_written_ns)
+    return account.cancelled_ns is not None and account.finish_reason == FinishReason.ABORT and not has_read
+
+
+def _tries(accounts: Sequence[ClosedAccount]) -> list[list[ClosedAccount]]:
+    """Returns the first choices of the same request in order, all but the last left by their caller, of each that was
+    asked more than once. accounts: by start."""
+    lines: dict[tuple[object, ...], list[list[ClosedAccount]]] = defaultdict(list)
+    for account in sorted({a.group_id: a for a in reversed(accounts)}.values(), key=lambda a: a.start_ns):
+        if not account.prefixes:
+            continue
+        key = (account.tenant, account.model, account.prompt_tokens, account.prefixes, account.prompt_parts)
+        for line in lines[key]:
+            left_ns = line[-1].cancelled_ns
+            if left_ns is not None and _was_left(line[-1]) and -LATE_NS <= account.start_ns - left_ns < SOON_NS:
+                line.append(account)
+                break
+        else:
+            lines[key].append([account])
+    return [line for found in lines.values() for line in found if len(line) > 1]
+
+
+def _computed_tokens(books: Books, accounts: Sequence[ClosedAccount]) -> int:
+    return sum(computed_until(books)[a.request_id] - a.cached_tokens + a.output_tokens for a in accounts)
+
+
+@rule("accounts", root_of=CROWDED)
+def computed_for_nobody(books: Books) -> Answer:
+    """Requests are computed on after their callers have gone."""
+    accounts = served(books.accounts)
+    late = {a.request_id: ns for a in accounts if (ns := _after_leaving_ns(a)) > 0}
+    share = stated(late, accounts)
+    if not share.is_worth_it or len(late) < MIN_LOSERS:
+        return share.unsure()
+    after = [account for account in accounts if account.request_id in late]
+    tokens = [_tokens_after(account) for account in after]
+    return Finding(
+        claim=f"{num_requests(after)} of {num_requests(accounts)} requests were computed on after their callers had "
+        f"gone, up to {max(tokens)} tokens of one: {share.value:.0%} of all requests' time.",
+        evidence=(
+            Fact("from going away to the blocks being free, median", ms(median(late.values()) or 0), "ms"),
+            Fact("tokens made for nobody", sum(tokens), "tokens"),
+            Fact("of these requests came to their own end", sum(map(is_whole, after)), "requests"),
+        ),
+        request_ids=worst(late),
+        **share.as_fields,
+        confidence=CERTAIN,
+        confidence_from="when the server noticed that the caller was gone, and when the engine let the request go",
+        cure=Cure(
+            sentence="The engine did not hear that they were given up: read the server's log of these moments, and "
+            "restart it. Until that is found, give requests a deadline (X-Request-Deadline-Ms), which the engine "
+            "itself keeps, and bound their answers (max_tokens)."
+        ),
+        cost="None: nobody reads these answers.",
+        counter_check="With the same callers leaving, cancel-to-freed (p99 in /metrics) is no longer than two steps.",
+        regime="callers who leave before the end",
+    )
+
+
+def _after_leaving_ns(account: ClosedAccount) -> float:
+    left_ns = account.cancelled_ns
+    if left_ns is None:
+        return 0.0
+    known = zip(account.token_steps, account.token_ready_ns, strict=False)
+    if len({step for step, ready_ns in known if ready_ns > left_ns}) <= AFTER_STEPS:
+        return 0.0
+    end_ns = account.end_ns if account.freed_ns is None else min(account.freed_ns, account.end_ns)
+    return float(max(0, end_ns - left_ns))
+
+
+def _tokens_after(account: ClosedAccount) -> int:
+    left_ns = account.cancelled_ns
+    return 0 if left_ns is None else sum(ready_ns > left_ns for ready_ns in account.token_ready_ns)
 
 
 def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) -> tuple[float, Share]:
@@ -39,7 +321,7 @@ def _sums(books: Books, tokens: Mapping[str, int], own_ns: Mapping[str, float]) 
 def _held_up(books: Books) -> dict[str, float]:
     """Returns, by request id, the time that others' prompts have of it outside its own prefill."""
     own = (Stage.PREFILL, Stage.PREFILL_STALL)
-    return in_stages(books, Computed.OTHERS_PROMPTS, [stage for stage in Stage if stage not in own])
+    return time_in(books, Computed.OTHERS_PROMPTS, [stage for stage in Stage if stage not in own])
 
 
 def _sums_of(books: Books, missed: Sequence[Missed]) -> tuple[int, float, Share]:
@@ -56,15 +338,13 @@ _USE_SMALL_BLOCKS = Cure(
     sentence=f"Use blocks of {DEFAULT_BLOCK} tokens: what prompts share is shorter than one, or ends within one.",
     flags=("--block-size", f"{DEFAULT_BLOCK}"),
 )
+_KEEP = "Keep prefixes longer: a larger KV cache ({}), the same cache_salt for who may share, and, with several "
+_KEEP += "servers, requests of one prefix to one of them."
 _KEEP_PREFIXES = Cure(
-    sentence="Keep prefixes longer: a larger KV cache (--kv-cache-memory-bytes; on a card also host memory, "
-    "--kv-offload-memory-bytes), the same cache_salt for who may share, and, with several servers, requests of one "
-    "prefix to one of them.",
+    sentence=_KEEP.format("--kv-cache-memory-bytes; on a card also host memory, --kv-offload-memory-bytes"),
     elsewhere={
         "vllm": OtherCure(
-            sentence=f"Keep prefixes longer: a larger KV cache ({WORDS['vllm'].memory}; on a card also host memory, "
-            "--kv-offloading-size), the same cache_salt for who may share, and, with several servers, requests of one "
-            "prefix to one of them.",
+            sentence=_KEEP.format(f"{WORDS['vllm'].memory}; on a card also host memory, --kv-offloading-size"),
             cost=f"Memory. {RESTART}",
         ),
         "sglang": "--mem-fraction-static",

@@ -8,10 +8,9 @@ from splittime.diagnose.chunks import split, stalled_ns
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.reported import Reported, asked
 from splittime.diagnose.rules.client import of_outcomes
-from splittime.diagnose.rules.evidence import CERTAIN, POSSIBLE, ms, worst
+from splittime.diagnose.rules.evidence import CERTAIN, POSSIBLE, Share, counted, ms, worst
 from splittime.diagnose.rules.reported_prompts import prefill_ns
 from splittime.diagnose.rules.reported_queue import Held, share_of
-from splittime.diagnose.rules.share import Share, counted
 
 EXPECTED_HITS = 0.2  # of the prompt tokens, or there is little to find
 FOUND_HITS = 0.5  # of what was expected: a cache also evicts, and computes while others come

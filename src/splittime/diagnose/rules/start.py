@@ -16,19 +16,9 @@ from operator import le
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, OtherCure, rule
+from splittime.diagnose.rules import evidence as shown
 from splittime.diagnose.rules import step_cost
-from splittime.diagnose.rules.evidence import (
-    CERTAIN,
-    LIKELY,
-    median,
-    ms,
-    served,
-    setting,
-    slowest_steps,
-    total_ns,
-    worst,
-)
-from splittime.diagnose.rules.share import Share, counted, of_number, of_requests
+from splittime.diagnose.rules.evidence import Share, counted, of_number, of_requests
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import Process
 from splittime.ledger.stages import Stage
@@ -54,20 +44,22 @@ def cold_start(books: Books) -> Answer:
         return Abstention(why="the server does not say when it was ready")
     slow = _slow_first_steps(books.steps, engine.ready_ns + COLD_WINDOW_NS)
     longer_ns = sum(over_ns for _, over_ns in slow)
-    lost = {a.request_id: sum(_lost_ns(a, step, over_ns) for step, over_ns in slow) for a in served(books.accounts)}
+    lost = {
+        a.request_id: sum(_lost_ns(a, step, over_ns) for step, over_ns in slow) for a in shown.served(books.accounts)
+    }
     lost = {request_id: ns for request_id, ns in lost.items() if ns > 0}
-    share = counted(sum(lost.values()) / total_ns(served(books.accounts)), len(lost))
+    share = counted(sum(lost.values()) / shown.total_ns(shown.served(books.accounts)), len(lost))
     if share.value < share.least or len(lost) < COLD_REQUESTS:
         return None
     claim = (
-        f"{len(slow)} of the first steps after the start took {ms(longer_ns):.0f} ms longer than the same work later: "
-        f"{share.value:.0%} of all requests' time."
+        f"{len(slow)} of the first steps after the start took {shown.ms(longer_ns):.0f} ms longer than the same work "
+        f"later: {share.value:.0%} of all requests' time."
     )
     facts = [
-        Fact("above the later steps", ms(longer_ns), "ms"),
-        Fact("requests' time in it", ms(sum(lost.values())), "ms over all requests"),
+        Fact("above the later steps", shown.ms(longer_ns), "ms"),
+        Fact("requests' time in it", shown.ms(sum(lost.values())), "ms over all requests"),
     ]
-    return _cold(claim, tuple(worst(lost)), share, LIKELY, facts)
+    return _cold(claim, tuple(shown.worst(lost)), share, shown.LIKELY, facts)
 
 
 def _lost_ns(account: ClosedAccount, step: StepRecord, over_ns: float) -> float:
@@ -84,7 +76,7 @@ def _not_ready(books: Books, turned_away: Sequence[ClosedAccount], engine: Proce
     restarts = engine.restarts if engine is not None else 0
     facts = [Fact("turned away with 503", len(turned_away), "requests"), Fact("start-up", round(took_ns / 1e9, 2), "s")]
     ids = tuple(account.request_id for account in turned_away[:5])
-    return _cold(claim, ids, share, CERTAIN, [*facts, Fact("restarts of the engine", restarts)])
+    return _cold(claim, ids, share, shown.CERTAIN, [*facts, Fact("restarts of the engine", restarts)])
 
 
 def _slow_first_steps(steps: Sequence[StepRecord], until_ns: int) -> list[tuple[StepRecord, float]]:
@@ -142,8 +134,8 @@ MAX_CONTEXT_TOKENS = 512
 @rule("accounts", "steps", "facts", root_of=("prefill_interference",))
 def start_measurement_is_off(books: Books) -> Answer:
     """What a start measured of prompts, and sized its steps by, is not what the steps that were run took."""
-    measured_ns, budget = setting(books, "prefill_ns_per_token"), setting(books, "max_prefill_tokens")
-    is_whole = budget is None or budget >= (setting(books, "max_num_batched_tokens") or 0)
+    measured_ns, budget = shown.setting(books, "prefill_ns_per_token"), shown.setting(books, "max_prefill_tokens")
+    is_whole = budget is None or budget >= (shown.setting(books, "max_num_batched_tokens") or 0)
     if not measured_ns or is_whole:  # not measured, or without effect
         return None
     alike = [step for step in books.steps if _is_alike(step, budget)]
@@ -152,10 +144,10 @@ def start_measurement_is_off(books: Books) -> Answer:
     if len(alike) < MIN_PROMPT_STEPS:
         why = f"{len(alike)} steps computed the beginning of a prompt alone; {MIN_PROMPT_STEPS} are the least"
         return Abstention(why=why)
-    run_ns = median(_undisturbed_ns(step) / step.prefill_tokens for step in alike) or 0.0
+    run_ns = shown.median(_undisturbed_ns(step) / step.prefill_tokens for step in alike) or 0.0
     if 1 / OFF_BY < run_ns / measured_ns < OFF_BY:
         return None
-    share = of_requests(_lost_by_size(books, run_ns / measured_ns), served(books.accounts))
+    share = of_requests(_lost_by_size(books, run_ns / measured_ns), shown.served(books.accounts))
     return _finding(books, alike, measured_ns, run_ns, budget, share) if share.is_worth_it else share.unsure()
 
 
@@ -198,12 +190,12 @@ def _finding(
         evidence=(
             Fact("a prompt's token in these books, the median step", round(run_ns / 1e6, 3), "ms"),
             Fact("measured at start", round(measured_ns / 1e6, 3), "ms"),
-            Fact("how", str(setting(books, "prefill_reason") or "not told")),
+            Fact("how", str(shown.setting(books, "prefill_reason") or "not told")),
             Fact("steps compared", len(alike)),
         ),
-        step_ids=slowest_steps(alike),
+        step_ids=shown.slowest_steps(alike),
         **share.as_fields,
-        confidence=LIKELY,
+        confidence=shown.LIKELY,
         confidence_from="the same kind of step, timed at start and in these books",
         cure=Cure(sentence="Measure again at the next start.", flags=("--remeasure",)),
         cost="Some tenths of a second at start, a second or two with a large model.",

@@ -5,9 +5,19 @@ from collections import Counter
 from splittime.diagnose.attribution import attribution, in_stages
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.rules.evidence import CERTAIN, median, ms, num_requests, served, setting, worst
+from splittime.diagnose.rules.evidence import (
+    CERTAIN,
+    median,
+    ms,
+    num_requests,
+    of_number,
+    of_requests,
+    served,
+    setting,
+    stated,
+    worst,
+)
 from splittime.diagnose.rules.processor import SLOWED
-from splittime.diagnose.rules.share import of_number, of_requests, stated
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 

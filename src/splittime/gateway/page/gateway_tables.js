@@ -62,7 +62,7 @@ export function showSlowest(table, { slowest }) {
     text(one.degraded ? `${one.finish_reason} · ${one.degraded}` : one.finish_reason), number(duration(one.e2e_ns)),
     el("td", { class: "wide" }, el("div", { class: "cell-bar", role: "img", title: barWords(one.stages), "aria-label": barWords(one.stages) }, stageBar(one.stages, longest))),
   ]);
-  fill(table, ["Request", "Model", "Upstreams", "End", "Total", "Where its time went"], rows, "No request has ended in the last minute.");
+  fill(table, ["Request", "Model", "Upstreams", "End", "Total", "Time by stage"], rows, "No request has ended in the last minute.");
 }
 
 const text = (words) => el("td", {}, words);

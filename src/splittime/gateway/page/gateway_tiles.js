@@ -17,7 +17,7 @@ export class GatewayTiles {
       host.append(el("div", { class: "tile", title: hint }, el("h3", {}, title), el("p", {}, value, unit), el("div", { class: "gauge" }, fill), note));
       return { value, unit, note, fill };
     };
-    this.open = tile("In flight", "Requests at upstreams, of as many as their caps allow");
+    this.open = tile("In flight", "Requests at upstreams, of as many as their caps allow; below: the whole time of those that ended");
     this.queue = tile("Waiting", "Requests in the gateway's queue, of as many as may wait");
     this.refused = tile("Refused", "Requests that the gateway refused, since this page began to look, at most a minute");
     this.retries = tile("Retries", "Retries of the window, of as many as the budget allows");
@@ -39,7 +39,7 @@ export class GatewayTiles {
     const used = sum(now.upstreams.map((one) => one.requests));
     const most = sum(now.upstreams.map((one) => one.limit));
     const { p50, p99 } = recent.e2e_ns;
-    fillTile(this.open, count(used), ` / ${count(most)}`, used / most, p50 === undefined ? "none ended in 60 s" : `whole time p50 ${duration(p50)} · p99 ${duration(p99)}`);
+    fillTile(this.open, count(used), ` / ${count(most)}`, used / most, p50 === undefined ? "none ended in 60 s" : `p50 ${duration(p50)} · p99 ${duration(p99)}`);
   }
 
   #queue(now) {

@@ -11,24 +11,23 @@ rules and reasons are the config's. Nothing of a prompt or a key is in it. Durat
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from heapq import nlargest
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
+from splittime.ledger.store import Ledger
 from splittime.web import http
 from splittime.web.page_files import NO_STORE, PageFiles
 from splittime.web.reading import in_short_turns
-
-if TYPE_CHECKING:
-    from splittime.gateway.service import GatewayService
 
 DATA = "/dashboard/data"
 KEPT_S = 0.5
@@ -42,10 +41,11 @@ INDEX = "gateway.html"
 
 
 class PageAnswers:
-    """The latest answer, and who makes the next one: one asking at a time."""
+    """The latest answer, and who makes the next one: one asking at a time. state_of: returns how things are at an
+    instant, and is called in the event loop."""
 
-    def __init__(self, gateway: "GatewayService") -> None:
-        self._gateway = gateway
+    def __init__(self, state_of: Callable[[int], dict[str, Any]], ledger: Ledger, pool: ThreadPoolExecutor) -> None:
+        self._state_of, self._ledger, self._pool = state_of, ledger, pool
         self._lock = asyncio.Lock()
         self._made_ns: int | None = None
         self._answer = b""
@@ -54,24 +54,30 @@ class PageAnswers:
         async with self._lock:
             at_ns = time.monotonic_ns()
             if self._made_ns is None or at_ns - self._made_ns > KEPT_S * 1e9:
-                now, loop = state_now(self._gateway, at_ns), asyncio.get_running_loop()
-                self._answer = await loop.run_in_executor(self._gateway.pool, in_short_turns, self._make, now, at_ns)
+                now, loop = self._state_of(at_ns), asyncio.get_running_loop()
+                self._answer = await loop.run_in_executor(self._pool, in_short_turns, self._make, now, at_ns)
                 self._made_ns = at_ns
             return self._answer
 
     def _make(self, now: dict[str, Any], at_ns: int) -> bytes:
-        accounts = self._gateway.ledger.accounts(None, MAX_ACCOUNTS)
+        accounts = self._ledger.accounts(None, MAX_ACCOUNTS)
         recent = recently(accounts, at_ns)
         return msgspec.json.encode({"cursor": "", "now_ns": at_ns, "words": WORDS, "now": now, "recent": recent})
 
 
-async def send_data(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+class HasPage(Protocol):
+    """A gateway, as far as its page is asked for."""
+
+    page_answers: PageAnswers
+
+
+async def send_data(gateway: HasPage, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """How things are, and where the time of the latest requests went."""
     http.query_of(scope, "after")  # the server's page says how far it has read; here each answer is whole
     await http.respond(send, await gateway.page_answers.latest(), headers=NO_STORE)
 
 
-async def send_file(gateway: "GatewayService", scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
+async def send_file(gateway: HasPage, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     await page().send(scope, send, scope[http.PATH_REST])
 
 
@@ -101,38 +107,6 @@ StageNs = tuple[Stage, Cause | None, int]
 def key_of(stage: Stage, cause: Cause | None) -> str:
     """`route:upstream_slots`, or `upstream` where there is no cause."""
     return stage.value if cause is None else f"{stage.value}:{cause.value}"
-
-
-def state_now(gateway: "GatewayService", at_ns: int) -> dict[str, Any]:
-    """Returns how things are at this instant; to be called in the event loop."""
-    retries, allowed = gateway.retry_budgets.used(at_ns)
-    return {
-        **gateway.stats(),
-        "models": len(gateway.policy.names),
-        "is_ready": gateway.is_ready,
-        "loop_lag_ns": gateway.lag.longest_ns,
-        "longest_wait_ns": gateway.queue.longest_wait_ns(at_ns),
-        "queue_limits": {"requests": gateway.config.queue.max_requests, "tokens": gateway.config.queue.max_tokens},
-        "retry_budget": {"used": retries, "allowed": allowed, "window_s": gateway.config.retries.window_s},
-        "ladder": [stage.name for stage in gateway.ladder.stages],
-        "refusals": gateway.metrics.refusals(),
-        "attempts": gateway.metrics.attempts(),
-        "tenants": _tenants(gateway),
-    }
-
-
-def _tenants(gateway: "GatewayService") -> list[dict[str, Any]]:
-    weights = {tenant.name: tenant.weight for tenant in gateway.config.tenant} or {"": 1.0}
-    shares = gateway.queue.shares
-    return [
-        {
-            "name": name,
-            "weight": weight,
-            "in_flight": shares[name].in_flight if name in shares else 0,
-            "waiting": shares[name].requests if name in shares else 0,
-        }
-        for name, weight in weights.items()
-    ]
 
 
 def recently(accounts: Sequence[ClosedAccount], at_ns: int) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class RoutePolicy:
 
 
 def graded(decision: RouteDecision, difficulty: DifficultyDecision, model: str) -> RouteDecision:
-    """Returns the decision after the text has been looked at. model: that of the choice."""
+    """Returns the decision of a `[[difficulty]]`. model: that of the choice."""
     return msgspec.structs.replace(decision, model=model[:MAX_MODEL_CHARS], difficulty=difficulty)
 
 

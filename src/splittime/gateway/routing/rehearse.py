@@ -6,33 +6,205 @@ one that would have been refused frees its place. Budgets of a day and a month a
 when it begins: what `budget_file` held then, nobody knows. What depends on the upstreams of that day, queueing,
 shedding and breakers, and on the answers that were kept, is not replayed. A body counts as one answer, as no ledger
 says how many it asked for. A request that was refused before its body was read has no features: the limits of both see
-it, as one of no tokens, the rules do not. A text is in no ledger, but its score by its labels is, so that another
-threshold can be tried and other labels cannot.
+it, as one of no tokens, the rules do not. What first tokens decided is not replayed either: a `[[difficulty]]` is told
+as its small model.
+
+What routing by difficulty costs and is worth, on prompts for which both models' answers were judged.
+
+A point of the curve is one bound of the first tokens: the mean cost and the mean worth of the answers, and `gain`, by
+which that is more than random routing of the same cost would be worth. Routing is worth having where the gain's
+interval is above 0. An unsure answer costs the small model's price and the large one's. Figures of other prompts than
+the labels are to be preferred: the bound was chosen with those.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from splittime.core.errors import Refused
+from splittime.core.errors import ConfigError, Refused
 from splittime.gateway.budgets import Calendar, TokenBudgets
-from splittime.gateway.config import GatewayConfig
-from splittime.gateway.routing.difficulty import SMALL, of_score
-from splittime.gateway.routing.judge import DifficultyJudge, judges_of
+from splittime.gateway.config import DifficultyConfig, GatewayConfig
+from splittime.gateway.routing.difficulty import SMALL, Bools, ChosenBound, Floats, LabelledPrompt, below_of
 from splittime.gateway.routing.policy import RouteFeatures, RoutePolicy, graded
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.attempts import DifficultyDecision, RouteDecision
-from splittime.web.quota import Quota
-from splittime.web.tenants import ANYBODY, Tenant
+from splittime.ledger.attempts import RouteDecision
+from splittime.web.tenants import ANYBODY, Quota, Tenant
 
+STEPS = 10  # of a curve, each with as many prompts
 MAX_EXAMPLES = 3
 NOT_READ = "not read: refused at its head"
 NO_TENANT = "refused: no such tenant"
 NO_MODEL = "refused: model_not_found"
 
-Judges = Mapping[str, DifficultyJudge]
+
+class EstimatedMean(Protocol):
+    """A mean and the ends of its interval (95 %)."""
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+
+    @property
+    def low(self) -> float:
+        """The lower end."""
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+
+
+Means = Callable[[Floats], Sequence[EstimatedMean]]
+
+
+class MeanFigure(msgspec.Struct, frozen=True):
+    """A mean over the prompts, with its interval (95 %)."""
+
+    value: float
+    low: float
+    high: float
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """threshold: from which on the small model's answer is had. gain: worth beyond that of random routing of the same
+    cost."""
+
+    threshold: float
+    share_small: float
+    cost: MeanFigure
+    worth: MeanFigure
+    gain: MeanFigure
+
+
+class Misroutes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the chosen bound was wrong, beside a choice that knows both answers.
+
+    wasted: the share that the large model had, and the small one had done as well; wasted_cost: what that cost a
+    request. lost: the share that the small one had, and the large one had done better; lost_worth: by how much."""
+
+    wasted: MeanFigure
+    wasted_cost: MeanFigure
+    lost: MeanFigure
+    lost_worth: MeanFigure
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """best: with a choice that knows both answers. chosen: with the bound in force. expected: what it was chosen for,
+    where labels chose it. at_most: of `escalate`."""
+
+    model: str
+    prompts: int
+    costs: str
+    always_small: CurvePoint
+    always_large: CurvePoint
+    best: CurvePoint
+    chosen: CurvePoint
+    misroutes: Misroutes
+    by_first_tokens: tuple[CurvePoint, ...]
+    expected: ChosenBound | None
+    at_most: float
+
+
+class Costs(NamedTuple):
+    """What a request costs where the data do not say."""
+
+    small: float
+    large: float
+
+
+class JudgedPrompts:
+    """The data as columns. means: of columns, with intervals from one bootstrap. Raises `ConfigError` where it lacks
+    something."""
+
+    def __init__(self, prompts: Sequence[LabelledPrompt], costs: Costs, means: Means) -> None:
+        if any(one.large_right is None for one in prompts):
+            hint = "evaluate needs small_right and large_right in every line"
+            raise ConfigError("large_right is missing in a line", param="large_right", hint=hint)
+        self._means = means
+        self.small = np.array([float(one.small_right) for one in prompts])
+        self.large = np.array([float(one.large_right or 0) for one in prompts])
+        self.are_told = all(None not in (one.small_cost, one.large_cost) for one in prompts)
+        self.small_cost = np.array([_cost(one.small_cost, costs.small, self.are_told) for one in prompts])
+        self.large_cost = np.array([_cost(one.large_cost, costs.large, self.are_told) for one in prompts])
+
+    def points(self, thresholds: Sequence[float], scores: Floats, *, both: bool = False) -> tuple[CurvePoint, ...]:
+        """Returns the curve's points. both: who has the large model has paid for the small one too."""
+        chosen = [scores >= threshold for threshold in thresholds]
+        columns = [column for goes_small in chosen for column in self._columns(goes_small, both)]
+        found = iter(self.figures(columns))
+        return tuple(
+            CurvePoint(
+                threshold=threshold,
+                share_small=float(goes_small.mean()),
+                cost=next(found),
+                worth=next(found),
+                gain=next(found),
+            )
+            for threshold, goes_small in zip(thresholds, chosen, strict=True)
+        )
+
+    def figures(self, columns: Sequence[Floats]) -> list[MeanFigure]:
+        if not columns:
+            return []
+        return [MeanFigure(one.value, one.low, one.high) for one in self._means(np.stack(columns, axis=1))]
+
+    def misroutes(self, goes_small: Bools) -> Misroutes:
+        is_wasted, is_lost = ~goes_small & (self.small >= self.large), goes_small & (self.large > self.small)
+        worse = self.large - self.small
+        columns = [is_wasted.astype(float), is_wasted * self.large_cost, is_lost.astype(float), is_lost * worse]
+        wasted, wasted_cost, lost, lost_worth = self.figures(columns)
+        return Misroutes(wasted=wasted, wasted_cost=wasted_cost, lost=lost, lost_worth=lost_worth)
+
+    def _columns(self, goes_small: Bools, both: bool) -> Iterator[Floats]:
+        cost = np.where(goes_small, self.small_cost, self.large_cost + (self.small_cost if both else 0.0))
+        worth = np.where(goes_small, self.small, self.large)
+        yield cost
+        yield worth
+        yield worth - self._random(float(cost.mean()))
+
+    def _random(self, cost: float) -> Floats:
+        """Returns what each prompt is worth to routing by chance that costs as much, or all that it can cost."""
+        least, most = float(self.small_cost.mean()), float(self.large_cost.mean())
+        share = min(1.0, max(0.0, (cost - least) / (most - least))) if most > least else 1.0
+        return self.small + share * (self.large - self.small)
+
+
+def _cost(told: float | None, assumed: float, are_told: bool) -> float:
+    return assumed if told is None or not are_told else told
+
+
+def evaluate(
+    route: DifficultyConfig,
+    prompts: Sequence[LabelledPrompt],
+    costs: Costs,
+    means: Means,
+    bound: ChosenBound | None = None,
+) -> Evaluation:
+    """Returns the evaluation of a route. bound: of its first tokens, where that was found from labels. Raises
+    `ConfigError` for data that cannot tell."""
+    data, logprobs = JudgedPrompts(prompts, costs, means), np.array([one.small_logprob for one in prompts])
+    all_small, all_large = data.points([0.0, 1.0], np.full(len(prompts), 0.5))
+    (best,) = data.points([1.0], (data.small >= data.large).astype(float))
+    below = below_of(route.escalate, bound)
+    shares = np.quantile(logprobs, np.linspace(1, 0, STEPS + 1)[1:], method="inverted_cdf")
+    thresholds = [float(np.nextafter(logprobs.max(), np.inf)), *dict.fromkeys(shares.tolist())]
+    *curve, chosen = data.points([*thresholds, below], logprobs, both=True)
+    return Evaluation(
+        model=route.model,
+        prompts=len(prompts),
+        costs="as the data say" if data.are_told else f"small {costs.small:g}, large {costs.large:g} a request",
+        always_small=all_small,
+        always_large=all_large,
+        best=best,
+        chosen=chosen,
+        misroutes=data.misroutes(logprobs >= below),
+        by_first_tokens=tuple(curve),
+        expected=bound,
+        at_most=route.escalate.at_most,
+    )
 
 
 class ConfigDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +237,8 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 class RehearsedConfig:
     """One config with its keys' limits, under the ledger's time."""
 
-    def __init__(self, config: GatewayConfig, judges: Judges) -> None:
-        self.policy, self._judges = RoutePolicy(config), judges
+    def __init__(self, config: GatewayConfig) -> None:
+        self.policy = RoutePolicy(config)
         self._difficulties = {route.model: route for route in config.difficulty}
         named = [_tenant(config, number) for number in range(len(config.tenant))]
         self._quotas = {tenant.name: Quota(tenant) for tenant in named or [ANYBODY]}
@@ -108,23 +280,12 @@ class RehearsedConfig:
         if not self.policy.serves(decision):
             return NO_MODEL
         where = f" at {', '.join(decision.upstreams)}" if decision.upstreams else ""
-        if decision.model in self._difficulties:
-            again = self.by_text(decision, account)
-            return f"{decision.model}: by a text that no ledger has" if again is None else again.model
-        return f"{decision.model}{where}"
+        return f"{self.begun(decision).model}{where}"
 
-    def by_text(self, decision: RouteDecision, account: ClosedAccount) -> RouteDecision | None:
-        """Returns what the text decides; None where the ledger has no score of it by these labels."""
-        route, judge = self._difficulties.get(decision.model), self._judges.get(decision.model)
-        seen = None if account.routing is None else account.routing.difficulty
-        if route is None:
-            return decision
-        if judge is None:
-            return graded(decision, DifficultyDecision(choice=SMALL), route.small)
-        if seen is None or (seen.labels, seen.neighbours) != (judge.labels, judge.neighbours):
-            return None
-        difficulty = of_score(judge, seen.score)
-        return graded(decision, difficulty, route.small if difficulty.choice == SMALL else route.large)
+    def begun(self, decision: RouteDecision) -> RouteDecision:
+        """Returns the decision of a request before its first tokens have been looked at."""
+        route = self._difficulties.get(decision.model)
+        return decision if route is None else graded(decision, SMALL, route.small)
 
 
 def _used_tokens(account: ClosedAccount) -> int:
@@ -147,10 +308,9 @@ def features_of(account: ClosedAccount) -> RouteFeatures:
 
 
 def rehearse(accounts: Iterable[ClosedAccount], old: GatewayConfig, new: GatewayConfig) -> Rehearsal:
-    """Returns what the new config would have done differently; the accounts are of one host since it started. Raises
-    `ConfigError` for labels that cannot be read."""
+    """Returns what the new config would have done differently; the accounts are of one host since it started."""
     ordered = sorted(accounts, key=lambda account: account.start_ns)
-    before, after = RehearsedConfig(old, judges_of(old)), RehearsedConfig(new, judges_of(new))
+    before, after = RehearsedConfig(old), RehearsedConfig(new)
     outcomes = [(account.request_id, before.outcome(account), after.outcome(account)) for account in ordered]
     again = Counter(is_again for account in ordered if (is_again := _is_again(account, before)) is not None)
     return Rehearsal(
@@ -171,10 +331,8 @@ def _is_again(account: ClosedAccount, config: RehearsedConfig) -> bool | None:
     """Returns whether a decision of this very policy is made again; None for another's."""
     if account.routing is None or account.routing.policy != config.policy.version:
         return None
-    decision: RouteDecision | None = config.policy.decide(features_of(account))
-    if decision is not None and account.routing.difficulty is not None:
-        decision = config.by_text(decision, account)
-    return None if decision is None else decision == account.routing
+    decision = config.policy.decide(features_of(account))
+    return account.routing == (decision if account.routing.difficulty is None else config.begun(decision))
 
 
 def _differences(outcomes: Sequence[tuple[str, str, str]]) -> tuple[ConfigDifference, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from splittime.kernels import plain
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
+from splittime.kernels.layer import Weighing
 from splittime.kernels.reference import rounding
 
 MAX_PIECE_TOKENS = 512
@@ -172,16 +173,26 @@ def write_kv(kv: Tensor, store: LayerKv, plan: GatherPlan) -> None:
         store.scales.view(-1).index_put_((plan.write_rows,), scales)
 
 
-def attend(q: Tensor, store: LayerKv, plan: GatherPlan, scale: float) -> Tensor:
+def attend(q: Tensor, store: LayerKv, plan: GatherPlan, weighing: Weighing) -> Tensor:
     """q [T, Hq, D] -> [T, Hq * D]; see `kernels.api.Ops.attention`."""
+    sinks = None if weighing.sinks is None else weighing.sinks.view(plan.shape.num_kv_heads, -1)
+    folded = weighing._replace(sinks=sinks)
     if len(plan.groups) == 1 and not plan.prefills:
-        return _attend_group(q, store, plan.shape, plan.groups[0], scale).reshape(q.shape[0], -1)
+        return _attend_group(q, store, plan.shape, plan.groups[0], folded).reshape(q.shape[0], -1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.groups:
-        out[group.begin : group.end] = _attend_group(q, store, plan.shape, group, scale).reshape(-1, *q.shape[1:])
+        got = _attend_group(q, store, plan.shape, group, folded)
+        out[group.begin : group.end] = got.reshape(-1, *q.shape[1:])
     for prefill in plan.prefills:
-        _attend_prefill(q, store, plan.shape, prefill, scale, out)
+        _attend_prefill(q, store, plan.shape, prefill, folded, out)
     return out.flatten(1)
+
+
+def _lowered(got: tuple[Tensor, Tensor], sinks: Tensor | None) -> Tensor:
+    """got: results [.., D] and the logarithms of what they were divided by -> the results with the sinks' share taken
+    off. sinks: as the latter, or to be spread to it."""
+    results, sums = got
+    return results if sinks is None else results * (sums - sinks).sigmoid().unsqueeze(-1).to(results.dtype)
 
 
 def _gather(store: LayerKv, shape: KvShape, tiles: Tensor, dtype: torch.dtype) -> Tensor:
@@ -195,24 +206,44 @@ def _gather(store: LayerKv, shape: KvShape, tiles: Tensor, dtype: torch.dtype) -
     return gathered.to(dtype)
 
 
-def _attend_group(q: Tensor, store: LayerKv, shape: KvShape, group: DecodeGroup, scale: float) -> Tensor:
-    """-> [rows, Hkv, G, D]."""
+def _attend_group(q: Tensor, store: LayerKv, shape: KvShape, group: DecodeGroup, weighing: Weighing) -> Tensor:
+    """weighing: with sinks of [Hkv, G] -> [rows, Hkv, G, D]."""
     rows = group.end - group.begin
     kv = _gather(store, shape, group.tiles, q.dtype).view(rows, 2, shape.num_kv_heads, -1, shape.head_dim)
     keys, values = kv[:, 0, :, : group.tokens], kv[:, 1, :, : group.tokens]  # [rows, Hkv, tokens, D]
     folded = q[group.begin : group.end].view(rows, shape.num_kv_heads, -1, shape.head_dim)
-    return _flash(folded, keys, values, attn_mask=group.mask, scale=scale)[0]
+    if weighing.cap:
+        return _capped(folded, keys, values, group.mask, weighing)
+    return _lowered(_flash(folded, keys, values, attn_mask=group.mask, scale=weighing.scale), weighing.sinks)
 
 
 def _attend_prefill(
-    q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillGather, scale: float, out: Tensor
+    q: Tensor, store: LayerKv, shape: KvShape, prefill: PrefillGather, weighing: Weighing, out: Tensor
 ) -> None:
-    """Write rows of `out` [T, Hq, D]."""
+    """Write rows of `out` [T, Hq, D]. weighing: with sinks of [Hkv, G]."""
     heads, dim = shape.num_kv_heads, shape.head_dim
     kv = _gather(store, shape, prefill.tiles, q.dtype).view(2, heads, 1, -1, dim)
     num_sharing = q.shape[1] // heads
     for piece in prefill.pieces:
         keys, values = kv[..., piece.key_begin : piece.key_end, :].expand(2, heads, num_sharing, -1, dim)
         queries = q[piece.begin : piece.end].view(-1, heads, num_sharing, dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-        got = _flash(queries, keys, values, is_causal=piece.mask is None, attn_mask=piece.mask, scale=scale)[0]
+        if weighing.cap:
+            mask = _causal(queries) if piece.mask is None else piece.mask
+            got = _capped(queries, keys, values, mask, weighing)
+        else:
+            both = _flash(
+                queries, keys, values, is_causal=piece.mask is None, attn_mask=piece.mask, scale=weighing.scale
+            )
+            got = _lowered(both, None if weighing.sinks is None else weighing.sinks.unsqueeze(-1))
         out[piece.begin : piece.end].view(-1, heads, num_sharing, dim).copy_(got.permute(2, 0, 1, 3))
+
+
+def _causal(queries: Tensor) -> Tensor:
+    return torch.full((queries.shape[-2],) * 2, -torch.inf, dtype=queries.dtype).triu(1)
+
+
+def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, weighing: Weighing) -> Tensor:
+    """Attention with scores that never exceed the cap, which torch has none of."""
+    assert weighing.sinks is None, "no model has both"
+    found = torch.tanh(q @ keys.transpose(-1, -2) * (weighing.scale / weighing.cap)) * weighing.cap
+    return (found if mask is None else found + mask).softmax(-1, dtype=torch.float32).to(q.dtype) @ values

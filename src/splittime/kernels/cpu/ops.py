@@ -38,7 +38,7 @@ from splittime.kernels.api import (
     own,
 )
 from splittime.kernels.cpu import attention, integers
-from splittime.kernels.layer import PackedNorm, PackedWeight
+from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
 from splittime.kernels.plain import HostOps, Stack
 from splittime.kernels.reference import rounding
 
@@ -179,5 +179,5 @@ class CpuOps(HostOps):
     def write_kv(self, kv: Tensor, store: LayerKv, plan: AttentionPlan) -> None:
         attention.write_kv(kv, store, own(plan, attention.GatherPlan))
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
-        return attention.attend(q, kv, own(plan, attention.GatherPlan), scale)
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:
+        return attention.attend(q, kv, own(plan, attention.GatherPlan), weighing)

@@ -50,6 +50,7 @@ CLEARLY = 0.9  # faster is who takes less than so much of the time
 TOKENS = (1, 7, 40)
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 2, 64, 16
 ODD, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+ATTENTION = ((FLOAT32, 0), (BFLOAT16, 0), (INT8, 0), (FLOAT32, 2))  # of the check: how keys are kept, cap of scores
 TOLERANCE = 0.02  # of the largest result; a wrong layout is off by 100 %
 
 
@@ -131,7 +132,7 @@ def results() -> list[np.ndarray]:
     """Returns what the selected instruction set computes for small cases of every kernel, the same cases each time."""
     products = [_product(*kind, tokens) for kind in PRODUCTS for tokens in TOKENS]
     products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
-    return [*products, *_elementwise(), *(_attention(kv_type) for kv_type in (FLOAT32, BFLOAT16, INT8)), *_choices()]
+    return [*products, *_elementwise(), *(_attention(*kind) for kind in ATTENTION), *_choices()]
 
 
 def _agree(found: np.ndarray, expected: np.ndarray) -> bool:
@@ -179,7 +180,7 @@ def _product_of_integers(scheme: int, tokens: int) -> np.ndarray:
     integers = (_drawn(scheme, OUT, IN) * 4 + 8).astype(np.int8)  # 0 to 15
     scales, minima = (_drawn(seed, OUT, IN // GROUP) for seed in (5, 6))
     arrays = (integers.ctypes.data, scales.ctypes.data, None, minima.ctypes.data)
-    lib.st_pack_rounded(scheme, OUT, IN, GROUP, MINIMA, *arrays, 0, OUT, blob)
+    lib.st_pack_rounded(scheme, OUT, IN, GROUP, MINIMA, *arrays, None, 0, OUT, blob)
     columns = np.argsort(_drawn(scheme, IN)).astype(np.int32)
     y = _times(StLinear(scheme, OUT, IN, GROUP, MINIMA, blob, None, columns.ctypes.data), x)
     del raw
@@ -195,27 +196,35 @@ def _times(linear: StLinear, x: np.ndarray) -> np.ndarray:
 
 def _elementwise() -> Iterator[np.ndarray]:
     lib, x, weight = library(), _drawn(1, 5, 2 * IN), _drawn(2, 2 * IN)
-    normed, gated = np.zeros_like(x), np.zeros((5, IN), dtype=np.float32)
+    normed = np.zeros_like(x)
     lib.st_rms_norm(5, 2 * IN, x.ctypes.data, 2 * IN, weight.ctypes.data, 1e-5, normed.ctypes.data)
-    lib.st_silu_mul(5, IN, x.ctypes.data, gated.ctypes.data)
     yield normed
-    yield gated
+    for activation in (native.SILU, native.GELU):
+        gated = np.zeros((5, IN), dtype=np.float32)
+        lib.st_gate(5, IN, activation, x.ctypes.data, gated.ctypes.data)
+        yield gated
 
 
-def _attention(kv_type: int) -> np.ndarray:
+def _attention(kv_type: int, cap: float) -> np.ndarray:
     """[7, HEADS * HEAD_DIM]: a decode row at position 19, whose past a first call computed, and a prompt of six."""
     itemsize = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[kv_type]
     raw, data = _aligned(4 * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM * itemsize)
     scales = np.zeros((4, 2, KV_HEADS, BLOCK_SIZE), dtype=np.float32)
     kv = StKv(kv_type, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, data, scales.ctypes.data)
-    _attend(kv, [0, 19], [19], [[0, 1]], list(range(19)), 0)
-    found = _attend(kv, [0, 1, 7], [20, 6], [[0, 1], [2, 3]], [19, *range(6)], 1)
+    _attend(kv, [0, 19], [19], [[0, 1]], list(range(19)), 0, cap)
+    found = _attend(kv, [0, 1, 7], [20, 6], [[0, 1], [2, 3]], [19, *range(6)], 1, cap)
     del raw
     return found
 
 
 def _attend(
-    kv: StKv, begins: list[int], contexts: list[int], tables: list[list[int]], positions: list[int], decode_rows: int
+    kv: StKv,
+    begins: list[int],
+    contexts: list[int],
+    tables: list[list[int]],
+    positions: list[int],
+    decode_rows: int,
+    cap: float,
 ) -> np.ndarray:
     tokens = begins[-1]
     rows = np.repeat(np.arange(len(contexts)), np.diff(begins))
@@ -230,7 +239,8 @@ def _attend(
     out, stride = np.zeros((tokens, HEADS * HEAD_DIM), dtype=np.float32), heads[0].size
     lib, step, store = library(), ctypes.byref(batch), ctypes.byref(kv)
     lib.st_rope_write(step, store, HEADS, norm.ctypes.data, 1e-5, heads.ctypes.data)
-    lib.st_attention(step, store, HEADS, 0, HEAD_DIM**-0.5, heads.ctypes.data, stride, out.ctypes.data)
+    scores = ctypes.byref(native.StScores(HEAD_DIM**-0.5, cap))
+    lib.st_attention(step, store, HEADS, 0, scores, heads.ctypes.data, stride, out.ctypes.data)
     return out
 
 

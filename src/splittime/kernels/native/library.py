@@ -16,12 +16,14 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import pairwise
 from pathlib import Path
 
-INTERFACE_VERSION = 9
+INTERFACE_VERSION = 12
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
 TURNED = 8  # of weights of integers
+STEPS, FIVE = 16, 32  # of GGUF's K types
 READ_KINDS = 7
+SILU, GELU = range(2)  # activations
 PRODUCTS = 4  # of a layer
 BLOB_ALIGNMENT = 64
 NO_AMX = "the processor has no AMX"  # of `st_amx_refusal`
@@ -80,6 +82,10 @@ class StBatch(Structure):
     )
 
 
+class StScores(Structure):
+    _fields_ = (("scale", c_float), ("cap", c_float), ("sinks", c_void_p))
+
+
 class StLayer(Structure):
     _fields_ = (
         ("qkv", StLinear),
@@ -88,11 +94,14 @@ class StLayer(Structure):
         ("down", StLinear),
         ("input_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("norm_after_mixer", c_void_p),
+        ("norm_after_mlp", c_void_p),
         ("qk_norm", c_void_p),
+        ("scores", StScores),
         ("eps", c_float),
-        ("scale", c_float),
         ("num_heads", c_int32),
         ("window_tokens", c_int32),
+        ("activation", c_int32),
     )
 
 
@@ -121,15 +130,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_work_alone": (None, ()),
     "st_packed_bytes": (_L, (_I, _I, _I, _I, _I)),
     "st_pack": (None, (_I, _I, _I, _I, _I, _P, _I, _I, _I, _P)),
-    "st_pack_rounded": (None, (_I, _I, _I, _I, _I, _P, _P, _P, _P, _I, _I, _P)),
+    "st_pack_rounded": (None, (_I, _I, _I, _I, _I, _P, _P, _P, _P, _P, _I, _I, _P)),
     "st_pack_quantized": (None, (_I, _I, _I, _I, _P, _P, _P, _P)),
     "st_unpack": (None, (_LINEAR, _P)),
     "st_linear": (None, (_LINEAR, _I, _P, _L, _P, _P, _L)),
     "st_add_low_rank": (None, (_I, _P, _I, _P, _L, _P, _L)),
     "st_rms_norm": (None, (_I, _I, _P, _L, _P, _F, _P)),
-    "st_silu_mul": (None, (_I, _I, _P, _P)),
+    "st_gate": (None, (_I, _I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
-    "st_attention": (None, (_BATCH, _KV, _I, _I, _F, _P, _L, _P)),
+    "st_attention": (None, (_BATCH, _KV, _I, _I, POINTER(StScores), _P, _L, _P)),
     "st_draw": (None, (_I, _I, _P, _P, _P, _P)),
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),

@@ -52,10 +52,17 @@ def allocate(num_bytes: int) -> Tensor:
     return raw[begin : begin + num_bytes]
 
 
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Where its elements lie: the first byte's address, and that behind the last. Others may lie between them."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size() * bool(tensor.numel())
+
+
 def release_pages(tensor: Tensor) -> None:
-    """Let the system drop the pages of a tensor that was read from a file mapping; its content stays readable."""
-    address = ctypes.c_void_p(tensor.data_ptr())
-    library().st_release_pages(address, tensor.numel() * tensor.element_size())
+    """Let the system drop the pages of a tensor that was read from a file mapping; its content stays readable, and so
+    does what lies between its elements."""
+    begin, end = extent(tensor)
+    library().st_release_pages(ctypes.c_void_p(begin), end - begin)
 
 
 class _MappedFile:

@@ -27,7 +27,7 @@ from splittime.kernels.api import (
     WeightScheme,
     own,
 )
-from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, ProductUses
 from splittime.kernels.native import check, packed
 from splittime.kernels.native import library as native
@@ -42,6 +42,7 @@ from splittime.kernels.native.packed import (
     NativeWeight,
     address,
     kv_of,
+    weighing_of,
     weight_of,
 )
 from splittime.kernels.rounded import check_columns, check_scheme
@@ -54,20 +55,19 @@ class FusedLayer:
 
     def __init__(self, weights: LayerWeights, mlp: MlpWeights, low_ranks: NativeLowRanks) -> None:
         mixer, spec = weights.mixer, weights.mixer.spec
-        head_norm = None if mixer.head_norm is None else own(mixer.head_norm, NativeNorm)
+        norms = weights.mixer_norm, weights.feed_forward_norm, weights.norm_after_mixer, weights.norm_after_feed_forward
         self.weights = weights  # keeps alive what the structure points to
         self._layer = native.StLayer(
             weight_of(mixer.qkv).struct,
             weight_of(mixer.output).struct,
             weight_of(mlp.gate_up).struct,
             weight_of(mlp.down).struct,
-            own(weights.mixer_norm, NativeNorm).weight.data_ptr(),
-            own(weights.feed_forward_norm, NativeNorm).weight.data_ptr(),
-            None if head_norm is None else head_norm.weight.data_ptr(),
+            *(None if norm is None else own(norm, NativeNorm).weight.data_ptr() for norm in (*norms, mixer.head_norm)),
+            weighing_of(mixer.weighing),
             weights.spec.norm.eps,
-            spec.scale,
             spec.num_heads,
             spec.window_tokens or 0,
+            ACTIVATIONS[mlp.spec.activation],
         )
         self._reference = byref(self._layer)
         self._call, self._low_ranks = library().st_layer, low_ranks
@@ -85,16 +85,29 @@ class FusedLayer:
 
 
 def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFused:
-    """Fuses a layer with one MLP whose norms have the same epsilon."""
-    spec = layer.spec
+    """Fuses a layer with one MLP, and norms of the same epsilon before its parts, after them, or both."""
+    spec, mixer = layer.spec, layer.spec.mixer
     if not isinstance(layer.feed_forward, MlpWeights):
         return NotFused("experts are chosen between two calls of the library")
-    if spec.mixer.head_norm not in (None, spec.norm):
-        return NotFused("the norm of the heads has another epsilon than the layer's")
-    return FusedLayer(layer, layer.feed_forward, low_ranks)
+    reasons = {
+        "the norm of the heads has another epsilon than the layer's": mixer.head_norm not in (None, spec.norm),
+        f"the norm of the heads is of {mixer.normed}": mixer.head_norm is not None and mixer.normed != "heads",
+        "the activation is clamped": layer.feed_forward.spec.clamped is not None,
+        "queries are multiplied by where they are": mixer.position.query_growth > 0,
+    }
+    found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
+    return NotFused(found) if found else FusedLayer(layer, layer.feed_forward, low_ranks)
 
 
+ACTIVATIONS = {"silu": native.SILU, "gelu_tanh": native.GELU}
 READS = [*(f"weights.{scheme}" for scheme in SCHEMES), "kv.float32", "kv.bfloat16", "kv.int8"]  # `st_bytes_read`
+
+
+def _gated(activation: int, gate_up: Tensor) -> Tensor:
+    inner = gate_up.shape[1] // 2
+    y = gate_up.new_empty((len(gate_up), inner))
+    library().st_gate(len(gate_up), inner, activation, gate_up.data_ptr(), y.data_ptr())
+    return y
 
 
 class NativeOps:
@@ -177,10 +190,10 @@ class NativeOps:
         return total, self.rms_norm(total, norm)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        inner = gate_up.shape[1] // 2
-        y = gate_up.new_empty((len(gate_up), inner))
-        library().st_silu_mul(len(gate_up), inner, gate_up.data_ptr(), y.data_ptr())
-        return y
+        return _gated(native.SILU, gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return _gated(native.GELU, gate_up)
 
     def plan_attention(self, batch: AttentionBatch, shape: KvShape, window_tokens: int | None) -> NativePlan:
         arrays = [
@@ -205,12 +218,11 @@ class NativeOps:
         store = byref(kv_of(kv, mine.shape))
         library().st_rope_write(byref(mine.batch), store, num_heads, scale, eps, qkv.data_ptr())
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:
         """q: heads of a token next to each other."""
         mine, out = own(plan, NativePlan), q.new_empty((len(q), q.shape[1] * q.shape[2]))
-        arrays = (q.data_ptr(), q.stride(0), out.data_ptr())
-        store = byref(kv_of(kv, mine.shape))
-        library().st_attention(byref(mine.batch), store, q.shape[1], mine.window_tokens, scale, *arrays)
+        given = byref(kv_of(kv, mine.shape)), q.shape[1], mine.window_tokens, byref(weighing_of(weighing))
+        library().st_attention(byref(mine.batch), *given, q.data_ptr(), q.stride(0), out.data_ptr())
         return out
 
     def finite(self, x: Tensor) -> list[bool]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
-from splittime.kernels.layer import PackedNorm, PackedWeight
+from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, LowRank, ProductUses
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
@@ -148,13 +148,19 @@ def kv_of(kv: LayerKv, shape: KvShape) -> native.StKv:
     return native.StKv(*sizes, kv.data.data_ptr(), address(kv.scales))
 
 
+def weighing_of(weighing: Weighing) -> native.StScores:
+    """Valid while its tensor lives."""
+    return native.StScores(weighing.scale, weighing.cap, address(weighing.sinks))
+
+
 def extras(scheme: WeightScheme) -> int:
     """Returns what the groups have besides scales; minima take up zero points (`rounded.as_packed`). Of bfloat16
     weights, whether activations are rounded too."""
     if scheme.name == "bfloat16":
         return native.ROUNDED_ACTIVATIONS if scheme.rounds_activations else 0
     of_groups = native.MINIMA if scheme.has_minima else native.ZEROS if scheme.has_zeros else 0
-    return of_groups | (native.TURNED if scheme.is_turned else 0)
+    of_steps = native.STEPS | (native.FIVE if scheme.bits == 5 else 0) if scheme.bits else 0
+    return of_groups | of_steps | (native.TURNED if scheme.is_turned else 0)
 
 
 def packed_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int:
@@ -164,7 +170,7 @@ def packed_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> i
 
 def pack_floats(parts: Sequence[Tensor], scheme: WeightScheme) -> Tensor:
     """The blob of these parts [out_i, in]."""
-    if scheme.has_zeros or scheme.has_minima:
+    if scheme.has_zeros or scheme.has_minima or scheme.bits:
         raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
     if any(len(part) % PANEL_ROWS for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
@@ -187,7 +193,8 @@ def pack_integers(parts: Iterable[RoundedRows], shape: LinearShape) -> Tensor:
     for part in rounded.in_panels(rounded.checked(parts, shape), PANEL_ROWS):
         rows = rounded.as_packed(part, scheme)
         kept = [
-            None if one is None else one.contiguous() for one in (rows.integers, rows.scales, rows.zeros, rows.minima)
+            None if one is None else one.contiguous()
+            for one in (rows.integers, rows.scales, rows.zeros, rows.minima, rows.steps)
         ]
         end = begin + len(part.integers)
         library().st_pack_rounded(*sizes, *map(address, kept), begin, end, blob.data_ptr())

@@ -1,5 +1,6 @@
 """Every operation of `kernels.api.Ops` as its definition says, row by row. Slow, and meant to be obviously right."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from splittime.kernels.api import (
     WeightScheme,
     own,
 )
-from splittime.kernels.layer import PackedNorm, PackedWeight
+from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
 from splittime.kernels.plain import HostOps, Stack
 from splittime.kernels.reference import products, rounding
 
@@ -119,6 +120,12 @@ class ReferenceOps(HostOps):
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * torch.sigmoid(gate) * up
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        wide = gate.float()
+        bent = torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+        return (0.5 * wide * (1 + bent)).to(gate.dtype) * up
+
     def product_dtype(self, scheme: WeightScheme) -> str:
         return scheme.name if scheme.rounds_activations else super().product_dtype(scheme)
 
@@ -138,9 +145,9 @@ class ReferenceOps(HostOps):
                 values, scales = rounding.quantize_kv(rows[token], tiles.dtype)
                 tiles[block, :, :, offset], store.scales[block, :, :, offset] = values, scales
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:
         mine = own(plan, ReferencePlan)
-        batch, shape, window_tokens = mine.batch, mine.shape, mine.window_tokens
+        (scale, cap, sinks), (batch, shape, window_tokens) = weighing, (mine.batch, mine.shape, mine.window_tokens)
         out = torch.empty_like(q)
         for row, context_tokens in enumerate(batch.context_lens):
             keys, values = _read_row(kv, shape, batch.block_tables[row], context_tokens)
@@ -151,8 +158,10 @@ class ReferenceOps(HostOps):
                 seen = slice(first, position + 1)
                 for head in range(q.shape[1]):
                     kv_head = head // (q.shape[1] // shape.num_kv_heads)
-                    scores = keys[kv_head, seen] @ q[token, head].float() * scale
-                    out[token, head] = (scores.softmax(0) @ values[kv_head, seen]).to(q.dtype)
+                    found = keys[kv_head, seen] @ q[token, head].float() * scale
+                    found = cap * torch.tanh(found / cap) if cap else found
+                    shares = found.softmax(0) if sinks is None else torch.cat((found, sinks[head, None])).softmax(0)
+                    out[token, head] = (shares[: len(found)] @ values[kv_head, seen]).to(q.dtype)
         return out.flatten(1)
 
 

@@ -97,7 +97,7 @@ def turned(x: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """weight [out, in] of any float dtype -> int8 [out, in] (of int4: 0..15) and scales, float32 [out, groups]."""
-    if scheme.has_zeros or scheme.has_minima:
+    if scheme.has_zeros or scheme.has_minima or scheme.bits:
         raise ValueError(f"{scheme} is for weights that come as integers; rounding makes neither zeros nor minima")
     grouped = _groups(turned(weight.float()) if scheme.is_turned else weight.float(), scheme)
     if scheme.name == "int8":

@@ -6,7 +6,7 @@ tensors instead: `finite_flags` and `draw_tokens`.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from splittime.kernels.api import (
     WeightScheme,
     own,
 )
-from splittime.kernels.layer import LayerWeights, MixtureWeights, PackedNorm, PackedWeight
+from splittime.kernels.layer import LayerWeights, MixtureWeights, PackedNorm, PackedWeight, RouterSpec, Weighing
 from splittime.kernels.plain import PlainOps
 from splittime.kernels.triton import attention, elementwise, grouped, linear, rotary, sampling
 from splittime.kernels.triton.attention_plan import PagedPlan
@@ -82,17 +82,23 @@ class TritonOps(PlainOps):
         scale, mine = None if head_norm is None else own(head_norm, elementwise.TritonNorm), own(plan, PagedPlan)
         rotary.rope_write(qkv, scale, turns, kv, mine.shape, mine.token_blocks, mine.token_offsets)
 
-    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, scale: float) -> Tensor:
+    def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:
+        assert weighing == Weighing(weighing.scale), "models with capped scores or sinks are refused at the start"
         mine = own(plan, PagedPlan)
         if mine.positions_read is not None:
             plain.count_kv_bytes(kv.data.dtype, attention.kv_bytes(mine, kv))
-        return attention.attend(q, kv, mine, scale)
+        return attention.attend(q, kv, mine, weighing.scale)
 
     def fuse(self, layer: LayerWeights) -> RunnableLayer | NotFused:
         """A layer of experts, with all of them in one product, where there is one for how they are kept."""
         part = layer.feed_forward
         if not isinstance(part, MixtureWeights):
             return NotFused("each part of a dense layer is a kernel of its own")
+        is_plain = part.shared is None and part.experts[0].spec.clamped is None
+        if not is_plain or part.spec != RouterSpec(*astuple(part.spec)[:3]):
+            return NotFused("experts are computed one after the other: for the router or an expert there is no kernel")
+        if layer.norm_after_feed_forward is not None:
+            return NotFused("there is a norm after the experts")
         try:
             experts = grouped.stack_experts([one.gate_up for one in part.experts], [one.down for one in part.experts])
         except ConfigError as error:

@@ -28,9 +28,9 @@ import numpy as np
 
 from splittime.core.errors import EngineError
 from splittime.lab.quality.documents import TextWindow
-from splittime.lab.quality.measures import Figures, compare
 from splittime.lab.quality.model import Dense, Model, Piece
-from splittime.runner.draft_worth import DraftingCosts
+from splittime.lab.quality.texts import Figures, compare
+from splittime.runner.draft_record import DraftingCosts
 from splittime.runner.torch_runner import TorchRunner
 from splittime.runner.warm_up import Probe
 from splittime.stats import paired

@@ -179,7 +179,7 @@ class HeadLoss:
         parts = []
         for depth, (ours, theirs, targets) in enumerate(self.lines(model, windows, beside)):
             weight = 1.0 if depth == 0 else 0.7**depth
-            parts.append(weight * over_rows(model, self._of(ours, theirs, targets), ours))
+            parts.append(weight * over_rows(model.shape.vocab_size, self._of(ours, theirs, targets), ours))
         task, kl = torch.stack(parts).sum(0) / sum(0.7**depth for depth in range(DEPTHS))
         loss = self._alpha * kl + (1 - self._alpha) * task
         return loss, LossParts(loss.item(), task.item(), kl.item())

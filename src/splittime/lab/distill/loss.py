@@ -17,7 +17,7 @@ torch's own.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from splittime.lab.distill.llama import Llama
-
-if TYPE_CHECKING:
-    from splittime.lab.distill.head import Head
 
 CHUNK_ELEMENTS = 1 << 23
 
@@ -71,7 +68,11 @@ class TextLoss:
 
     def __call__(self, model: Llama, windows: Tensor, beside: Tensor | None) -> tuple[Tensor, LossParts]:
         hidden, targets = model.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        loss = over_rows(model, lambda rows: F.cross_entropy(model.logits(hidden[rows]), targets[rows])[None], hidden)
+
+        def of(rows: slice) -> Tensor:
+            return F.cross_entropy(model.logits(hidden[rows]), targets[rows])[None]
+
+        loss = over_rows(model.shape.vocab_size, of, hidden)
         return loss[0], LossParts(loss[0].item(), loss[0].item(), 0.0)
 
 
@@ -94,7 +95,7 @@ class Distillation:
             ours, taught = model.logits(hidden[rows]), self.teacher.logits(theirs[rows])
             return task_and_divergence(ours, taught, targets[rows], self.temperature)
 
-        task, kl = over_rows(model, of, hidden)
+        task, kl = over_rows(model.shape.vocab_size, of, hidden)
         loss = self.alpha * kl + (1 - self.alpha) * task
         return loss, LossParts(loss.item(), task.item(), kl.item())
 
@@ -108,9 +109,9 @@ def task_and_divergence(logits: Tensor, teacher_logits: Tensor, targets: Tensor,
     return torch.stack((F.nll_loss(logprobs, targets), kl * temperature**2))
 
 
-def over_rows(model: "Llama | Head", mean_of: Callable[[slice], Tensor], hidden: Tensor) -> Tensor:
+def over_rows(vocab_size: int, mean_of: Callable[[slice], Tensor], hidden: Tensor) -> Tensor:
     """The mean over all rows of `hidden` of what `mean_of` says of some; in chunks where the vocabulary is large."""
-    count, size = len(hidden), max(1, CHUNK_ELEMENTS // model.shape.vocab_size)
+    count, size = len(hidden), max(1, CHUNK_ELEMENTS // vocab_size)
     if count <= size:
         return mean_of(slice(0, count))
     chunks = [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]

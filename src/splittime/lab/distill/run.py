@@ -2,44 +2,170 @@
 
 OUT.unfinished/     manifest, the teacher's own outputs, the last checkpoint, the result being put together
 OUT/                the student as a model folder, and `distillation.json`: how it was made and what it is worth
+
+What `splittime distill TEACHER --student mtp` does beyond text and updates: a head's training, and what it is worth.
+
+It is worth how often its drafts are what the teacher says next, greedy, on text that it has not learnt from: by depth,
+of those that had only right ones before them. With the times of steps that tells what it would gain.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.lab.distill import fidelity, student, text
-from splittime.lab.distill.fidelity import (
-    STUDENT,
-    TEACHER,
-    BytesOf,
-    DraftGain,
-    FidelityDifference,
-    Scores,
-    chances_of,
-    draft_gain,
-)
-from splittime.lab.distill.head import WORD, Teacher
-from splittime.lab.distill.head_run import HeadResult, head_loss, head_result, head_task
+from splittime.lab.distill.fidelity import DraftGain, draft_gain
+from splittime.lab.distill.head import DEPTHS, WORD, Head, HeadLoss, Teacher
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
 from splittime.lab.distill.job import DistillRun, DistillSettings, OnCheckpoint, OnUpdate, Task
 from splittime.lab.distill.llama import parameter_count
 from splittime.lab.distill.trainer import State
-from splittime.lab.quality.documents import DocumentTokens, plan, prefix_of
+from splittime.lab.quality.documents import MIN_SCORED, DocumentTokens, plan, prefix_of
 from splittime.lab.quality.local import LocalModel
 from splittime.lab.quality.margins import MIN_DOCUMENTS
 from splittime.lab.quantize import tensor_file
-from splittime.lab.quantize.work import Work
+from splittime.lab.quantize.tensor_file import Work
 from splittime.models.config import load_config
-from splittime.runner.config import RunnerConfig
+from splittime.models.weights.checkpoint import Checkpoint
+from splittime.models.weights.load import EMBEDDING
+from splittime.runner.compose import load_torch_runner
+from splittime.runner.config import RunnerConfig, SpeculativeConfig
+from splittime.runner.draft_sources import head_drafter
 from splittime.text.tokenizer import Tokenizer
+
+MEASURED_HEAD_TOKENS, WINDOW = 50_000, 256
+RESAMPLES = 1000
+
+
+class HeadScores(msgspec.Struct, frozen=True):
+    """by_depth: of drafts that had only right ones before them, the share that is right. chance: of all drafts
+    together; low, high: its 95 % interval, over windows."""
+
+    windows: int
+    tokens: int
+    by_depth: tuple[float, ...]
+    chance: float
+    low: float
+    high: float
+
+
+class HeadResult(msgspec.Struct, frozen=True):
+    """What `distillation.json` holds of a head."""
+
+    out: str
+    teacher: str
+    head_parameters: int
+    settings: dict[str, object]
+    learnt_tokens: int
+    own_tokens: int
+    seen_tokens: int
+    updates: int
+    seconds: float
+    notes: tuple[str, ...]
+    scores: HeadScores
+    gain: DraftGain
+
+
+def head_loss(inputs: Inputs, settings: DistillSettings) -> HeadLoss:
+    """Raises ConfigError for a teacher whose embedding cannot be read as numbers."""
+    teacher, shape = Teacher.load(inputs.folder, inputs.limit, settings.workers), inputs.plan.shape
+    checkpoint = Checkpoint(inputs.folder)
+
+    def table(name: str) -> Tensor:
+        return checkpoint.take(f"{name}.weight", shape.vocab_size, shape.hidden_size).to(torch.float32, copy=True)
+
+    embedding = table(EMBEDDING)
+    head = embedding if shape.tie_word_embeddings else table("lm_head")
+    return HeadLoss(teacher, embedding, head, settings.alpha, settings.temperature)
+
+
+def head_task(inputs: Inputs, settings: DistillSettings, tokens: np.ndarray, folder: Path, goal: HeadLoss) -> Task:
+    return Task(settings, inputs.plan, tokens, folder, inputs.folder, goal.teacher, None, inputs.limit, Head, goal)
+
+
+def head_scores(model: Head, goal: HeadLoss, held_out: Sequence[DocumentTokens], limit: int) -> HeadScores:
+    """held_out: of at least `MIN_SCORED` tokens each."""
+    windows = head_windows(held_out, min(WINDOW, limit))
+    counts = np.array([goal.num_right(model, torch.tensor([list(window)])) for window in windows], dtype=np.float64)
+    sums = counts.sum(0)
+    draws = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
+    drawn = counts[draws].sum((1, 2))
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    chance = sums[:, 0].sum() / sums[:, 1].sum()
+    by_depth = tuple(float(right / max(1.0, of)) for right, of in sums)
+    assert len(by_depth) == DEPTHS
+    num_tokens = sum(len(window) - 1 for window in windows)
+    return HeadScores(len(windows), num_tokens, by_depth, float(chance), float(low), float(high))
+
+
+def head_windows(documents: Sequence[DocumentTokens], length: int) -> list[Sequence[int]]:
+    """Returns windows of these documents, in order, until `MEASURED_TOKENS` are predicted: of `length` tokens and the
+    one behind them, and what is left at a document's end, if it has `MIN_SCORED` tokens."""
+    windows = [
+        document.ids[begin : begin + length + 1]
+        for document in documents
+        for begin in range(0, len(document.ids), length)
+    ]
+    windows = [window for window in windows if len(window) >= min(MIN_SCORED, length + 1)]
+    ends = accumulate(len(window) - 1 for window in windows)
+    return [window for window, end in zip(windows, ends, strict=True) if end <= MEASURED_HEAD_TOKENS]
+
+
+def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -> DraftGain:
+    """Returns what the head in this folder would gain, by steps timed now."""
+    asked = SpeculativeConfig(method="mtp", model=str(out))
+    config = RunnerConfig(
+        model_path=str(inputs.folder),
+        max_model_len=min(WINDOW, inputs.limit),
+        max_num_seqs=4,
+        num_threads=num_threads,
+        speculative_config=msgspec.json.encode(asked).decode(),
+        draft_model_path=str(out),
+    )
+    runner = load_torch_runner(config)
+    chances = (scores.chance, scores.low, scores.high)
+    return draft_gain(runner, head_drafter(runner, asked).runner, "head", chances)
+
+
+def head_result(
+    asked: tuple[str, str],
+    inputs: Inputs,
+    settings: DistillSettings,
+    out: Path,
+    run: DistillRun,
+    num: tuple[int, int],
+    notes: tuple[str, ...],
+) -> HeadResult:
+    """asked: the out folder and the teacher, as they were named. num: tokens learnt from and written by the teacher."""
+    goal, model = run.task.goal, run.model
+    assert isinstance(goal, HeadLoss)
+    assert isinstance(model, Head)
+    scores = head_scores(model, goal, inputs.held_out, inputs.limit)
+    return HeadResult(
+        out=asked[0],
+        teacher=asked[1],
+        head_parameters=sum(weight.numel() for weight in model.parameters()),
+        settings=settings.values(),
+        learnt_tokens=num[0],
+        own_tokens=num[1],
+        seen_tokens=run.state.tokens,
+        updates=run.state.step,
+        seconds=round(run.state.seconds, 1),
+        notes=notes,
+        scores=scores,
+        gain=head_gain(inputs, out, scores, settings.workers),
+    )
+
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 448
@@ -113,9 +239,9 @@ class Result(msgspec.Struct, frozen=True):
     updates: int
     seconds: float
     notes: tuple[str, ...]
-    scores: tuple[Scores, ...]
-    differences: tuple[FidelityDifference, ...]
-    gains: tuple[DraftGain, ...]
+    scores: tuple[fidelity.Scores, ...]
+    differences: tuple[fidelity.FidelityDifference, ...]
+    gains: tuple[fidelity.DraftGain, ...]
 
 
 @dataclass(frozen=True)
@@ -207,16 +333,16 @@ def _task(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Pat
 def _report(
     asked: DistillRequest, inputs: Inputs, out: Path, run: DistillRun, tokens: tuple[int, int], tell: Tell
 ) -> Result:
-    folders = {STUDENT: out, **{name: folder_of(name) for name in asked.beside}}
+    folders = {fidelity.STUDENT: out, **{name: folder_of(name) for name in asked.beside}}
     contexts = [load_config(folder).max_position_embeddings for folder in folders.values()]
     length = min(MEASURED_LENGTH, inputs.limit, *contexts)
-    teacher = _load(TEACHER, inputs.folder, length)
+    teacher = _load(fidelity.TEACHER, inputs.folder, length)
     students = {name: _load(name, folder, length) for name, folder in folders.items()}
     windows = plan(inputs.held_out, length, 0, prefix_of(inputs.tokenizer), MEASURED_TOKENS)
     measured = fidelity.measure(
         windows, teacher, students, _byte_counter(inputs.tokenizer), lambda done, of: tell("measuring", done, of)
     )
-    own_sums = (STUDENT, measured[STUDENT])
+    own_sums = (fidelity.STUDENT, measured[fidelity.STUDENT])
     scores = tuple(fidelity.scores(name, sums) for name, sums in measured.items())
     sizes = teacher.runner.resolved.num_parameters, parameter_count(run.model)
     return Result(
@@ -235,12 +361,13 @@ def _report(
         scores=scores,
         differences=tuple(fidelity.difference(own_sums, (name, measured[name])) for name in asked.beside),
         gains=tuple(
-            draft_gain(teacher.runner, students[one.name].runner, one.name, chances_of(one)) for one in scores[1:]
+            fidelity.draft_gain(teacher.runner, students[one.name].runner, one.name, fidelity.chances_of(one))
+            for one in scores[1:]
         ),
     )
 
 
-def _byte_counter(tokenizer: Tokenizer) -> BytesOf:
+def _byte_counter(tokenizer: Tokenizer) -> fidelity.BytesOf:
     if not tokenizer.has_token_bytes:
         return lambda ids: len(tokenizer.decode(ids).encode())
     return lambda ids: sum(len(tokenizer.token_bytes(token)) for token in ids)

@@ -13,6 +13,7 @@ not see; it begins with what the tokenizer puts before a text (begin of sequence
 
 import gzip
 import hashlib
+import json
 import re
 import sysconfig
 from collections import Counter
@@ -24,8 +25,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 from zlib import crc32
-
-import orjson
 
 from splittime.core.errors import ConfigError
 
@@ -121,8 +120,8 @@ def json_lines(path: Path, param: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(read_text(path, param).split("\n"), 1):
         if line.strip():
             try:
-                yield number, orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number} is not JSON: {error}", param=param, value=line) from None
 
 

@@ -8,7 +8,7 @@ counted (`Ops.bytes_read`), apart from what another model in this process reads.
 What a model claims to keep in fewer bits, for `splittime quality`: read from its files' headers, from their config,
 and from what was asked, beside what the loader says that it made of them.
 
-A claim must be borne out by the kernels' counters (`quality.gate`). Were it the loader's alone, a loader that fell
+A claim must be borne out by the kernels' counters (`quality.run`). Were it the loader's alone, a loader that fell
 back to floats would claim nothing, and nothing would be missed.
 """
 
@@ -31,6 +31,7 @@ from splittime.drive.crank import EngineParts
 from splittime.engine.engine import Engine
 from splittime.kernels.layer import MixtureSpec
 from splittime.lab.quality.model import Dense, Reads, chunks, log_softmax, pieces
+from splittime.models.architectures import layer_names
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.formats import read as formats
 from splittime.runner.batch import Batch
@@ -257,7 +258,7 @@ def stored(path: Path, config: "ModelConfig") -> Stored | None:
     recipe = config.quantization
     if recipe is None:
         return None
-    checkpoint = Checkpoint(path, recipe)
+    checkpoint = Checkpoint(path, recipe, layer_names(config.architecture).place_of)
     kept, floats = formats.split(checkpoint, checkpoint.content_of, recipe)
     routers = (part.router for part in (layer.feed_forward for layer in config.layers) if isinstance(part, MixtureSpec))
     share = next((router.num_chosen / router.num_experts for router in routers), 1.0)

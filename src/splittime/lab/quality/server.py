@@ -3,7 +3,7 @@
 A text goes to `POST /v1/completions` as token ids with `echo`, `logprobs` and `max_tokens` 0 (1 where a server refuses
 0). vLLM is asked for its `prompt_logprobs`, which name tokens by their ids; names of the form `token_id:17` are read as
 ids too. Where alternatives come as text, those texts that one token of the vocabulary alone has are told apart;
-others are left out, which only loosens the bound that `measures` makes of them.
+others are left out, which only loosens the bound that `texts` makes of them.
 
 What such a server's kernels read is not known, and single steps cannot be asked for: `reads` is None. Nor can a server
 be measured on text that tells log-probabilities of its own output alone, as llama.cpp's does (it leaves `echo`

@@ -24,26 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splittime.kernels import layer as layers
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvShape, LayerKv
 from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.cpu.ops import CpuOps
-from splittime.kernels.layer import (
-    AttentionSpec,
-    AttentionWeights,
-    KvGroup,
-    LayerWeights,
-    MixtureWeights,
-    MlpSpec,
-    MlpWeights,
-    NormSpec,
-    PackedNorm,
-    PackedWeight,
-    kv_groups,
-)
 from splittime.lab.quantize import layer_map
 from splittime.lab.quantize.layer_map import K, O, Q, V
 from splittime.lab.quantize.tensor_file import unwritable
 from splittime.models import rope
+from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import embed
 from splittime.models.weights.packing import pair_rows
@@ -104,7 +93,7 @@ def _energy(values: Tensor, moments: Moments | None) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tapped(PackedWeight):
+class Tapped(layers.PackedWeight):
     """A linear under the name of its group's tap. weight: float32 [out, in]."""
 
     tap: str
@@ -119,7 +108,7 @@ class TapOps(CpuOps):
         super().__init__(torch.float32)
         self.watched: dict[str, Gatherer] = {}
 
-    def linear(self, x: Tensor, packed: PackedWeight, residual: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, packed: layers.PackedWeight, residual: Tensor | None = None) -> Tensor:
         assert isinstance(packed, Tapped)
         gatherer = self.watched.get(packed.tap)
         if gatherer is not None:
@@ -134,9 +123,10 @@ def build(config: ModelConfig, index: int, weights: Weights, ops: TapOps) -> Com
     norms = [
         ops.pack_norm(weights[f"{name}.weight"], spec.norm.eps) for name in (layer_map.INPUT_NORM, layer_map.MLP_NORM)
     ]
-    mixer, part = _attention(spec.mixer, weights, ops), _feed_forward(config, index, weights)
+    is_paired = layer_names(config.architecture).rows_are_paired
+    mixer, part = _attention(spec.mixer, weights, ops, is_paired), _feed_forward(config, index, weights)
     return ComposedLayer(
-        ops, LayerWeights(spec, norms[0], mixer, norms[1], part), "the inputs of its parts are gathered"
+        ops, layers.LayerWeights(spec, norms[0], mixer, norms[1], part), "the inputs of its parts are gathered"
     )
 
 
@@ -152,26 +142,28 @@ def _tapped(tap: str, names: tuple[str, ...], weights: Weights, head_dims: tuple
     return Tapped(tap, joined(".weight"), joined(".bias") if f"{names[0]}.bias" in weights else None)
 
 
-def _attention(spec: AttentionSpec, weights: Weights, ops: TapOps) -> AttentionWeights:
-    return AttentionWeights(
+def _attention(spec: layers.AttentionSpec, weights: Weights, ops: TapOps, is_paired: bool) -> layers.AttentionWeights:
+    """is_paired: rotary pairs are neighbours in the rows as they are."""
+    pairs = 0 if is_paired else spec.head_dim
+    return layers.AttentionWeights(
         spec=spec,
-        qkv=_tapped(Q, (Q, K, V), weights, (spec.head_dim, spec.head_dim, 0)),
+        qkv=_tapped(Q, (Q, K, V), weights, (pairs, pairs, 0)),
         output=_tapped(O, (O,), weights),
         head_norm=None if spec.head_norm is None else _head_norm(spec, spec.head_norm, weights, ops),
     )
 
 
-def _head_norm(spec: AttentionSpec, norm: NormSpec, weights: Weights, ops: TapOps) -> PackedNorm:
+def _head_norm(spec: layers.AttentionSpec, norm: layers.NormSpec, weights: Weights, ops: TapOps) -> layers.PackedNorm:
     query, key = (pair_rows(weights[f"self_attn.{name}_norm.weight"], spec.head_dim) for name in "qk")
     scales = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
     return ops.pack_norm(scales, norm.eps)
 
 
-def _feed_forward(config: ModelConfig, index: int, weights: Weights) -> MlpWeights | MixtureWeights:
+def _feed_forward(config: ModelConfig, index: int, weights: Weights) -> layers.MlpWeights | layers.MixtureWeights:
     spec = config.layers[index].feed_forward
-    mlp = spec if isinstance(spec, MlpSpec) else spec.expert
+    mlp = spec if isinstance(spec, layers.MlpSpec) else spec.expert
     parts = tuple(
-        MlpWeights(
+        layers.MlpWeights(
             mlp,
             _tapped(layer_map.tap_of(part), (part.gate, part.up), weights),
             _tapped(part.down, (part.down,), weights),
@@ -179,18 +171,17 @@ def _feed_forward(config: ModelConfig, index: int, weights: Weights) -> MlpWeigh
         for part in layer_map.mlps(config, index)
     )
     gate = layer_map.router(config, index)
-    if isinstance(spec, MlpSpec) or gate is None:
+    if isinstance(spec, layers.MlpSpec) or gate is None:
         return parts[0]
-    return MixtureWeights(spec.router, _tapped(gate, (gate,), weights), parts)
+    return layers.MixtureWeights(spec.router, _tapped(gate, (gate,), weights), parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """What the layers of a KV group are given besides their input."""
 
-    group: KvGroup
+    group: layers.KvGroup
     store: LayerKv
-    turns: Tensor
     plan: AttentionPlan
 
 
@@ -202,21 +193,22 @@ class Sequences:
         self.ops = TapOps()
         place = torch.zeros(length, dtype=torch.int64)
         batch = AttentionBatch([0, length], [length], place[:1, None], place, torch.arange(length), 0)
-        self._places = [self._place(group, length, batch) for group in kv_groups(config.layers)]
+        self._places = [self._place(group, length, batch) for group in layers.kv_groups(config.layers)]
+        kinds = {(one.mixer.position, one.mixer.head_dim) for one in config.layers}
+        self._turns = {kind: rope.turns(*kind, length) for kind in kinds}
 
-    def _place(self, group: KvGroup, length: int, batch: AttentionBatch) -> "_Place":
-        mixer = self.config.layers[group.layers[0]].mixer
+    def _place(self, group: layers.KvGroup, length: int, batch: AttentionBatch) -> "_Place":
         shape = KvShape(1, length, group.num_kv_heads, group.head_dim)
         store = LayerKv(torch.zeros(2, 2, group.num_kv_heads, length * group.head_dim), None)
-        turns = rope.turns(mixer.position, group.head_dim, length)
-        return _Place(group, store, turns, self.ops.plan_attention(batch, shape, group.window_tokens))
+        return _Place(group, store, self.ops.plan_attention(batch, shape, group.window_tokens))
 
     def run(self, index: int, weights: Weights, hidden: Tensor, into: Tensor | None) -> None:
         """hidden: float32 [N, length, hidden]; what the layer makes of it goes to `into`, which may be the same."""
         layer = build(self.config, index, weights, self.ops)
-        place = next(place for place in self._places if index in place.group.layers)
+        place, mixer = next(place for place in self._places if index in place.group.layers), layer.weights.spec.mixer
+        turns = self._turns[mixer.position, mixer.head_dim]
         for number, sequence in enumerate(hidden):
-            out = layer(sequence, place.turns, place.store, place.plan)
+            out = layer(sequence, turns, place.store, place.plan)
             if into is not None:
                 into[number] = out
 
@@ -230,13 +222,14 @@ class Sequences:
             self.ops.watched = {}
 
 
-def begin_states(windows: Tensor, embedding: Tensor, file: Path, in_memory_bytes: int) -> Tensor:
-    """Returns the embeddings of windows [N, length]: float32 [N, length, hidden], mapped from `file` if too large."""
+def begin_states(windows: Tensor, embedding: Tensor, factor: float, file: Path, in_memory_bytes: int) -> Tensor:
+    """Returns the embeddings of windows [N, length], times the factor: float32 [N, length, hidden], mapped from `file`
+    if that is too large."""
     count, length = windows.shape
     width = embedding.shape[1]
     states = _allocate((count, length, width), file, in_memory_bytes)
     for number, ids in enumerate(windows):
-        states[number] = embed(embedding, ids, torch.float32)
+        states[number] = embed(embedding, ids, torch.float32) * factor
     return states
 
 

@@ -35,6 +35,13 @@ Shapes = dict[str, tuple[int, ...]]
 Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
 INPUT_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 USUAL_GROUPS = (128, 64, 32)
+KNOWN = tuple(
+    f"{name}ForCausalLM"
+    for name in (
+        *("Llama", "Mistral", "Qwen2", "MiMo", "Qwen3", "Mixtral", "Qwen3Moe", "SmolLM3", "SeedOss", "Ernie4_5"),
+        *("Granite", "Ministral", "Ministral3"),
+    )
+)
 log = logging.getLogger("splittime.lab.quantize")
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -173,6 +180,14 @@ class QuantizeSource:
                 hint="start from the checkpoint that it was made of",
             )
         self.config = load_config(folder)
+        if self.config.architecture not in KNOWN:
+            raise ConfigError(
+                f"the layers of {self.config.architecture} are not known here; known are {', '.join(KNOWN)}",
+                param="model",
+                value=self.config.architecture,
+                limit=list(KNOWN),
+                hint="serve --quantization int8 or int4 rounds its weights as they are loaded",
+            )
         self.checkpoint = Checkpoint(folder)
         self.dtypes: dict[str, torch.dtype] = {}
         self._check()

@@ -5,17 +5,31 @@
 The library's own writer takes all tensors at once and orders the metadata as it comes; its reader reads both. Tensors
 are ordered by falling size of their elements, then by name, which keeps each aligned. A file appears under its name
 when it is whole and on the disk.
+
+The work folder `OUT.unfinished`: what a killed run leaves to the next one, and how a result appears all at once.
+
+    manifest.json              what the result depends on; a run with anything else is refused
+    layer-00007.safetensors    a finished layer: its tensors as the checkpoint will hold them, its errors in the notes
+    checkpoint/                the result being put together, begun anew by each run; renamed to OUT when it is whole
+    hidden.f32                 hidden states of the calibration text, where they are too large for memory
+    lock                       held by the process that works here
+
+Manifest and layers are written beside their names and renamed when they are on the disk. So OUT either is not there or
+is whole, and a run that was killed anywhere goes on after the last finished layer.
 """
 
+import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
@@ -31,6 +45,8 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
 }
+MANIFEST, LOCK, RESULT = "manifest.json", "lock", "checkpoint"
+THREADS = "num_threads"  # in the manifest: taken over by whoever goes on, not compared
 
 
 @dataclass(frozen=True)
@@ -103,3 +119,140 @@ def _header(entries: Sequence[TensorEntry], notes: Mapping[str, str]) -> bytes:
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     content = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
     return (content[at : at + PIECE_BYTES] for at in range(0, len(content), PIECE_BYTES))
+
+
+class Work:
+    def __init__(self, out: Path) -> None:
+        """Take the folder for this process. Raises `ConfigError` if OUT is there, or this is not ours or in use."""
+        self.out = out
+        self.folder = out.with_name(out.name + ".unfinished")
+        self.is_done = _has_content(out)  # so far; `adopt` refuses it unless this very run had just finished
+        if self.is_done and not (self.folder / MANIFEST).is_file():
+            raise _exists(out)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            message = f"another process is working in {self.folder}"
+            raise ConfigError(message, param="out", value=str(out), hint="wait for it, or name another --out") from None
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _refuse_foreign(self) -> None:
+        if not (self.folder / MANIFEST).is_file():
+            foreign = [path.name for path in self.folder.iterdir() if not _is_ours(path.name)]
+            if foreign:
+                raise ConfigError(
+                    f"{self.folder} is not a work folder: it holds {foreign[0]} and no {MANIFEST}",
+                    param="out",
+                    value=str(self.out),
+                    hint="name another --out",
+                )
+
+    def adopt(self, identity: Mapping[str, Any], num_threads: int) -> int:
+        """Begin, or go on with what was begun with the same identity; -> how many threads to compute with.
+
+        Raises `ConfigError` naming what is different.
+        """
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            write_json(path, {**identity, THREADS: num_threads})
+            return num_threads
+        found = _read_manifest(path)
+        threads = found.pop(THREADS, None)
+        for key in {**found, **identity}:
+            if found.get(key) != identity.get(key):
+                raise ConfigError(
+                    f"{self.folder} was begun with another {key}: {found.get(key)}, now {identity.get(key)}",
+                    param=key,
+                    value=str(identity.get(key)),
+                    limit=str(found.get(key)),
+                    hint=f"repeat the command as it was, name another --out, or remove {self.folder}",
+                )
+        if self.is_done and (self.folder / RESULT).exists():
+            raise _exists(self.out)
+        if not isinstance(threads, int) or threads < 1:
+            raise _damaged(path)
+        return threads
+
+    def layer_path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:05d}.safetensors"
+
+    def keep_layer(self, index: int, tensors: Mapping[str, Tensor], errors: Mapping[str, float]) -> None:
+        entries = [TensorEntry.of(name, tensor) for name, tensor in tensors.items()]
+        write(self.layer_path(index), entries, {"errors": json.dumps(errors)})
+
+    def errors(self, index: int) -> dict[str, float]:
+        with safe_open(self.layer_path(index), framework="pt") as file:
+            return json.loads(file.metadata()["errors"])
+
+    def layer_tensors(self, index: int) -> dict[str, Tensor]:
+        with safe_open(self.layer_path(index), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+
+    def layer_entries(self, index: int) -> list[TensorEntry]:
+        """The finished layer's tensors, each read when it is written."""
+        path = self.layer_path(index)
+
+        def entry(name: str, tensor: Tensor) -> TensorEntry:
+            return TensorEntry(name, tensor.dtype, tuple(tensor.shape), lambda: _read_one(path, name))
+
+        return [entry(name, tensor) for name, tensor in self.layer_tensors(index).items()]
+
+    def begin_result(self) -> Path:
+        result = self.folder / RESULT
+        if result.exists():
+            shutil.rmtree(result)
+        result.mkdir()
+        return result
+
+    def finish(self) -> None:
+        """The result takes its name; then the work folder goes."""
+        if not self.is_done:
+            try:
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(self.folder / RESULT, self.out)
+            except OSError as error:
+                raise unwritable(self.out, error) from error
+        (self.folder / MANIFEST).unlink()  # first: a run killed below leaves rubbish, not something to go on with
+        shutil.rmtree(self.folder)
+
+
+def _read_one(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise _damaged(path)
+    return found
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged", param="out", value=str(path), hint=f"remove {path.parent} and begin anew")
+
+
+def _has_content(out: Path) -> bool:
+    if out.is_dir():
+        return any(out.iterdir())
+    return out.exists() or out.is_symlink()
+
+
+def _is_ours(name: str) -> bool:
+    return name in (LOCK, "files.json") or name.startswith((f".{MANIFEST}.", ".files.json."))
+
+
+def _exists(out: Path) -> ConfigError:
+    return ConfigError(f"{out} is there already", param="out", value=str(out), hint="name another --out, or remove it")

@@ -41,11 +41,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from splittime.lab.quantize import gptq, layer_map
+from splittime.lab.quantize import layer_map, rounding
 from splittime.lab.quantize.forward import Moments, relative_error
-from splittime.lab.quantize.grid import Grid, Rounded, RoundedFloats, round_to_e4m3, round_to_nearest, round_values
 from splittime.lab.quantize.layer_map import INPUT_NORM, MLP_NORM, K, LinearGroup, Q, V
-from splittime.lab.quantize.layouts import LAYOUTS, pack
+from splittime.lab.quantize.rounding import (
+    LAYOUTS,
+    Grid,
+    Rounded,
+    RoundedFloats,
+    pack,
+    round_to_e4m3,
+    round_to_nearest,
+    round_values,
+)
 from splittime.lab.quantize.settings import WHOLE_ROW, QuantizeSettings
 from splittime.models.config import ModelConfig
 
@@ -163,7 +171,7 @@ class Treatment:
             found = round_to_e4m3(weight, self.grid.scale_dtype)
         elif scheme == "gptq" and moments is not None:
             settings = self.settings
-            found = gptq.quantize(weight, moments.gram, self.grid, settings.act_order, settings.static_groups)
+            found = rounding.gptq(weight, moments.gram, self.grid, settings.act_order, settings.static_groups)
         elif scheme == "awq" and moments is not None and name not in (Q, K):
             found = round_to_nearest(awq_clip(weight, moments.gram, self.grid), self.grid)
         else:

@@ -105,6 +105,7 @@ METRICS = (
         "Median of |predicted / taken - 1| of the steps of the last two minutes, by kind: decode, prompts; no series "
         "before the model has seen enough",
     ),
+    MetricSpec("splittime_kept_bytes", "gauge", ("kind",), "Kept in memory to be asked for: records, responses"),
     MetricSpec("splittime_asleep", "gauge", (), "The level at which the engine sleeps, 0 while it is awake"),
 )
 

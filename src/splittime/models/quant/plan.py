@@ -1,16 +1,20 @@
 """Which weight is kept in which scheme.
 
-    quantization   layers' linear weights   head (lm_head, tied or not)   router of experts   norms, biases   embedding
-    None           dtype                    dtype                         dtype               float32         as stored
-    int8           int8                     int8                          dtype               float32         as stored
-    int4           int4, groups of 64       int8                          dtype               float32         as stored
-    w8a8           int8, and activations    int8                          dtype               float32         as stored
-    fp8            e4m3, and activations    dtype                         dtype               float32         as stored
+    quantization   layers' linear weights   values and down   head (lm_head, tied or not)   router of experts
+    None           dtype                    dtype             dtype                         dtype
+    int8           int8                     int8              int8                          dtype
+    int4           int4, groups of 64       int8              int8                          dtype
+    w8a8           int8, and activations    as layers         int8                          dtype
+    fp8            e4m3, and activations    as layers         dtype                         dtype
+
+Norms and biases are float32, the embedding as it is stored.
 
 * int8 is turned before it is rounded where a CPU rounds activations beside it (`WeightScheme.is_turned`): in real
   models some inputs are a hundred times the others, beside which one step a row would be coarse.
 * The head under int4 stays int8: its errors go straight into every logit with no later layer to average them out, and
   all logits of a step share one hidden state. OpenVINO's 4-bit exports do the same.
+* Values (`v_proj`) and what leads back from a feed-forward (`down_proj`) stay int8 under int4, but on a card: this
+  third of the weights, in 4 bits, costs more than half of the quality (docs/log.md; Q4_K_M has half of it in 6 bits).
 * A router chooses experts by comparing probabilities that may be close, and is a thousandth of the weights:
   rounding it would cost much and save nothing.
 * Embedding rows are looked up, not multiplied: rounding them would save no time, and they stay in the file's mapping.
@@ -30,33 +34,38 @@ QUANTIZATIONS = (*INTEGERS, "w8a8", "fp8")
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """The scheme of each kind of weight."""
+    """The scheme of each kind of weight. finer: of values and of what leads back from a feed-forward, of any expert."""
 
     layers: WeightScheme
+    finer: WeightScheme
     head: WeightScheme
     router: WeightScheme
 
     def describe(self, has_experts: bool) -> str:
         """For the user, in one line."""
-        others = {"head": self.head} | ({"router": self.router} if has_experts else {})
+        others = {"values and down": self.finer, "head": self.head} | ({"router": self.router} if has_experts else {})
         told = [f"{kind} {_name(scheme)}" for kind, scheme in others.items() if scheme != self.layers]
         return ", ".join([_name(self.layers), *told])
 
 
-def choose(quantization: str | None, dtype: str, activation_dtype: str = "auto") -> WeightPlan:
+def choose(quantization: str | None, dtype: str, activation_dtype: str = "auto", has_finer: bool = True) -> WeightPlan:
     """quantization: None or one of `QUANTIZATIONS`; dtype: "float32" or "bfloat16", of what is not quantised;
-    activation_dtype: "bfloat16" to round them to it before products with weights of bfloat16, but for the router's."""
+    activation_dtype: "bfloat16" to round them to it before products with weights of bfloat16, but for the router's;
+    has_finer: whether int4 leaves values and down in int8."""
     plain, int8 = WeightScheme(dtype), WeightScheme("int8", is_turned=True)
     if quantization is None:
         products = replace(plain, rounds_activations=dtype == activation_dtype == "bfloat16")
-        return WeightPlan(products, products, plain)
+        return WeightPlan(products, products, products, plain)
     if quantization == "int8":
-        return WeightPlan(int8, int8, plain)
+        return WeightPlan(int8, int8, int8, plain)
     if quantization == "w8a8":
-        return WeightPlan(replace(int8, rounds_activations=True), int8, plain)
+        both = replace(int8, rounds_activations=True)
+        return WeightPlan(both, both, int8, plain)
     if quantization == "fp8":
-        return WeightPlan(WeightScheme("fp8", rounds_activations=True), plain, plain)
-    return WeightPlan(WeightScheme("int4", INT4_GROUP), int8, plain)
+        fp8 = WeightScheme("fp8", rounds_activations=True)
+        return WeightPlan(fp8, fp8, plain, plain)
+    int4 = WeightScheme("int4", INT4_GROUP)
+    return WeightPlan(int4, int8 if has_finer else int4, int8, plain)
 
 
 def kept_bytes(out_features: int, in_features: int, scheme: WeightScheme) -> int:

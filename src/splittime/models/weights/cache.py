@@ -147,10 +147,13 @@ def _naming(folder: Path, source: Source, config: ModelConfig, plan: WeightPlan)
     mixers = [layer.mixer for layer in config.layers]
     facts = {
         "stored": [source.format, source.recipe],
-        "schemes": [astuple(scheme) for scheme in (plan.layers, plan.head, plan.router)],
+        "schemes": [astuple(scheme) for scheme in (plan.layers, plan.finer, plan.head, plan.router)],
         "versions": [INTERFACE_VERSION, ROW_ORDER_VERSION],
         "config": [config.architecture, config.hidden_size, config.tie_word_embeddings],
-        "heads": [[mixer.num_heads, mixer.num_kv_heads, mixer.head_dim] for mixer in mixers],
+        "heads": [
+            [mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.position.turned_dims(mixer.head_dim)]
+            for mixer in mixers
+        ],
     }
     label = plan.layers.name if source.format == PLAIN else source.format
 

@@ -9,6 +9,7 @@ the file tells, not the config, and where both contradict each other the checkpo
 import logging
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import LibraryMissing
+from splittime.models.architectures import ExpertPlace
 from splittime.models.weights.formats import gptq
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
@@ -29,23 +31,41 @@ log = logging.getLogger("splittime.weights")
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attention.bias")  # buffers that old exports carry
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PlaceOf = Callable[[str], ExpertPlace | None]
 BODY = "model."  # what is below it is saved without it where a model was saved without its head, as embedders are
 TABLE = "embed_tokens.weight"
+TEXT, BODY_OF_TEXT = "language_model.", "model.language_model."  # in front of what a multimodal model's text part has
+BESIDE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def _named(stored: str, prefix: str) -> str:
+    if stored.startswith(BODY_OF_TEXT):
+        return BODY + stored.removeprefix(BODY_OF_TEXT)
+    return stored.removeprefix(TEXT) if stored.startswith(TEXT) else prefix + stored
 
 
 class Checkpoint:
     """A `source.Source`: `take` and its kin hand out each tensor; `not_taken` then says what else the checkpoint
     held. quantization: how its linear weights are stored, None for floats."""
 
-    def __init__(self, folder: Path, quantization: Recipe | None = None) -> None:
+    def __init__(
+        self, folder: Path, quantization: Recipe | None = None, place_of: PlaceOf = lambda module: None
+    ) -> None:
+        """place_of: `LayerNames.place_of`."""
         self.folder = folder
+        self.place_of = place_of
         self.format = PLAIN if quantization is None else quantization.method
         self.recipe = "" if quantization is None else msgspec.json.encode(quantization).decode()
         self.num_parameters = 0
         self._quantization = quantization
         self._handles, file_of = open_files(folder)
-        self._prefix = BODY if TABLE in file_of and BODY + TABLE not in file_of else ""
-        self._file_of = {self._prefix + name: file for name, file in file_of.items()}
+        prefix = BODY if TABLE in file_of and BODY + TABLE not in file_of else ""
+        self._stored = dict[str, str]()
+        for stored in file_of:
+            if (other := self._stored.setdefault(name := _named(stored, prefix), stored)) != stored:
+                message = f"weights: {other} and {stored} are both {name}"
+                raise ConfigError(message, param=stored, value=other, hint="take a checkpoint that has it once")
+        self._file_of = {name: file_of[stored] for name, stored in self._stored.items()}
         self._left = set(self._file_of)
         self._mappings = _Mappings({str((folder / name).resolve()) for name in self._handles})
         if quantization is not None:
@@ -72,10 +92,10 @@ class Checkpoint:
         return tuple(self._slice(name).get_shape()) if name in self else None
 
     def _slice(self, name: str) -> Any:
-        return self._handle(name).get_slice(name.removeprefix(self._prefix))
+        return self._handle(name).get_slice(self._stored[name])
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle(name).get_tensor(name.removeprefix(self._prefix))
+        tensor: Tensor = self._handle(name).get_tensor(self._stored[name])
         return tensor
 
     def _handle(self, name: str) -> Any:
@@ -83,10 +103,31 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called `name`, as it is stored. Raises `ConfigError` if absent, of another shape, or no float."""
+        stacked = None if name in self else self._take_stacked(name, shape)
+        if stacked is not None:
+            return stacked
         is_new = name in self._left
         tensor = self.take_stored(name, DTYPES, *shape)
         self.num_parameters += tensor.numel() if is_new else 0
         return tensor
+
+    def _take_stacked(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Returns an expert's part of the tensor that holds all experts', if there is one."""
+        module, _, kind = name.rpartition(".")
+        place = self.place_of(module)
+        if place is None:
+            return None
+        tensor = place.tensor + ("_bias" if kind == "bias" else "")
+        found = self.shape_of(tensor)
+        if not found or place.number >= found[0]:
+            return None
+        rows = shape[0] * (1 if place.part is None else 2)
+        is_turned = place.stacked.is_turned and len(shape) == 2
+        own = (shape[1], rows) if is_turned else (rows, *shape[1:])
+        one = self.take_stored(tensor, DTYPES, found[0], *own)[place.number]
+        part = place.cut(one.T if is_turned else one)
+        self.num_parameters += part.numel()
+        return part
 
     def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
         """The tensor, of one of these dtypes. It is not counted: `take_linear` counts what it stands for."""
@@ -136,7 +177,8 @@ class Checkpoint:
 
     def not_taken(self) -> list[str]:
         self._pass_over_scales()
-        return sorted(name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_no_bias(name))
+        ours = (name for name in self._left if not (name.endswith(IGNORED_SUFFIXES) or name.startswith(BESIDE_TEXT)))
+        return sorted(name for name in ours if not self._is_no_bias(name))
 
     def _pass_over_scales(self) -> None:
         """Says that scales of keys, values and activations, measured beforehand, are not used."""
@@ -166,11 +208,10 @@ class _Mappings:
         self._spans: list[tuple[int, int]] | None = None  # read at the first use, when all files have been mapped
 
     def release(self, tensor: Tensor) -> None:
-        begin = tensor.data_ptr()
-        end = begin + tensor.numel() * tensor.element_size()
+        begin, end = memory.extent(tensor)
         spans = self._find_spans()
         place = bisect_right(spans, (begin, 1 << 63)) - 1
-        if place >= 0 and end <= spans[place][1] and tensor.is_contiguous():
+        if place >= 0 and end <= spans[place][1]:
             try:
                 memory.release_pages(tensor)
             except LibraryMissing:

@@ -4,24 +4,31 @@ The rows of each query and key head are reordered from halves to neighbouring pa
 has them so.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from splittime.kernels.layer import (
-    AttentionWeights,
-    LayerWeights,
-    MixtureSpec,
-    MixtureWeights,
-    MlpSpec,
-    MlpWeights,
-    NormSpec,
-    PackedNorm,
-    PackedWeight,
-)
-from splittime.models.architectures import MlpNames, layer_names
+from splittime.kernels import layer
+from splittime.models.architectures import LayerNames, MlpNames, layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.packing import Packer, WeightRows, pair_rows
+from splittime.models.weights.packing import Packer, WeightRows
+
+
+def norm_scale(packer: Packer, names: LayerNames, module: str, width: int) -> Tensor:
+    """Returns the scale of a norm, a copy."""
+    scale = packer.source.take(f"{module}.weight", width)
+    return (scale.float() + 1 if names.norms_less_one else scale).to(packer.ops.activation_dtype, copy=True)
+
+
+class HeadNorms(NamedTuple):
+    """Norms of each head or of all together, and what turned queries are multiplied by: see `AttentionWeights`."""
+
+    of_each: layer.PackedNorm | None = None
+    of_all: tuple[layer.PackedNorm, layer.PackedNorm] | None = None
+    query_factors: Tensor | None = None
 
 
 class LayerBuilder:
@@ -38,14 +45,19 @@ class LayerBuilder:
         self.index = index
         self.prefix = prefix or f"model.layers.{index}."
 
-    def build(self) -> LayerWeights:
-        spec, names = self.spec.feed_forward, self.names
-        return LayerWeights(
+    def build(self) -> layer.LayerWeights:
+        spec, names, places = self.spec.feed_forward, self.names, self.spec.places
+        norms = {}
+        if places != "after":
+            norms = {"mixer_norm": names.input_norm, "feed_forward_norm": names.mlp_norm}
+        if places != "before":
+            norms |= {"norm_after_mixer": names.norm_after_mixer, "norm_after_feed_forward": names.norm_after_mlp}
+        return layer.LayerWeights(
             spec=self.spec,
-            feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, MlpSpec) else self._mixture(spec),
-            mixer_norm=self._norm(names.input_norm),
+            feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, layer.MlpSpec) else self._mixture(spec),
             mixer=self._attention(),
-            feed_forward_norm=self._norm(names.mlp_norm),
+            **dict.fromkeys(("mixer_norm", "feed_forward_norm"))
+            | {key: self._norm(name) for key, name in norms.items()},
         )
 
     def _take(self, name: str, *shape: int) -> Tensor:
@@ -53,12 +65,18 @@ class LayerBuilder:
 
     def _take_linear(self, name: str, rows: int, columns: int, head_dim: int = 0) -> WeightRows:
         module, source = self.prefix + name, self.packer.source
-        return WeightRows(source.take_linear(module, rows, columns), 0 if source.rows_are_paired(module) else head_dim)
+        stays = self.names.rows_are_paired or source.rows_are_paired(module)
+        return WeightRows(source.take_linear(module, rows, columns), 0 if stays else head_dim, self._turned_dims)
+
+    @property
+    def _turned_dims(self) -> int:
+        """Returns how many elements of a head are in pairs; where none are, their order does not matter."""
+        return self.spec.mixer.position.turned_dims(self.spec.mixer.head_dim)
 
     def _take_norm(self, name: str, width: int) -> Tensor:
-        return self._take(f"{name}.weight", width).to(self.ops.activation_dtype, copy=True)
+        return norm_scale(self.packer, self.names, self.prefix + name, width)
 
-    def _norm(self, name: str) -> PackedNorm:
+    def _norm(self, name: str) -> layer.PackedNorm:
         return self.ops.pack_norm(self._take_norm(name, self.hidden_size), self.spec.norm.eps)
 
     def _pack(
@@ -66,21 +84,28 @@ class LayerBuilder:
         *projections: tuple[str, int, int],
         has_bias: bool,
         head_dims: tuple[int, ...] = (),
+        kind: str = "layers",
         is_expert: bool = False,
-    ) -> PackedWeight:
-        """These projections (name, rows, columns) as one weight, one below the other."""
-        dims = head_dims or (0,) * len(projections)
-        parts = [self._take_linear(*projection, dim) for projection, dim in zip(projections, dims, strict=True)]
+        finer: str = "",
+    ) -> layer.PackedWeight:
+        """These projections (name, rows, columns) as one weight, one below the other. kind: of `packing.KINDS`.
+        finer: the name of the one that has the finer scheme of the plan."""
+        scheme, dims = getattr(self.plan, kind), head_dims or (0,) * len(projections)
+        parts = [
+            replace(self._take_linear(*each, dim), scheme=self.plan.finer if each[0] == finer else scheme)
+            for each, dim in zip(projections, dims, strict=True)
+        ]
         biases = [
-            WeightRows(self._take(f"{name}.bias", rows), part.head_dim)
+            WeightRows(self._take(f"{name}.bias", rows), part.head_dim, part.turned_dims)
             for (name, rows, _), part in zip(projections, parts, strict=True)
             if has_bias
         ]
-        return self.packer.linear(self.prefix + projections[0][0], parts, biases, self.plan.layers, is_expert=is_expert)
+        return self.packer.linear(self.prefix + projections[0][0], parts, biases, scheme, kind, is_expert)
 
-    def _attention(self) -> AttentionWeights:
+    def _attention(self) -> layer.AttentionWeights:
         spec, names, hidden = self.spec.mixer, self.names, self.hidden_size
-        return AttentionWeights(
+        norms = HeadNorms() if spec.head_norm is None else self._head_norms(spec.head_norm)
+        return layer.AttentionWeights(
             spec=spec,
             qkv=self._pack(
                 (names.query, spec.query_width, hidden),
@@ -88,31 +113,59 @@ class LayerBuilder:
                 (names.value, spec.kv_width, hidden),
                 has_bias=spec.qkv_bias,
                 head_dims=(spec.head_dim, spec.head_dim, 0),
+                finer=names.value,
             ),
             output=self._pack((names.output, hidden, spec.query_width), has_bias=spec.output_bias),
-            head_norm=None if spec.head_norm is None else self._head_norm(spec.head_norm),
+            head_norm=norms.of_each,
+            all_norms=norms.of_all,
+            query_factors=norms.query_factors,
+            sinks=self._take_small(names.sinks, spec.num_heads) if spec.has_sinks else None,
         )
 
-    def _head_norm(self, norm: NormSpec) -> PackedNorm:
-        """One scale for queries and keys together, [num_heads + num_kv_heads, head_dim]."""
-        spec = self.spec.mixer
+    def _take_small(self, name: str, *shape: int) -> Tensor:
+        """Returns a number for each head or expert, a copy."""
+        return self._take(name, *shape).flatten().to(self.ops.device, torch.float32, copy=True)
+
+    def _head_norms(self, norm: layer.NormSpec) -> HeadNorms:
+        """Returns what `AttentionWeights` has of them. Of each head: one scale for queries and keys together,
+        [num_heads + num_kv_heads, head_dim]. Behind the position, the scales of keys are put on the queries: what is
+        kept is the same for both, and so are the scores."""
+        spec, names = self.spec.mixer, self.names
+        is_all = spec.normed == "all"
+        widths = (spec.query_width, spec.kv_width) if is_all else (spec.head_dim,) * 2
         query, key = (
-            pair_rows(self._take_norm(name, spec.head_dim), spec.head_dim)
-            for name in (self.names.query_norm, self.names.key_norm)
+            self._paired(self._take_norm(name, width))
+            for name, width in zip((names.query_norm, names.key_norm), widths, strict=True)
         )
-        scales = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
-        return self.ops.pack_norm(scales, norm.eps)
+        if is_all:
+            return HeadNorms(of_all=(self.ops.pack_norm(query, norm.eps), self.ops.pack_norm(key, norm.eps)))
+        factors = None
+        if spec.normed == "turned":
+            factors = (query * key).to(self.ops.device)
+            query, key = torch.ones_like(query), torch.ones_like(key)
+        together = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+        return HeadNorms(self.ops.pack_norm(together, norm.eps), query_factors=factors)
 
-    def _mlp(self, names: MlpNames, spec: MlpSpec, is_expert: bool = False) -> MlpWeights:
+    def _paired(self, scales: Tensor) -> Tensor:
+        head_dim = 0 if self.names.rows_are_paired else self.spec.mixer.head_dim
+        return WeightRows(scales, head_dim, self._turned_dims).arranged()
+
+    def _mlp(self, names: MlpNames, spec: layer.MlpSpec, is_expert: bool = False) -> layer.MlpWeights:
         hidden, inner, has_bias = self.hidden_size, spec.inner, spec.has_bias
         gate_up = self._pack(
             (names.gate, inner, hidden), (names.up, inner, hidden), has_bias=has_bias, is_expert=is_expert
         )
-        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert)
-        return MlpWeights(spec, gate_up, down)
+        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, finer=names.down)
+        return layer.MlpWeights(spec, gate_up, down)
 
-    def _mixture(self, spec: MixtureSpec) -> MixtureWeights:
-        router = self._take_linear(self.names.router, spec.router.num_experts, self.hidden_size)
-        experts = tuple(self._mlp(names, spec.expert, True) for names in self.names.mlps(spec))
-        packed = self.packer.linear(self.prefix + self.names.router, [router], [], self.plan.router, "router")
-        return MixtureWeights(spec.router, packed, experts)
+    def _mixture(self, spec: layer.MixtureSpec) -> layer.MixtureWeights:
+        names, router, hidden = self.names, spec.router, self.hidden_size
+        gate, corrections = (names.shared_gate, 1, hidden), (*names.correction_dims, router.num_experts)
+        return layer.MixtureWeights(
+            spec=router,
+            router=self._pack((names.router, router.num_experts, hidden), has_bias=router.has_bias, kind="router"),
+            experts=tuple(self._mlp(one, spec.expert, True) for one in names.mlps(spec)),
+            correction=self._take_small(names.correction, *corrections) if router.is_corrected else None,
+            shared=None if spec.shared is None else self._mlp(names.shared, spec.shared),
+            shared_gate=self._pack(gate, has_bias=False, kind="router") if spec.gates_shared else None,
+        )

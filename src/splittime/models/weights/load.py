@@ -22,6 +22,7 @@ from splittime.kernels.api import NotFused, Ops, RunnableLayer
 from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.layer import LayerWeights
 from splittime.models import rope
+from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.decoder import Decoder, position_of
 from splittime.models.gguf.checkpoint import GgufCheckpoint
@@ -30,18 +31,26 @@ from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.ranks import Ranks, SharedLayer
 from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.layer import LayerBuilder
+from splittime.models.weights.layer import LayerBuilder, norm_scale
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, WeightRows
 from splittime.models.weights.shards import CutSource, own_config
-from splittime.models.weights.source import PLAIN, DummySource, Source, StoredWeight, Table
+from splittime.models.weights.source import PLAIN, DummySource, JoinedSource, Source, StoredWeight, Table
 
 GGUF_SUFFIX = ".gguf"
 
 
 def open_source(path: Path, config: ModelConfig) -> Source:
     """Opens a folder with safetensors, or a .gguf file. Cheap: no weight is read."""
-    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path, config.quantization)
+    names = layer_names(config.architecture)
+    if is_gguf(path):
+        return joined(GgufCheckpoint(path, names), config)
+    return joined(Checkpoint(path, config.quantization, names.place_of), config)
+
+
+def joined(source: Source, config: ModelConfig) -> Source:
+    names = layer_names(config.architecture)
+    return JoinedSource(source, names, config.layers) if names.qkv or names.gate_up else source
 
 
 def read_config(path: Path, generation: str = "auto") -> ModelConfig:
@@ -98,7 +107,7 @@ def load_decoder(
 
     def opened() -> Source:
         dtype = getattr(torch, config.checkpoint_dtype)
-        whole = DummySource(dtype, ops.device) if is_dummy else open_source(path, config)
+        whole = joined(DummySource(dtype, ops.device), config) if is_dummy else open_source(path, config)
         return whole if ranks is None else CutSource(whole, config, ranks)
 
     cache, story = (None, "not of random weights") if is_dummy else _cache(opened(), own, ops, plan, cache_folder)
@@ -210,7 +219,7 @@ class _Model:
         embedding = _on_device(source.take_table(EMBEDDING, config.vocab_size, config.hidden_size), config, ops)
         head = self.packer.linear("lm_head", [WeightRows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        norm = source.take("model.norm.weight", config.hidden_size).to(ops.activation_dtype, copy=True)
+        norm = norm_scale(self.packer, layer_names(config.architecture), "model.norm", config.hidden_size)
         kinds = dict.fromkeys(map(position_of, config.layers))
         turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in kinds}
         final_norm = ops.pack_norm(norm, config.norm.eps)

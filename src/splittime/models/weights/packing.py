@@ -38,10 +38,13 @@ PIECE_ROWS = 64  # pieces begin at multiples of these: the kernels' panels are 1
 @dataclass(frozen=True)
 class WeightRows:
     """Some rows of a weight: a mapped tensor [out, in] or [out], or what is stored as integers; and the head_dim within
-    which halves become pairs (0: they stay as they are)."""
+    which halves become pairs (0: they stay as they are). turned_dims: the first of each head, of which alone that is
+    so; 0: all. scheme: of floats; None: as of the whole weight."""
 
     content: Tensor | StoredWeight
     head_dim: int = 0
+    turned_dims: int = 0
+    scheme: WeightScheme | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,11 +54,16 @@ class WeightRows:
 
     def arranged(self) -> Tensor:
         assert isinstance(self.content, Tensor)
-        return pair_rows(self.content, self.head_dim) if self.head_dim else self.content
+        return pair_rows(self.content, self.head_dim, self.turned_dims) if self.head_dim else self.content
 
 
-def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the first dimension, [heads * head_dim, ...], within each head: halves become neighbouring pairs."""
+def pair_rows(rows: Tensor, head_dim: int, turned_dims: int = 0) -> Tensor:
+    """Reorder the first dimension, [heads * head_dim, ...], within each head: halves become neighbouring pairs. Of each
+    head the first `turned_dims` alone, unless it is 0."""
+    if turned_dims not in (0, head_dim):
+        turned, still = rows.unflatten(0, (-1, head_dim)).split((turned_dims, head_dim - turned_dims), dim=1)
+        paired = pair_rows(turned.flatten(0, 1), turned_dims).unflatten(0, (-1, turned_dims))
+        return torch.cat((paired, still), dim=1).flatten(0, 1)
     halves = rows.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
 
@@ -91,7 +99,8 @@ class FoundSchemes:
     def plan(self, asked: WeightPlan) -> WeightPlan:
         """The scheme that most bytes of each kind are in; as asked where there are none."""
         most = {kind: kept.most_common(1)[0][0].scheme for kind, kept in self._bytes.items() if kept}
-        return WeightPlan(*(most.get(kind, getattr(asked, kind)) for kind in KINDS))
+        finer = asked.finer if most.get("layers") == asked.layers else most.get("layers", asked.finer)
+        return replace(asked, finer=finer, **most)
 
     def describe(self, source_format: str) -> str:
         """As in "awq: int4 in groups of 128, zero points; head bfloat16"."""
@@ -170,7 +179,7 @@ class Packer:
     def _kept(self, run: Sequence[WeightRows], scheme: WeightScheme, is_expert: bool) -> WeightScheme:
         """scheme: of floats. fp8 that the backend has no product for becomes float32, which holds a scale times an e4m3
         to the last bit where the scale has no more than 20 bits."""
-        first = run[0].content
+        first, scheme = run[0].content, run[0].scheme or scheme
         if not isinstance(first, Tensor):
             scheme = first.scheme if self.ops.keeps(first.scheme) else self._widest(first.scheme)
         return replace(scheme, rounds_activations=False) if is_expert and scheme.name != "bfloat16" else scheme
@@ -191,7 +200,7 @@ def _runs(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
 def _likeness(part: WeightRows) -> object:
     content = part.content
     if isinstance(content, Tensor):
-        return None
+        return part.scheme
     return content.scheme, None if content.columns is None else content.columns.numpy().tobytes()
 
 
@@ -247,4 +256,4 @@ def _rounded(rows: WeightRows, begin: int, end: int) -> RoundedRows:
     if not rows.head_dim:
         return piece
     values = {name: value for name, value in vars(piece).items() if value is not None}
-    return replace(piece, **{name: pair_rows(value, rows.head_dim) for name, value in values.items()})
+    return replace(piece, **{name: pair_rows(value, rows.head_dim, rows.turned_dims) for name, value in values.items()})

@@ -20,7 +20,6 @@ is cut off by columns is unpacked too, a piece at a time, and dropped.
 """
 
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -29,12 +28,12 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec
-from splittime.kernels.rounded import UNITS
+from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec, mlps_of
+from splittime.kernels.rounded import STEP_COLUMNS, UNITS
 from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import ModelConfig
 from splittime.models.ranks import Ranks
-from splittime.models.weights.source import Source, StoredWeight, Table
+from splittime.models.weights.source import RowsOf, Source, StoredWeight, WrappedSource, rows_of
 
 Cut = Literal["rows", "kv", "columns", "head", "whole"]
 EXPERTS_INNER = "experts' intermediate_size"
@@ -45,8 +44,11 @@ def _cuts() -> dict[str, Cut]:
     found: dict[str, Cut] = {"lm_head": "head", "embed_tokens": "head"}
     for names in (one.names for one in ARCHITECTURES.values()):
         attention: dict[str, Cut] = {names.query: "rows", names.key: "kv", names.value: "kv", names.output: "columns"}
+        attention[names.sinks] = "rows"
         mlps = {
-            name: cut for mlp in (names.mlp, names.expert) for name, cut in zip(astuple(mlp), MLP_CUTS, strict=True)
+            name: cut
+            for mlp in (names.mlp, names.expert, names.shared)
+            for name, cut in zip(astuple(mlp), MLP_CUTS, strict=True)
         }
         found |= {module.rpartition(".")[2]: cut for module, cut in (attention | mlps).items()}
     return found
@@ -74,10 +76,10 @@ def check(model: ModelConfig, count: int) -> None:
             raise _refusal(count, f"num_attention_heads {heads} is no multiple of it", heads)
         if kv_heads % count and count % kv_heads:
             raise _refusal(count, f"num_key_value_heads {kv_heads} is neither a multiple nor a divisor of it", kv_heads)
-        part = layer.feed_forward
-        name, mlp = ("intermediate_size", part) if isinstance(part, MlpSpec) else (EXPERTS_INNER, part.expert)
-        if mlp.inner % count:
-            raise _refusal(count, f"{name} {mlp.inner} is no multiple of it", mlp.inner)
+        name = "intermediate_size" if isinstance(layer.feed_forward, MlpSpec) else EXPERTS_INNER
+        for mlp in mlps_of(layer.feed_forward):
+            if mlp.inner % count:
+                raise _refusal(count, f"{name} {mlp.inner} is no multiple of it", mlp.inner)
     if model.vocab_size < count:
         raise _refusal(count, f"vocab_size is {model.vocab_size}", model.vocab_size)
 
@@ -100,10 +102,15 @@ def _own_layer(layer: LayerSpec, count: int) -> LayerSpec:
     heads = replace(mixer, num_heads=mixer.num_heads // count, num_kv_heads=max(1, mixer.num_kv_heads // count))
     own: MlpSpec | MixtureSpec
     if isinstance(part, MlpSpec):
-        own = replace(part, inner=part.inner // count)
+        own = _own_mlp(part, count)
     else:
-        own = replace(part, expert=replace(part.expert, inner=part.expert.inner // count))
+        shared = None if part.shared is None else _own_mlp(part.shared, count)
+        own = replace(part, expert=_own_mlp(part.expert, count), shared=shared)
     return replace(layer, mixer=heads, feed_forward=own)
+
+
+def _own_mlp(mlp: MlpSpec, count: int) -> MlpSpec:
+    return replace(mlp, inner=mlp.inner // count)
 
 
 def counted(own: ModelConfig, ranks: Ranks) -> ModelConfig:
@@ -112,40 +119,23 @@ def counted(own: ModelConfig, ranks: Ranks) -> ModelConfig:
     return msgspec.structs.replace(own, vocab_size=end - begin)
 
 
-class CutSource:
+class CutSource(WrappedSource):
     """A `source.Source` of one rank's part of another; sizes asked for are those of `own_config`."""
 
     def __init__(self, whole: Source, model: ModelConfig, ranks: Ranks) -> None:
         """model: the whole one's shape."""
-        self._whole = whole
+        super().__init__(whole)
         self._index, self._count = ranks.index, ranks.count
         self._layers = model.layers
-
-    @property
-    def format(self) -> str:
-        return self._whole.format
 
     @property
     def recipe(self) -> str:
         """Packed weights of one rank are no other's."""
         return f"{self._whole.recipe} rank {self._index} of {self._count}"
 
-    @property
-    def files(self) -> list[Path]:
-        return self._whole.files
-
-    @property
-    def content_of(self) -> dict[str, Path]:
-        return self._whole.content_of
-
-    @property
-    def num_parameters(self) -> int:
-        """The parameters of the whole model."""
-        return self._whole.num_parameters
-
     def take(self, name: str, *shape: int) -> Tensor:
         module, _, part = name.rpartition(".")
-        cut = _cut_of(module) if part == "bias" else "whole"
+        cut = _cut_of(module if part == "bias" else name)
         if cut == "columns":
             bias = self._whole.take(name, *shape)
             return bias if self._index == 0 else torch.zeros_like(bias)
@@ -162,9 +152,9 @@ class CutSource:
             return _columns(module, weight, begin, begin + in_features)
         if cut == "head":
             begin, end = bounds(out_features, self._index, self._count)
-            return _rows(self._whole.take_linear(module, out_features, in_features), begin, end)
+            return rows_of(self._whole.take_linear(module, out_features, in_features), begin, end)
         rows, begin = self._place(module, cut, out_features)
-        return _rows(self._whole.take_linear(module, rows, in_features), begin, begin + out_features)
+        return rows_of(self._whole.take_linear(module, rows, in_features), begin, begin + out_features)
 
     def _place(self, module: str, cut: Cut, own: int) -> tuple[int, int]:
         """Returns how many rows there are in all, and where this rank's `own` begin."""
@@ -174,12 +164,6 @@ class CutSource:
             return own * self._count, own * self._index
         mixer = self._layers[int(module.split(".")[2])].mixer  # model.layers.N.
         return mixer.kv_width, mixer.num_kv_heads * self._index // self._count * mixer.head_dim
-
-    def take_table(self, module: str, num_rows: int, width: int) -> Tensor | Table:
-        return self._whole.take_table(module, num_rows, width)
-
-    def rows_are_paired(self, module: str) -> bool:
-        return self._whole.rows_are_paired(module)
 
     def release(self, read: Tensor | StoredWeight) -> None:
         if isinstance(read, Tensor):
@@ -195,19 +179,9 @@ class CutSource:
         begin = read.storage_offset() - self._index * read.shape[1]
         return read.as_strided((len(read), width), (width, 1), begin)
 
-    def skip(self, name: str) -> None:
-        self._whole.skip(name)
-
-    def not_taken(self) -> list[str]:
-        return self._whole.not_taken()
-
 
 def _cut_of(module: str) -> Cut:
     return CUTS.get(module.rpartition(".")[2], "whole")
-
-
-def _rows(weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
-    return weight[begin:end] if isinstance(weight, Tensor) else RowsOf(weight, begin, end)
 
 
 def _columns(module: str, weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
@@ -215,21 +189,6 @@ def _columns(module: str, weight: Tensor | StoredWeight, begin: int, end: int) -
 
 
 HINT = "a smaller tensor_parallel_size, or another checkpoint of the model"
-
-
-class RowsOf:
-    """Rows [begin, end) of `whole`."""
-
-    def __init__(self, whole: StoredWeight, begin: int, end: int) -> None:
-        self.whole = whole
-        self.out_features = end - begin
-        self.in_features = whole.in_features
-        self.scheme = whole.scheme
-        self.columns: Tensor | None = whole.columns
-        self._begin = begin
-
-    def rows(self, begin: int, end: int) -> RoundedRows:
-        return self.whole.rows(self._begin + begin, self._begin + end)
 
 
 class ColumnsOf:
@@ -242,7 +201,8 @@ class ColumnsOf:
         self.columns: Tensor | None = None
         self._columns = slice(begin, end)
         self._groups = _groups(module, whole, begin, end)
-        self.scheme = _scheme(whole, end - begin)
+        scheme = _scheme(whole, end - begin)  # of a part that begins between two steps, scales are float16
+        self.scheme = scheme if begin % STEP_COLUMNS == 0 else replace(scheme, bits=0)
 
     def rows(self, begin: int, end: int) -> RoundedRows:
         found = self.whole.rows(begin, end)
@@ -250,7 +210,9 @@ class ColumnsOf:
             None if each is None else each[:, self._groups] for each in (found.scales, found.zeros, found.minima)
         )
         assert scales is not None
-        return RoundedRows(found.integers[:, self._columns], scales, zeros, minima)
+        blocks = slice(self._columns.start // STEP_COLUMNS, -(-self._columns.stop // STEP_COLUMNS))
+        steps = found.steps[..., blocks] if found.steps is not None and self.scheme.bits else None
+        return RoundedRows(found.integers[:, self._columns], scales, zeros, minima, steps)
 
 
 def _is_one_group(whole: StoredWeight) -> bool:

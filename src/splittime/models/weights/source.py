@@ -11,6 +11,7 @@ Drawn with a standard deviation of half of one over the square root of the colum
 nor overflow; norms are 1, biases 0. A tensor depends on its name alone: every start, and every rank, has the same.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 from zlib import crc32
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
+from splittime.kernels.layer import LayerSpec, MlpSpec
+from splittime.models.architectures import LayerNames
 
 PLAIN = "safetensors"  # the format of what is not quantised
 
@@ -99,6 +102,112 @@ class Source(Protocol):
 
     def not_taken(self) -> list[str]:
         """The tensors that no part of the model asked for, in order, but for those that are known to say nothing."""
+
+
+class WrappedSource:
+    """A `Source` that hands out what another has; what it does otherwise is said by those that inherit."""
+
+    def __init__(self, whole: Source) -> None:
+        self._whole = whole
+
+    @property
+    def format(self) -> str:
+        return self._whole.format
+
+    @property
+    def recipe(self) -> str:
+        return self._whole.recipe
+
+    @property
+    def files(self) -> list[Path]:
+        return self._whole.files
+
+    @property
+    def content_of(self) -> dict[str, Path]:
+        return self._whole.content_of
+
+    @property
+    def num_parameters(self) -> int:
+        return self._whole.num_parameters
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self._whole.take(name, *shape)
+
+    def take_linear(self, module: str, out_features: int, in_features: int) -> Tensor | StoredWeight:
+        return self._whole.take_linear(module, out_features, in_features)
+
+    def take_table(self, module: str, num_rows: int, width: int) -> Tensor | Table:
+        return self._whole.take_table(module, num_rows, width)
+
+    def rows_are_paired(self, module: str) -> bool:
+        return self._whole.rows_are_paired(module)
+
+    def release(self, read: Tensor | StoredWeight) -> None:
+        self._whole.release(read.whole if isinstance(read, RowsOf) else read)
+
+    def skip(self, name: str) -> None:
+        self._whole.skip(name)
+
+    def not_taken(self) -> list[str]:
+        return self._whole.not_taken()
+
+
+class RowsOf:
+    """Rows [begin, end) of `whole`, a `StoredWeight` too."""
+
+    def __init__(self, whole: StoredWeight, begin: int, end: int) -> None:
+        self.whole = whole
+        self.out_features = end - begin
+        self.in_features = whole.in_features
+        self.scheme = whole.scheme
+        self.columns: Tensor | None = whole.columns
+        self._begin = begin
+
+    def rows(self, begin: int, end: int) -> RoundedRows:
+        return self.whole.rows(self._begin + begin, self._begin + end)
+
+
+def rows_of(weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
+    return weight[begin:end] if isinstance(weight, Tensor) else RowsOf(weight, begin, end)
+
+
+class JoinedSource(WrappedSource):
+    """A `Source` of a checkpoint in which one module holds several projections, one below the other (Phi-3's queries,
+    keys and values): it hands out each as a module of its own."""
+
+    def __init__(self, whole: Source, names: LayerNames, layers: Sequence[LayerSpec]) -> None:
+        super().__init__(whole)
+        self._names, self._layers = names, layers
+        self._last: tuple[str, Tensor | StoredWeight] | None = None
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        module, _, part = name.rpartition(".")
+        joined, begin, rows = self._place(module)
+        return self._whole.take(f"{joined}.{part}", rows or shape[0], *shape[1:])[begin : begin + shape[0]]
+
+    def take_linear(self, module: str, out_features: int, in_features: int) -> Tensor | StoredWeight:
+        joined, begin, rows = self._place(module)
+        if not rows:
+            return self._whole.take_linear(module, out_features, in_features)
+        if self._last is None or self._last[0] != joined:
+            self._last = joined, self._whole.take_linear(joined, rows, in_features)
+        return rows_of(self._last[1], begin, begin + out_features)
+
+    def _place(self, module: str) -> tuple[str, int, int]:
+        """Returns the module that holds it, the row at which it begins there, and how many rows that has; of a module
+        that stands by itself its own name, 0 and 0."""
+        _, is_layer, rest = module.partition("model.layers.")
+        number, _, below = rest.partition(".")
+        if is_layer and number.isdigit():
+            spec, names = self._layers[int(number)], self._names
+            query, kv, part = spec.mixer.query_width, spec.mixer.kv_width, spec.feed_forward
+            heads = {names.query: 0, names.key: query, names.value: query + kv}
+            if names.qkv and below in heads:
+                return f"model.layers.{number}.{names.qkv}", heads[below], query + 2 * kv
+            if names.gate_up and below in (names.mlp.gate, names.mlp.up) and isinstance(part, MlpSpec):
+                begin = part.inner * (below == names.mlp.up)
+                return f"model.layers.{number}.{names.gate_up}", begin, 2 * part.inner
+        return module, 0, 0
 
 
 class DummySource:

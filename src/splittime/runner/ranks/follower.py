@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from splittime.core.this_process import end_with
 
 if TYPE_CHECKING:
-    from splittime.runner.ranks.channel import Channel
+    from splittime.runner.ranks.group import Channel
 
 
 def leave_with(end: socket.socket) -> None:
@@ -44,8 +44,7 @@ def main(descriptor: int, parent: int) -> int:
     end = socket.socket(fileno=descriptor)
     leave_with(end)
     from splittime.core.errors import SplittimeError
-    from splittime.runner.ranks.channel import Channel, Failed, encode
-    from splittime.runner.ranks.group import RankLost
+    from splittime.runner.ranks.group import Channel, Failed, RankLost, encode
     from splittime.runner.ranks.members import LOST_STATUS
 
     channel = Channel(end)
@@ -68,8 +67,7 @@ def follow(channel: "Channel") -> None:
 
     from splittime.core.step import StepPlan
     from splittime.runner.compose import load_part
-    from splittime.runner.ranks.channel import Arrived, Begin, encode
-    from splittime.runner.ranks.group import RankGroup, device_of
+    from splittime.runner.ranks.group import Arrived, Begin, RankGroup, device_of, encode
 
     begin = msgspec.msgpack.decode(channel.receive() or b"", type=Begin)
     config = begin.config

@@ -8,6 +8,12 @@ No rank outlives us, not even a stopped one, whatever ends us (`Member`, `follow
 the thread that waits for it, and by the collective that does (`RankLost`). A rank that hangs is noticed by the
 collective alone, after its time-out. `cause` then finds out who began: ranks that end because they lost another say so
 by their exit status.
+
+What the first of several ranks does for a step besides its own part: it hands the plan on to the others, and watches
+them.
+
+When a rank fails, the step raises an `EngineError` that names it, all ranks are ended, and every later step raises the
+same: an engine dies of it and is started anew. Between steps `watch` tells.
 """
 
 import os
@@ -26,8 +32,10 @@ from pathlib import Path
 import msgspec
 
 from splittime.core.errors import EngineError, SplittimeError, error_from_info
+from splittime.core.step import PENDING, StepPlan, StepResult
+from splittime.runner.batch import Slots
 from splittime.runner.config import RunnerConfig
-from splittime.runner.ranks.channel import Arrived, Begin, Channel, Failed, encode
+from splittime.runner.ranks.group import Arrived, Begin, Channel, Failed, RankGroup, RankLost, encode
 
 LOST_STATUS = 3  # of a rank that ends because another did
 MODULE = "splittime.runner.ranks.follower"
@@ -247,3 +255,54 @@ class Members:
                 if own or left_s <= 0 or len(self._deaths) == len(self._members):
                     return own[0] if own else None
                 self._changed.wait(left_s)
+
+
+class Lead:
+    """The other ranks, as the runner of the first one has them."""
+
+    def __init__(self, members: Members, group: RankGroup) -> None:
+        self.members, self.group = members, group
+        self.failure: SplittimeError | None = None
+
+    def run(self, plan: StepPlan, slots: Slots, run: Callable[[StepPlan], StepResult]) -> StepResult:
+        """run: carries out this rank's part of the step."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            plan = _with_tokens(plan, slots)
+            self.members.send(encode(plan))
+            result = run(plan)
+            self.members.check()
+            return msgspec.structs.replace(result, collective_ns=self.group.take_ns())
+        except BaseException as error:  # an interrupt too: the others are in the middle of this step
+            why = self._end(error)
+            if why is error:
+                raise
+            raise why from error
+
+    def watch(self, tell: Callable[[SplittimeError], None]) -> None:
+        """Be told, in another thread, when a rank ends that was not meant to."""
+        self.members.watch(tell)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.failure = self.failure or EngineError("this model has been closed")
+        self.members.end()
+
+    def _end(self, error: BaseException) -> BaseException:
+        """End the other ranks; what to raise for `error`, and for every later step."""
+        if isinstance(error, RankLost | OSError) or (isinstance(error, Exception) and self.members.has_dead):
+            error = self.members.cause()
+        why = error if isinstance(error, SplittimeError) else EngineError(f"a step was not finished: {error!r}")
+        self.failure = why
+        self.members.end()
+        return error
+
+
+def _with_tokens(plan: StepPlan, slots: Slots) -> StepPlan:
+    """Returns the plan with the tokens that were chosen here, where it could not know them: those count."""
+    if all(row.token_ids != (PENDING,) for row in plan.rows):
+        return plan
+    rows = (row if row.token_ids != (PENDING,) else slots[row.request_id].known(row) for row in plan.rows)
+    known = tuple(new or row for new, row in zip(rows, plan.rows, strict=True))
+    return msgspec.structs.replace(plan, rows=known)

@@ -1,5 +1,6 @@
-"""The page at `/`: `files` (what the browser loads), `bins` and `rows` (what it is told, made from closed books).
+"""The page at `/`: `files` gives out what the browser loads, `..routes_dashboard` makes what it is told from closed
+books.
 
-`..routes_dashboard` answers with them. The page itself is the `.html`, `.css` and `.js` beside this file: plain
+The page itself is the `.html`, `.css` and `.js` beside this file: plain
 modules, no build step, nothing fetched from elsewhere.
 """

@@ -37,18 +37,28 @@ const whatIf = new WhatIf(onTrouble);
 const start = new Start(onTrouble);
 let span = 300;
 let process = null;
+let isArranged = false;
 
 function onAnswer(answer) {
   if (answer.words) learnWords(answer.words);
   const hasRestarted = process !== null && answer.reset;
   process = answer.cursor.split(".")[0];
   store.apply(answer);
+  if (!isArranged && answer.server.model) arrange(answer);
   tiles.update(store);
   charts.update(store, span);
   table.update();
   detail.update(store);
   playground.update(store);
   showState(answer, hasRestarted);
+}
+
+/** Once, when the model is known: where nothing was served yet, what can be tried comes first. */
+function arrange({ server, cursor, open }) {
+  isArranged = true;
+  playground.begin(server.plays, server.model);
+  const isNew = cursor.split(".")[1] === "0" && !open.length;
+  if (isNew && server.plays) document.querySelector("main").prepend(byId("playground"));
 }
 
 function showState({ server, engine }, hasRestarted) {

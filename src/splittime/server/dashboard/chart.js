@@ -65,7 +65,8 @@ export class Chart {
 
   /**
    * Show seconds [from, to). series: [{key, label, className, values, title}], values by second, null for none.
-   * max: of the axis, if it is known. points: [[second, value], ...] under the lines.
+   * max: of the axis, if it is known. points: [[second, value], ...] under the lines. gaps: [[from, to], ...] in
+   * seconds, of which not all is known.
    */
   update(view) {
     this.view = view;
@@ -79,15 +80,33 @@ export class Chart {
     const { from, to, series } = this.view;
     const top = this.#top();
     const { max: known } = this.view;
-    const ticks = known ? [0, known / 2, known] : niceTicks(top);
-    const max = ticks.at(-1);
+    const ticks = known ? [0, known / 2, known] : top ? niceTicks(top) : [0];
+    const max = ticks.at(-1) || 1;
     const x = (at) => PAD.left + ((at - from) / (to - from)) * (this.width - PAD.left - PAD.right);
     const y = (value) => HEIGHT - PAD.bottom - (Math.min(value, max) / max) * (HEIGHT - PAD.top - PAD.bottom);
     const shapes = this.kind === "areas" ? areas(series, from, x, y) : this.#lines(x, y);
+    const veils = this.#gaps(x);
+    const said = top || known || veils.length ? [] : [svg("text", { class: "tick middle", x: this.width / 2, y: HEIGHT / 2 }, "nothing in this time")];
     this.cursor = svg("line", { class: "cursor", y1: PAD.top, y2: HEIGHT - PAD.bottom, x1: -9, x2: -9 });
     this.x = x;
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    this.plot.replaceChildren(...this.#axes(ticks, x, y), ...shapes, this.cursor);
+    this.plot.replaceChildren(...this.#axes(ticks, x, y), ...shapes, ...veils, ...said, this.cursor);
+  }
+
+  /** A veil over seconds of which not all is known, with a word where it fits: what is not kept is not zero. */
+  #gaps(x) {
+    const { from, to, gaps } = this.view;
+    const seen = gaps.map(([begin, end]) => [Math.max(begin, from), Math.min(end, to)]).filter(([begin, end]) => begin < end);
+    return seen.flatMap(([begin, end]) => {
+      const width = x(end) - x(begin);
+      const veil = svg("rect", { class: "veil", x: x(begin), y: PAD.top, width, height: HEIGHT - PAD.top - PAD.bottom });
+      const words = svg("text", { class: "tick middle", x: x(begin) + width / 2, y: HEIGHT / 2 }, "not kept");
+      return width > 60 ? [veil, words] : [veil];
+    });
+  }
+
+  #isKept(at) {
+    return !this.view.gaps.some(([begin, end]) => at >= begin && at < end);
   }
 
   #lines(x, y) {
@@ -103,7 +122,7 @@ export class Chart {
       const values = series.map((one) => one.values[i] ?? 0);
       top = Math.max(top, this.kind === "areas" ? values.reduce((a, b) => a + b, 0) : Math.max(0, ...values));
     }
-    return top || 1;
+    return top;
   }
 
   #axes(ticks, x, y) {
@@ -146,7 +165,7 @@ export class Chart {
     const at = isPast ? instant.at : to - 1;
     for (const { key, values } of series) {
       const value = values[at - from];
-      say(this.legend.get(key).value, value === null || value === undefined ? DASH : this.format(value));
+      say(this.legend.get(key).value, value === null || value === undefined || !this.#isKept(at) ? DASH : this.format(value));
     }
     say(this.when, isPast ? `${to - at} s ago` : "");
     const x = isPast && this.x ? this.x(at + 0.5) : -9;

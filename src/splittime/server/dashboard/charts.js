@@ -28,8 +28,8 @@ export class Charts {
     const add = (title, hint, kind, format, tick) => new Chart(host, { title, hint, kind, format, tick });
     const mean = (value) => amount(value);
     this.presence = add("Requests by stage or cause of waiting", "How many requests were in each, on average in each second.", "areas", mean, tickNumber);
-    this.ttft = add("Time to first token", "From arrival to the first token written, the queue included. A dot is a request, at its end.", "lines", duration, tickDuration);
-    this.tpot = add("Time per output token", "After the first. A dot is a request, at its end.", "lines", duration, tickDuration);
+    this.ttft = add("Time to first token", "From arrival until the first token was ready, the queue included: of streams and of whole answers. A dot is a request, at its end.", "lines", duration, tickDuration);
+    this.tpot = add("Time per output token", "From the first token to the last, each as it was ready. A dot is a request, at its end.", "lines", duration, tickDuration);
     this.tokens = add("Tokens computed per second", "What the steps were made of.", "areas", count, tickNumber);
     this.engine = add("The engine's time", "Shares of each second; what is left was idle.", "areas", percent);
     this.blocks = add("KV blocks in use", "The most in any step of the second; the axis ends at all there are.", "areas", count);
@@ -41,9 +41,10 @@ export class Charts {
     const from = to - Math.min(span, Math.max(LEAST_S, to - store.earliestAt()));
     this.#presence(store, from, to);
     this.#latencies(store, from, to);
-    this.tokens.update({ from, to, series: stepSeries(store, TOKENS, from, to, 1) });
+    const gaps = store.gaps.steps;
+    this.tokens.update({ from, to, gaps, series: stepSeries(store, TOKENS, from, to, 1) });
     const parts = store.answer.engine.host_blocks_total ? [...ENGINE, COPIES] : ENGINE;
-    this.engine.update({ from, to, max: 1, series: stepSeries(store, parts, from, to, 1e-9) });
+    this.engine.update({ from, to, gaps, max: 1, series: stepSeries(store, parts, from, to, 1e-9) });
     this.#blocks(store, from, to);
   }
 
@@ -55,12 +56,13 @@ export class Charts {
     const small = found.filter((one) => sumOf(one) <= least);
     const series = large.map((one) => ({ ...one, label: shortLabel(one.key), className: classOf(one.key), title: meaning(one.key) }));
     if (small.length) series.push(together(small));
-    this.presence.update({ from, to, series });
+    this.presence.update({ from, to, gaps: store.gaps.accounts, series });
   }
 
   #latencies(store, from, to) {
     const rows = store.recent(to - from + 1);
-    for (const [chart, field] of [[this.ttft, "ttft_ns"], [this.tpot, "tpot_ns"]]) {
+    const gaps = [[-Infinity, store.rowsFrom]];
+    for (const [chart, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"]]) {
       const told = rows.filter((row) => row[field] !== null && row[field] !== undefined);
       const bySecond = new Map();
       for (const row of told) push(bySecond, Math.floor(row.end_ns / 1e9), row[field]);
@@ -72,14 +74,14 @@ export class Charts {
         title: `Of the requests that ended in the last ${RATE_S} s`,
         values: seconds(from, to, (at) => percentile(lastSeconds(bySecond, at), p)),
       }));
-      chart.update({ from, to, points, series });
+      chart.update({ from, to, gaps, points, series });
     }
   }
 
   #blocks(store, from, to) {
     const values = seconds(from, to, (at) => store.steps.get(at)?.blocks_used ?? 0);
     const series = [{ key: "blocks", label: "in use", className: "ink part-blocks", values }];
-    this.blocks.update({ from, to, max: store.answer.engine.blocks_total || undefined, series });
+    this.blocks.update({ from, to, gaps: store.gaps.steps, max: store.answer.engine.blocks_total || undefined, series });
   }
 }
 

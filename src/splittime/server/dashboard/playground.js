@@ -1,22 +1,29 @@
 /**
  * Ask for an answer, see it come, and see its account beside it: the server's book, and this browser's own clock, each
- * by its own measure. The two clocks are never subtracted; their durations are.
+ * by its own measure. The two clocks are never subtracted; their durations are. A chat is kept here and sent whole with
+ * each message; a completion stands alone.
  */
 
-import { ask, askRequest } from "./api.js";
+import { ask, askRequest, storedKey } from "./api.js";
 import { accountParts, soFarParts } from "./detail.js";
-import { byId, el, say } from "./dom.js";
+import { byId, el, say, show } from "./dom.js";
 import { DASH, count, duration } from "./format.js";
 import { events } from "./sse.js";
+
+const WRITES_CODE = "splittime-code"; // the packaged model: it goes on with code, and has no answers
+const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
 
 export class Playground {
   #abort = null;
   #watch = null;
+  #messages = []; // of the chat so far
+  #answer = null; // the element that it comes into
 
   /** onOther: open another request's waterfall. onTrouble: what `ask` raised. onEnd: an account is about to close. */
   constructor(onOther, onTrouble, onEnd) {
     Object.assign(this, { onOther, onTrouble, onEnd });
     this.form = byId("play");
+    this.prompt = byId("play-prompt");
     this.output = byId("play-output");
     this.account = byId("play-account");
     this.form.addEventListener("submit", (event) => {
@@ -24,18 +31,55 @@ export class Playground {
       this.#run();
     });
     byId("play-stop").addEventListener("click", () => this.#abort?.abort());
-    this.form.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.form.requestSubmit();
-    });
+    byId("play-new").addEventListener("click", () => this.#forget());
+    byId("curl-copy").addEventListener("click", () => this.#copy());
+    this.form.kind.addEventListener("change", () => this.#forget());
+    this.form.addEventListener("input", () => this.#showCurl());
+    this.form.addEventListener("keydown", (event) => this.#onKey(event));
+    this.#forget();
+  }
+
+  /** plays: what the model can be asked for: `chat`, `completion`, or null for nothing. */
+  begin(plays, model) {
+    show(byId("playground"), plays !== null);
+    const isCode = model.startsWith(WRITES_CODE);
+    this.form.kind.value = isCode ? "completion" : (plays ?? "chat");
+    if (isCode) this.prompt.value = "def read_json(path):";
+    this.#forget();
+  }
+
+  get #isChat() {
+    return this.form.kind.value === "chat";
+  }
+
+  /** In a chat Enter sends, and Shift with it begins a line; elsewhere Ctrl and Enter send. */
+  #onKey(event) {
+    if (event.key !== "Enter" || event.isComposing) return;
+    const sends = this.#isChat && event.target === this.prompt ? !event.shiftKey : event.ctrlKey || event.metaKey;
+    if (!sends) return;
+    event.preventDefault();
+    this.form.requestSubmit();
+  }
+
+  #forget() {
+    if (this.#abort) return;
+    this.#messages = [];
+    this.output.replaceChildren(el("p", { class: "empty" }, this.#isChat ? "Say something to the model: Enter sends." : "The model goes on with your text: Ctrl and Enter send."));
+    this.output.classList.toggle("code", !this.#isChat);
+    say(byId("play-label"), this.#isChat ? "Message" : "Text");
+    show(byId("play-new"), this.#isChat);
+    byId("play-new").disabled = true;
+    this.#showCurl();
   }
 
   async #run() {
     if (this.#abort) return;
     this.#abort = new AbortController();
+    const body = this.#body();
     this.#busy(true);
     const watch = (this.#watch = new Watch());
     try {
-      await this.#stream(watch);
+      await this.#stream(watch, body);
     } catch (error) {
       watch.hasFailed = error.name !== "AbortError";
       if (watch.hasFailed) this.#fail(error);
@@ -43,8 +87,18 @@ export class Playground {
     watch.end();
     this.#abort = null;
     this.#busy(false);
+    this.#keep(watch, body);
     this.#showSeen(watch);
     this.onEnd();
+  }
+
+  /** What was said is part of the chat; of a failure the message is given back, to be sent again. */
+  #keep(watch, { messages }) {
+    if (!messages) return;
+    if (watch.hasFailed) this.prompt.value ||= messages.at(-1).content;
+    else this.#messages = [...messages, { role: "assistant", content: this.#answer.textContent }];
+    byId("play-new").disabled = false;
+    this.#showCurl();
   }
 
   /** News of the store: how far the request is by the server's book, or that its account is closed. */
@@ -60,32 +114,32 @@ export class Playground {
   #busy(isBusy) {
     byId("play-send").disabled = isBusy;
     byId("play-stop").disabled = !isBusy;
+    this.form.kind.disabled = isBusy;
     this.output.setAttribute("aria-busy", isBusy);
     if (!isBusy) return;
+    byId("play-new").disabled = true;
     this.account.setAttribute("aria-busy", true); // read out once, when it is there
-    this.output.replaceChildren();
     this.account.replaceChildren(el("p", { class: "empty" }, "Waiting for its account …"));
+    this.#answer = el("p", { class: "told" });
+    if (!this.#isChat || !this.#messages.length) this.output.replaceChildren();
+    if (this.#isChat) this.output.append(el("p", { class: "asked" }, this.prompt.value));
+    if (this.#isChat) this.prompt.value = "";
+    this.output.append(this.#answer);
+    this.output.scrollTop = this.output.scrollHeight;
   }
 
   #body() {
     const fields = new FormData(this.form);
     const prompt = fields.get("prompt");
-    const isChat = fields.get("kind") === "chat";
-    const input = isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-    return [isChat ? "v1/chat/completions" : "v1/completions", {
-      ...input,
-      max_tokens: Number(fields.get("max_tokens")),
-      ...(fields.get("temperature") && { temperature: Number(fields.get("temperature")) }),
-      stream: true,
-      stream_options: { include_usage: true },
-    }];
+    const input = this.#isChat ? { messages: [...this.#messages, { role: "user", content: prompt }] } : { prompt };
+    return { ...input, max_tokens: Number(fields.get("max_tokens")), ...(fields.get("temperature") && { temperature: Number(fields.get("temperature")) }) };
   }
 
-  async #stream(watch) {
-    const [path, body] = this.#body();
+  async #stream(watch, body) {
     const headers = { "content-type": "application/json", "x-request-id": watch.id };
-    const options = { method: "POST", headers, body: JSON.stringify(body), signal: this.#abort.signal };
-    for await (const data of events(await ask(path, options))) {
+    const whole = { ...body, stream: true, stream_options: { include_usage: true } };
+    const options = { method: "POST", headers, body: JSON.stringify(whole), signal: this.#abort.signal };
+    for await (const data of events(await ask(PATHS[this.form.kind.value], options))) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
@@ -99,7 +153,7 @@ export class Playground {
     const text = choice?.text ?? choice?.delta?.content;
     if (!text) return;
     watch.chunk();
-    this.output.append(text);
+    this.#answer.append(text);
     this.output.scrollTop = this.output.scrollHeight;
     this.#showSeen(watch);
   }
@@ -109,8 +163,24 @@ export class Playground {
     say(byId("play-seen"), words + (watch.endNs ? `, all after ${duration(watch.endNs)}.` : " …"));
   }
 
+  /** What the form would send, to paste into a shell; while nothing is written, what it sent. */
+  #showCurl() {
+    if (!this.prompt.value && this.#messages.length) return;
+    const key = storedKey() ? " \\\n    -H 'Authorization: Bearer YOUR_KEY'" : "";
+    const body = JSON.stringify(this.#body()).replaceAll("'", "'\\''");
+    const url = new URL(PATHS[this.form.kind.value], document.baseURI);
+    say(byId("curl"), `curl ${url} \\\n    -H 'Content-Type: application/json'${key} \\\n    -d '${body}'`);
+  }
+
+  /** A page that came over plain HTTP from another host may not write to the clipboard: its text is selected then. */
+  async #copy() {
+    document.getSelection().selectAllChildren(byId("curl"));
+    await navigator.clipboard?.writeText(byId("curl").textContent).then(() => say(byId("curl-copy"), "Copied"), () => {});
+    setTimeout(() => say(byId("curl-copy"), "Copy"), 2000);
+  }
+
   #fail(error) {
-    this.output.append(el("span", { class: "trouble" }, error.message));
+    this.#answer.append(el("span", { class: "trouble" }, error.message));
     this.account.replaceChildren();
     this.onTrouble(error);
   }

@@ -25,6 +25,8 @@ export class Store {
     this.answer = null;
     this.before = null;
     this.numLeftOut = 0;
+    this.gaps = { steps: [], accounts: [] }; // [from, to) in seconds, of which not all is known
+    this.rowsFrom = -Infinity; // the second from which on all rows are kept
   }
 
   /** Take in an answer of `dashboard/data`. */
@@ -33,14 +35,31 @@ export class Store {
     this.before = this.answer;
     this.answer = answer;
     this.numLeftOut += answer.reset ? 0 : answer.left_out.accounts;
+    const lastAt = this.before ? this.nowAt : -Infinity;
     this.nowAt = Math.floor(answer.now_ns / 1e9);
+    if (answer.left_out.steps) this.#lack("steps", lastAt, answer.step_bins[0]?.[0]);
+    if (answer.left_out.accounts) this.#lack("accounts", lastAt, endAt(answer.rows[0]));
     this.open = answer.open.map((row) => ({ ...row, isOpen: true, key: keyOf(row), end_ns: answer.now_ns }));
     for (const row of answer.rows) this.rows.set(keyOf(row), { ...row, key: keyOf(row) });
-    for (const key of this.rows.keys()) if (this.rows.size > MAX_ROWS) this.rows.delete(key); else break;
+    this.#drop();
     addPresence(this.presence, answer.presence);
     this.presenceOpen = addPresence(new Map(), answer.presence_open);
     this.#addSteps(answer);
     this.#forget(this.nowAt - answer.horizon_s);
+  }
+
+  /** What came in between was too much to be told, or is not kept any more. */
+  #lack(what, fromAt, firstAt = this.nowAt) {
+    this.gaps[what].push([fromAt, firstAt + 1]);
+    if (what === "accounts") this.rowsFrom = Math.max(this.rowsFrom, firstAt + 1);
+  }
+
+  #drop() {
+    for (const [key, row] of this.rows) {
+      if (this.rows.size <= MAX_ROWS) break;
+      this.rows.delete(key);
+      this.rowsFrom = Math.max(this.rowsFrom, endAt(row) + 1);
+    }
   }
 
   #addSteps({ step_fields: fields, step_bins: bins }) {
@@ -93,6 +112,8 @@ export class Store {
     return seconds > 0 ? (now[name] - then[name]) / seconds : null;
   }
 }
+
+const endAt = (row) => row && Math.floor(row.end_ns / 1e9);
 
 function addPresence(into, told) {
   for (const [key, bins] of Object.entries(told)) {

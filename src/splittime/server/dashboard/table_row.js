@@ -14,7 +14,7 @@ export const COLUMNS = [
   { name: "ttft", title: "TTFT", field: "ttft_ns", hint: "Time to first token", text: (row) => duration(row.ttft_ns) },
   { name: "tpot", title: "TPOT", field: "tpot_ns", hint: "Time per output token after the first", text: (row) => duration(row.tpot_ns) },
   { name: "total", title: "Total", field: "e2e_ns", hint: "From first byte to last", text: (row) => duration(row.e2e_ns) },
-  { name: "stages", title: "Where its time went" },
+  { name: "stages", title: "Time by stage" },
 ];
 
 let numLines = 0;

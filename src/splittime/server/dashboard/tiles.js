@@ -22,8 +22,8 @@ export class Tiles {
     this.waiting = tile("Waiting", "Requests in the engine's queue now; the bar and the words: what they wait for");
     this.blocks = tile("KV blocks", "Blocks of the KV cache that requests hold, of all there are");
     this.tokens = tile("Output tokens/s", "Since the last look; below: prompt tokens, and how many of them the prefix cache had");
-    this.ttft = tile("TTFT p50", `Time to first token of the requests that ended in the last ${RECENT_S} s`);
-    this.tpot = tile("TPOT p50", `Time per output token after the first, of the last ${RECENT_S} s`);
+    this.ttft = tile("First token p50", `From arrival until the first token was ready, of the requests that ended in the last ${RECENT_S} s: of streams and of whole answers`);
+    this.tpot = tile("Per token p50", `From the first token to the last, each as it was ready, of the requests that ended in the last ${RECENT_S} s`);
   }
 
   update(store) {
@@ -64,12 +64,13 @@ export class Tiles {
   }
 
   #latency(store) {
-    const rows = store.recent(RECENT_S);
-    for (const [tile, field] of [[this.ttft, "ttft_ns"], [this.tpot, "tpot_ns"]]) {
+    const seconds = Math.max(1, Math.min(RECENT_S, store.nowAt - store.rowsFrom));
+    const rows = store.recent(seconds);
+    for (const [tile, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"]]) {
       const values = rows.map((row) => row[field]);
       say(tile.value, duration(percentile(values, 50)));
       const told = values.filter((value) => value !== null).length;
-      say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in 60 s` : "none ended in 60 s");
+      say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in ${seconds} s` : `none ended in ${seconds} s`);
     }
   }
 }

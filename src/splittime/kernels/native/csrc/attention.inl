@@ -11,22 +11,30 @@ namespace ST_ISA::paged {
 constexpr int PANEL = 2 * LANES;  // keys, or columns of values, that a register tile covers
 constexpr float LOG2_E = 1.44269504f;
 
-// One call. `seen`: tokens of context that a query can see at most.
+// One call.
 struct Attend {
   const StBatch &batch;
   const StKv &kv;
   int32_t num_heads, sharing, wide_dim;  // sharing: query heads of a KV head; wide_dim: head_dim in whole panels
   int32_t window;
-  float scale;
+  const StScores &scores;
   const float *q;
   int64_t q_stride;
   float *out;
+
+  float factor() const { return scores.scale * LOG2_E; }
 
   int32_t queries(int32_t row) const { return batch.query_begins[row + 1] - batch.query_begins[row]; }
   int32_t first_seen(int32_t position) const { return window && position >= window ? position - window + 1 : 0; }
   const int32_t *table(int32_t row) const { return batch.block_tables + (int64_t)row * batch.max_blocks; }
   const float *query(int64_t token, int32_t head) const { return q + token * q_stride + head * (int64_t)kv.head_dim; }
   float *result(int64_t token, int32_t head) const { return out + (token * num_heads + head) * kv.head_dim; }
+  // What the results of a query head are divided by: `sum` is of exponents of 2 over `most`.
+  float total(int32_t head, float sum, float most) const {
+    if (!scores.sinks) return sum;
+    const float above = scores.sinks[head] * LOG2_E - most;
+    return sum + exp2_of(splat(above < 128 ? above : 128))[0];
+  }
 };
 
 // One head's keys or values of one block.
@@ -90,9 +98,10 @@ struct Softmax {
   float most = -INFINITY;
   F32 sums = {};
 
-  // Scores [0, count) -> weights, of which [low, high) are seen and the rest become 0; `count` is in whole vectors.
-  // Returns what earlier sums and results must be multiplied with.
-  ST_INLINE float take(float *scores, int32_t low, int32_t high, int32_t count) {
+  // Scores [0, count) -> weights, of which [low, high) are seen and the rest become 0; `count` is in whole vectors. cap: of
+  // scores, or 0. Returns what earlier sums and results must be multiplied with.
+  ST_INLINE float take(float *scores, int32_t low, int32_t high, int32_t count, float cap) {
+    if (cap) bend(scores, count, cap * LOG2_E);
     const float new_most = largest(scores, low, high, count);
     const float base = new_most == -INFINITY ? 0 : new_most;
     const float keeps = new_most == most ? 1.0f : exp2_of(splat(most - base))[0];
@@ -108,6 +117,11 @@ struct Softmax {
   }
 
  private:
+  static void bend(float *scores, int32_t count, float most) {
+    const float factor = 1 / most;
+    for (int32_t i = 0; i < count; i += LANES) store(scores + i, tanh_of(load<F32>(scores + i) * factor) * most);
+  }
+
   ST_INLINE float largest(float *scores, int32_t low, int32_t high, int32_t count) const {
     F32 found = splat(-INFINITY);
     for (int32_t i = 0; i < count; i += LANES) {
@@ -208,13 +222,13 @@ inline void merge_rows(const Attend &call, const Schedule &all, const float *par
 
 namespace ST_ISA {
 
-void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+void attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, const StScores &scores,
                const float *q, int64_t q_stride, float *out) {
   using namespace paged;
   static thread_local Room<RowItems> row_memory;
   static thread_local Room<float> partial_memory;
   const int32_t wide_dim = (kv->head_dim + PANEL - 1) / PANEL * PANEL;
-  const Attend call = {*batch, *kv, num_heads, num_heads / kv->num_kv_heads, wide_dim, window_tokens, scale, q,
+  const Attend call = {*batch, *kv, num_heads, num_heads / kv->num_kv_heads, wide_dim, window_tokens, scores, q,
                        q_stride, out};
   const Schedule all = schedule_of(call, row_memory.of(batch->rows));
   float *partials = all.partials ? partial_memory.of(all.partials * partial_floats(call)) : nullptr;

@@ -131,7 +131,7 @@ template <class T> struct Decode {
   }
 
   void start(const float *query) {
-    const float factor = call.scale * LOG2_E;
+    const float factor = call.factor();
     all_passes([&](auto together, int32_t head) {
       constexpr int R = decltype(together)::value;
       for (int32_t r = 0; r < R; r++)
@@ -172,7 +172,7 @@ template <class T> struct Decode {
       if (sizeof(T) == 1)
         for (int32_t t = 0; t < chunk.tokens; t += LANES)
           scale_vector(mine + t, chunk.tiles[t / run].key_scales + skipped + t % run);
-      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, round_up(chunk.tokens, LANES)));
+      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, round_up(chunk.tokens, LANES), call.scores.cap));
       if (sizeof(T) > 1) continue;
       for (int32_t t = 0; t < chunk.tokens; t += LANES)
         scale_vector(mine + t, chunk.tiles[t / run].value_scales + skipped + t % run);
@@ -275,8 +275,10 @@ template <class T> void finish(const Decode<T> &state, int32_t row, int32_t head
       memcpy(mine + 2 * call.sharing + i % call.sharing * (int64_t)call.wide_dim, result,
              sizeof(float) * call.wide_dim);
     } else {
-      float *out = call.result(call.batch.query_begins[row], head * call.sharing + i);
-      for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] = result[d] * (1 / sum);
+      const int32_t query_head = head * call.sharing + i;
+      float *out = call.result(call.batch.query_begins[row], query_head);
+      const float total = call.total(query_head, sum, state.softmaxes[i].most);
+      for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] = result[d] * (1 / total);
     }
   }
 }
@@ -323,7 +325,8 @@ inline void merge_parts(const Attend &call, int32_t row, int32_t kv_head, int32_
       const float its_most = first[part * apart + 2 * i];
       most = its_most > most ? its_most : most;
     }
-    float *out = call.result(call.batch.query_begins[row], kv_head * call.sharing + i);
+    const int32_t query_head = kv_head * call.sharing + i;
+    float *out = call.result(call.batch.query_begins[row], query_head);
     memset(out, 0, sizeof(float) * call.kv.head_dim);
     for (int32_t part = 0; part < parts; part++) {
       const float *its = first + part * apart;
@@ -332,7 +335,8 @@ inline void merge_parts(const Attend &call, int32_t row, int32_t kv_head, int32_
       sum += its[2 * i + 1] * share;
       for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] += result[d] * share;
     }
-    for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] *= 1 / sum;
+    const float total = call.total(query_head, sum, most);
+    for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] *= 1 / total;
   }
 }
 

@@ -127,7 +127,7 @@ struct DecodeInts : Decode<int8_t> {
     for (int32_t head = 0; head < heads(); head++) {
       float *mine = q + (int64_t)head * dim;
       memcpy(mine, query + (int64_t)head * dim, sizeof(float) * dim);
-      q_steps[head] = round_to_int16(mine, results, dim, weights + (int64_t)head * dim) * call.scale * LOG2_E;
+      q_steps[head] = round_to_int16(mine, results, dim, weights + (int64_t)head * dim) * call.factor();
     }
     all_passes([&](auto together, int32_t head) {
       constexpr int R = decltype(together)::value;
@@ -172,7 +172,7 @@ struct DecodeInts : Decode<int8_t> {
       float *mine = scores + (int64_t)head * CHUNK;
       for (int32_t t = 0; t < count; t += LANES)
         store(mine + t, load<F32>(mine + t) * (load<F32>(key_scales + t) * q_steps[head]));
-      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, count));
+      keep(head, softmaxes[head].take(mine, chunk.low, chunk.tokens, count, call.scores.cap));
       steps[head] = round_to_int16(mine, value_scales, count, weights + (int64_t)head * CHUNK);
     }
   }

@@ -88,7 +88,7 @@ struct Prefill {
 
   void start() {
     const int32_t dim = call.kv.head_dim;
-    const float factor = call.scale * LOG2_E;
+    const float factor = call.factor();
     for (int32_t row = 0; row < padded; row++) {
       float *to = q + (int64_t)(row / QUERY_ROWS) * QUERY_ROWS * dim + row % QUERY_ROWS;
       const int32_t query_head = head * call.sharing + row % call.sharing;
@@ -117,7 +117,7 @@ struct Prefill {
       const int32_t begin = from / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
       float *mine = scores + (int64_t)row * KEY_TILE;
       keeps[row] = 1;
-      if (high > low) keeps[row] = softmaxes[row].take(mine + begin, low - begin, high - begin, end - begin);
+      if (high > low) keeps[row] = softmaxes[row].take(mine + begin, low - begin, high - begin, end - begin, call.scores.cap);
       for (int32_t i = high > low ? end : begin; i < to; i += LANES) store(mine + i, F32{});
     }
   }
@@ -134,8 +134,10 @@ struct Prefill {
 
   void finish() const {
     for (int32_t row = 0; row < rows; row++) {
-      const float *result = results + (int64_t)row * call.wide_dim, factor = 1 / sum_of(softmaxes[row].sums);
-      float *out = call.result(token + row / call.sharing, head * call.sharing + row % call.sharing);
+      const int32_t query_head = head * call.sharing + row % call.sharing;
+      const float total = call.total(query_head, sum_of(softmaxes[row].sums), softmaxes[row].most);
+      const float *result = results + (int64_t)row * call.wide_dim, factor = 1 / total;
+      float *out = call.result(token + row / call.sharing, query_head);
       for (int32_t d = 0; d < call.kv.head_dim; d++) out[d] = result[d] * factor;
     }
   }

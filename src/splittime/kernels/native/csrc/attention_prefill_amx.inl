@@ -53,7 +53,7 @@ struct AmxPrefill : Prefill {
 
   void start() {
     const int32_t dim = call.kv.head_dim;
-    const float factor = call.scale * LOG2_E;
+    const float factor = call.factor();
     for (int32_t row = 0; row < padded; row++) {
       const float *from = row < rows ? call.query(token + row / call.sharing, head * call.sharing + row % call.sharing) : nullptr;
       for (int32_t d = 0; d < dim; d += LANES)

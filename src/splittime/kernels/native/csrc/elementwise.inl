@@ -1,4 +1,4 @@
-// Norm, SwiGLU, and rotary embedding with the write into the KV store. Short loops over memory that is in the cache.
+// Norm, gated activations, and rotary embedding with the write into the KV store. Short loops over memory that is in the cache.
 #include "vecmath.inl"
 
 namespace ST_ISA {
@@ -46,21 +46,31 @@ void rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, c
   });
 }
 
-inline void silu_mul_row(const float *gate, int32_t inner, float *y) {
+// The sum is made of what the norm was rounded to, as if both were calls of their own.
+void add_normed(int32_t tokens, int32_t width, float *x, const float *weight, float eps, float *hidden) {
+  for_tokens(tokens, width, [&](int32_t begin, int32_t end) {
+    for (int64_t at = begin * (int64_t)width; at < end * (int64_t)width; at += width) {
+      norm_row(x + at, width, weight, eps, x + at);
+      for (int32_t i = 0; i < width; i++) hidden[at + i] += x[at + i];
+    }
+  });
+}
+
+inline void gate_row(int32_t activation, const float *gate, int32_t inner, float *y) {
   const float *up = gate + inner;
   int32_t i = 0;
-  for (; i + LANES <= inner; i += LANES) store(y + i, silu_mul_of(load<F32>(gate + i), load<F32>(up + i)));
+  for (; i + LANES <= inner; i += LANES) store(y + i, gated_by(activation, load<F32>(gate + i), load<F32>(up + i)));
   if (i == inner) return;
   F32 tail_gate = {}, tail_up = {};
   memcpy(&tail_gate, gate + i, (inner - i) * 4);
   memcpy(&tail_up, up + i, (inner - i) * 4);
-  const F32 tail = silu_mul_of(tail_gate, tail_up);
+  const F32 tail = gated_by(activation, tail_gate, tail_up);
   memcpy(y + i, &tail, (inner - i) * 4);
 }
 
-void silu_mul(int32_t tokens, int32_t inner, const float *gate_up, float *y) {
+void gate(int32_t tokens, int32_t inner, int32_t activation, const float *gate_up, float *y) {
   for_tokens(tokens, inner, [&](int32_t begin, int32_t end) {
-    for (int64_t t = begin; t < end; t++) silu_mul_row(gate_up + t * 2 * inner, inner, y + t * inner);
+    for (int64_t t = begin; t < end; t++) gate_row(activation, gate_up + t * 2 * inner, inner, y + t * inner);
   });
 }
 

@@ -128,17 +128,17 @@ void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride
   kernels().rms_norm(tokens, width, x, x_stride, weight, eps, y);
 }
 
-void st_silu_mul(int32_t tokens, int32_t inner, const float *gate_up, float *y) {
-  kernels().silu_mul(tokens, inner, gate_up, y);
+void st_gate(int32_t tokens, int32_t inner, int32_t activation, const float *gate_up, float *y) {
+  kernels().gate(tokens, inner, activation, gate_up, y);
 }
 
 void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, const float *qk_norm, float eps, float *qkv) {
   kernels().rope_write(batch, kv, num_heads, qk_norm, eps, qkv);
 }
 
-void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, const StScores *scores,
                   const float *q, int64_t q_stride, float *out) {
-  kernels().attention(batch, kv, num_heads, window_tokens, scale, q, q_stride, out);
+  kernels().attention(batch, kv, num_heads, window_tokens, *scores, q, q_stride, out);
 }
 
 void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, const uint32_t *bits, int32_t *tokens) {
@@ -174,24 +174,35 @@ void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, int32_
     if (adapters) k.add_low_rank(adapters, adapted, product, x, x_width, y, y_width, thin);
   };
 
+  const auto normed_by = [&](const float *norm) -> const float * {
+    if (norm) k.rms_norm(tokens, width, hidden, width, norm, layer->eps, normed);
+    return norm ? normed : hidden;
+  };
+  // hidden += a product, with what adapters add to it, normed if there is a norm after it.
+  const auto add = [&](const StLinear *linear, int32_t which, const float *x, int64_t x_width, const float *norm) {
+    float *y = norm ? normed : hidden;
+    product(linear, tokens, x, x_width, norm ? nullptr : hidden, y, width);
+    adapt(which, x, x_width, y, width);
+    if (norm) k.add_normed(tokens, width, y, norm, layer->eps, hidden);
+  };
+
   float *heads = a, *out = a + tokens * qkv;
-  k.rms_norm(tokens, width, hidden, width, layer->input_norm, layer->eps, normed);
-  product(&layer->qkv, tokens, normed, width, nullptr, heads, qkv);
-  adapt(ST_QKV, normed, width, heads, qkv);
+  const float *x = normed_by(layer->input_norm);
+  product(&layer->qkv, tokens, x, width, nullptr, heads, qkv);
+  adapt(ST_QKV, x, width, heads, qkv);
   k.rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
-  k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scale, heads, qkv, out);
-  product(&layer->output, tokens, out, mixed, hidden, hidden, width);
-  adapt(ST_OUTPUT, out, mixed, hidden, width);
+  k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scores, heads, qkv, out);
+  add(&layer->output, ST_OUTPUT, out, mixed, layer->norm_after_mixer);
 
   float *inner = a + tokens * gate_up;
-  k.rms_norm(tokens, width, hidden, width, layer->mlp_norm, layer->eps, normed);
-  if (is_adapted(ST_GATE_UP, adapters, adapted) || !k.linear_gated(&layer->gate_up, tokens, normed, width, inner)) {
-    product(&layer->gate_up, tokens, normed, width, nullptr, a, gate_up);
-    adapt(ST_GATE_UP, normed, width, a, gate_up);
-    k.silu_mul(tokens, half, a, inner);
+  x = normed_by(layer->mlp_norm);
+  if (is_adapted(ST_GATE_UP, adapters, adapted) ||
+      !k.linear_gated(&layer->gate_up, layer->activation, tokens, x, width, inner)) {
+    product(&layer->gate_up, tokens, x, width, nullptr, a, gate_up);
+    adapt(ST_GATE_UP, x, width, a, gate_up);
+    k.gate(tokens, half, layer->activation, a, inner);
   }
-  product(&layer->down, tokens, inner, half, hidden, hidden, width);
-  adapt(ST_DOWN, inner, half, hidden, width);
+  add(&layer->down, ST_DOWN, inner, half, layer->norm_after_mlp);
 }
 
 void st_release_pages(const void *begin, int64_t bytes) {

@@ -8,7 +8,7 @@ Multiply linear_float, linear_int;  // parts of their own
 
 void add_low_rank(int32_t, const StAdapted *, int32_t, const float *, int64_t, float *, int64_t, float *);
 
-bool gated_int(const StLinear *, int32_t, const float *, int64_t, float *);
+bool gated_int(const StLinear *, int32_t, int32_t, const float *, int64_t, float *);
 
 // Whether linear_int multiplies by this weight: integers, and on AMX bfloat16 with rounded activations too.
 inline bool by_linear_int(const StLinear &weight) {
@@ -27,8 +27,8 @@ void linear(const StLinear *weight, int32_t tokens, const float *x, int64_t x_st
   count_weight(*weight);
 }
 
-bool linear_gated(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, float *y) {
-  if (tokens <= 0 || !by_linear_int(*weight) || !gated_int(weight, tokens, x, x_stride, y)) return false;
+bool linear_gated(const StLinear *weight, int32_t activation, int32_t tokens, const float *x, int64_t x_stride, float *y) {
+  if (tokens <= 0 || !by_linear_int(*weight) || !gated_int(weight, activation, tokens, x, x_stride, y)) return false;
   count_weight(*weight);
   return true;
 }

@@ -80,6 +80,9 @@ template <int EXTRAS, bool IS_SIGNED> inline AmxGroupsKernel amx_groups_for_rows
   return rows > 8 ? amx_groups<16, EXTRAS, IS_SIGNED> : amx_groups<8, EXTRAS, IS_SIGNED>;
 }
 inline AmxGroupsKernel amx_groups_of(const StLinear &weight, int64_t rows) {
+  if (weight.scheme == ST_INT8 && weight.extras & ST_STEPS)
+    return weight.extras & ST_FIVE ? amx_groups_for_rows<FIVE_BITS, false>(rows) : amx_groups_for_rows<SIX_BITS, false>(rows);
+  if (weight.extras & ST_STEPS) return amx_groups_for_rows<FOUR_BITS, true>(rows);
   if (weight.scheme == ST_INT8)
     return weight.extras & ST_MINIMA ? amx_groups_for_rows<ST_MINIMA, false>(rows) : amx_groups_for_rows<0, false>(rows);
   if (weight.extras & ST_MINIMA) return amx_groups_for_rows<ST_MINIMA, true>(rows);
@@ -191,11 +194,15 @@ struct AmxPart {
     const int64_t width = c.x.width(chunk);
     const Blocks of_panel = blocks_of(c, c.place_of(panel + p), chunk, nullptr);
     const bool is_split = c.weight.scheme == ST_INT4;
-    if (is_split) split_pairs(of_panel.values, width * PANEL / 2, ahead, split);
+    const bool is_folded = c.layout.block_bytes && !is_split;
+    if (is_folded) (c.weight.extras & ST_FIVE ? unfold<5> : unfold<6>)(of_panel, width, ahead, split);
+    const int64_t at_once = c.layout.block_bytes ? STEPPED : width, pairs = at_once * PANEL / 2;
+    for (int64_t k = 0, i = 0; is_split && k < width; k += at_once, i++)
+      split_pairs(of_panel.values + i * (pairs + c.layout.values_at), pairs, ahead + i * pairs, split + k * PANEL);
     for (int64_t t = 0; t < tokens; t += TILE_ROWS) {
       const int64_t at = c.x.at(chunk, token + t);
       float *to = (float *)sums_at(p, t);
-      amx_groups_of(c.weight, tokens - t)({(const int8_t *)c.x.values + at, is_split ? split : of_panel.values,
+      amx_groups_of(c.weight, tokens - t)({(const int8_t *)c.x.values + at, is_split || is_folded ? split : of_panel.values,
                                            c.x.blocks + at / c.x.block, c.x.padded_width(chunk) / c.x.block, c.x.block, of_panel, to});
     }
   }
@@ -208,12 +215,12 @@ struct AmxPart {
         for (int64_t i = p; i < p + count; i++) finish(c, panel + i, token + t, [&](int) { return result(i, t); });
   }
 
-  // y = silu(gates) * ups for one token: p is a panel of gates, p + 1 the panel of ups that belongs to it.
+  // y = activation(gates) * ups for one token: p is a panel of gates, p + 1 the panel of ups that belongs to it.
   void finish_gated(int64_t p, int64_t t) const {
     F32 halves[2] = {result(p, t), result(p + 1, t)};
     if (c.weight.bias)
       for (int i = 0; i < 2; i++) halves[i] += load<F32>(c.weight.bias + c.place_of(panel + p + i) * PANEL);
-    const F32 v = silu_mul_of(halves[0], halves[1]);
+    const F32 v = gated_by(c.activation, halves[0], halves[1]);
     float *to = c.y + (token + t) * c.y_step + (panel + p) / 2 * PANEL;
     c.streams ? stream(to, v) : store(to, v);
   }

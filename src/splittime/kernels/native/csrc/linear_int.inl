@@ -12,6 +12,7 @@ constexpr int64_t ITEM_TOKENS = 128, ITEM_PANELS = 8;  // of an item: their chun
 constexpr int64_t AMX_ITEM_TOKENS = 256, AMX_ITEM_PANELS = 16;  // on AMX, which needs more work for each byte of weights
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t STREAMED_BYTES = 2 << 20;
+constexpr int64_t AHEAD = 2;            // chunks that weights in groups are fetched before they are needed
 constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
 
 // One call, for all of its items.
@@ -24,12 +25,14 @@ struct IntProduct {
   float *y;
   bool streams;   // results go past the caches, which they would not fit
   int64_t gated;  // panels of gates, which half of all are, or 0: then panels count gate, up, gate, up
+  int32_t activation;  // of gates
 
   // Where the i-th panel is.
   int64_t place_of(int64_t i) const { return gated ? i / 2 + i % 2 * gated : i; }
   int64_t chunks() const { return (layout.columns + CHUNK - 1) / CHUNK; }
   const uint8_t *panel(int64_t p) const { return weight.blob + p * layout.panel_bytes; }
   const uint8_t *values(int64_t p, int64_t chunk) const {
+    if (layout.block_bytes) return panel(p) + chunk * (CHUNK / STEPPED) * layout.block_bytes + layout.values_at;
     return panel(p) + layout.values_at + chunk * CHUNK * PANEL / (weight.scheme == ST_INT4 ? 2 : 1);
   }
 };
@@ -51,6 +54,12 @@ template <int EXTRAS, int... R> inline Tile8Groups tile8_groups_of(int rows, std
   static constexpr Tile8Groups TILES[] = {tile8_groups<R + 1, EXTRAS>...};
   return TILES[rows - 1];
 }
+#if LANES == 16
+template <int EXTRAS, int... R> inline Tile4 tile_folded_of(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile4 TILES[] = {tile_folded<R + 1, EXTRAS>...};
+  return TILES[rows - 1];
+}
+#endif
 
 // body(first, rows): `tokens` in the fewest tiles, of equal size or one apart.
 template <class F> inline void in_tiles(int64_t tokens, int most, F &&body) {
@@ -87,7 +96,10 @@ inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin,
 
 template <Nibbles FROM, int MOST> inline Tile4 tile4_for(int32_t extras, int rows) {
   constexpr auto ROWS = std::make_integer_sequence<int, MOST>();
-  return extras & ST_MINIMA  ? tile4_of<FROM, ST_MINIMA>(rows, ROWS)
+  if (FROM == SPLIT && extras & ST_STEPS && extras != FOUR_BITS)
+    return extras & ST_FIVE ? tile4_of<SPLIT, FIVE_BITS>(rows, ROWS) : tile4_of<SPLIT, SIX_BITS>(rows, ROWS);
+  return extras & ST_STEPS   ? tile4_of<FROM, FOUR_BITS>(rows, ROWS)
+         : extras & ST_MINIMA ? tile4_of<FROM, ST_MINIMA>(rows, ROWS)
          : extras & ST_ZEROS ? tile4_of<FROM, ST_ZEROS>(rows, ROWS)
                              : tile4_of<FROM, 0>(rows, ROWS);
 }
@@ -101,11 +113,12 @@ inline Tile8Groups tile8_groups_for(int32_t extras, int rows) {
 inline Blocks blocks_of(const IntProduct &c, int64_t p, int64_t chunk, uint8_t *split) {
   const int64_t block = c.x.block;
   Blocks blocks;
-  blocks.values = c.values(p, chunk), blocks.scales = c.panel(p);
+  blocks.values = c.values(p, chunk), blocks.panel = c.panel(p), blocks.scales = c.panel(p) + c.layout.scales_at;
   blocks.zeros = c.panel(p) + c.layout.zeros_at, blocks.minima = c.panel(p) + c.layout.minima_at;
   blocks.split = split, blocks.first = (int32_t)(chunk * CHUNK / block);
   blocks.count = (int32_t)(c.x.width(chunk) / block);
   blocks.a_group = (int32_t)(c.weight.group / block), blocks.quads = (int32_t)(block / 4);
+  blocks.ahead = (int32_t)(c.layout.panel_bytes / (c.layout.columns / block));
   return blocks;
 }
 
@@ -124,14 +137,27 @@ inline void chunk_groups(const IntProduct &c, int64_t p, int64_t chunk, int64_t 
     run(tile8_groups_for(extras, rows), (const Wide *)c.x.values, first);
   };
   const auto run4 = [&](Tile4 tile, int64_t first) { run(tile, (const int8_t *)c.x.values, first); };
+  const auto run_split = [&](int64_t done) {
+    blocks.values = split;
+    in_tiles(tokens - done, MAX_ROWS, [&](int64_t first, int rows) { run4(tile4_for<SPLIT, MAX_ROWS>(extras, rows), first + done); });
+  };
+  if (c.weight.scheme == ST_INT8 && extras & ST_STEPS) {
+#if LANES == 16
+    if (tokens <= MAX_ROWS) {
+      constexpr auto ROWS = std::make_integer_sequence<int, MAX_ROWS>();
+      return run4(extras & ST_FIVE ? tile_folded_of<FIVE_BITS>((int)tokens, ROWS)
+                                   : tile_folded_of<SIX_BITS>((int)tokens, ROWS), 0);
+    }
+#endif
+    (extras & ST_FIVE ? unfold<5> : unfold<6>)(blocks, width, next, split);
+    return run_split(0);
+  }
   if (c.weight.scheme == ST_INT8) return in_tiles(tokens, MAX_GROUP_ROWS, run8);
   if (tokens <= DIRECT4)
     return in_tiles(tokens, MAX_PAIRS,
                     [&](int64_t first, int rows) { run4(tile4_for<PAIRS, MAX_PAIRS>(extras, rows), first); });
   run4(tile4_for<SPLITTING, MAX_PAIRS>(extras, MAX_PAIRS), 0);
-  blocks.values = split;
-  in_tiles(tokens - MAX_PAIRS, MAX_ROWS,
-           [&](int64_t first, int rows) { run4(tile4_for<SPLIT, MAX_ROWS>(extras, rows), first + MAX_PAIRS); });
+  run_split(MAX_PAIRS);
 }
 
 // The whole sum of output features [n, n + LANES) of a panel, from a token's sums of its part.
@@ -176,6 +202,7 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
       for (int64_t i = 0; i < together; i++) {
         // what comes next, fetched meanwhile (past the end of the item it does no harm)
         const uint8_t *next = i + 1 < together ? c.values(first + i + 1, chunk)
+                              : !by_row && together == 1 ? c.panel(first) + c.layout.panel_bytes * (chunk + AHEAD) / c.chunks()
                               : chunk + 1 < c.chunks() ? c.values(first, chunk + 1) : c.panel(first + together);
         if (by_row)
           chunk8(c, first + i, chunk, begin, tokens, prepared, (int32_t *)sums + i * panel_sums, next);
@@ -264,10 +291,10 @@ inline void round_token(const StLinear &weight, const Activations &a, int64_t to
     round_bfloat16(a, token, x, in);
   else if (is_by_row(weight.scheme, weight.group))
     round_token8(a, token, x, in);
-  else if (weight.scheme == ST_INT8)
-    round_groups<true>(a, token, x, in, weight.group);
+  else if (bits_of(weight.scheme, weight.extras) == 8)
+    round_groups<true>(a, token, x, in, weight.group, 128);
   else
-    round_groups<false>(a, token, x, in, weight.group);
+    round_groups<false>(a, token, x, in, weight.group, 1 << (bits_of(weight.scheme, weight.extras) - 1));
 }
 
 // Where a weight's panels and columns are. Columns of bfloat16 count twice: they are bytes of a token.
@@ -287,12 +314,13 @@ inline bool is_streamed(const StLinear &weight, int64_t tokens, const float *y, 
   return CAN_STREAM && bytes > STREAMED_BYTES && (uintptr_t)y % 64 == 0 && y_stride % 16 == 0;
 }
 
-// A call's results; gated: panels of gates, see IntProduct.
+// A call's results; gated, activation: see IntProduct.
 struct Results {
   const float *residual;
   int64_t residual_stride;
   float *y;
   int64_t y_stride, gated;
+  int32_t activation;
 };
 
 inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int64_t x_stride, const Results &to) {
@@ -311,7 +339,7 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const float *residual = to.residual ? to.residual + done * to.residual_stride : nullptr;
     const bool streams = is_streamed(weight, now, to.y, to.y_stride);
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
-                                streams, to.gated};
+                                streams, to.gated, to.activation};
     const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_ROWS : 1, units = (now + unit - 1) / unit;
     const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
     const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
@@ -326,14 +354,14 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
 
 void linear_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, const float *residual, float *y,
                 int64_t y_stride, int64_t residual_stride) {
-  multiply(*weight, tokens, x, x_stride, {residual, residual_stride, y, y_stride, 0});
+  multiply(*weight, tokens, x, x_stride, {residual, residual_stride, y, y_stride, 0, 0});
 }
 
-// y = silu(gates) * ups, the weight's outputs being gates, then ups. False where that takes more than one pass.
-bool gated_int(const StLinear *weight, int32_t tokens, const float *x, int64_t x_stride, float *y) {
+// y = activation(gates) * ups, the weight's outputs being gates, then ups. False where that takes more than one pass.
+bool gated_int(const StLinear *weight, int32_t activation, int32_t tokens, const float *x, int64_t x_stride, float *y) {
   const int64_t inner = weight->out_features / 2;
   if (!goes_by_amx(*weight, tokens) || weight->below || inner % PANEL) return false;
-  multiply(*weight, tokens, x, x_stride, {nullptr, 0, y, inner, inner / PANEL});
+  multiply(*weight, tokens, x, x_stride, {nullptr, 0, y, inner, inner / PANEL, activation});
   return true;
 }
 

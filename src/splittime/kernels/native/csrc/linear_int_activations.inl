@@ -109,16 +109,17 @@ inline void round_bfloat16(const Activations &a, int64_t token, const float *x, 
   }
 }
 
-// The beginning of a block's sums. int4 at LANES 8: two of 16 bits, of columns 0, 1 and of columns 2, 3 of each four.
-template <bool IS_INT8> inline Block block_of(I32 sum, float scale) {
+// The beginning of a block's sums. Not int8, at LANES 8: two of 16 bits, of columns 0, 1 and of columns 2, 3 of each four.
+// zero: the weights' zero point.
+template <bool IS_INT8> inline Block block_of(I32 sum, float scale, int32_t zero) {
   int32_t halves[2] = {0, 0};
   for (int i = 0; i < LANES; i++) halves[i % 4 / 2] += sum[i];
   Block block;
   block.scale = scale;
   block.sum = (float)(halves[0] + halves[1]);
-  block.start = (IS_INT8 ? -128 : -8) * (halves[0] + halves[1]);
+  block.start = -zero * (halves[0] + halves[1]);
 #if LANES == 8
-  const int16_t starts[2] = {(int16_t)(-8 * halves[0]), (int16_t)(-8 * halves[1])};
+  const int16_t starts[2] = {(int16_t)(-zero * halves[0]), (int16_t)(-zero * halves[1])};
   if (!IS_INT8) memcpy(&block.start, starts, 4);
 #endif
   return block;
@@ -134,7 +135,7 @@ template <bool IS_INT8> inline void store_rounded(const Activations &a, int64_t 
 }
 
 template <bool IS_INT8>
-inline void round_groups(const Activations &a, int64_t token, const float *x, int64_t in, int64_t group) {
+inline void round_groups(const Activations &a, int64_t token, const float *x, int64_t in, int64_t group, int32_t zero) {
   for (int64_t begin = 0; begin < a.columns; begin += group) {
     const float most = largest(x + begin, in - begin < group ? in - begin : group), inverse = inverse_scale(most);
     for (int64_t from = begin; from < begin + group; from += a.block) {
@@ -144,7 +145,7 @@ inline void round_groups(const Activations &a, int64_t token, const float *x, in
         sum += v;
         store_rounded<IS_INT8>(a, token, k, v);
       }
-      a.blocks[a.at(from / CHUNK, token) / a.block + from % CHUNK / a.block] = block_of<IS_INT8>(sum, most / 127);
+      a.blocks[a.at(from / CHUNK, token) / a.block + from % CHUNK / a.block] = block_of<IS_INT8>(sum, most / 127, zero);
     }
   }
 }

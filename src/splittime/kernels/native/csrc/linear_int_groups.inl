@@ -40,6 +40,51 @@ inline __attribute__((always_inline)) void add_quad(I32 (&sum)[R][VECTORS4], con
 #endif
 }
 
+#if LANES == 16
+// As tile4, for integers of 5 or 6 bits.
+template <int R, int EXTRAS>
+void tile_folded(const int8_t *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
+                 const uint8_t *ahead) {
+  typedef Stepped<EXTRAS> S;
+  constexpr int QUADS = Folded<S::BITS>::QUADS, LINES = Folded<S::BITS>::LINES;  // which are a block
+  const uint8_t *w = blocks.values;
+  Totals<R> totals(sums);
+  for (int32_t b = 0; b < blocks.count; b++, about++) {
+    if (S::is_past_gap(b)) w += S::VALUES_AT;
+    I32 sum[R][VECTORS4];
+    ST_UNROLL for (int r = 0; r < R; r++) sum[r][0] = splat(about[r * about_step].start);
+    U32 lines[LINES], quads[QUADS];
+    ST_UNROLL for (int i = 0; i < LINES; i++) lines[i] = load<U32>(w + 64 * i);
+    spread_lines(lines, quads);
+    ST_UNROLL for (int i = 0; i < QUADS; i++) {
+      const U8 weights[1] = {(U8)quads[i]};
+      ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], weights, x + r * x_step + 4 * i);
+    }
+    w += 64 * LINES, x += 4 * QUADS;
+    ST_UNROLL for (int i = 0; i <= LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
+    ahead += blocks.ahead;
+    totals.template add<EXTRAS>(blocks, blocks.first + b, sum, about, about_step);
+  }
+  totals.leave();
+}
+#endif
+
+// Integers of BITS bits of some 256 columns, less the gaps between them, as bytes: what tile4 takes for SPLIT.
+template <int BITS> inline void unfold(const Blocks &blocks, int64_t columns, const uint8_t *ahead, uint8_t *to) {
+  constexpr int QUADS = Folded<BITS>::QUADS, LINES = Folded<BITS>::LINES;
+  const uint8_t *w = blocks.values;
+  for (int64_t k = 0; k < columns; k += STEPPED, w += Stepped<SIX_BITS>::VALUES_AT)
+    for (int64_t q = 0; q < STEPPED / 4; q += QUADS, w += 64 * LINES, ahead += 64 * LINES, to += 64 * QUADS) {
+      ST_UNROLL for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + 64 * i, 0, 2);
+      ST_UNROLL for (int v = 0; v < VECTORS4; v++) {
+        U32 lines[LINES], quads[QUADS];
+        ST_UNROLL for (int i = 0; i < LINES; i++) lines[i] = load<U32>(w + 64 * i + 4 * LANES * v);
+        spread_lines(lines, quads);
+        ST_UNROLL for (int i = 0; i < QUADS; i++) store(to + 64 * i + 4 * LANES * v, quads[i]);
+      }
+    }
+}
+
 // As tile4. A block is 128 columns at most, so that its sums (255 * 127 * 128 and what they begin with) are whole floats.
 template <int R, int EXTRAS>
 void tile8_groups(const Wide *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
@@ -47,23 +92,22 @@ void tile8_groups(const Wide *x, int64_t x_step, const Block *about, int64_t abo
   const uint8_t *w = blocks.values;
   int64_t group = blocks.first / blocks.a_group;
   int32_t left = blocks.a_group - blocks.first % blocks.a_group;  // blocks of this group
+  Totals<R> totals(sums);
   for (int32_t b = 0; b < blocks.count; b++, about++) {
     I32 sum[R][VECTORS4];
     ST_UNROLL for (int r = 0; r < R; r++)
       ST_UNROLL for (int v = 0; v < VECTORS4; v++) sum[r][v] = splat(about[r * about_step].start);
-    for (int32_t q = 0; q < blocks.quads; q++, w += 64, x += 4, ahead += 64) {
+    for (int32_t q = 0; q < blocks.quads; q++, w += 64, x += 4) {
       add_quad<R>(sum, w, x, x_step);
-      __builtin_prefetch(ahead, 0, 3);
+      __builtin_prefetch(ahead + 64 * q, 0, 3);
     }
+    __builtin_prefetch(ahead + 64 * blocks.quads, 0, 3);  // what is not values
+    ahead += blocks.ahead;
     if (left == 0) group++, left = blocks.a_group;
     left--;
-    ST_UNROLL for (int v = 0; v < VECTORS4; v++) {
-      const Group<EXTRAS> of_group(blocks, group, v * LANES);
-      ST_UNROLL for (int r = 0; r < R; r++)
-        of_group.add(to_f32(sum[r][v]), about[r * about_step], sums + r * PANEL + v * LANES);
-    }
-    asm volatile("" ::: "memory");  // as in tile4
+    totals.template add<EXTRAS>(blocks, group, sum, about, about_step);
   }
+  totals.leave();
 }
 
 }  // namespace ST_ISA

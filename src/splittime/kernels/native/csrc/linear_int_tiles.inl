@@ -27,10 +27,10 @@ constexpr int SUMS8 = VECTORS8 * LANES;   // integers a token and panel
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // tokens of a tile that fit the registers
 constexpr int MAX_PAIRS = LANES == 16 ? 8 : 4;  // the same where they split nibbles as well
 
+inline __attribute__((always_inline)) I32 whole(I32 sum) { return sum; }
 #if LANES == 16
 typedef I32 Sum4;  // of an int4 product, in a block
 inline __attribute__((always_inline)) I32 product(I32 sum, U8 w, I8 x) { return dot_u8(sum, w, x); }
-inline __attribute__((always_inline)) I32 whole(I32 sum) { return sum; }
 #else
 typedef I16 Sum4;
 typedef int64_t I64 __attribute__((vector_size(LANES * 4)));
@@ -146,17 +146,38 @@ enum Nibbles { PAIRS, SPLITTING, SPLIT };
 struct Blocks {
   const uint8_t *values, *scales, *zeros, *minima;
   uint8_t *split;
-  int32_t first, count, a_group, quads;    // blocks of this chunk; blocks a group; four-column steps a block
+  int32_t first, count, a_group, quads;  // blocks of this chunk; blocks a group; four-column steps a block
+  int32_t ahead;                         // bytes to fetch in a block's time: its share of all that a panel has
+  const uint8_t *panel;
+};
+
+// Weights with ST_STEPS by their extras: what 256 columns of a panel have before their values, as `int_layout` puts it.
+constexpr int FOUR_BITS = ST_STEPS | ST_MINIMA, FIVE_BITS = FOUR_BITS | ST_FIVE, SIX_BITS = ST_STEPS;
+template <int EXTRAS> struct Stepped {
+  static constexpr int BITS = EXTRAS == FOUR_BITS ? 4 : EXTRAS == FIVE_BITS ? 5 : 6, GROUPS = BITS == 6 ? 16 : 8;
+  static constexpr int64_t SCALES_AT = BITS == 6 ? 32 : 64, MINIMA_AT = SCALES_AT + GROUPS * PANEL, VALUES_AT = 320;
+  static constexpr int64_t BLOCK_BYTES = VALUES_AT + STEPPED * PANEL * BITS / 8;
+  // Whether there is something else than values before block b of a chunk.
+  static bool is_past_gap(int32_t b) { return EXTRAS & ST_STEPS && b > 0 && b % GROUPS == 0; }
 };
 
 // What LANES outputs of a group have. Loaded before the tokens' sums are stored, after which it would be loaded again.
 template <int EXTRAS> struct Group {
   F32 scale, zero, minimum;
 
-  inline __attribute__((always_inline)) Group(const Blocks &blocks, int64_t group, int n) {
-    const int64_t at = group * PANEL + n;
+  inline __attribute__((always_inline)) Group(const Blocks &blocks, uint64_t group, int n) {
+    if (EXTRAS & ST_STEPS) {
+      typedef Stepped<EXTRAS> S;
+      const uint8_t *block = blocks.panel + group / S::GROUPS * S::BLOCK_BYTES, *multiple = block + group % S::GROUPS * PANEL + n;
+      scale = load_f16(block + 2 * n) * to_f32(widen_to_i32(multiple + S::SCALES_AT));
+      if (EXTRAS & ST_MINIMA)  // all three products are exact, so it is the same however a compiler contracts them
+        minimum = load_f16(block + 2 * (PANEL + n)) * to_f32(widen_to_i32(multiple + S::MINIMA_AT)) -
+                  scale * (EXTRAS & ST_FIVE ? 16.0f : 8.0f);
+      return;
+    }
+    const uint64_t at = group * PANEL + n;
     scale = load_f16(blocks.scales + 2 * at);
-    if (EXTRAS & ST_ZEROS) zero = 8 - to_f32(__builtin_convertvector(load<I8q>(blocks.zeros + at), I32));
+    if (EXTRAS & ST_ZEROS) zero = 8 - to_f32(widen_to_i32(blocks.zeros + at));
     if (EXTRAS & ST_MINIMA) minimum = load_f16(blocks.minima + 2 * at);
   }
 
@@ -167,8 +188,40 @@ template <int EXTRAS> struct Group {
     if (EXTRAS & ST_MINIMA) sum = fma(minimum, splat(here.sum * -here.scale), sum);
     return sum;
   }
-  inline __attribute__((always_inline)) void add(F32 dot, const Block &here, float *to) const {
-    store(to, added(load<F32>(to), dot, here));
+};
+
+// A tile's sums in floats: in registers where they leave room for the integers, else in memory.
+template <int R> struct Totals {
+  static constexpr bool ARE_KEPT = LANES == 16 && R <= 8;
+  F32 kept[ARE_KEPT ? R : 1][VECTORS4];
+  float *sums;
+
+  inline __attribute__((always_inline)) Totals(float *sums) : sums(sums) {
+    if (ARE_KEPT)
+      ST_UNROLL for (int r = 0; r < R; r++)
+        ST_UNROLL for (int v = 0; v < VECTORS4; v++) kept[r][v] = load<F32>(sums + r * PANEL + v * LANES);
+  }
+  // A block's products, of tokens whose activations are about_step apart.
+  template <int EXTRAS, class Sum>
+  inline __attribute__((always_inline)) void add(const Blocks &blocks, int64_t group, const Sum (&sum)[R][VECTORS4],
+                                                 const Block *about, int64_t about_step) {
+    ST_UNROLL for (int v = 0; v < VECTORS4; v++) {
+      const Group<EXTRAS> of_group(blocks, group, v * LANES);
+      ST_UNROLL for (int r = 0; r < R; r++) {
+        const F32 dot = to_f32(whole(sum[r][v]));
+        float *to = sums + r * PANEL + v * LANES;
+        if (ARE_KEPT)
+          kept[r][v] = of_group.added(kept[r][v], dot, about[r * about_step]);
+        else
+          store(to, of_group.added(load<F32>(to), dot, about[r * about_step]));
+      }
+    }
+    if (!ARE_KEPT) asm volatile("" ::: "memory");  // in registers they would drive out those of the next block
+  }
+  inline __attribute__((always_inline)) void leave() const {
+    if (ARE_KEPT)
+      ST_UNROLL for (int r = 0; r < R; r++)
+        ST_UNROLL for (int v = 0; v < VECTORS4; v++) store(sums + r * PANEL + v * LANES, kept[r][v]);
   }
 };
 
@@ -176,6 +229,7 @@ template <int EXTRAS> struct Group {
 //
 // At LANES 8 a lane adds up, modulo 2^16, 2 columns of each of 16 steps at most: 32 products of w in 0..15 and x, and
 // -8 times the same x to begin with; that is 32 products (w - 8) x, of magnitude 8 * 127 * 32 = 32512 at most, so it fits.
+// So do those of 5 bits in blocks of 32 columns, and of 6 bits in blocks of 16 (16 * 127 * 16, 32 * 127 * 8).
 template <int R, Nibbles FROM, int EXTRAS>
 void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_step, const Blocks &blocks, float *sums,
            const uint8_t *ahead) {
@@ -184,11 +238,16 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
   uint8_t *split = blocks.split;
   int64_t group = blocks.first / blocks.a_group;
   int32_t left = blocks.a_group - blocks.first % blocks.a_group;  // blocks of this group
+  Totals<R> totals(sums);
+  const int32_t quads = EXTRAS & ST_STEPS ? STEPPED / Stepped<EXTRAS>::GROUPS / 4 : blocks.quads;
   for (int32_t b = 0; b < blocks.count; b++, about++) {
     Sum4 sum[R][V];
+    if (FROM != SPLIT && Stepped<EXTRAS>::is_past_gap(b)) w += Stepped<EXTRAS>::VALUES_AT;
+    if (FROM != SPLIT) __builtin_prefetch(ahead + 32 * quads, 0, FROM == PAIRS ? 3 : 2);  // what is not values
     ST_UNROLL for (int r = 0; r < R; r++)
       ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = (Sum4)splat(about[r * about_step].start);
-    for (int32_t q = 0; q < blocks.quads; q += 2) {
+#pragma GCC unroll 4
+    for (int32_t q = 0; q < quads; q += 2) {
       U8 even[V], odd[V];
       ST_UNROLL for (int v = 0; v < V; v++) {
         even[v] = load<U8>(w + BYTES * v);
@@ -202,23 +261,17 @@ void tile4(const int8_t *x, int64_t x_step, const Block *about, int64_t about_st
       if (FROM == SPLIT)  // not before: both would not fit the registers
         ST_UNROLL for (int v = 0; v < V; v++) odd[v] = load<U8>(w + 64 + BYTES * v);
       ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], odd, x + r * x_step + 4);
-      if (FROM != SPLIT) {
-        __builtin_prefetch(ahead, 0, FROM == PAIRS ? 3 : 2);
-        ahead += 64;
-      }
+      if (FROM != SPLIT) __builtin_prefetch(ahead + 32 * q, 0, FROM == PAIRS ? 3 : 2);
       w += FROM == SPLIT ? 128 : 64;
       split += 128;
       x += 8;
     }
     if (left == 0) group++, left = blocks.a_group;
     left--;
-    ST_UNROLL for (int v = 0; v < V; v++) {
-      const Group<EXTRAS> of_group(blocks, group, v * LANES);
-      ST_UNROLL for (int r = 0; r < R; r++)
-        of_group.add(to_f32(whole(sum[r][v])), about[r * about_step], sums + r * PANEL + v * LANES);
-    }
-    asm volatile("" ::: "memory");  // the sums belong in memory: in registers they would drive out those of the next block
+    ahead += blocks.ahead;
+    totals.template add<EXTRAS>(blocks, group, sum, about, about_step);
   }
+  totals.leave();
 }
 
 }  // namespace ST_ISA

@@ -98,15 +98,15 @@ void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t 
 
 void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
                        const float *scales, const uint8_t *zeros, uint8_t *blob) {
-  st_pack_rounded(scheme, out_features, in_features, group, zeros ? ST_ZEROS : 0, values, scales, zeros, nullptr, 0,
-                  out_features, blob);
+  st_pack_rounded(scheme, out_features, in_features, group, zeros ? ST_ZEROS : 0, values, scales, zeros, nullptr,
+                  nullptr, 0, out_features, blob);
 }
 
 void st_pack_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
                      const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
-                     int32_t row_begin, int32_t row_end, uint8_t *blob) {
-  pack_int_rounded(scheme, out_features, in_features, group, extras, values, scales, zeros, minima, row_begin, row_end,
-                   blob);
+                     const float *steps, int32_t row_begin, int32_t row_end, uint8_t *blob) {
+  pack_int_rounded(scheme, out_features, in_features, group, extras, {values, scales, zeros, minima, steps}, row_begin,
+                   row_end, blob);
 }
 
 void st_unpack(const StLinear *linear, float *weight) {

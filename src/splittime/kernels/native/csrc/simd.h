@@ -132,6 +132,17 @@ inline __attribute__((always_inline)) I32 dot_u8(I32 sum, U8 a, I8 b) {
 #endif
 }
 
+// LANES signed bytes in memory.
+inline __attribute__((always_inline)) I32 widen_to_i32(const void *p) {
+#if defined(__AVX512F__) && LANES == 16
+  return (I32)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)load<I8q>(p));
+#elif defined(__AVX2__) && LANES == 8
+  return (I32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+  return __builtin_convertvector(load<I8q>(p), I32);
+#endif
+}
+
 // 2 LANES bytes in memory as 16-bit integers.
 inline __attribute__((always_inline)) I16 widen_i8(const int8_t *p) { return __builtin_convertvector(load<I8h>(p), I16); }
 

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 9 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 12 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -30,11 +30,16 @@ enum { ST_ROUNDED_ACTIVATIONS = 4 };
  * (turn.inl), so that one large column does not make the steps of all others coarse. */
 enum { ST_TURNED = 8 };
 
+/* Of weights that come as integers: scales and minima are whole multiples of a step, one step for each row and 256 columns.
+ * There are three: ST_INT4 in groups of 32 with minima; ST_INT8 in groups of 32 with minima and ST_FIVE, of integers of 5 bits
+ * (-16..15); and ST_INT8 in groups of 16, of 6 bits (-32..31). */
+enum { ST_STEPS = 16, ST_FIVE = 32 };
+
 /* A weight [out_features, in_features] in the layout of its scheme, `blob` made by st_pack or st_pack_rounded.
  * group: columns that share a scale: of ST_INT4 a multiple of 32; of ST_INT8 a multiple of 16, or 0 for one scale a row.
- * extras: ST_ZEROS or ST_MINIMA, or ST_TURNED; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0. bias: [out_features] or NULL.
- * columns: [in_features] or NULL, of integer weights: the j-th column multiplies x[columns[j]]. below: the weight whose
- * outputs follow this one's, or NULL; it has the same in_features and may have another scheme and other columns. */
+ * extras: ST_ZEROS or ST_MINIMA, ST_STEPS and ST_FIVE, or ST_TURNED; of ST_BFLOAT16 ST_ROUNDED_ACTIVATIONS; or 0.
+ * bias: [out_features] or NULL. columns: [in_features] or NULL, of integer weights: the j-th column multiplies
+ * x[columns[j]]. below: the weight whose outputs follow this one's, or NULL; it has the same in_features and may have another scheme and other columns. */
 typedef struct StLinear {
   int32_t scheme, out_features, in_features, group, extras;
   const uint8_t *blob;
@@ -64,12 +69,23 @@ typedef struct {
   const float *turns;
 } StBatch;
 
-/* A dense pre-norm decoder layer. qk_norm: [num_heads + num_kv_heads][head_dim] or NULL. window_tokens: 0 for none. */
+/* How scores become weights: multiplied by `scale`; then a score s becomes cap * tanh(s / cap), unless cap is 0. sinks:
+ * [num_heads], the score of a token that every query sees and whose values are 0, or NULL. */
+typedef struct {
+  float scale, cap;
+  const float *sinks;
+} StScores;
+
+enum { ST_SILU = 0, ST_GELU = 1 }; /* what an MLP's gates pass; GELU by its approximation with a tanh */
+
+/* A dense decoder layer. Norms of what its two parts are given, and of what they add, are NULL where there are none. qk_norm:
+ * [num_heads + num_kv_heads][head_dim] or NULL. window_tokens: 0 for none. */
 typedef struct {
   StLinear qkv, output, gate_up, down;
-  const float *input_norm, *mlp_norm, *qk_norm;
-  float eps, scale;
-  int32_t num_heads, window_tokens;
+  const float *input_norm, *mlp_norm, *norm_after_mixer, *norm_after_mlp, *qk_norm;
+  StScores scores;
+  float eps;
+  int32_t num_heads, window_tokens, activation;
 } StLayer;
 
 /* What an adapter adds to a product: its parts' weights, [outputs][rank] each, times `down`, [sum of the ranks][in]. A
@@ -125,10 +141,12 @@ void st_pack(int32_t scheme, int32_t out_features, int32_t in_features, int32_t 
 
 /* Pack integers made elsewhere, rows [row_begin, row_end) as above, of a blob with these extras. values: [rows][in],
  * -128..127 for ST_INT8, 0..15 for ST_INT4. scales: [rows], or [rows][in / group rounded up], which is kept as float16.
- * zeros: [rows][groups] of 0..15, or NULL; minima: [rows][groups], kept as float16, or NULL. */
+ * zeros: [rows][groups] of 0..15, or NULL; minima: [rows][groups], kept as float16, or NULL. steps: NULL, or of ST_STEPS
+ * [rows][in / 256 rounded up], with minima [rows][2][in / 256], the second of what minima + middle * scales are, middle being
+ * 8 for ST_INT4 and 16 for ST_FIVE. Steps are kept as float16, and how many of them a scale is as int8. */
 void st_pack_rounded(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, int32_t extras,
                      const int8_t *values, const float *scales, const uint8_t *zeros, const float *minima,
-                     int32_t row_begin, int32_t row_end, uint8_t *blob);
+                     const float *steps, int32_t row_begin, int32_t row_end, uint8_t *blob);
 
 /* The same of all rows, without minima. */
 void st_pack_quantized(int32_t scheme, int32_t out_features, int32_t in_features, int32_t group, const int8_t *values,
@@ -151,8 +169,8 @@ void st_add_low_rank(int32_t adapters, const StAdapted *adapted, int32_t product
 /* y = x / sqrt(mean(x^2) + eps) * weight, over each row of `width`. */
 void st_rms_norm(int32_t tokens, int32_t width, const float *x, int64_t x_stride, const float *weight, float eps, float *y);
 
-/* gate_up [tokens][2 * inner] -> y [tokens][inner] = silu(gate) * up. */
-void st_silu_mul(int32_t tokens, int32_t inner, const float *gate_up, float *y);
+/* gate_up [tokens][2 * inner] -> y [tokens][inner] = activation(gate) * up. */
+void st_gate(int32_t tokens, int32_t inner, int32_t activation, const float *gate_up, float *y);
 
 /* qkv [T][num_heads + 2 num_kv_heads][head_dim], in place: norm each query and key head (unless qk_norm is NULL), turn
  * adjacent pairs by the token's turns, and put keys and values at their places in the store. */
@@ -160,7 +178,7 @@ void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, cons
 
 /* q: the first num_heads heads of rows of `q_stride` elements -> out [T][num_heads * head_dim]. Query head h reads KV head
  * h / (num_heads / num_kv_heads); a query at position p sees (p - window_tokens, p], all of [0, p] if that is 0. */
-void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, float scale,
+void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, const StScores *scores,
                   const float *q, int64_t q_stride, float *out);
 
 /* How one token is drawn. top_k: 0 for off; min_p: 0 for off, else a share of the largest probability; top_p: 1 for off;

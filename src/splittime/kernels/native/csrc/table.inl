@@ -4,7 +4,7 @@
 #include "sampling.inl"
 
 namespace ST_ISA {
-void attention(const StBatch *, const StKv *, int32_t, int32_t, float, const float *, int64_t, float *);
+void attention(const StBatch *, const StKv *, int32_t, int32_t, const StScores &, const float *, int64_t, float *);
 }
 
 #define ST_TABLE_(isa) isa##_kernels
@@ -18,7 +18,8 @@ const Kernels ST_TABLE(ST_ISA) = {
     .linear_gated = ST_ISA::linear_gated,
     .add_low_rank = ST_ISA::add_low_rank,
     .rms_norm = ST_ISA::rms_norm,
-    .silu_mul = ST_ISA::silu_mul,
+    .add_normed = ST_ISA::add_normed,
+    .gate = ST_ISA::gate,
     .rope_write = ST_ISA::rope_write,
     .attention = ST_ISA::attention,
     .draw = ST_ISA::draw,

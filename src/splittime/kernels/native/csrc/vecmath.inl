@@ -29,18 +29,30 @@ constexpr float ROUNDER = 12582912.0f;
 // sum of exponents, is made with it, so that a NaN stays a NaN.
 ST_INLINE F32 power_of_two(F32 rounded) { return (F32)(((I32)rounded + 127) << 23); }
 
-// 2^x to 2e-7 of its value for x <= 128; 0 below -126.5.
-ST_INLINE F32 exp2_of(F32 x) {
-  x = at_least(x, -127.0f);
-  F32 rounded = x + ROUNDER;
-  F32 f = x - (rounded - ROUNDER);  // -0.5 .. 0.5
+// (2^f - 1) / f for f from -0.5 to 0.5.
+ST_INLINE F32 exp2_slope(F32 f) {
   F32 y = splat(0x1.5bba14p-10f);
   y = fma(y, f, splat(0x1.3cea88p-7f));
   y = fma(y, f, splat(0x1.c6b752p-5f));
   y = fma(y, f, splat(0x1.ebf9bcp-3f));
-  y = fma(y, f, splat(0x1.62e42ap-1f));
-  y = fma(y, f, splat(1.0f));
-  return y * power_of_two(rounded);
+  return fma(y, f, splat(0x1.62e42ap-1f));
+}
+
+// 2^x to 2e-7 of its value for x <= 128; 0 below -126.5.
+ST_INLINE F32 exp2_of(F32 x) {
+  x = at_least(x, -127.0f);
+  F32 rounded = x + ROUNDER;
+  F32 f = x - (rounded - ROUNDER);
+  return fma(exp2_slope(f), f, splat(1.0f)) * power_of_two(rounded);
+}
+
+// tanh(x) to 5e-7 of its value: e / (e + 2) with e = e^2x - 1, which near 0 loses nothing to the 1.
+ST_INLINE F32 tanh_of(F32 x) {
+  x = at_most(at_least(x * 0x1.715476p+1f, -64.0f), 64.0f);
+  F32 rounded = x + ROUNDER, power = power_of_two(rounded);
+  F32 f = x - (rounded - ROUNDER);
+  F32 e = fma(exp2_slope(f) * f, power, power - 1.0f);
+  return e / (e + 2.0f);
 }
 
 // e^x to 3e-7 of its value, wherever that is a normal float; 0 and infinity beyond. ln 2 is taken off in two parts, so
@@ -100,7 +112,12 @@ inline int64_t tile_of(const StKv &kv, int64_t block, int part, int head) {
   return (block * 2 + part) * kv.num_kv_heads + head;
 }
 
-// silu(gate) * up, silu(x) being x / (1 + e^-x).
-ST_INLINE F32 silu_mul_of(F32 gate, F32 up) { return gate / (exp_of(-gate) + 1.0f) * up; }
+// activation(gate) * up: of silu x / (1 + e^-x), of GELU the same of x with an exponent that is about 1.6 x (its
+// approximation with a tanh, 0.5 x (1 + tanh(z)) = x / (1 + e^-2z)).
+ST_INLINE F32 gated_by(int32_t activation, F32 gate, F32 up) {
+  F32 exponent = gate;
+  if (activation == ST_GELU) exponent = gate * fma(gate * gate, splat(0x1.2444f2p-4f), splat(0x1.988454p+0f));
+  return gate / (exp_of(-exponent) + 1.0f) * up;
+}
 
 }  // namespace ST_ISA

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import (
-    FLOATS,
-    Recipe,
-    Tensors,
-    group_size,
-    is_excepted_by_parts,
-    names,
-    refuse,
-    refuse_others,
-)
+from splittime.models.weights.formats import recipe as recipes
 from splittime.models.weights.formats.stored import GroupedWeight, num_groups, num_words
 
 METHOD = "awq"
@@ -30,35 +21,37 @@ WORD = 8  # outputs
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of outputs 0 to 7
 
 
-def parse(values: dict[str, Any]) -> Recipe:
+def parse(values: dict[str, Any]) -> recipes.Recipe:
     fields = Fields(values, "quantization_config.")
-    refuse_others(values, METHOD, {"bits": (4,), "w_bit": (4,)})
+    recipes.refuse_others(values, METHOD, {"bits": (4,), "w_bit": (4,)})
     for key in ("version", "format"):
         version = fields.text(key, "gemm")
         if version.lower() != "gemm":
-            raise refuse(key, version, "'gemm' (of awq)")
-    return Recipe(
+            raise recipes.refuse(key, version, "'gemm' (of awq)")
+    return recipes.Recipe(
         method=METHOD,
         layout="gemm",
         bits=4,
-        group_size=group_size(fields, "group_size", "q_group_size"),
+        group_size=recipes.group_size(fields, "group_size", "q_group_size"),
         symmetric=not fields.flag("zero_point", True),
-        exceptions=names(fields, "modules_to_not_convert"),
+        exceptions=recipes.names(fields, "modules_to_not_convert"),
     )
 
 
-is_excepted = is_excepted_by_parts
+is_excepted = recipes.is_excepted_by_parts
 
 
-def is_stored(module: str, tensors: Tensors) -> bool:
+def is_stored(module: str, tensors: recipes.Tensors) -> bool:
     return f"{module}.qweight" in tensors
 
 
 class AwqWeight(GroupedWeight):
-    def __init__(self, tensors: Tensors, module: str, recipe: Recipe, out_features: int, in_features: int) -> None:
+    def __init__(
+        self, tensors: recipes.Tensors, module: str, recipe: recipes.Recipe, out_features: int, in_features: int
+    ) -> None:
         words, groups = num_words(out_features, 4), num_groups(recipe, in_features)
         self._qweight = tensors.take_stored(f"{module}.qweight", (torch.int32,), in_features, words)
-        self._all_scales = tensors.take_stored(f"{module}.scales", FLOATS, groups, out_features)
+        self._all_scales = tensors.take_stored(f"{module}.scales", recipes.FLOATS, groups, out_features)
         self._qzeros = None
         if not recipe.symmetric or f"{module}.qzeros" in tensors:
             self._qzeros = tensors.take_stored(f"{module}.qzeros", (torch.int32,), groups, words)

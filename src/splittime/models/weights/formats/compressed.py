@@ -23,18 +23,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.models.fields import Fields
 from splittime.models.weights.formats import floats
-from splittime.models.weights.formats.recipe import (
-    FLOATS,
-    Recipe,
-    Tensors,
-    an_object,
-    group_size,
-    object_or_none,
-    one_of_each,
-    patterns,
-    refuse,
-    refuse_others,
-)
+from splittime.models.weights.formats import recipe as recipes
 from splittime.models.weights.formats.stored import GroupedWeight, act_order, centred, num_groups, num_words, unpack
 
 METHOD = "compressed-tensors"
@@ -46,78 +35,82 @@ ORDERS = (False, "weight", "static", *REORDERED)
 TOKENS = {"num_bits": (8,), "type": ("int",), "strategy": ("token",), "symmetric": (True,), "dynamic": (True,)}
 
 
-def parse(values: dict[str, Any]) -> Recipe:
+def parse(values: dict[str, Any]) -> recipes.Recipe:
     fields = Fields(values, "quantization_config.")
     layout = fields.text("format", "")
     if layout not in (*BITS, *floats.LAYOUTS):
-        raise refuse("format", layout, f"{' or '.join(map(repr, (*BITS, floats.LAYOUTS[0])))} (of {METHOD})")
+        raise recipes.refuse("format", layout, f"{' or '.join(map(repr, (*BITS, floats.LAYOUTS[0])))} (of {METHOD})")
     _refuse_extras(values)
     group = _only_group(values.get("config_groups"))
     if group.get("format") not in (None, layout):
-        raise refuse("config_groups.format", group["format"], f"{layout!r}, as format says")
+        raise recipes.refuse("config_groups.format", group["format"], f"{layout!r}, as format says")
     if layout in floats.LAYOUTS:
         return floats.parse_compressed(METHOD, fields, layout, group)
-    activations = object_or_none(group.get("input_activations"), "config_groups.input_activations")
+    activations = recipes.object_or_none(group.get("input_activations"), "config_groups.input_activations")
     if activations is not None:
-        one_of_each(
+        recipes.one_of_each(
             activations,
             "config_groups.input_activations",
             TOKENS,
             "activations rounded to 8 bits, symmetric, for each token as it comes",
         )
-    weights = an_object(group.get("weights"), "config_groups.weights")
-    refuse_others(weights, METHOD, {"type": ("int",), "dynamic": (False,), "actorder": ORDERS, "block_structure": ()})
-    refuse_others(weights, METHOD, {"num_bits": BITS[layout], "strategy": STRATEGIES[layout]})
+    weights = recipes.an_object(group.get("weights"), "config_groups.weights")
+    recipes.refuse_others(
+        weights, METHOD, {"type": ("int",), "dynamic": (False,), "actorder": ORDERS, "block_structure": ()}
+    )
+    recipes.refuse_others(weights, METHOD, {"num_bits": BITS[layout], "strategy": STRATEGIES[layout]})
     own = Fields(weights, "quantization_config.config_groups.weights.")
-    return Recipe(
+    return recipes.Recipe(
         method=METHOD,
         layout=layout,
         bits=own.count("num_bits"),
-        group_size=group_size(own, "group_size") if own.text("strategy") == "group" else 0,
+        group_size=recipes.group_size(own, "group_size") if own.text("strategy") == "group" else 0,
         symmetric=own.flag("symmetric", True),
         act_order=weights.get("actorder") in REORDERED,
-        exceptions=patterns(fields, "ignore"),
+        exceptions=recipes.patterns(fields, "ignore"),
         rounds_activations=activations is not None,
     )
 
 
 def _refuse_extras(values: dict[str, Any]) -> None:
-    refuse_others(values, METHOD, {"quantization_status": ("compressed",)})
-    kept = object_or_none(values.get("kv_cache_scheme"), "kv_cache_scheme")
+    recipes.refuse_others(values, METHOD, {"quantization_status": ("compressed",)})
+    kept = recipes.object_or_none(values.get("kv_cache_scheme"), "kv_cache_scheme")
     if kept is not None and (kept.get("num_bits"), kept.get("type")) != (8, "float"):
-        raise refuse("kv_cache_scheme", kept, "none, or one of 8 bits and type 'float'")
+        raise recipes.refuse("kv_cache_scheme", kept, "none, or one of 8 bits and type 'float'")
     for key in ("sparsity_config", "transform_config"):
-        found = an_object(values.get(key) or {}, key)
+        found = recipes.an_object(values.get(key) or {}, key)
         if found.get("format") not in (None, "dense") or found.get("config_groups"):
-            raise refuse(key, found, "none")
+            raise recipes.refuse(key, found, "none")
 
 
 def _only_group(groups: Any) -> dict[str, Any]:
-    found = an_object(groups, "config_groups")
+    found = recipes.an_object(groups, "config_groups")
     if len(found) != 1:
-        raise refuse("config_groups", sorted(found), "one group, of all Linear modules that are not in ignore")
-    group = an_object(next(iter(found.values())), "config_groups")
+        raise recipes.refuse("config_groups", sorted(found), "one group, of all Linear modules that are not in ignore")
+    group = recipes.an_object(next(iter(found.values())), "config_groups")
     if group.get("targets") != ["Linear"]:
-        raise refuse("config_groups.targets", group.get("targets"), "['Linear'], less what is in ignore")
+        raise recipes.refuse("config_groups.targets", group.get("targets"), "['Linear'], less what is in ignore")
     if group.get("output_activations") is not None:
-        raise refuse("config_groups.output_activations", group["output_activations"], "none")
+        raise recipes.refuse("config_groups.output_activations", group["output_activations"], "none")
     return group
 
 
-def is_excepted(module: str, recipe: Recipe) -> bool:
+def is_excepted(module: str, recipe: recipes.Recipe) -> bool:
     """A module's whole name, or a regular expression from its beginning after "re:"."""
     return any(
         bool(re.match(name[3:], module)) if name.startswith("re:") else name == module for name in recipe.exceptions
     )
 
 
-def is_stored(module: str, tensors: Tensors) -> bool:
+def is_stored(module: str, tensors: recipes.Tensors) -> bool:
     names, weight = ("weight_packed", "weight_scale"), f"{module}.weight"
     return any(f"{module}.{name}" in tensors for name in names) or tensors.is_int8(weight) or tensors.is_float8(weight)
 
 
 class CompressedWeight(GroupedWeight):
-    def __init__(self, tensors: Tensors, module: str, recipe: Recipe, out_features: int, in_features: int) -> None:
+    def __init__(
+        self, tensors: recipes.Tensors, module: str, recipe: recipes.Recipe, out_features: int, in_features: int
+    ) -> None:
         bits, groups = recipe.bits, num_groups(recipe, in_features)
         self._is_packed = recipe.layout == PACKED
         if self._is_packed:
@@ -126,7 +119,7 @@ class CompressedWeight(GroupedWeight):
             _check_shape(tensors, f"{module}.weight_shape", out_features, in_features)
         else:
             self._weight = tensors.take_stored(f"{module}.weight", (torch.int8,), out_features, in_features)
-        self._all_scales = tensors.take_stored(f"{module}.weight_scale", FLOATS, out_features, groups)
+        self._all_scales = tensors.take_stored(f"{module}.weight_scale", recipes.FLOATS, out_features, groups)
         self._zero_points = _take_zeros(tensors, f"{module}.weight_zero_point", recipe, out_features, groups)
         read = [self._weight, self._all_scales, *([] if self._zero_points is None else [self._zero_points])]
         super().__init__(module, recipe, out_features, in_features, read)
@@ -156,7 +149,9 @@ class CompressedWeight(GroupedWeight):
         return fields[begin - first * per_word : end - first * per_word].short()
 
 
-def _take_zeros(tensors: Tensors, name: str, recipe: Recipe, out_features: int, groups: int) -> Tensor | None:
+def _take_zeros(
+    tensors: recipes.Tensors, name: str, recipe: recipes.Recipe, out_features: int, groups: int
+) -> Tensor | None:
     """Takes the zero points; some exports have them for a symmetric weight all the same."""
     if recipe.symmetric and name not in tensors:
         return None
@@ -165,7 +160,7 @@ def _take_zeros(tensors: Tensors, name: str, recipe: Recipe, out_features: int, 
     return tensors.take_stored(name, (torch.int8,), out_features, groups)
 
 
-def _check_shape(tensors: Tensors, name: str, out_features: int, in_features: int) -> None:
+def _check_shape(tensors: recipes.Tensors, name: str, out_features: int, in_features: int) -> None:
     shape = tensors.take_stored(name, (torch.int64, torch.int32), 2).tolist()
     if shape != [out_features, in_features]:
         message = f"weights: {name} is {shape}, the config asks for {[out_features, in_features]}"

@@ -28,15 +28,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.models.fields import Fields
-from splittime.models.weights.formats.recipe import (
-    FLOATS,
-    Recipe,
-    Tensors,
-    an_object,
-    one_of_each,
-    patterns,
-    refuse_others,
-)
+from splittime.models.weights.formats import recipe as recipes
 
 BLOCK = 128  # rows and columns
 FLOAT8 = torch.float8_e4m3fn
@@ -48,7 +40,9 @@ class FloatWeight:
 
     columns: Tensor | None = None
 
-    def __init__(self, tensors: Tensors, module: str, recipe: Recipe, out_features: int, in_features: int) -> None:
+    def __init__(
+        self, tensors: recipes.Tensors, module: str, recipe: recipes.Recipe, out_features: int, in_features: int
+    ) -> None:
         self.name = module
         self.out_features = out_features
         self.in_features = in_features
@@ -75,7 +69,7 @@ class FloatWeight:
         return self._scales[torch.arange(begin, end) // BLOCK]
 
 
-def _take_scales(tensors: Tensors, name: str, kind: str, out_features: int, in_features: int) -> Tensor:
+def _take_scales(tensors: recipes.Tensors, name: str, kind: str, out_features: int, in_features: int) -> Tensor:
     """float32 [1, 1], [out, 1] or [blocks, blocks]. Raises `ConfigError` for what cannot be a scale."""
     shape = {
         "tensor": (1,),
@@ -85,7 +79,7 @@ def _take_scales(tensors: Tensors, name: str, kind: str, out_features: int, in_f
     found = tensors.shape_of(name)
     if kind != "block" and found is not None and found == shape[:-1]:
         shape = found  # [] or [out], as some exports have them
-    scales = tensors.take_stored(name, FLOATS, *shape).float()
+    scales = tensors.take_stored(name, recipes.FLOATS, *shape).float()
     wrong = ~((scales > 0) & (scales * LARGEST).isfinite())
     if bool(wrong.any()):
         value = float(scales[wrong][0])
@@ -104,20 +98,20 @@ FLOAT_STRATEGIES = {"tensor": ("token", "tensor"), "channel": ("token", "tensor"
 WEIGHTS, ACTIVATIONS = "config_groups.weights", "config_groups.input_activations"
 
 
-def parse_compressed(method: str, fields: Fields, layout: str, group: dict[str, Any]) -> Recipe:
-    weights = an_object(group.get("weights"), WEIGHTS)
-    refuse_others(weights, method, {"symmetric": (True,), "dynamic": (False,), "actorder": (False,)})
-    one_of_each(weights, WEIGHTS, {"type": ("float",), "num_bits": (8,), "strategy": tuple(FLOAT_STRATEGIES)})
+def parse_compressed(method: str, fields: Fields, layout: str, group: dict[str, Any]) -> recipes.Recipe:
+    weights = recipes.an_object(group.get("weights"), WEIGHTS)
+    recipes.refuse_others(weights, method, {"symmetric": (True,), "dynamic": (False,), "actorder": (False,)})
+    recipes.one_of_each(weights, WEIGHTS, {"type": ("float",), "num_bits": (8,), "strategy": tuple(FLOAT_STRATEGIES)})
     strategy = weights["strategy"]
     if strategy == "block":
-        one_of_each(weights, WEIGHTS, {"block_structure": ([BLOCK, BLOCK],)})
-    return Recipe(
+        recipes.one_of_each(weights, WEIGHTS, {"block_structure": ([BLOCK, BLOCK],)})
+    return recipes.Recipe(
         method=method,
         layout=layout,
         bits=8,
         group_size=BLOCK if strategy == "block" else 0,
         symmetric=True,
-        exceptions=patterns(fields, "ignore"),
+        exceptions=recipes.patterns(fields, "ignore"),
         scales=strategy,
         scale_name="weight_scale",
         has_input_scale=_is_static(group.get("input_activations"), strategy),
@@ -127,13 +121,13 @@ def parse_compressed(method: str, fields: Fields, layout: str, group: dict[str, 
 
 def _is_static(given: Any, strategy: str) -> bool:
     """Returns whether activations have a stored scale."""
-    activations = an_object(given, ACTIVATIONS)
+    activations = recipes.an_object(given, ACTIVATIONS)
     ways = FLOAT_STRATEGIES[strategy]
     choices = {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ways}
-    one_of_each(activations, ACTIVATIONS, choices, f"activations in e4m3, symmetric, by {' or by '.join(ways)}")
+    recipes.one_of_each(activations, ACTIVATIONS, choices, f"activations in e4m3, symmetric, by {' or by '.join(ways)}")
     way, is_static = activations["strategy"], activations.get("dynamic") is False
     if way == "group":
-        one_of_each(activations, ACTIVATIONS, {"group_size": (BLOCK,)})
+        recipes.one_of_each(activations, ACTIVATIONS, {"group_size": (BLOCK,)})
     if way != "tensor":
-        one_of_each(activations, ACTIVATIONS, {"dynamic": (True,)}, "scales worked out as activations come")
+        recipes.one_of_each(activations, ACTIVATIONS, {"dynamic": (True,)}, "scales worked out as activations come")
     return is_static

@@ -4,22 +4,28 @@ from collections.abc import Iterable
 from typing import Any
 
 from splittime.core.errors import ConfigError
-from splittime.models.weights.formats import awq, compressed, fp8, gptq
+from splittime.models.weights.formats import awq, compressed, fp8, gptq, mxfp4
 from splittime.models.weights.formats.awq import AwqWeight
 from splittime.models.weights.formats.compressed import CompressedWeight
 from splittime.models.weights.formats.floats import FloatWeight
 from splittime.models.weights.formats.gptq import GptqWeight
+from splittime.models.weights.formats.mxfp4 import Mxfp4Weight
 from splittime.models.weights.formats.recipe import KEY, Recipe, Tensors, refuse
 from splittime.models.weights.formats.stored import GroupedWeight
 
-FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, fp8, compressed)}
-WEIGHTS: dict[str, type[Any]] = {awq.METHOD: AwqWeight, gptq.METHOD: GptqWeight, compressed.METHOD: CompressedWeight}
-FileWeight = GroupedWeight | FloatWeight
+FORMATS: dict[str, Any] = {module.METHOD: module for module in (awq, gptq, fp8, compressed, mxfp4)}
+WEIGHTS: dict[str, type[Any]] = {
+    **{awq.METHOD: AwqWeight, gptq.METHOD: GptqWeight},
+    **{compressed.METHOD: CompressedWeight, mxfp4.METHOD: Mxfp4Weight},
+}
+FileWeight = GroupedWeight | FloatWeight | Mxfp4Weight
 LAYERS = "model.layers."
 OLD_KEY, DEFAULT_METHOD = "compression_config", compressed.METHOD  # as compressed-tensors wrote it before 0.5
 
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Scales of keys and values, measured beforehand. No cache of ours wants them: each token and head has its own."""
+
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".mlp.router", ".block_sparse_moe.gate", ".block_sparse_moe.router")
 
 SIDE_FILES = {"quantize_config.json": gptq.METHOD, "quant_config.json": awq.METHOD}
 
@@ -44,8 +50,8 @@ def parse(config: dict[str, Any]) -> Recipe | None:
 
 def _may_be_floats(module: str) -> bool:
     """Returns whether formats leave it unquantised without a word: the embedding, which is a tied head too, head and
-    router."""
-    return module in ("model.embed_tokens", "lm_head") or module.endswith((".mlp.gate", ".block_sparse_moe.gate"))
+    routers."""
+    return module in ("model.embed_tokens", "lm_head") or module.endswith(ROUTERS)
 
 
 def split(tensors: Tensors, names: Iterable[str], recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -78,7 +84,9 @@ def take(tensors: Tensors, recipe: Recipe, module: str, out_features: int, in_fe
     that is quantised although the config excepts it, or that is not although the config promises it."""
     chosen = FORMATS[recipe.method]
     if not chosen.is_stored(module, tensors):
-        if f"{module}.weight" in tensors and not _may_be_floats(module) and not chosen.is_excepted(module, recipe):
+        place = tensors.place_of(module)
+        is_float = f"{module}.weight" in tensors or (place is not None and place.tensor in tensors)
+        if is_float and not _may_be_floats(module) and not chosen.is_excepted(module, recipe):
             message = f"weights: {module} is floats in the file, {KEY} says that it has {recipe.bits} bits"
             hint = f"name it in {KEY} as not quantised, or take a checkpoint whose files are what its config says"
             raise ConfigError(message, param=module, value=recipe.bits, hint=hint)

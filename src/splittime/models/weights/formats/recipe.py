@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
+from splittime.models.architectures import ExpertPlace
 from splittime.models.fields import LIMITS, MAX_NAMES, Fields
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -31,6 +32,9 @@ class Tensors(Protocol):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """None where there is no such tensor."""
 
+    def place_of(self, module: str) -> ExpertPlace | None:
+        """`LayerNames.place_of`."""
+
     def take_stored(self, name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
         """The tensor called `name`. Raises `ConfigError` if absent, of another shape, or of none of these dtypes."""
 
@@ -42,7 +46,7 @@ MAX_REPETITIONS = 4
 GROUP_UNIT = 32  # columns that the kernels' groups are multiples of
 HINT = (
     "take the unquantised model and round it with --quantization int8 or int4, or a checkpoint in awq (gemm), gptq, "
-    "fp8 (blocks of 128 x 128) or compressed-tensors (int8, int4, fp8)"
+    "fp8 (blocks of 128 x 128), compressed-tensors (int8, int4, fp8) or, of gpt-oss, mxfp4"
 )
 
 

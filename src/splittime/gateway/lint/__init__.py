@@ -1,1 +1,0 @@
-"""Text in prompts that serves nothing: a `sampler` of those that pass, and its faults in `words`."""

@@ -1,1 +1,0 @@
-"""A stream that breaks off in its middle goes on at another upstream."""
