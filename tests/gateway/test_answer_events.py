@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from splittime.gateway.answer_events import AnswerEvents
 from splittime.gateway.forwarded import forwarded
 
-from .hostile import CHUNK, LAST, USAGE, event
+from .hostile import CHUNK, LAST, USAGE, WHOLE, event
 
 STAGES = [
     {"stage": "receive", "cause": None, "begin_ns": 0, "end_ns": 5},
@@ -58,6 +58,28 @@ def test_an_account_that_does_not_sum_is_not_taken(timing, fault):
     events.take_whole(json.dumps({"timing": timing}).encode())
     assert fault in events.nested().fault
     assert events.nested().stages == ()
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"),
+    [
+        (False, (None, None, None)),
+        ([7, 3], (None, None, None)),
+        ({"prompt_tokens": "7", "completion_tokens": True}, (None, None, None)),
+        ({"prompt_tokens": -1, "completion_tokens": 2**40}, (None, None, None)),
+        ({"prompt_tokens": 7.0, "completion_tokens": 3.5}, (7, None, None)),
+        ({"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": "x"}, (7, 3, None)),
+        ({"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2.0}}, (7, 3, 2)),
+    ],
+)
+def test_an_odd_usage_takes_nothing_else_from_its_event(usage, tokens):
+    whole, streamed = AnswerEvents(), AnswerEvents()
+    whole.take_whole(json.dumps(WHOLE | {"usage": usage}).encode())
+    streamed.feed(event(CHUNK) + event(LAST | {"usage": usage}) + event(b"[DONE]"))
+    for read in (whole.read(), streamed.read()):
+        assert read.finish_reason == "stop"
+        assert (read.prompt_tokens, read.output_tokens, read.cached_tokens) == tokens
+    assert whole.text_bytes == len("tick")
 
 
 def test_an_error_inside_the_stream_is_noticed():

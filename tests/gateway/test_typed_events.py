@@ -70,14 +70,22 @@ def test_words_of_an_answer_are_no_end():
     assert not read(RESPONSES, stream(RESPONSES, [said])).is_done
 
 
-@pytest.mark.parametrize("broken", ["many", -1, 2**40, [1], {"input_tokens": "7"}])
+@pytest.mark.parametrize("broken", ["many", -1, 2**40, [1], False, {"input_tokens": "7", "input_tokens_details": [1]}])
 def test_an_end_whose_numbers_cannot_be_read_is_one(broken):
     usage = broken if isinstance(broken, dict) else {"input_tokens": broken, "output_tokens": broken}
     last = {"type": "response.completed", "response": {"id": "r", "status": "completed", "usage": usage}}
     events = read(RESPONSES, stream(RESPONSES, [last]))
     assert events.is_done
-    assert counts(events)[0] is None
-    assert counts(events)[2] is None
+    assert counts(events) == (None, None, None, "stop")
+
+
+@pytest.mark.parametrize("usage", [False, [7], {"output_tokens": "3", "cache_read_input_tokens": "x"}])
+def test_an_odd_usage_takes_no_reason_from_a_message(usage):
+    last = {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": usage}
+    assert counts(read(MESSAGES, stream(MESSAGES, [*MESSAGE_EVENTS[:-2], last]))) == (7, 2, None, "tool_calls")
+    events = events_of(MESSAGES)
+    events.take_whole(json.dumps(TYPED_WHOLE[MESSAGES] | {"usage": usage}).encode())
+    assert counts(events)[2:] == (None, "tool_calls")
 
 
 def test_an_account_is_nested_from_within_a_response():

@@ -182,6 +182,7 @@ GIVEN = 200
 STREAMS = [
     Row("a stream", stream(*OK_EVENTS), GIVEN, None, "nobody", False),
     Row("without [DONE]", stream(CHUNK, LAST), GIVEN, None, "nobody", False),
+    Row("an odd usage at its end", stream(CHUNK, LAST | {"usage": False}), GIVEN, None, "nobody", False),
     Row("without [DONE], cut", stream(CHUNK, LAST, end=b""), GIVEN, "upstream_died", "health", False, hangs_up=True),
     Row("without an end", stream(CHUNK), GIVEN, "upstream_died", "health", False),
     Row(

@@ -21,13 +21,14 @@ from splittime.gateway import forwarded
 from splittime.gateway.verdict import ToldError, decoded, event_error, refusal_of, told_error
 from splittime.ledger.attempts import NestedStage
 from splittime.ledger.stages import Cause, Stage
-from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, possible, text_bytes_of
+from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, part, possible, text_bytes_of
 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 MOST_HEADS, MOST_HEAD_BYTES = 256, 64 << 10  # of events in which nothing has begun: one for each of several answers
 DONE = b"[DONE]"
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 FILTERED = "content_filter"
+USED = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
 STOPS = {
     "end_turn": FinishReason.STOP,
     "stop_sequence": FinishReason.STOP,
@@ -244,39 +245,13 @@ def _checked(stages: tuple[NestedStage, ...], duration_ns: int) -> NestedAccount
     return NestedAccount(duration_ns, stages)
 
 
-class TypedDetails(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-    reason: Any = None
-
-
-class TypedUsage(msgspec.Struct, gc=False):
-    """Tokens as both APIs tell them. Those that Anthropic's cache had, or was given, are not in `input_tokens`."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-    input_tokens_details: TypedDetails | None = None
-
-    @property
-    def cached(self) -> int | None:
-        details = self.input_tokens_details
-        return self.cache_read_input_tokens if details is None else details.cached_tokens
-
-    @property
-    def prompt(self) -> int | None:
-        parts = (self.input_tokens, self.cache_read_input_tokens, self.cache_creation_input_tokens)
-        own, *others = (possible(part) for part in parts)
-        return None if own is None else own + sum(part or 0 for part in others)
-
-
 class TypedAnswer(msgspec.Struct, gc=False):
     """A response or a message, as far as it counts."""
 
     status: Any = None
     stop_reason: Any = None
-    incomplete_details: TypedDetails | None = None
-    usage: TypedUsage | None = None
+    incomplete_details: Any = None
+    usage: Any = None
     error: Any = None
 
 
@@ -300,20 +275,11 @@ class MessageEvent(msgspec.Struct, gc=False):
     type: str = ""
     message: TypedAnswer | None = None
     delta: TypedAnswer | None = None
-    usage: TypedUsage | None = None
+    usage: Any = None
 
 
 class EventType(msgspec.Struct, gc=False):
     type: str = ""
-
-
-class CountedUsage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    total_tokens: int | None = None
-
-
-class CountedAnswer(msgspec.Struct, gc=False):
-    usage: CountedUsage | None = None
 
 
 def events_of(path: str) -> AnswerEvents:
@@ -333,13 +299,14 @@ class _TypedEvents(AnswerEvents):
     def _is_head(self, data: bytes) -> bool:
         return _type_of(data) == "message_start"  # a response's first has an id, which its client may use at once
 
-    def _note_usage(self, usage: TypedUsage | None, *, has_output: bool = True) -> None:
-        if usage is None:
-            return
-        read = self._usage
-        read.prompt_tokens = _more(read.prompt_tokens, usage.prompt)
-        read.cached_tokens = _more(read.cached_tokens, usage.cached)
-        if has_output and (output := possible(usage.output_tokens)) is not None:
+    def _note_usage(self, usage: object, *, has_output: bool = True) -> None:
+        """Tokens as both APIs tell them. Those that Anthropic's cache had, or was given, are not in `input_tokens`."""
+        read, (own, cached, made, output) = self._usage, (possible(part(usage, name)) for name in USED)
+        details = part(usage, "input_tokens_details")
+        prompt = None if own is None else own + (cached or 0) + (made or 0)
+        read.prompt_tokens = _more(read.prompt_tokens, prompt)
+        read.cached_tokens = _more(read.cached_tokens, cached if details is None else part(details, "cached_tokens"))
+        if has_output and output is not None:
             read.output_tokens = output
 
     def _note_type(self, kind: str, data: bytes) -> None:
@@ -382,12 +349,11 @@ class PassedResponse(_TypedEvents):
 
     def _note_answer(self, answer: TypedAnswer) -> None:
         self._note_usage(answer.usage)
-        details = answer.incomplete_details
         if answer.status == "failed":
             told = {"error": answer.error or {"type": "failed"}}
             self._note_error(told_error(told), msgspec.json.encode(told))
         elif answer.status == "incomplete":
-            is_filtered = details is not None and details.reason == FILTERED
+            is_filtered = part(answer.incomplete_details, "reason") == FILTERED
             self._usage.finish_reason = FILTERED if is_filtered else FinishReason.LENGTH
         elif answer.status == "completed":
             self._usage.finish_reason = FinishReason.STOP
@@ -423,8 +389,9 @@ class PassedCounted(_TypedEvents):
 
     def take_whole(self, body: bytes) -> None:
         super().take_whole(body)
-        usage, read = (_read(body, CountedAnswer) or CountedAnswer()).usage or CountedUsage(), self._usage
-        told = usage.total_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        usage, read = (_read(body, TypedAnswer) or TypedAnswer()).usage, self._usage
+        told, total = part(usage, "prompt_tokens"), part(usage, "total_tokens")
+        told = total if told is None else told
         read.prompt_tokens, read.output_tokens, read.finish_reason = possible(told), 0, FinishReason.STOP
 
 
@@ -437,7 +404,7 @@ class PassedFree(_TypedEvents):
         read.prompt_tokens, read.output_tokens, read.finish_reason = 0, 0, FinishReason.STOP
 
 
-def _more(before: int | None, told: int | None) -> int | None:
+def _more(before: int | None, told: object) -> int | None:
     """Returns the larger number: a later event may tell 0 of what an earlier one counted."""
     tokens = possible(told)
     return before if tokens is None else max(tokens, before or 0)

@@ -79,29 +79,15 @@ class ChunkChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
 
 
-class PromptDetails(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-
 TEXTS = ("content", "reasoning_content", "reasoning")
 
 
-class LlamaCppTimings(msgspec.Struct, gc=False):
-    predicted_n: int | None = None
-    prompt_n: int | None = None
-    cache_n: int | None = None
-
-
 class Chunk(msgspec.Struct, gc=False):
+    """usage, timings (llama.cpp's): read by `part`, as nothing else of a chunk is lost where they are odd."""
+
     choices: list[ChunkChoice] = []
-    usage: Usage | None = None
-    timings: LlamaCppTimings | None = None
+    usage: Any = None
+    timings: Any = None
     error: Any = None
     object: Any = None
     message: Any = None
@@ -164,20 +150,26 @@ class AnswerReader:
             self._tokens_before = so_far
 
     def _take_usage(self, chunk: Chunk) -> None:
-        usage, timings = chunk.usage, chunk.timings
+        usage, cached = chunk.usage, part(chunk.timings, "cache_n")
         if usage is not None:
-            prompt, output = possible(usage.prompt_tokens), possible(usage.completion_tokens)
+            prompt, output = possible(part(usage, "prompt_tokens")), possible(part(usage, "completion_tokens"))
             self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
             self.output_tokens = output if output is not None else self.output_tokens
-            if usage.prompt_tokens_details is not None:
-                self.cached_tokens = possible(usage.prompt_tokens_details.cached_tokens)
-        if timings is not None and timings.cache_n is not None:
-            self.cached_tokens = possible(timings.cache_n)
+            if cached is None:
+                cached = part(part(usage, "prompt_tokens_details"), "cached_tokens")
+        self.cached_tokens = self.cached_tokens if cached is None else possible(cached)
 
 
-def possible(tokens: int | None) -> int | None:
-    """A number of tokens that can be one; what a server says beyond that counts as not told."""
-    return tokens if tokens is not None and 0 <= tokens <= MAX_TOKENS else None
+def part(told: object, name: str) -> Any:
+    """A field of what should be an object; None where it is none."""
+    return told.get(name) if isinstance(told, dict) else None
+
+
+def possible(tokens: object) -> int | None:
+    """A number of tokens that can be one, 7.0 too; what a server says beyond that counts as not told."""
+    if not isinstance(tokens, int | float) or isinstance(tokens, bool) or not 0 <= tokens <= MAX_TOKENS:
+        return None
+    return int(tokens) if tokens == int(tokens) else None
 
 
 def has_content(choice: ChunkChoice) -> bool:
@@ -203,9 +195,8 @@ def text_bytes_of(data: bytes) -> int:
 
 def tokens_so_far(chunk: Chunk) -> int | None:
     """The output tokens up to and with this chunk, if it says so."""
-    if chunk.usage is not None and chunk.usage.completion_tokens is not None:
-        return possible(chunk.usage.completion_tokens)
-    return possible(chunk.timings.predicted_n) if chunk.timings is not None else None
+    told = part(chunk.usage, "completion_tokens")
+    return possible(part(chunk.timings, "predicted_n") if told is None else told)
 
 
 def error_text(chunk: Chunk) -> str:
