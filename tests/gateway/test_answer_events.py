@@ -82,6 +82,28 @@ def test_an_odd_usage_takes_nothing_else_from_its_event(usage, tokens):
     assert whole.text_bytes == len("tick")
 
 
+@pytest.mark.parametrize(
+    ("choice", "has_begun"),
+    [
+        ({"text": ""}, False),
+        ({"delta": {}}, False),
+        ({"delta": {"content": "", "tool_calls": []}}, False),
+        ({"text": "a"}, True),
+        ({"text": "", "finish_reason": "stop"}, True),
+        ({"text": "", "token_ids": [7]}, True),
+        ({"delta": {"reasoning_content": "a"}}, True),
+        ({"delta": None}, True),
+        ({"message": {"content": "a"}}, True),
+    ],
+)
+def test_a_stream_has_begun_with_a_piece_of_an_answer(choice, has_begun):
+    events = AnswerEvents()
+    events.feed(event({"choices": [{"index": 0, **choice}]}))
+    assert events.has_begun is has_begun
+    events.feed(event({"choices": [{"index": 0, **choice}]}))  # a sign of life
+    assert events.has_begun
+
+
 def test_an_error_inside_the_stream_is_noticed():
     events = AnswerEvents()
     events.feed(event(CHUNK) + event({"error": {"message": "out of memory"}}) + event(b"[DONE]"))

@@ -34,6 +34,7 @@ def error(message: str = "no", **more) -> dict:
 
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 OK_EVENTS = (CHUNK, LAST, USAGE, b"[DONE]")
+EMPTY = {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": None}]}
 OTHERS = {"choices": [{"index": 1, "delta": {"role": "assistant"}, "finish_reason": None}]}
 FILTERS = {"choices": [], "prompt_filter_results": []}
 NOT_FOR_CLIENTS = {b"set-cookie", b"location", b"content-encoding", b"upgrade"}
@@ -43,6 +44,9 @@ OOM = error("CUDA OOM", type="server_error", code=500)
 GZIP = "content-encoding: gzip"
 ZIPPED_HEAD = STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n")
 BOMB = gzip.compress(b" " * 2**22 + GOOD_BODY)
+
+
+NAMED = STREAM_HEAD + chunk(event(CHUNK)) + chunk(b"event: error\ndata: out of memory\n\n") + chunk(event(b"[DONE]"))
 
 
 class Row(NamedTuple):
@@ -155,6 +159,13 @@ WHOLES = [
     Row("no choices", http(200, b"{}"), 502, BAD, "health"),
     Row("an empty list of choices", http(200, b'{"choices":[ ]}'), 502, BAD, "health"),
     Row("an error as an answer", http(200, json.dumps(OOM).encode()), 500, 500, "health"),
+    Row(
+        "the key as an answer",
+        http(200, json.dumps(error(SECRET, code="invalid_api_key")).encode()),
+        502,
+        "upstream_401",
+        "key",
+    ),
     Row("a refusal as an answer", http(200, json.dumps(error(code=429)).encode()), 429, 429, "health"),
     Row(
         "one's own fault as an answer",
@@ -209,10 +220,23 @@ STREAMS = [
         "nobody",
         False,
     ),
+    Row(
+        "named a page",
+        stream(*OK_EVENTS, head=STREAM_HEAD.replace(b"text/event-stream", b"text/html")),
+        GIVEN,
+        None,
+        "nobody",
+        False,
+    ),
     Row("a role and no answer", stream(ROLE, b"[DONE]"), 502, BAD, "health"),
     Row("an error behind a role", stream(ROLE, OOM), 500, "upstream_error_event", "health"),
     Row("an error behind each one's role", stream(FILTERS, ROLE, OTHERS, OOM), 500, "upstream_error_event", "health"),
     Row("an error behind a role told twice", stream(ROLE, ROLE, OOM), GIVEN, 500, "health", False),
+    Row("an error behind an empty piece", stream(ROLE, EMPTY, OOM), 500, "upstream_error_event", "health"),
+    Row("an error behind what says nothing", stream(EMPTY, OOM), 500, "upstream_error_event", "health"),
+    Row("an error behind an empty piece told twice", stream(EMPTY, EMPTY, OOM), GIVEN, 500, "health", False),
+    Row("no event behind a role", stream(ROLE, {"message": "boom"}), 502, BAD, "health"),
+    Row("a named error inside", NAMED, GIVEN, None, "health", False),
     Row("a role, cut", stream(ROLE, end=b""), 502, "upstream_died", "health", hangs_up=True),
     Row("a role and no end", stream(ROLE), 502, "upstream_died", "health"),
     Row("one's own fault behind a role", stream(ROLE, error("long", code=400), b"[DONE]"), 400, 400, "request", False),
@@ -244,6 +268,8 @@ STREAMS = [
         "health",
     ),
     Row("a refusal first", stream(error("x", type="rate_limit_error")), 429, "upstream_error_event", "health"),
+    Row("the key first, no status", stream(error(SECRET, code="insufficient_quota")), 502, "upstream_401", "key"),
+    Row("the key behind a role", stream(ROLE, error(SECRET, code="invalid_api_key")), 502, "upstream_401", "key"),
     Row(
         "the key first",
         stream(error(KEY, code="invalid_api_key", type="authentication_error")),

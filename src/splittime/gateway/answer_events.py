@@ -26,6 +26,7 @@ from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, part, 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 MOST_HEADS, MOST_HEAD_BYTES = 256, 64 << 10  # of events in which nothing has begun: one for each of several answers
 DONE = b"[DONE]"
+SAID = ("finish_reason", "token_ids", "text", "message")  # of a choice
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 FILTERED = "content_filter"
 USED = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
@@ -117,10 +118,10 @@ def ignored(*told: object) -> None:
 
 
 class AnswerEvents:
-    """One answer, as it is read. first: its first event. num_pieces: of its events, those that may have a token of the
-    answer; num_bytes: of those, with all that stands around their texts. on_id: told by which id the upstream keeps
-    it, as soon as it says so. has_begun: an event has more than who speaks. error: that it told of itself, in which
-    event, and whether before it began."""
+    """One answer, as it is read. begin: its latest event up to the one with which it has begun, which has a piece of an
+    answer. num_pieces: of its events, those that may have a token of the answer; num_bytes: of those, with all that
+    stands around their texts. on_id: told by which id the upstream keeps it, as soon as it says so. error: that it told
+    of itself, in which event, and whether before it began."""
 
     def __init__(self) -> None:
         self._lines = EventLines()
@@ -129,25 +130,24 @@ class AnswerEvents:
         self.num_events = self.num_pieces = self.num_bytes = 0
         self.on_id: Callable[[str], None] = ignored
         self.is_done = self.has_begun = False
-        self.first: bytes | None = None
+        self.begin: bytes | None = None
         self.error: ToldError | None = None
         self.error_data, self.is_error_first = b"", False
         self._heads: set[tuple[object, ...]] = set()
 
     def feed(self, piece: bytes) -> None:
         for data in self._lines.feed(piece):
-            if self.first is None:
-                self.first = data
+            self.begin = self.begin if self.has_begun else data
             self._take(data)
             self.has_begun = self.has_begun or self.num_events > MOST_HEADS or not self._is_head(data)
 
     def _is_head(self, data: bytes) -> bool:
         """Returns whether an event comes before an answer, with nothing of it. What comes again is a sign of life."""
         choices = (decoded(data) or {}).get("choices") if data.startswith(b"{") else None
-        if not isinstance(choices, list) or not all(map(_says_who_speaks, choices)) or self.num_bytes > MOST_HEAD_BYTES:
+        if not isinstance(choices, list) or not all(map(_says_nothing, choices)) or self.num_bytes > MOST_HEAD_BYTES:
             return False
         num_heads = len(self._heads)
-        self._heads.add(tuple(str(choice.get("index")) for choice in choices))
+        self._heads.add(tuple((str(choice.get("index")), *(choice.get("delta") or ())) for choice in choices))
         return len(self._heads) > num_heads
 
     def _take(self, data: bytes) -> None:
@@ -202,12 +202,12 @@ class AnswerEvents:
         return NestedAccount(fault="the answer told no timing")
 
 
-def _says_who_speaks(choice: Any) -> bool:
-    """Returns whether a chunk's choice tells the role, and nothing else yet."""
-    delta = choice.get("delta") if isinstance(choice, dict) else None
-    if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") or choice.get("token_ids"):
+def _says_nothing(choice: Any) -> bool:
+    """Returns whether a chunk's choice has no piece of an answer: it tells the role, or is empty."""
+    if not isinstance(choice, dict) or any(choice.get(name) for name in SAID):
         return False
-    return not any(value for name, value in delta.items() if name != "role")
+    delta = choice.get("delta", {})
+    return isinstance(delta, dict) and not any(value for name, value in delta.items() if name != "role")
 
 
 def readable(piece: bytes) -> bytes:

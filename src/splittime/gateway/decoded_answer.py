@@ -138,12 +138,10 @@ class KeyMask:
 
 
 def is_stream(answer: Answer, first: bytes, was_asked_for: bool) -> bool:
-    """Returns whether an answer that begins so is a stream, whatever was asked for. Some servers name no type for
-    one."""
-    if not 200 <= answer.status < 300:
-        return False
-    is_unnamed = was_asked_for and answer.content_type in ("", "text/plain")
-    return answer.content_type == EVENT_STREAM or (is_unnamed and first.lstrip().startswith(STREAM_BEGINS))
+    """Returns whether an answer that begins so is a stream, whatever was asked for. Some servers name none, or another
+    type for one: Flask's is HTML where nothing was said."""
+    looks_so = answer.content_type == EVENT_STREAM or (was_asked_for and first.lstrip().startswith(STREAM_BEGINS))
+    return looks_so and 200 <= answer.status < 300
 
 
 def pause_of(told: Mapping[bytes, bytes]) -> float | None:

@@ -317,13 +317,13 @@ class Relay:
         return verdicts.bad_answer(self._asked, "ended a stream in which it had said nothing") if is_empty else None
 
     def _require_good_begin(self) -> None:
-        """Raises `BrokenStream` where an error or the end comes before the answer, or the first event is none."""
-        events, first = self.events, self.events.first
-        if self._is_judged or first is None:
+        """Raises `BrokenStream` where an error, the end or what is no event comes before the answer."""
+        events, begin = self.events, self.events.begin
+        if self._is_judged or begin is None:
             return
         if events.error is not None and events.is_error_first:
             raise verdicts.BrokenStream(verdicts.of_event(self._asked, events.error, events.error_data))
-        if (verdict := verdicts.of_begin(self._asked, first) or self._of_empty) is not None:
+        if (verdict := self._of_empty or verdicts.of_begin(self._asked, begin)) is not None:
             raise verdicts.BrokenStream(verdict)
         if events.has_begun:
             self._is_judged = self.has_given = True

@@ -178,6 +178,7 @@ class Whose(StrEnum):
 
 
 OWN_LIMITS = frozenset({"upstream_total_timeout", "upstream_whole_answer_timeout"})  # the gateway's
+UNTOLD = {Whose.REQUEST: BAD_REQUEST, Whose.KEY: KEY_REFUSED[0]}  # the status of an error that tells none
 AGAINST = frozenset({Whose.HEALTH, Whose.KEY, Whose.MODEL})  # the upstream
 
 
@@ -354,7 +355,7 @@ def _not_for_clients(asked: AttemptAsked, whose: Whose, code: str) -> tuple[str,
 def _whose(asked: AttemptAsked, status: int, told: ToldError) -> Whose:
     if told.is_flagged or told.codes & FLAGGED:
         return Whose.REQUEST
-    if status in KEY_REFUSED or (status < 500 and told.codes & KEY_CODES):
+    if status in KEY_REFUSED or told.codes & KEY_CODES:
         return Whose.KEY
     if status == 404:
         return Whose.MODEL if told.names_a_model else Whose.REQUEST
@@ -371,7 +372,7 @@ def _whose_within(asked: AttemptAsked, told: ToldError) -> tuple[int, Whose]:
     """Returns the status and whose an error is that comes as an answer. A server that has too much to do says so by its
     status: who does not is asked by others as if it were well."""
     whose = _whose(asked, told.status or BAD_GATEWAY, told)
-    status = told.status or (BAD_REQUEST if whose is Whose.REQUEST else BAD_GATEWAY)
+    status = told.status or UNTOLD.get(whose, BAD_GATEWAY)
     return status, Whose.HEALTH if whose is Whose.BUSY else whose
 
 
@@ -397,7 +398,7 @@ def of_event(asked: AttemptAsked, told: ToldError, data: bytes) -> AnswerVerdict
 
 
 def of_begin(asked: AttemptAsked, data: bytes) -> AnswerVerdict | None:
-    """Returns the verdict on a stream whose first event is an error or none of its path's; None for a good beginning.
+    """Returns the verdict on a stream that begins with an error or no event of its path's; None for a good beginning.
     Who answers at once with anything would get most requests."""
     told = decoded(data)
     if (error := told_error(told)) is not None:

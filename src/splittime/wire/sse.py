@@ -24,6 +24,7 @@ class EventLines:
     def __init__(self) -> None:
         self._rest = bytearray()
         self._data: list[bytes] = []
+        self._is_error = False  # by its name
         self._num_data_bytes = self._num_open_bytes = 0  # of whole lines, and with the last that is not yet whole
 
     @property
@@ -50,9 +51,10 @@ class EventLines:
             line = line.removesuffix(b"\r")
             if not line:
                 if self._data:
-                    events.append(b"\n".join(self._data))
+                    data = b"\n".join(self._data)
+                    events.append(_as_error(data) if self._is_error else data)
                     self._data.clear()
-                self._num_data_bytes = 0
+                self._num_data_bytes, self._is_error = 0, False
                 continue
             self._num_data_bytes += len(line)
             field, _, value = line.partition(b":")
@@ -60,8 +62,20 @@ class EventLines:
                 self._data.append(value.removeprefix(b" "))
             elif field == b"error":  # as older llama.cpp servers have it
                 self._data.append(b'{"error":' + value + b"}")
+            elif field == b"event":
+                self._is_error = value.strip() == b"error"
         self._num_open_bytes = len(self._rest) + self._num_data_bytes
         return events
+
+
+def _as_error(data: bytes) -> bytes:
+    """Returns the data of an event that is named an error, so that it says so by itself."""
+    if b'"error"' in data:
+        return data
+    try:
+        return msgspec.json.encode({"error": msgspec.json.decode(data, type=msgspec.Raw)})
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.encode({"error": data.decode("utf-8", "replace")})
 
 
 class ChunkDelta(msgspec.Struct, gc=False):
