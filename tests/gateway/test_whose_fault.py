@@ -426,6 +426,24 @@ async def test_one_tenants_requests_open_no_breaker_for_others(status, tenants):
         assert gateway.router.upstreams[0].breaker.is_open
 
 
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n", STREAM_HEAD, STREAM_HEAD + chunk(event(CHUNK))])
+async def test_what_breaks_off_for_one_tenant_is_there_for_others(said, tenants):
+    """Servers cut a stream whose text they fail at; one that is gone takes no connection, which nobody brings about."""
+    one = Saying(whole(200, WHOLE))
+    async with gateway_before({"one": one}, PATIENT + tenants) as (app, gateway):
+        breaker = gateway.router.upstreams[0].breaker
+        for _ in range(4):
+            one.said, one.hangs_up = whole(200, WHOLE), False
+            assert (await asked(app, of("b"))).status == 200
+            one.said, one.hangs_up = said, True
+            for _ in range(8):
+                assert (await asked(app, of("a"), stream=True)).code in ("upstream_broke_off", "upstream_died")
+        assert not breaker.is_open
+        for _ in range(breaker.config.failures):
+            breaker.note_failure(time.monotonic_ns())
+        assert breaker.is_open
+
+
 # ---- quiet services
 
 QUIET = "[breaker]\nfailures = 2\nopen_s = 0.05\n" + PATIENT

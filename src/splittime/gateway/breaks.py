@@ -124,10 +124,10 @@ class AttemptBreaks:
             return self.silent()
         if isinstance(error, NoConnection):
             if not error.is_too_late:
-                return failed(f"no connection to upstream {name!r}", "upstream_unreachable")
+                return failed(f"no connection to upstream {name!r}", "upstream_unreachable", is_reached=False)
             if config.connect_s < limit_s:
                 words = f"no connection to upstream {name!r} within {config.connect_s:g} s"
-                return failed(words, "upstream_connect_timeout", 504)
+                return failed(words, "upstream_connect_timeout", 504, is_reached=False)
         if isinstance(error, NoConnection | TimeoutError):
             if is_deadline:
                 return self.too_late()
@@ -153,7 +153,8 @@ class AttemptBreaks:
     def silent(self) -> AnswerVerdict:
         """Returns the verdict on an upstream that owes a whole answer and does not say that it lives."""
         words = f"no answer from upstream {self._name!r} in more than {self._config.first_byte_s:g} s"
-        return failed(f"{words}, and it does not say that it lives", "upstream_first_byte_timeout", 504)
+        words += ", and it does not say that it lives"
+        return failed(words, "upstream_first_byte_timeout", 504, is_reached=False)
 
     def whole_too_late(self) -> AnswerVerdict:
         """Returns the verdict on a whole answer that took too long, which says nothing of an upstream that lives."""

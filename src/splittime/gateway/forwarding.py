@@ -125,7 +125,7 @@ class RunningAttempt:
         is_silent = self.relay.first_byte_ns is None and verdict.code in verdicts.OWN_LIMITS
         may_hang = is_silent and not self._gateway.lag.was_late(self.begin_ns)
         if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s):
-            verdict = verdict._replace(whose=verdicts.Whose.HEALTH, is_answered=True)
+            verdict = verdict._replace(whose=verdicts.Whose.HEALTH, is_reached=True)
         if not self._is_stream:
             upstream.in_flight.plain_tokens -= self._plain_tokens
         elif not self._has_begun:

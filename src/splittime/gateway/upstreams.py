@@ -244,7 +244,7 @@ class Upstream:
         if verdict.whose is Whose.PATH or (verdict.whose is Whose.MODEL and has_others):
             self.note_lacks(path, model, now_ns)
         elif verdict.is_against:
-            breaker.note_failure(now_ns, tenant if verdict.is_answered else "")
+            breaker.note_failure(now_ns, tenant if verdict.is_reached else "")
             self.failing, self.is_key_refused = verdict.code, verdict.whose is Whose.KEY
             if breaker.is_open and not was_open:
                 log.warning("upstream %r is left alone: it fails again and again: %s", self.name, verdict.code)

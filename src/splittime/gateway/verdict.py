@@ -200,7 +200,7 @@ class AnswerVerdict(NamedTuple):
     nobody does better; answer: what it has in its place, as the upstream said it. is_retryable: another upstream may be
     asked; is_passing: the same one too, where there is no other. pause_s: that the upstream asked for; is_for_all: it
     said that any request would meet it, not this tenant's alone; is_for_one: that others need not, however many tenants
-    meet it. is_answered: it answered, so that the request may have brought it about."""
+    meet it. is_reached: the upstream had the request, which may have brought it about."""
 
     whose: Whose
     code: str = ""
@@ -211,7 +211,7 @@ class AnswerVerdict(NamedTuple):
     pause_s: float | None = None
     is_for_all: bool = False
     is_for_one: bool = False
-    is_answered: bool = False
+    is_reached: bool = False
 
     @property
     def is_given(self) -> bool:
@@ -238,16 +238,17 @@ def or_own(verdict: AnswerVerdict, *, is_own: bool) -> AnswerVerdict:
     return verdict._replace(whose=Whose.OWN) if is_own and verdict.whose is Whose.HEALTH else verdict
 
 
-def failed(words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool = True, **more: Any) -> AnswerVerdict:
+def failed(
+    words: str, code: str, status: int = BAD_GATEWAY, *, is_passing: bool = True, is_reached: bool = True, **more: Any
+) -> AnswerVerdict:
     """Returns the verdict on an upstream that did not do what it should."""
     error = UpstreamError(words, code=code, status=status, **more)
-    return AnswerVerdict(Whose.HEALTH, code, error, is_retryable=True, is_passing=is_passing)
+    return AnswerVerdict(Whose.HEALTH, code, error, is_retryable=True, is_passing=is_passing, is_reached=is_reached)
 
 
 def bad_answer(asked: AttemptAsked, words: str, **more: Any) -> AnswerVerdict:
     """Returns the verdict on an answer that is none."""
-    verdict = failed(f"upstream {asked.upstream!r} {words}", "upstream_bad_answer", is_passing=False, **more)
-    return verdict._replace(is_answered=True)
+    return failed(f"upstream {asked.upstream!r} {words}", "upstream_bad_answer", is_passing=False, **more)
 
 
 # ---- an answer that is all there
@@ -325,7 +326,7 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
     """is_told: the body is an object, which a client may read."""
     status, code = answer.status, f"upstream_{answer.status}"
     if whose in (Whose.KEY, Whose.MODEL) or (whose is Whose.HEALTH and status in OF_THE_GATEWAY):
-        return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True, is_answered=True)
+        return AnswerVerdict(whose, *_not_for_clients(asked, whose, code), is_retryable=True, is_reached=True)
     words = f"upstream {asked.upstream!r} answered {status}"
     if whose is Whose.PATH:
         words = f"upstream {asked.upstream!r} has no {asked.path}"
@@ -339,7 +340,7 @@ def _refused(asked: AttemptAsked, answer: PassedAnswer, whose: Whose, *, is_told
         is_retryable=whose is not Whose.REQUEST or status == BUSY_STATUS,
         is_passing=whose is Whose.HEALTH and status in PASSING,
         pause_s=pause_s,
-        is_answered=True,
+        is_reached=True,
     )
 
 
