@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from splittime.core.errors import ConfigError
-from splittime.runner.ranks.group import Arrived, Begin, Channel, Failed, encode
+from splittime.runner.ranks import Arrived, Begin, Channel, Failed, encode
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 begin = msgspec.msgpack.decode(channel.receive() or b"", type=Begin)

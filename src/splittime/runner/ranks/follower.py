@@ -16,12 +16,12 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from splittime.core.errors import SplittimeError
 from splittime.core.this_process import end_with
-
-if TYPE_CHECKING:
-    from splittime.runner.ranks.group import Channel
+from splittime.runner.ranks import Arrived, Begin, Channel, Failed, encode
 
 
 def leave_with(end: socket.socket) -> None:
@@ -43,8 +43,7 @@ def main(descriptor: int, parent: int) -> int:
     logging.getLogger("splittime").setLevel(logging.ERROR)  # of the rest the first rank tells
     end = socket.socket(fileno=descriptor)
     leave_with(end)
-    from splittime.core.errors import SplittimeError
-    from splittime.runner.ranks.group import Channel, Failed, RankLost, encode
+    from splittime.runner.ranks.group import RankLost
     from splittime.runner.ranks.members import LOST_STATUS
 
     channel = Channel(end)
@@ -61,13 +60,11 @@ def main(descriptor: int, parent: int) -> int:
     return 0
 
 
-def follow(channel: "Channel") -> None:
+def follow(channel: Channel) -> None:
     """Load, then run plans until there are no more."""
-    import msgspec
-
     from splittime.core.step import StepPlan
     from splittime.runner.compose import load_part
-    from splittime.runner.ranks.group import Arrived, Begin, RankGroup, device_of, encode
+    from splittime.runner.ranks.group import RankGroup, device_of
 
     begin = msgspec.msgpack.decode(channel.receive() or b"", type=Begin)
     config = begin.config

@@ -11,94 +11,28 @@ Nothing waits for ever: a rank that is not there after `timeout_s` is taken for 
 to load is not bounded here: they meet (`meet`) when each has its weights. With NCCL the host does not wait, the card
 does: a dead rank's comrades are let go by `abort`, and torch's own watchdog ends a process whose time is up. (NCCL has
 not been run yet: it refuses two ranks on one card.)
-
-What the first rank and another say to each other: messages in msgpack, each after its length, over a socket pair.
-
-    first rank   Begin, then a StepPlan for every step; the end of the stream: leave
-    other rank   Arrived, when its weights are loaded; or Failed, its last words
-
-A plan is written without waiting for an answer: the step's collectives are the answer.
 """
 
-import socket
-import struct
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.core.errors import ConfigError, EngineError, ErrorInfo
+from splittime.core.errors import ConfigError, EngineError
 from splittime.models.weights.shards import bounds, widest
 from splittime.runner import machine
 from splittime.runner.config import RunnerConfig
 from splittime.runner.marks import StreamMark
 
-LENGTH = struct.Struct("<Q")
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 120.0
 GLOO_THREADS = 2  # with one a sum of 512 numbers took 6 to 10 ms between two busy cores, with two or four 1 ms
 CPU = torch.device("cpu")
-
-
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """index: which rank this is. folder: where ranks meet. config: the first rank's own."""
-
-    index: int
-    folder: str
-    config: RunnerConfig
-
-
-class Arrived(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """error: where it was one of ours."""
-
-    message: str
-    trace: str = ""
-    error: ErrorInfo | None = None
-
-
-class Channel:
-    """One end; messages are encoded by the caller who sends the same to several."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-
-    def send(self, content: bytes) -> None:
-        """Raises OSError: nobody reads (BrokenPipeError, TimeoutError)."""
-        self.end.sendall(LENGTH.pack(len(content)) + content)
-
-    def receive(self) -> bytes | None:
-        """The next message, or None at the end of the stream."""
-        head = self._read(LENGTH.size)
-        return None if head is None else self._read(LENGTH.unpack(head)[0])
-
-    def _read(self, count: int) -> bytes | None:
-        content = bytearray()
-        while len(content) < count:
-            try:
-                piece = self.end.recv(count - len(content))
-            except ConnectionResetError:  # it died with something unread
-                piece = b""
-            if not piece:
-                return None
-            content += piece
-        return bytes(content)
-
-    def close(self) -> None:
-        self.end.close()
-
-
-def encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode(message)
 
 
 class RankLost(EngineError):

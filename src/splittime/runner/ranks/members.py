@@ -35,7 +35,8 @@ from splittime.core.errors import EngineError, SplittimeError, error_from_info
 from splittime.core.step import PENDING, StepPlan, StepResult
 from splittime.runner.batch import Slots
 from splittime.runner.config import RunnerConfig
-from splittime.runner.ranks.group import Arrived, Begin, Channel, Failed, RankGroup, RankLost, encode
+from splittime.runner.ranks import Arrived, Begin, Channel, Failed, encode
+from splittime.runner.ranks.group import RankGroup, RankLost
 
 LOST_STATUS = 3  # of a rank that ends because another did
 MODULE = "splittime.runner.ranks.follower"
