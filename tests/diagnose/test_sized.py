@@ -129,7 +129,7 @@ def test_what_is_prescribed_is_what_was_replayed(crowded: Books) -> None:
     assert finding.predicted.settings == settings_of(finding, crowded) == {"max_num_seqs": 8}
     assert "--max-num-seqs 16 may be right in the end" in finding.cure.sentence
     assert "Ask again with this set" in finding.cure.sentence
-    assert "when all 8 slots are taken" in finding.cost
+    assert "with all 8 slots taken" in finding.cost
     assert finding.counter_check.startswith("With --max-num-seqs 8 and")
     assert "with max_num_seqs 8 changes" in finding.predicted.sentence
 

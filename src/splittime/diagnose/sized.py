@@ -42,9 +42,9 @@ LEAST_ERROR = 0.03  # that no replay is free of: an interval is at least so wide
 NO_HARM = 0.95  # an interval that begins above: it would not help; below, it might
 
 MEAN, TTFT, ITL, REFUSED = "e2e_ms_mean", "ttft_ms_p99", "itl_ms_p99", "refused"
-TTFT_P50 = "ttft_ms_p50"
+TTFT_P50, ITL_P50 = "ttft_ms_p50", "itl_ms_p50"
 ABOUT: dict[str, tuple[str, ...]] = {
-    "slot_bound": (MEAN, TTFT),
+    "slot_bound": (MEAN, TTFT, ITL_P50),  # more at once: each one's tokens come slower
     "kv_bound": (MEAN, TTFT),
     "preemption_thrash": (MEAN, ITL),
     "token_budget_bound": (MEAN, TTFT),
@@ -60,6 +60,7 @@ WORDS = {
     TTFT: "the first token (p99)",
     TTFT_P50: "the first token (p50)",
     ITL: "the gap between tokens (p99)",
+    ITL_P50: "the gap between tokens (p50)",
     REFUSED: "the number of refused requests",
 }
 

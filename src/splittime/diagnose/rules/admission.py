@@ -136,7 +136,8 @@ def _cost_of_slots(cost: step_cost.StepCost | None, accounts: Sequence[ClosedAcc
         return "Each step takes longer with more rows in it, so TPOT rises; by how much, these steps do not tell."
     context = median([a.prompt_tokens + a.output_tokens / 2 for a in accounts]) or 0.0
     before, after = (cost.step_ns(batch, 0, batch * context) for batch in (slots, wanted))
-    return f"TPOT rises by up to {after / max(1.0, before) - 1:.0%} when all {wanted} slots are taken (fitted)."
+    more = after / max(1.0, before) - 1
+    return f"A decode step takes up to {more:.0%} longer with all {wanted} slots taken (fitted); prompts come between."
 
 
 FLAGS = {
