@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+from functools import partial
 
 import pytest
 
@@ -16,7 +18,7 @@ from splittime.wire.target import Target
 
 from .conftest import SOON_SILENT, gateway_of, upstream
 from .hostile import CHUNK, STREAM_HEAD, WHOLE, Hostile, chunk, event, whole
-from .in_process import Saying, asked, counted, gateway_before
+from .in_process import PATIENT, Saying, asked, counted, gateway_before
 from .test_chaos import metric
 
 QUIET_S = 0.15
@@ -145,6 +147,28 @@ async def test_who_leaves_or_has_no_time_shuts_no_upstream_for_others():
             asyncio.get_running_loop().call_later(0.3, leaves.set)
             await asked(app, leaves=leaves)
         assert not gateway.router.upstreams[0].breaker.is_open
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-request-deadline-ms": "300"}])
+async def test_others_are_asked_before_one_that_all_left(headers):
+    """Nobody had a byte of it: its engine may hang. It is asked where no other has room, and trusted once it writes."""
+    hangs, fine = Saying([b""] * 200, models=whole(200, {"data": []})), Saying(whole(200, WHOLE))
+    async with gateway_before({"hangs": hangs, "fine": fine}, PATIENT, first_byte_s=0.2) as (app, gateway):
+        suspect, other = gateway.router.upstreams
+        while not suspect.in_flight.is_suspect(time.monotonic_ns()):
+            leaves = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.3, leaves.set)
+            await asked(app, headers, leaves=leaves)
+        assert (len(hangs.asked), suspect.breaker.is_well) == (HUNG_AFTER, True)
+        assert [(await asked(app)).status for _ in range(20)] == [200] * 20
+        assert len(hangs.asked) == HUNG_AFTER
+        chosen = partial(gateway.router.choose, "m", time.monotonic_ns())
+        other.enter(0, places=other.limit)
+        assert chosen().upstream is suspect
+        other.leave(0, places=other.limit)
+        assert chosen().upstream is other
+        suspect.in_flight.note_heard(time.monotonic_ns())
+        assert chosen().upstream is suspect  # with least to do
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

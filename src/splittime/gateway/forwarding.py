@@ -122,9 +122,13 @@ class RunningAttempt:
         self.is_ended = True
         self.relay.tell_nobody()
         upstream, at_ns = self.routed.upstream, now_ns()
-        is_silent = self.relay.first_byte_ns is None and verdict.code in verdicts.OWN_LIMITS
+        is_silent = self.relay.first_byte_ns is None and verdict.whose in (
+            verdicts.Whose.REQUEST,
+            verdicts.Whose.CLIENT,
+        )
         may_hang = is_silent and not self._gateway.lag.was_late(self.begin_ns)
-        if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, upstream.config.first_byte_s):
+        limits, is_own = upstream.config, verdict.code in verdicts.OWN_LIMITS
+        if may_hang and upstream.in_flight.hangs(self.begin_ns, at_ns, limits.first_byte_s, is_own=is_own):
             verdict = verdict._replace(whose=verdicts.Whose.HEALTH, is_reached=True)
         if not self._is_stream:
             upstream.in_flight.plain_tokens -= self._plain_tokens

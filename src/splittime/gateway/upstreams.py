@@ -56,6 +56,7 @@ FOR_OTHERS = 16  # one of so many places, but one at least, is left by a body wi
 LACKS_NS = 60_000_000_000  # for so long an upstream that said so is taken not to have a path
 MAX_CONSIDERED = 8  # in an account
 HUNG_AFTER = 3  # requests in a row without a byte; fewer may have been too long
+SUSPECT_S, SUSPECT_NS = 10.0, 300_000_000_000  # after which silence one is a suspect, and for how long
 HELD_BY = "responses kept by "  # begins the name of a line
 now_ns = time.monotonic_ns
 TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -131,18 +132,26 @@ class UpstreamLoad:
     def __init__(self) -> None:
         self.requests = self.places = self.tokens = self.plain_tokens = 0
         self.waits = FirstByteWaits()
-        self._heard_ns = self._num_silent = 0
+        self._heard_ns = self._num_silent = self._num_left = self._suspect_until_ns = 0
 
     def note_heard(self, now_ns: int) -> None:
         """A piece of an answer has come, whosever it is: what writes it does not hang."""
-        self._heard_ns, self._num_silent = now_ns, 0
+        self._heard_ns, self._num_silent, self._num_left = now_ns, 0, 0
 
-    def hangs(self, sent_ns: int, now_ns: int, least_s: float) -> bool:
+    def hangs(self, sent_ns: int, now_ns: int, least_s: float, *, is_own: bool = True) -> bool:
         """Take note of a request that ends without a byte. Returns whether as many in a row as say something did, each
-        after `least_s` in which nobody had a piece of an answer."""
-        is_silent = self._heard_ns < sent_ns <= now_ns - int(least_s * 1e9)
+        after `least_s` in which nobody had a piece of an answer. is_own: by a limit of the gateway's; clients that
+        leave shut nobody out, and have others asked first."""
+        silent_s = (now_ns - sent_ns) / 1e9 if self._heard_ns < sent_ns else 0.0
+        if silent_s >= min(least_s, SUSPECT_S):
+            self._num_left, self._suspect_until_ns = self._num_left + 1, now_ns + SUSPECT_NS
+        is_silent = is_own and silent_s >= least_s
         self._num_silent += is_silent
         return is_silent and self._num_silent >= HUNG_AFTER
+
+    def is_suspect(self, now_ns: int) -> bool:
+        """Returns whether it may hang, by what clients did alone: it is asked where no other has room."""
+        return self._num_left >= HUNG_AFTER and now_ns < self._suspect_until_ns
 
 
 class Upstream:
@@ -387,10 +396,11 @@ class Router:
             allowed = [upstream for upstream in line if upstream.breaker.allows(now_ns, tenant)]
             untried = [one for one in allowed if one.limit and one.name not in tried]  # who may have none never will
             able = untried or (allowed if is_whole else [])
-            free = [upstream for upstream in able if upstream.has_room_for(answers)]
-            if free:
-                routed = self._best_of(able, free, now_ns, prefix)
-                return routed._replace(answers=answers, places=routed.upstream.places_of(answers))
+            trusted = [upstream for upstream in able if not upstream.in_flight.is_suspect(now_ns)]
+            for some in (trusted, able) if len(trusted) < len(able) else (able,):
+                if free := [upstream for upstream in some if upstream.has_room_for(answers)]:
+                    routed = self._best_of(some, free, now_ns, prefix)
+                    return routed._replace(answers=answers, places=routed.upstream.places_of(answers))
         return None
 
     def _drawn(self, model: str, prefix: SeenPrefix | None) -> Sequence[Upstream]:
