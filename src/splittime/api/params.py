@@ -16,6 +16,7 @@ from splittime.api.limits import BodyLimits, ModelInfo, keep_last
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,
+    MOST_STOP_CHARS,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -233,6 +234,7 @@ def _sampling(
     stop = _stop_strings(body.stop, limits)
     for text in stop:
         require(len(text) <= MAX_STOP_CHARS, "stop", len(text), "has a string that is too long", MAX_STOP_CHARS)
+    require((size := sum(map(len, stop))) <= MOST_STOP_CHARS, "stop", size, "is too long together", MOST_STOP_CHARS)
     given: dict[str, Any] = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
     asked = {name: getattr(body, name) for name in _SAME_NAME}
     asked |= {"repetition_penalty": body.repeat_penalty} if body.repetition_penalty is None else {}

@@ -25,7 +25,7 @@ from splittime.api.limits import KeepLast
 from splittime.core.sampling import MAX_BAD_WORDS
 from splittime.text.chat_forms import ROLES
 
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS, MOST_STOP_CHARS = 1024, 4096  # of one string, and of all together
 MAX_BAD_WORD_CHARS = 64
 MAX_ALLOWED = 2**14  # token ids in one list
 MAX_DETOKENIZED = 2**18  # ids in one body of /detokenize

@@ -1,6 +1,6 @@
 """From token ids to text, one token at a time. No asyncio here: the server's streams and `splittime.LLM` both use it.
 
-`Detokenizer` never gives out half a character: bytes that do not yet make one wait for the next token, and bytes that
+A detokenizer never gives out half a character: bytes that do not yet make one wait for the next token, and bytes that
 never will become U+FFFD. Each token costs its own bytes once, however long the text grows.
 `StopMatcher` looks for stop strings across token borders. Text that may turn out to be the beginning of a stop string
 is held back; the match that *ends* first wins (of those, the longest), so the cut does not depend on how the text was
@@ -10,23 +10,12 @@ split into tokens. `OutputText` is the two together.
 import codecs
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from splittime.text.tokenizer import Tokenizer
 
 _MAX_WINDOW_TOKENS = 16
 _MAX_CHARACTER_BYTES = 4
 NO_IDS: frozenset[int] = frozenset()
-
-
-class Detokenizer(Protocol):
-    def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
-        ...
-
-    def flush(self) -> str:
-        """Returns what was waiting for more; call once, at the end."""
-        ...
 
 
 class ByteDetokenizer:
@@ -44,6 +33,7 @@ class ByteDetokenizer:
         self._strips = at_text_start and tokenizer.strips_leading_space
 
     def push(self, token_id: int) -> str:
+        """Returns the characters that this token completes."""
         if token_id in self._skipped:
             return ""
         spelled = self._token_bytes[token_id]
@@ -53,6 +43,7 @@ class ByteDetokenizer:
         return self._utf8.decode(spelled)
 
     def flush(self) -> str:
+        """Returns what was waiting for more; call once, at the end."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -97,7 +88,7 @@ def make_detokenizer(
     *,
     skip_special_tokens: bool = True,
     shown_ids: frozenset[int] = NO_IDS,
-) -> Detokenizer:
+) -> ByteDetokenizer | WindowDetokenizer:
     """The right kind for this vocabulary. With an empty prompt the text begins here. shown_ids: special tokens that are
     not skipped."""
     hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else NO_IDS
@@ -120,52 +111,34 @@ def _last_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
 
 
 class StopMatcher:
-    """Finds the first of some strings in a text that comes in pieces (Knuth, Morris and Pratt's automaton for each)."""
+    """Finds the first of some strings in a text that comes in pieces (Aho's and Corasick's automaton: what a character
+    costs does not depend on how many strings there are)."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._fallback = [_fallback_table(text) for text in self._stop]
-        self._matched = [0] * len(self._stop)  # characters of each stop string that the text ends with
-        self._starts = frozenset(text[0] for text in self._stop)
+        self._automaton = _automaton(tuple(stop))
+        self._state = 0
         self._held = ""
         self.found: str | None = None
 
     def push(self, text: str, *, counts: bool = True) -> str:
         """Returns the text that is now safe to give out. Once `found` is set, that is all there will be. A stop string
         that ends in a text which does not count is passed over."""
-        if not self._held and self._starts.isdisjoint(text):
+        nexts, fallbacks, ended, kept = self._automaton
+        state = self._state if self._held else 0
+        if not state and nexts[0].keys().isdisjoint(text):
             return text
         for position, character in enumerate(text):
-            ended = [i for i in range(len(self._stop)) if self._advance(i, character)]
-            if ended and not counts:
-                self._pass_over(ended)
-            elif ended:
-                self.found = max((self._stop[i] for i in ended), key=len)
+            while state and character not in nexts[state]:
+                state = fallbacks[state]
+            state = nexts[state].get(character, 0)
+            if counts and ended[state]:
+                self.found = ended[state]
                 whole = self._held + text[: position + 1]
                 self._held = ""
                 return whole[: len(whole) - len(self.found)]
-        return self._release(self._held + text)
-
-    def _advance(self, i: int, character: str) -> bool:
-        """Feed one character to automaton `i`; true if its stop string ends here."""
-        stop, fallback, matched = self._stop[i], self._fallback[i], self._matched[i]
-        while matched and stop[matched] != character:
-            matched = fallback[matched - 1]
-        if stop[matched] == character:
-            matched += 1
-        self._matched[i] = matched
-        return matched == len(stop)
-
-    def _pass_over(self, ended: Sequence[int]) -> None:
-        """Go on as if these had not been found: what remains matched is the longest end that begins them again."""
-        for i in ended:
-            self._matched[i] = self._fallback[i][-1]
-
-    def _release(self, text: str) -> str:
-        """Give out all but the longest end that may become a stop string."""
-        keep = max(self._matched)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._state, whole = state, self._held + text
+        self._held = whole[len(whole) - kept[state] :]
+        return whole[: len(whole) - kept[state]]
 
     def flush(self) -> str:
         """Returns what was held back, at the end of a text in which nothing was found."""
@@ -173,18 +146,32 @@ class StopMatcher:
         return held
 
 
-@lru_cache(64)  # all the choices of a request have the same stop strings
-def _fallback_table(text: str) -> Sequence[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its end."""
-    table = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = table[length - 1]
-        if text[i] == text[length]:
-            length += 1
-        table[i] = length
-    return table
+@lru_cache(16)  # all the choices of a request have the same stop strings
+def _automaton(stop: tuple[str, ...]) -> tuple[list[dict[str, int]], list[int], list[str], list[int]]:
+    """Returns for each state, which is a beginning of a stop string, the longest that a text ends with: what follows it
+    by character, the next shorter one, the longest string that ends there, and how many characters may become one."""
+    nexts, ended, kept = [dict[str, int]()], [""], [0]
+    for text in stop:
+        state = 0
+        for length, character in enumerate(text, 1):
+            if character not in nexts[state]:
+                nexts[state][character] = len(nexts)
+                nexts.append({})
+                ended.append("")
+                kept.append(length)
+            state = nexts[state][character]
+        ended[state] = text
+    fallbacks, states = [0] * len(nexts), [0]
+    for state in states:  # the short ones first
+        ended[state] = ended[state] or ended[fallbacks[state]]
+        kept[state] = kept[state] if nexts[state] else kept[fallbacks[state]]
+        for character, following in nexts[state].items():
+            states.append(following)
+            before = fallbacks[state]
+            while before and character not in nexts[before]:
+                before = fallbacks[before]
+            fallbacks[following] = nexts[before].get(character, 0) if state else 0
+    return nexts, fallbacks, ended, kept
 
 
 class OutputText:
