@@ -241,15 +241,6 @@ def test_what_is_unknown_changes_nothing_of_what_is_known(body: dict, message: d
     assert bool(ignored.notices()) == any(value not in (None, []) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "read"), [("", {}), ('{"a": 1', {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("3", 3)]
-)
-def test_arguments_of_an_earlier_call_become_an_object(arguments: object, read: object) -> None:
-    body = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
-    (message,) = decode_body(msgspec.json.encode(body), ChatBody).messages
-    assert message.to_template()["tool_calls"][0]["function"]["arguments"] == read
-
-
 def test_what_a_model_refused_or_thought_by_another_name_is_part_of_the_conversation() -> None:
     body = {
         "messages": [{"role": "assistant", "refusal": "no"}, {"role": "assistant", "content": "y", "reasoning": "b"}]

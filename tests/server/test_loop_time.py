@@ -11,6 +11,7 @@ from splittime.server.config import ServerConfig
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
 
+USER = {"role": "user", "content": "hi"}
 ALL_SHAPES = ("/v1/completions", "/v1/responses")
 ROUTES = {
     "/v1/completions": lambda text: {"prompt": text, "max_tokens": 1},
@@ -45,6 +46,46 @@ def test_no_body_holds_up_the_loop(server, path: str) -> None:
         for _ in range(TRIES):
             meter.begin()
             server.post(path, body)
+            taken_ms[name] = (meter.longest_ms(), meter.longest_kept_ms())
+            if not is_too_long(*taken_ms[name]):
+                break
+    assert {name: taken for name, taken in taken_ms.items() if is_too_long(*taken)} == {}
+
+
+SLOW = "[" + "1e300," * 60_000 + "1]"
+WITHIN_A_TEXT = {
+    "arguments of slow numbers": ("/v1/chat/completions", "chat", SLOW),
+    "few slow numbers": ("/v1/chat/completions", "chat", "[" + "1e300," * 2_500 + "1]"),
+    "arguments of lists": ("/v1/chat/completions", "chat", "[" + "[]," * 400_000 + "1]"),
+    "arguments to count": ("/v1/messages/count_tokens", "count", SLOW),
+    "a schema of slow numbers": ("/v1/completions", "form", SLOW),
+    "a short schema of slow numbers": ("/v1/completions", "form", '{"enum": [' + "1e300," * 2_500 + "1]}"),
+    "a schema of lists": ("/v1/completions", "form", '{"enum": [' + "[]," * 400_000 + "1]}"),
+    "a schema of numbers": ("/v1/completions", "form", {"enum": [1] * 500_000}),
+    "a pattern that opens classes": ("/v1/completions", "form", {"pattern": "[^" * 20_000 + "\\"}),
+    "a short one": ("/v1/completions", "form", {"pattern": "[^" * 7_000 + "\\"}),
+}
+
+
+def within_a_text(kind: str, given: object) -> dict:
+    if kind == "form":
+        return {"prompt": "a", "max_tokens": 1, "guided_json": given}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+    asked = {"model": "fake", "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    if kind == "count":
+        used = {"type": "tool_use", "id": "c", "name": "f", "input": {"text": given}}
+        return asked | {"messages": [USER, {"role": "assistant", "content": [used]}]}
+    return asked | {"max_tokens": 1}
+
+
+def test_what_stands_in_a_texts_own_json_holds_up_nobody(server) -> None:
+    """600,000 numbers in the arguments of an earlier call kept everybody waiting for 9 s, 5 s a schema's
+    pattern of 14 KB, and for half an hour one of 128 KB."""
+    meter, taken_ms = LoopMeter(server.loop), {}
+    for name, (path, kind, given) in WITHIN_A_TEXT.items():
+        for _ in range(TRIES):
+            meter.begin()
+            server.post(path, within_a_text(kind, given))
             taken_ms[name] = (meter.longest_ms(), meter.longest_kept_ms())
             if not is_too_long(*taken_ms[name]):
                 break

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from splittime.core.errors import RequestError
-from splittime.text.chat_forms import MOST_LEFT_OUT, _into_user, _joined, _one_by_one, left_out
+from splittime.text.chat_forms import MOST_LEFT_OUT, _into_user, _joined, _one_by_one, left_out, with_arguments_read
 from splittime.text.tokenizer import ChatTemplate
 
 SAID = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -189,3 +189,21 @@ def test_a_tool_has_no_description_but_where_the_template_needs_one() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert ChatTemplate("{{ tools | tojson }}", {}).render([USER], tools=tools) == json.dumps(tools)
     assert ChatTemplate("{{ tools[0].function.description + '.' }}", {}).render([USER], tools=tools) == "."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        *[("", {}), ('{"a": 1', {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("3", 3), ('"b"', "b")],
+        *[("[" * 100_000, {}), ('{"a": 1' + "0" * 30 + "}", {"a": 10**30})],
+    ],
+)
+def test_arguments_of_an_earlier_call_become_an_object_or_the_text_that_a_template_wants(arguments, read) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    for template, expected in (
+        ("{{ call['function']['arguments'] | tojson }}", read),
+        ("{{ '(' + call['arguments'] + ')' }}", read if isinstance(read, str) else json.dumps(read).replace(" ", "")),
+    ):
+        (user, answer) = with_arguments_read([turn("user", "x"), turn("assistant", "", tool_calls=[call])], template)
+        assert user == turn("user", "x")
+        assert answer["tool_calls"] == [{"id": "c", "function": {"name": "f", "arguments": expected}}]

@@ -19,6 +19,7 @@ def nested(depth: int) -> dict:
     ("make", "limit"),
     [
         (lambda: grammars.of_json_schema({"enum": ["x" * 2**17]}, "here"), grammars.MAX_SCHEMA_CHARS),
+        (lambda: grammars.of_json_schema({"enum": [1] * 2**17}, "here"), grammars.MAX_SCHEMA_CHARS),
         (lambda: grammars.of_json_schema(nested(65), "here"), grammars.MAX_SCHEMA_DEPTH),
         (lambda: grammars.of_json_schema({"enum": json.loads("[" * 64 + "]" * 64)}, "here"), grammars.MAX_SCHEMA_DEPTH),
         (lambda: grammars.of_regex("a" * (2**17 + 1), "here"), grammars.MAX_SCHEMA_CHARS),

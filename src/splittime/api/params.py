@@ -5,12 +5,13 @@ how their answers are written (`answer.py`).
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from splittime.api.decode import decode_once
 from splittime.api.given_prompts import GivenPrompts, Prompt, check_token_ids, kept_of, listed
 from splittime.api.limits import BodyLimits, ModelInfo, keep_last
 from splittime.api.schema import (
@@ -336,30 +337,17 @@ def _grammars(body: GenerationBody) -> Any:
         schema = True if asked.json_schema.schema is None else asked.json_schema.schema
         yield "response_format", grammars.of_json_schema(schema, "response_format.json_schema.schema")
     if body.structured_outputs is not None:
-        yield from _structured(body.structured_outputs)
-    if body.guided_json is not None:
-        yield "guided_json", grammars.of_json_schema(_schema(body.guided_json, "guided_json"), "guided_json")
-    if body.guided_regex is not None:
-        yield "guided_regex", grammars.of_regex(body.guided_regex, "guided_regex")
-    if body.guided_choice is not None:
-        yield "guided_choice", grammars.of_choice(body.guided_choice, "guided_choice")
-    if body.guided_grammar is not None:
-        yield "guided_grammar", grammars.of_lark(body.guided_grammar, "guided_grammar")
+        yield from _written_forms(body.structured_outputs, "", "structured_outputs.")
+        if body.structured_outputs.json_object:
+            yield "structured_outputs.json_object", grammars.of_json_object()
+    yield from _written_forms(body, "guided_", "guided_")
 
 
-def _structured(asked: StructuredOutputs) -> Any:
-    if asked.json is not None:
-        at = "structured_outputs.json"
-        yield at, grammars.of_json_schema(_schema(asked.json, at), at)
-    if asked.json_object:
-        yield "structured_outputs.json_object", grammars.of_json_object()
-    if asked.regex is not None:
-        yield "structured_outputs.regex", grammars.of_regex(asked.regex, "structured_outputs.regex")
-    for name in ("choice", "choices"):
-        if (texts := getattr(asked, name)) is not None:
-            yield f"structured_outputs.{name}", grammars.of_choice(texts, f"structured_outputs.{name}")
-    if asked.grammar is not None:
-        yield "structured_outputs.grammar", grammars.of_lark(asked.grammar, "structured_outputs.grammar")
+def _written_forms(asked: StructuredOutputs | GenerationBody, before: str, at: str) -> Any:
+    """Yields each form that is written in a field of its own, of a name that begins so."""
+    for name, grammar in _WRITTEN_FORMS.items():
+        if (given := getattr(asked, before + name, None)) is not None:
+            yield at + name, grammar(given, at + name)
 
 
 def _schema(given: dict[str, Any] | str, param: str) -> Any:
@@ -367,9 +355,17 @@ def _schema(given: dict[str, Any] | str, param: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        schema = msgspec.json.decode(given)
+        schema = decode_once(given.encode(), Any)  # bounded as a body is
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{param} is no JSON: {error}", param=param) from None
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} is no JSON schema: an object, true or false", param=param)
     return schema
+
+
+_WRITTEN_FORMS: dict[str, Callable[[Any, str], str]] = {
+    "json": lambda given, at: grammars.of_json_schema(_schema(given, at), at),
+    "regex": grammars.of_regex,
+    **dict.fromkeys(("choice", "choices"), grammars.of_choice),
+    "grammar": grammars.of_lark,
+}

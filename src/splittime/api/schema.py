@@ -223,16 +223,9 @@ class GivenCall(Strict, kw_only=True):
     index: Annotated[int | None, no_effect("its place says it.")] = None
 
     def to_template(self) -> dict[str, Any]:
-        """As templates read it: with the arguments as an object. Those that are empty, or were cut, are none: most
-        templates can write nothing else, and one bad call must not end a conversation."""
-        arguments: Any = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments)
-            except (msgspec.DecodeError, RecursionError):
-                arguments = {}
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"type": "function", "function": function, **({} if self.id is None else {"id": self.id})}
+        """Returns it as `chat_forms.with_arguments_read` takes it."""
+        named = {} if self.id is None else {"id": self.id}
+        return {"type": "function", "function": msgspec.structs.asdict(self.function), **named}
 
 
 class Message(Strict, kw_only=True):

@@ -163,8 +163,8 @@ def begins_with_labels(body: ChatBody) -> bool:
 
 
 def as_template_reads(body: ChatBody, marks: AnswerMarks) -> tuple[dict[str, Any], ...]:
-    """Returns the messages as the chat template reads them: the arguments of earlier calls as an object, or a text;
-    with a call, what led to it under gpt-oss's name of it; without labels."""
+    """Returns the messages as the chat template reads them: with a call, what led to it under gpt-oss's name of it;
+    without labels."""
     messages = tuple(message.to_template() for message in body.messages)
     if begins_with_labels(body):
         messages[0]["content"] = _LABELS.sub("", messages[0]["content"], count=1)
@@ -173,12 +173,6 @@ def as_template_reads(body: ChatBody, marks: AnswerMarks) -> tuple[dict[str, Any
         for message in messages:
             if message.get("tool_calls") and message.get("reasoning_content") and not message.get("content"):
                 message["thinking"] = message["reasoning_content"]
-    if marks.joins_arguments:
-        for message in messages:
-            for call in message.get("tool_calls") or ():
-                arguments = call["function"]["arguments"]
-                if not isinstance(arguments, str):
-                    call["function"]["arguments"] = msgspec.json.encode(arguments).decode()
     return messages
 
 

@@ -1,6 +1,5 @@
 """The marks by which a model's answers are read: of its calls, and of what it thinks before."""
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ from splittime.text.tool_families import ToolFamily, family_named, family_of_tem
 
 _MOST_BLANKS = {" ": 8, "\n": 4, "\t": 2, "\r\n": 2}
 _BLANKS = tuple(blank * count for blank, most in _MOST_BLANKS.items() for count in range(1, most + 1))
-_JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
 
 
 class ReasoningIds(NamedTuple):
@@ -27,14 +25,13 @@ class ReasoningIds(NamedTuple):
 
 class AnswerMarks(NamedTuple):
     """reasoning: None where it is no part of its own. tells_tools: the chat template writes tools into the prompt.
-    joins_arguments: it reads the arguments of earlier calls as a text. token_ids: of the marks that are tokens of their
-    own, by their text. shown_ids: those that are no text unless they are asked for. reasoning_ids: None where the end
-    of the reasoning has no token of its own, so that tokens cannot say where it is."""
+    token_ids: of the marks that are tokens of their own, by their text. shown_ids: those that are no text unless they
+    are asked for. reasoning_ids: None where the end of the reasoning has no token of its own, so that tokens cannot say
+    where it is."""
 
     tools: ToolFamily
     reasoning: ReasoningMarks | None
     tells_tools: bool
-    joins_arguments: bool
     token_ids: Mapping[str, int]
     shown_ids: frozenset[int]
     reasoning_ids: ReasoningIds | None
@@ -49,8 +46,7 @@ def answer_marks(tokenizer: Tokenizer, tool_parser: str | None, reasoning_parser
     marks = (*tools.marks, *(() if reasoning is None else (reasoning.begin, reasoning.end, reasoning.answer)))
     ids = {name: each for name, each in tokenizer.added_tokens.items() if any(name in mark for mark in marks)}
     shown = tokenizer.special_ids.intersection(ids.values())
-    joins, spelled = _JOINED.search(template) is not None, _reasoning_ids(tokenizer, reasoning, ids)
-    return AnswerMarks(tools, reasoning, "tools" in template, joins, ids, shown, spelled)
+    return AnswerMarks(tools, reasoning, "tools" in template, ids, shown, _reasoning_ids(tokenizer, reasoning, ids))
 
 
 def _reasoning_ids(tokenizer: Tokenizer, marks: ReasoningMarks | None, ids: Mapping[str, int]) -> ReasoningIds | None:

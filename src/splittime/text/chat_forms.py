@@ -14,6 +14,8 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
+
 Turn = Mapping[str, Any]
 Chat = Sequence[Turn]
 Way = Callable[[Chat], Chat]
@@ -26,6 +28,7 @@ _NAME = "look_up"
 _WORD = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}, "required": ["word"]}
 _TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "looks up", "parameters": _WORD}}]
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_JOINED = re.compile(r"""\[["']arguments["']\]\s*\+""")
 _NO_SIGN = re.compile(r"[\W_]+")
 _PROBED = re.compile("qz[0-9]")
 
@@ -91,6 +94,24 @@ def _as_one(run: Sequence[Turn]) -> Turn:
 def _with_calls(change: Callable[[Mapping[str, Any]], Mapping[str, Any]], chat: Chat) -> Chat:
     each = ((turn, turn.get("tool_calls")) for turn in chat)
     return [{**turn, "tool_calls": [*map(change, calls)]} if calls else turn for turn, calls in each]
+
+
+def with_arguments_read(chat: Chat, template: str) -> Chat:
+    """Returns the conversation with the arguments of calls as an object, or as the text that this template wants. Those
+    that are empty, or were cut, are none: most templates can write nothing else, and one bad call must not end it."""
+    return _with_calls(partial(_arguments_read, _JOINED.search(template) is not None), chat)
+
+
+def _arguments_read(as_text: bool, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function, read = call["function"], call["function"]["arguments"]
+    if isinstance(read, str):
+        try:
+            read = msgspec.json.decode(read)
+        except (msgspec.DecodeError, RecursionError):
+            read = {}
+    if as_text and not isinstance(read, str):
+        read = json.dumps(read, ensure_ascii=False, separators=(",", ":"))
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def _arguments_as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -60,7 +60,7 @@ ESCAPES = 'nrbtf\\"'  # after a backslash: names of properties are written in on
 _NOT_ALONE = re.compile(r"\^\(\?!\^?\[([^]\\^]+)\]\*\$\)")
 _ALSO = re.compile(r"\(\?=([^()]*\$)\)([^()|]*\$)\)$")
 _CONTROL = re.compile(r"\\u00[01]|\x7f")  # in JSON
-_EXCLUDING = re.compile(r"(?<!\\)\[\^((?:\\.|[^\]\\])*)(\]|\Z)")
+_EXCLUDING = re.compile(r"(?<!\\)\[\^((?:\\.|[^\]\\])*)(\]|\\?\Z)", re.DOTALL)  # from wherever it begins, it ends
 _QUOTING = re.compile(r"""["]|\\\\|\\x[25]|\\u00[25]""")
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 64
@@ -207,9 +207,13 @@ def _require_at_most(count: int, most: int, what: str, param: str) -> None:
 
 
 def require_depth(schema: object, param: str) -> None:
-    """Raises RequestError for objects and lists in each other deeper than MAX_SCHEMA_DEPTH."""
+    """Raises RequestError for objects and lists in each other deeper than MAX_SCHEMA_DEPTH, and for so many values that
+    their JSON is too long: to write it first holds the interpreter's lock for as long as there are values."""
     level: list[Any] = [schema] if isinstance(schema, (dict, list)) else []
+    least = 0
     for _ in range(MAX_SCHEMA_DEPTH):
+        least += 2 * sum(map(len, level))  # each has a comma
+        _require_at_most(least, MAX_SCHEMA_CHARS, "characters or more", param)
         parts = (one.values() if isinstance(one, dict) else one for one in level)
         level = [each for some in parts for each in some if isinstance(each, (dict, list))]
         if not level:

@@ -23,7 +23,7 @@ import msgspec
 
 from splittime.core import forked
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
-from splittime.text.chat_forms import left_out
+from splittime.text.chat_forms import left_out, with_arguments_read
 from splittime.text.foreign_code import is_panic, num_bytes, require_at_most
 from splittime.text.tokenizer import Tokenizer
 
@@ -219,9 +219,10 @@ def carry_out(work: TextWork, tokenizer: Tokenizer) -> TextDone:
             return _encoded(Encode(texts, False, work.most_tokens), texts, tokenizer)
         case Render():
             begin_ns = monotonic_ns()
-            text = tokenizer.render_chat(work.messages, **work.options)
+            chat = with_arguments_read(work.messages, tokenizer.chat_templates.get("default", ""))
+            text = tokenizer.render_chat(chat, **work.options)
             render_ns = monotonic_ns() - begin_ns
-            told = left_out(work.messages, work.options.get("tools"), text)
+            told = left_out(chat, work.options.get("tools"), text)
             try:
                 done = _encoded(work, (text,), tokenizer)
                 return msgspec.structs.replace(done, render_ns=render_ns, left_out=told)
