@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 from rich.progress import Progress
 
-from splittime.api.choice import Choice
+from splittime.api.choice import Choice, NewOutput
 from splittime.api.embeddings import require_pooling, vector_of
 from splittime.api.given_prompts import check_token_ids
 from splittime.api.params import check_lists
@@ -300,17 +300,17 @@ class LLM:
     def _pieces(self, choices: dict[str, Choice], in_thread: bool) -> Generator[Piece, None, None]:
         """Until every choice is done; those that are leave `choices`. An engine that plans ahead is not to be
         interrupted between a result and its commit, so it gets a thread."""
-        texts = dict.fromkeys(choices, "")
+        parts: dict[str, list[NewOutput]] = {name: [] for name in choices}
         with closing(self._driver.outputs(in_thread)) as steps:
             for step in steps:
                 for output in step.outputs:
                     if output.request_id in choices:  # else a stop string ended it: this is the engine's own last word
-                        yield from self._take(choices, texts, step, output)
+                        yield from self._take(choices, parts, step, output)
                 if not choices:
                     return
 
     def _take(
-        self, choices: dict[str, Choice], texts: dict[str, str], step: StepOutput, output: RequestOutput
+        self, choices: dict[str, Choice], parts: dict[str, list[NewOutput]], step: StepOutput, output: RequestOutput
     ) -> Iterator[Piece]:
         request_id = output.request_id
         choice = choices[request_id]
@@ -321,8 +321,8 @@ class LLM:
                 self._driver.abort(request_id)
         delta = choice.take()
         choice.note_written(len(delta.token_ids), time.monotonic_ns())
-        texts[request_id] += delta.text
-        whole = self._close(choice, texts[request_id]) if choice.is_done else None
+        parts[request_id].append(delta)
+        whole = self._close(choice, parts.pop(request_id)) if choice.is_done else None
         if delta.text or whole is not None:
             yield Piece(choice.index, delta.text, whole)
 
@@ -377,7 +377,7 @@ class LLM:
         room = max(1, self.max_model_len - num_prompt_tokens)
         return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or room, seed=seed)
 
-    def _close(self, choice: Choice, text: str) -> Output:
+    def _close(self, choice: Choice, parts: Sequence[NewOutput]) -> Output:
         end_ns, end_unix_ns = time.monotonic_ns(), time.time_ns()
         started_at_unix_ns = end_unix_ns - (end_ns - choice.account.start_ns)
         account = choice.close(
@@ -390,12 +390,12 @@ class LLM:
         account.verify()
         self.ledger.add_account(account)
         return Output(
-            text=text,
+            text="".join(part.text for part in parts),
             token_ids=tuple(choice.token_ids),
             prompt_token_ids=choice.request.prompt_token_ids,
             finish_reason=account.finish_reason,
             account=account,
-            logprobs=tuple(scored.logprob for scored in choice.scored if scored.logprob is not None),
+            logprobs=tuple(one.logprob for part in parts for one in part.scored if one.logprob is not None),
             prompt_logprobs=tuple(choice.prompt_logprobs),
             error=choice.error,
             pooled=choice.pooled,

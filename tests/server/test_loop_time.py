@@ -92,6 +92,27 @@ def test_what_stands_in_a_texts_own_json_holds_up_nobody(server) -> None:
     assert {name: taken for name, taken in taken_ms.items() if is_too_long(*taken)} == {}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_whole_answer_of_many_logprobs_is_rendered_beside_the_loop(launch, path: str) -> None:
+    """400 tokens with 20 others each took 100 to 140 ms of the loop, as a chat's."""
+    live, many = launch(say("a" * 400)), {"max_tokens": 400, "n": 4}
+    asked = (
+        {"messages": [USER], "logprobs": True, "top_logprobs": 20}
+        if "chat" in path
+        else {"prompt": "a", "logprobs": 20}
+    )
+    meter, taken_ms = LoopMeter(live.loop), []
+    for _ in range(TRIES):
+        meter.begin()
+        status, _, answer = live.post(path, asked | many)
+        taken_ms.append(meter.longest_ms())
+        assert status == 200
+        told = [choice["logprobs"] for choice in answer["choices"]]
+        tops = [each["top_logprobs"] for each in told[0]["content"]] if "chat" in path else told[0]["top_logprobs"]
+        assert {len(top) for top in tops} == {20}
+    assert min(taken_ms) < MOST_MS
+
+
 def test_a_small_turn_behind_a_large_conversation_costs_what_is_new(server) -> None:
     thoughts = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": '"[' * 20}] * 4000}
     asked, stored = {"input": [thoughts, {"role": "user", "content": "hi"}], "max_output_tokens": 1}, {}

@@ -216,7 +216,16 @@ class Renderer:
 
 
 def _json(chunk: dict[str, Any]) -> bytes:
-    return orjson.dumps(chunk, default=msgspec.to_builtins)
+    return orjson.dumps(chunk, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return orjson.Fragment(bytes(value)) if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value)
+
+
+def _written(value: Any) -> msgspec.Raw:
+    """Returns it as JSON: values by the thousand would take much memory, and then the interpreter's lock for long."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def finish_word(choice: Choice) -> FinishWord:
@@ -317,10 +326,10 @@ class CompletionForm:
             "text_offset": [entry.text_offset for entry in scored],
         }
 
-    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+    def _top(self, logprob: TokenLogprob) -> msgspec.Raw:
         """The likeliest, and the chosen one if it is not among them."""
         pairs = [*logprob.top[: self._num_top], (logprob.token_id, logprob.logprob)]
-        return {token_text(self._tokenizer, token_id): _finite(value) for token_id, value in pairs}
+        return _written({token_text(self._tokenizer, token_id): _finite(value) for token_id, value in pairs})
 
 
 class ChatForm(CompletionForm):
@@ -348,10 +357,10 @@ class ChatForm(CompletionForm):
             return None
         return {"content": [self._entry(e) for e in scored if e.logprob is not None], "refusal": None}
 
-    def _entry(self, entry: Scored) -> dict[str, Any]:
+    def _entry(self, entry: Scored) -> msgspec.Raw:
         assert entry.logprob is not None
         top = [self._token(token_id, value) for token_id, value in entry.logprob.top[: self._num_top]]
-        return {**self._token(entry.token_id, entry.logprob.logprob), "top_logprobs": top}
+        return _written({**self._token(entry.token_id, entry.logprob.logprob), "top_logprobs": top})
 
     def _token(self, token_id: int, value: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)

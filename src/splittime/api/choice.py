@@ -84,7 +84,6 @@ class Choice:
     _new_text: list[str] = field(default_factory=list)
     _new_reasoning: list[str] = field(default_factory=list)
     _num_taken: int = 0
-    _num_scored_taken: int = 0
     heard_ns: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -205,8 +204,8 @@ class Choice:
         text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
         self._new_text.clear()
         self._new_reasoning.clear()
-        token_ids, scored = self.token_ids[self._num_taken :], self.scored[self._num_scored_taken :]
-        self._num_taken, self._num_scored_taken = len(self.token_ids), len(self.scored)
+        token_ids, self._num_taken = self.token_ids[self._num_taken :], len(self.token_ids)
+        scored, self.scored = self.scored, []
         if self.hides_output:
             return NewOutput(text, (), scored[: len(self.request.prompt_token_ids)])
         return NewOutput(text, token_ids, scored, reasoning)

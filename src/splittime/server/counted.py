@@ -30,12 +30,6 @@ def refusals_counted(service: Service) -> Iterator[None]:
         raise service.admission.refuse(refused) from None
 
 
-def count_answers(service: Service, use: QuotaUse, num_choices: int) -> None:
-    """Have a body count as so many requests. Raises `Refused` for now, `RequestError` if that can never be."""
-    with refusals_counted(service):
-        use.count_as(num_choices, now_ns())
-
-
 def reserve_tokens(service: Service, use: QuotaUse, requests: Sequence[Request]) -> None:
     """Raises `Refused` if the key's minute has too few tokens left for these prompts and what is expected of them."""
     with refusals_counted(service):

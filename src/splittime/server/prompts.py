@@ -55,19 +55,22 @@ class TokenizedPrompt(NamedTuple):
     render_ns: int = 0
     left_out: tuple[str, ...] = ()
 
-    def choice(self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer) -> Choice:
+    def choice(
+        self, index: int, request: Request, account: Account, ask: Ask, tokenizer: Tokenizer, echo: Echo | None
+    ) -> Choice:
         """Returns one answer to this prompt, as far as it is: with no token yet."""
         sampling = request.sampling
         stop, least = sampling.stop, sampling.min_tokens
         text = OutputText(tokenizer, self.token_ids, stop=stop, min_tokens=least, shown_ids=ask.shown_ids)
-        echo = self._echo(tokenizer, with_offsets=sampling.prompt_logprobs is not None) if ask.echo else None
         reasoning = None if ask.reasoning is None else ask.reasoning.parser()
         return Choice(index, request, account, text, echo, ask.echo_only, self.hashes, self.render_ns, reasoning)
 
-    def _echo(self, tokenizer: Tokenizer, *, with_offsets: bool) -> Echo:
-        """The prompt as it was given, and where each of its tokens begins."""
+    def echo(self, ask: Ask, tokenizer: Tokenizer) -> Echo | None:
+        """Returns the prompt as it was given, and where each of its tokens begins, if that is asked for."""
+        if not ask.echo:
+            return None
         text = self.given if isinstance(self.given, str) else tokenizer.decode(self.token_ids)
-        if not with_offsets:
+        if ask.sampling.prompt_logprobs is None:
             return Echo(text)
         detokenizer, offsets, length = make_detokenizer(tokenizer), [], 0
         for token_id in self.token_ids:

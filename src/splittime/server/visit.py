@@ -38,8 +38,6 @@ from splittime.web.tenants import QuotaUse, Sharer, notices_of_head, sharer_of, 
 
 now_ns = time.monotonic_ns
 
-CHOICES_AT_ONCE = 128
-
 
 class GivenBody(NamedTuple):
     """A body that is there. num_bytes: what there is to read. read: makes the value of it, in whatever thread. ignored:
@@ -151,7 +149,8 @@ class Visit:
         model = self._read_head({})
         self._quota = self.service.quota(self.tenant).enter(now_ns())
         ask, prompts = await self._read_ask(model)
-        counted.count_answers(self.service, self._quota, ask.num_choices)
+        with counted.refusals_counted(self.service):
+            self._quota.count_as(ask.num_choices, now_ns())
         self._prompts = prompts
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self.account.enter(Stage.ADMIT, now_ns())
@@ -219,9 +218,10 @@ class Visit:
         check_model(ask.model, self.service.require_model())  # an adapter may have gone meanwhile
         adapter, count = self.service.require_model().adapter_of(ask.model), ask.n * len(prompts)
         names = [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
-        choices = []
+        choices, echo = [], None
         for index, name in enumerate(names):
             prompt, sample = divmod(index, ask.n)
+            echo = echo if sample else prompts[prompt].echo(ask, self.service.tokenizer)
             request = Request(
                 request_id=self.service.full_id(name, self.tenant),
                 prompt_token_ids=prompts[prompt].token_ids,
@@ -238,11 +238,11 @@ class Visit:
             account = Account(request.request_id, self.start_ns, Stage.RECEIVE)
             account.extend(self.account.marks[1:])
             account.enter(Stage.HANDOFF, request.submitted_ns)
-            choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer))
-            if len(choices) % CHOICES_AT_ONCE == 0:
-                await asyncio.sleep(0)
-                if self._is_gone:
-                    raise http.Disconnected
+            choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer, echo))
+            await self.service.turn.room()
+            if self._is_gone:
+                raise http.Disconnected
+        check_model(ask.model, self.service.require_model())  # nor since then
         return choices
 
     # ---- while it is served

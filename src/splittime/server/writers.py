@@ -11,11 +11,11 @@ without progress. A blocked send after the last token is the client's time (`cli
 
 import asyncio
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import coroutine
 from typing import Any, Protocol
 
-from splittime.api.answer import DONE, Renderer, last_ended, timing, usage
+from splittime.api.answer import DONE, Renderer, WholeRenderer, last_ended, timing, usage
 from splittime.api.choice import Choice
 from splittime.server.config import ServerConfig
 from splittime.server.group import Group
@@ -23,7 +23,7 @@ from splittime.web import http
 from splittime.web.reading import in_short_turns
 
 now_ns = time.monotonic_ns
-MANY_CHOICES = 128  # an answer of more is rendered beside the event loop
+MANY_PARTS = 128  # choices, and tokens with what else was likely: more of them are rendered beside the event loop
 EVENTS = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS: http.Headers = [
     (b"content-type", EVENTS),
@@ -42,19 +42,13 @@ class AnsweredVisit(Protocol):
     def close_choice(self, choice: Choice, at_ns: int) -> None: ...
 
 
-class RendersWhole(Protocol):
-    """Renders an answer of which everything is there."""
-
-    def body(self, choices: Sequence[Choice], now_ns: int, notices: Sequence[str]) -> bytes: ...
-
-
 class WholeWriter:
     """Writes one response when all choices are done."""
 
     def __init__(
         self,
         visit: AnsweredVisit,
-        renderer: RendersWhole,
+        renderer: Renderer | WholeRenderer,
         choices: Sequence[Choice],
         config: ServerConfig,
         send: http.Send,
@@ -78,12 +72,7 @@ class WholeWriter:
             await http.respond_error(self._send, group.error, headers=headers)
             return
         counts = [choice.num_untaken for choice in choices]
-        asked = choices, at_ns, self._visit.notices
-        if len(choices) > MANY_CHOICES:  # 2,048 vectors take half a second
-            loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(None, in_short_turns, self._renderer.body, *asked)
-        else:
-            body = self._renderer.body(*asked)
+        body = await rendered(choices, self._renderer.body, choices, at_ns, self._visit.notices)
         sending = http.respond(self._send, body, headers=headers, until_taken=True)
         blocked = start(sending, asyncio.get_running_loop())
         if blocked is not None and not await self._await_reader(group, blocked):
@@ -102,6 +91,13 @@ class WholeWriter:
             blocked.cancel()
             self._visit.drop_client("slow_reader_s")
         return bool(done) and not group.is_cancelled
+
+
+async def rendered(choices: Sequence[Choice], render: Callable[..., bytes], *args: object) -> bytes:
+    """Returns what is rendered of choices that are done: 2,048 vectors, or tokens with 20 others each, take long."""
+    if sum(1 + len(choice.scored) for choice in choices) <= MANY_PARTS:
+        return render(*args)
+    return await asyncio.get_running_loop().run_in_executor(None, in_short_turns, render, *args)
 
 
 class StreamWriter:
@@ -148,10 +144,15 @@ class StreamWriter:
         self._flush_handle = None
         if self._blocked is not None or self._is_abandoned or all(choice.is_done for choice in self._choices):
             return
-        body = b"".join([self._render(choice) for choice in self._touched.values()])
-        self._touched.clear()
-        if body:
+        parts, count = list[bytes](), 0
+        while self._touched and count <= MANY_PARTS:
+            choice = self._touched.pop(next(iter(self._touched)))
+            count += 1 + len(choice.scored)
+            parts.append(self._render(choice))
+        if body := b"".join(parts):
             self._write(body)
+        if self._touched and self._blocked is None:
+            self._flush_handle = self._loop.call_soon(self._flush)
 
     def _render(self, choice: Choice) -> bytes:
         """Returns what is new of a choice; nothing while its new tokens make no character, and nothing after an
@@ -237,7 +238,7 @@ class StreamWriter:
         rest = [choice for choice in self._choices if choice.index not in self._finished]
         self._in_write += [(choice, choice.num_untaken, False) for choice in rest]  # the visit closes them
         failed = group.error
-        end = self._last_events(rest) if failed is None else http.error_event(failed)
+        end = await rendered(rest, self._last_events, rest) if failed is None else http.error_event(failed)
         self._write(end + DONE, more_body=False)
         await self._until_free()
 
