@@ -36,6 +36,7 @@ BAD_COMPLETIONS = [
     ({}, "prompt"),
     ({"prompt": "x", "stop": ["a"] * 65}, "stop"),
     ({"prompt": "x", "stop": "y" * 2000}, "stop"),
+    ({"prompt": "x", "stop": ["y" * 1000] * 5}, "stop"),
     ({"prompt": "x", "stop_token_ids": [300]}, "stop_token_ids"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
