@@ -90,6 +90,8 @@ def test_the_security_floor_is_the_servers(keyed):
     assert keyed.get("/health") == {"status": "ok"}
     status, _, body = keyed.ask("fine", bearer("of-ops"), path="/models")
     assert (status, json.loads(body)["error"]["hint"]) == (404, "the base URL of an OpenAI client ends with /v1")
+    status, _, body = keyed.ask("fine", bearer("of-a"), path="/api/chat")
+    assert (status, "Ollama's API is not passed on" in json.loads(body)["error"]["hint"]) == (404, True)
 
 
 def scraped(gateway) -> str:

@@ -158,11 +158,13 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
 SHARED_PATHS = tuple(row for row in PATHS if row[1].startswith("/v1/") or row[1] in OPEN_PATHS)
 """What a shared port answers: what clients ask. Of a response that is kept (to go on from, read, delete or cancel) only
 the gateway knows that passed it on, and the system may lead the client to another."""
+OLLAMA = "Ollama's API is not passed on: ask a server itself, or here by OpenAI's, under /v1"
 HINTS = {
     "/v1/prefill": "not passed on: ask the server that the request will go to",
     "/completions": "the base URL of an OpenAI client ends with /v1",
     "/chat/completions": "the base URL of an OpenAI client ends with /v1",
     "/models": "the base URL of an OpenAI client ends with /v1",
+    **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/tags", "/api/show"), OLLAMA),
 }
 
 
