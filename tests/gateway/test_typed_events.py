@@ -59,6 +59,19 @@ def test_an_error_is_the_end_of_a_stream(path):
     assert (events.is_done, events.error.message) == (True, "too much")
 
 
+@pytest.mark.parametrize(
+    ("kinds", "has_begun"),
+    [
+        (["message_start", "ping"], False),
+        (["message_start", "ping", "ping"], True),
+        (["message_start", "content_block_delta"], True),
+        (["message_start", "message_delta"], True),
+    ],
+)
+def test_a_message_has_begun_with_a_piece_or_a_sign_of_life(kinds, has_begun):
+    assert read(MESSAGES, stream(MESSAGES, [{"type": kind} for kind in kinds])).has_begun is has_begun
+
+
 def test_a_response_that_failed_says_why():
     failed = {"type": "response.failed", "response": {"id": "r", "status": "failed", "error": {"message": "no memory"}}}
     events = read(RESPONSES, stream(RESPONSES, [failed]))

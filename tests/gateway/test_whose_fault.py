@@ -129,7 +129,10 @@ def test_a_model_that_is_told_of_in_words_alone():
 async def test_an_error_without_a_type_is_no_beginning_of_a_stream(path, has_head):
     """Who answers at once with anything would get most requests; the client has nothing of it yet."""
     begins = {
-        MESSAGES: [{"type": "message_start", "message": {"id": "a"}}],
+        MESSAGES: [
+            {"type": "message_start", "message": {"id": "a"}},
+            {"type": "ping"},
+        ],
         RESPONSES: [],
         CHAT: [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}],
     }

@@ -30,6 +30,7 @@ SAID = ("finish_reason", "token_ids", "text", "message")  # of a choice
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 FILTERED = "content_filter"
 USED = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
+HEADS = ("message_start", "ping")  # a response's first has an id, for use at once
 STOPS = {
     "end_turn": FinishReason.STOP,
     "stop_sequence": FinishReason.STOP,
@@ -297,7 +298,10 @@ class _TypedEvents(AnswerEvents):
         return self._usage
 
     def _is_head(self, data: bytes) -> bool:
-        return _type_of(data) == "message_start"  # a response's first has an id, which its client may use at once
+        kind = _type_of(data)
+        is_head = kind in HEADS and (kind,) not in self._heads  # a second ping is a sign of life
+        self._heads.add((kind,))
+        return is_head
 
     def _note_usage(self, usage: object, *, has_output: bool = True) -> None:
         """Tokens as both APIs tell them. Those that Anthropic's cache had, or was given, are not in `input_tokens`."""
